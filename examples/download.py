@@ -53,7 +53,9 @@ def checkpoint(model: str) -> pathlib.Path:
     except HfHubHTTPError as error:
         raise CannotTry(f"the hub refuses {model}: {' '.join(str(error).split())}") from error
     except ValueError as error:
-        raise CannotTry(f"{model}: {error}; see which parts work: fovea models check {directory}") from error
+        raise CannotTry(
+            f"{model}: {error}; to see which components work, run: fovea models check {directory}"
+        ) from error
     except OSError as error:  # no such directory, or the disk is full
         raise CannotTry(f"{model}: {error}") from error
     return directory

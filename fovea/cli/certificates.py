@@ -1,4 +1,4 @@
-"""The CA and certificate that `fovea up --tls` makes for the services of one machine."""
+"""Certificate authority and certificate of `fovea up --tls`, for the services of one machine."""
 
 import datetime
 import os
@@ -15,9 +15,11 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
 def make_certificates(folder: Path) -> Path:
-    """Writes a new certificate for a year, its key and its CA, whose own key is kept nowhere; returns the folder.
+    """Writes a new CA certificate, a certificate signed by it, and that certificate's private key; returns the folder.
 
-    Files are their user's alone. What was there is replaced: processes that read it before are strangers afterwards.
+    Both certificates are valid for one year. The CA's private key is not stored. Only this user can read the files.
+    Existing files are replaced, so processes that loaded the old ones can no longer connect to those that load the new
+    ones.
     """
     now = datetime.datetime.now(datetime.UTC)
 

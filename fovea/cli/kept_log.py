@@ -1,4 +1,4 @@
-"""What the services of a `fovea up` print, kept in its state folder up to a size, for `fovea logs`."""
+"""The log of `fovea up`: the output of all services, stored in the state folder with a size limit, for `fovea logs`."""
 
 import os
 import pathlib
@@ -14,25 +14,25 @@ _PAUSE_S = 0.2
 
 
 def log_folder(state_dir: pathlib.Path) -> pathlib.Path:
-    """Where it is."""
+    """Returns the folder of the log files."""
     return state_dir / "logs"
 
 
 class KeptLog:
-    """A file that is put aside, and then replaced, whenever it has reached half of what may be kept.
+    """A log of two files: when the current file reaches half the size limit, it replaces the older one.
 
     Args:
-        folder: Its own.
-        most_bytes: Of both files together, a line more or less.
+        folder: Folder of the log files, used for nothing else.
+        most_bytes: Size limit of both files together, exceeded by one line at most.
     """
 
     def __init__(self, folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
         self._path, self._half = folder / "fovea.log", most_bytes // 2
-        folder.mkdir(mode=0o700, exist_ok=True)  # prompts may be in it
+        folder.mkdir(mode=0o700, exist_ok=True)  # the log may contain prompts
         self._file = self._path.open("a", encoding="utf-8", errors="replace")
 
     def write(self, service: str, line: str) -> None:
-        """Adds a line, with the time. Raises OSError where the disk is full."""
+        """Appends a line with a timestamp. Raises OSError if the disk is full."""
         if self._file.tell() > self._half:
             self._file.close()
             self._path.replace(_put_aside(self._path))
@@ -41,12 +41,16 @@ class KeptLog:
         self._file.flush()
 
     def close(self) -> None:
-        """Writes no more."""
+        """Closes the file."""
         self._file.close()
 
 
 def newest_lines(folder: pathlib.Path, service: str, count: int) -> list[str]:
-    """The newest lines of a service, or of all services of a kind, or of all for an empty name; oldest first."""
+    """Returns the newest `count` lines, oldest first.
+
+    Args:
+        service: A service such as `sampler2`, a kind such as `sampler` for all services of it, or empty for all.
+    """
     kept: deque[str] = deque(maxlen=count)
     path = folder / "fovea.log"
     for each in (_put_aside(path), path):
@@ -57,18 +61,18 @@ def newest_lines(folder: pathlib.Path, service: str, count: int) -> list[str]:
 
 
 def services_in(folder: pathlib.Path) -> list[str]:
-    """Those that have printed something that is kept."""
+    """Returns the names of the services with lines in the log, sorted."""
     return sorted({_service_of(line) for line in newest_lines(folder, "", 10**9)} - {""})
 
 
 def follow(folder: pathlib.Path, service: str, is_over: Callable[[], bool]) -> Iterator[str]:
-    """The lines that come from now on, until nothing more will."""
+    """Yields new lines of a service as they are written, until `is_over` returns true and all lines are read."""
     path = folder / "fovea.log"
     file = path.open(encoding="utf-8", errors="replace")
     file.seek(0, 2)
     begun = ""
     while True:
-        ends = is_over()  # asked before the last look
+        ends = is_over()  # evaluated before the last read, so that no line is missed
         for piece in iter(file.readline, ""):
             begun += piece
             if begun.endswith("\n"):
@@ -92,7 +96,7 @@ def _put_aside(path: pathlib.Path) -> pathlib.Path:
 def _is_replaced(file: TextIO, path: pathlib.Path) -> bool:
     try:
         return path.stat().st_ino != os.fstat(file.fileno()).st_ino
-    except FileNotFoundError:  # just now
+    except FileNotFoundError:  # between the two steps of a rotation
         return False
 
 

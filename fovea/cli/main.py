@@ -1,4 +1,4 @@
-"""The `fovea` command; docs/reference/cli.md, which is made from it, has all of it."""
+"""The `fovea` command. docs/reference/cli.md, generated from this module, lists all commands and options."""
 
 import asyncio
 import importlib.util
@@ -52,9 +52,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-models_app = typer.Typer(help="Which checkpoints work here.", no_args_is_help=True)
+models_app = typer.Typer(help="Check which model checkpoints work on this machine.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-sessions_app = typer.Typer(help="Sessions that are parked: they wait for their clients.", no_args_is_help=True)
+sessions_app = typer.Typer(help="Manage parked sessions, which wait for their clients to return.", no_args_is_help=True)
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(checkpoints_command.app, name="checkpoints")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -69,18 +69,20 @@ PASSED_ON_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "fovea export": ("fovea_data.model_export", ()),
     "fovea demo": ("fovea_demo", ()),
 }
-"""The programs of commands that are programs of their own: a module, and its first arguments."""
+"""Module and first arguments of each command that is implemented by a program of its own."""
 _NEEDS = {
     "fovea_gateway": ("sqlalchemy", "gateway"),
     "fovea_parity": ("vllm", "cpu"),
     "fovea_conformance": ("torch", "cpu"),
     "fovea_demo": ("sklearn", "demo"),
 }
-"""By package: what it cannot do without, and the extra of the distribution that has it."""
+"""For each package: a module that it needs, and the extra of fovea-vlm that installs it."""
 KEYS_VARIABLE = "FOVEA_API_KEY"
 TINY = "tiny"
 CPU_RANKS = 2
-Address = Annotated[str, typer.Option(help="host:port of a gateway's gRPC; default: that of --state-dir.")]
+Address = Annotated[
+    str, typer.Option(help="host:port of the gateway's gRPC server. Default: the gateway of --state-dir.")
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -92,7 +94,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Fovea: self-hosted post-training for vision-language models, behind the Tinker API."""
@@ -101,80 +103,91 @@ def options(
 @app.command()
 def up(
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint directory or hub name. Default: a tiny Qwen3-VL, built once.")
+        str | None,
+        typer.Option(
+            help="Checkpoint folder or Hugging Face model name. Default: a tiny Qwen3-VL, built on first use."
+        ),
     ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: --model as given.")] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Model name that clients use. Default: the value of --model.")
+    ] = None,
     gpus: Annotated[
         str,
         typer.Option(
-            help="Cards for trainer and samplers: auto takes all that are free of further models, none the CPU; or "
-            "as in 0,1. One is shared, of more each has its own."
+            help="GPUs for trainer and samplers: auto (all GPUs not used by further models), none (CPU), or a "
+            "list such "
+            "as 0,1. A single GPU is shared; with more, trainer and samplers get their own."
         ),
     ] = "auto",
     samplers: Annotated[
         int | None,
-        typer.Option(min=0, help="Samplers of the model; 0 only trains. Default: 1, more where GPUs are left."),
+        typer.Option(min=0, help="Number of samplers; 0 for training only. Default: 1, or more if GPUs remain."),
     ] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="SERVICE.NAME=VALUE",
-            help="Any setting of a service, as in sampler.max_loras=16; may be repeated.",
+            help="Set any setting of a service, such as sampler.max_loras=16. Repeatable.",
         ),
     ] = None,
     also_sample: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[NAME=]MODEL[@GPUS]",
-            help="A further base model, for sampling only, such as a teacher; may be repeated. GPUS as in 2,3.",
+            help="Serve a further base model for sampling only, such as a teacher; GPUS is a list such as "
+            "2,3. Repeatable.",
         ),
     ] = None,
     also_train: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[NAME=]MODEL[@GPUS]", help="A further base model with a trainer of its own; may be repeated."
+            metavar="[NAME=]MODEL[@GPUS]", help="Serve a further base model with a trainer of its own. Repeatable."
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="REST port of the gateway; 0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 takes a free one.")] = 8001,
+    host: Annotated[str, typer.Option(help="Address on which the gateway listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="REST port of the gateway; 0 picks a free port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 picks a free port.")] = 8001,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Trainer processes. Default: one on each of its GPUs, 2 on the CPU.")
+        int | None,
+        typer.Option(min=1, help="Number of trainer processes. Default: one per trainer GPU, or 2 on the CPU."),
     ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             envvar=KEYS_VARIABLE,
-            help="Accepted key, tml-KEY or OWNER=tml-KEY; may be repeated. Everybody on the machine sees it in `ps`: "
-            "prefer the variable, the file, or `fovea keys create`.",
+            help="Accepted API key: tml-KEY or OWNER=tml-KEY. Repeatable. Other users of this machine can see it in "
+            "`ps`; prefer the variable, --api-key-file, or `fovea keys create`.",
         ),
     ] = None,
-    api_key_file: Annotated[pathlib.Path | None, typer.Option(help="A file of accepted keys, one per line.")] = None,
-    ready_timeout_s: Annotated[float, typer.Option(help="Seconds that the services may take to come up.")] = 300.0,
-    drain_s: Annotated[float, typer.Option(help="Seconds that work in flight gets at a stop.")] = 20.0,
+    api_key_file: Annotated[pathlib.Path | None, typer.Option(help="File of accepted API keys, one per line.")] = None,
+    ready_timeout_s: Annotated[float, typer.Option(help="Seconds to wait for all services to become ready.")] = 300.0,
+    drain_s: Annotated[
+        float, typer.Option(help="Seconds that requests in flight may take to finish on shutdown.")
+    ] = 20.0,
     tls_dir: Annotated[
         pathlib.Path | None,
         typer.Option(
             envvar=tls.VARIABLE,
-            help="Mutual TLS between the services, with ca.crt, tls.crt and tls.key of this folder.",
+            help="Use mutual TLS between the services, with ca.crt, tls.crt and tls.key from this folder.",
         ),
     ] = None,
     own_tls: Annotated[
-        bool, typer.Option("--tls", help="The same, with a CA and certificate made at each start, good for a year.")
+        bool,
+        typer.Option(
+            "--tls", help="Use mutual TLS with a CA and certificate created at each start, valid for one year."
+        ),
     ] = False,
-    trainer_gpus: Annotated[
-        str, typer.Option(help="Devices of the trainer, as in 0,1, instead of what --gpus chooses.")
-    ] = "",
+    trainer_gpus: Annotated[str, typer.Option(help="GPUs of the trainer, such as 0,1; overrides --gpus.")] = "",
     sampler_gpus: Annotated[
-        str, typer.Option(help="Devices of the samplers, in equal parts, over which the model of each is split.")
+        str, typer.Option(help="GPUs of the samplers, divided equally; each sampler splits its model over its GPUs.")
     ] = "",
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_level: Annotated[str, typer.Option(help="Log level: DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
-    """Start renderer, samplers, trainer and gateway on this machine, and stop them with Ctrl-C.
+    """Start Fovea on this machine: renderer, samplers, trainer and gateway. Stop it with Ctrl-C or `fovea down`.
 
-    What is wrong with the command, the model or the machine is said in one line before anything starts.
+    All options, the model and the machine are checked first; a problem is reported in one line before anything starts.
     """
     console = Console()
     try:
@@ -220,7 +233,7 @@ def up(
             log_level=log_level,
         )
         start_checks.check_names(options.models)
-        os.environ.pop(KEYS_VARIABLE, None)  # the gateway alone is given the keys
+        os.environ.pop(KEYS_VARIABLE, None)  # only the gateway may see the keys
         start_checks.check_specs(service_specs(options), settings)
         start_checks.check_memory(options.models)
         gpu_layout.check_free(options, trainer_gpus, sampler_gpus)
@@ -241,10 +254,10 @@ def up(
 
 @app.command()
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the full report as one JSON object.")] = False,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
-    """Show what runs here: sessions, models, queue, memory; the exit code is 1 unless all parts serve."""
+    """Show services, memory, sessions, models and queues. The exit code is 1 unless all services are healthy."""
     state = read_state(folder_in_use(state_dir))
     healthy = status_report.all_healthy(state)
     report = status_report.read_report(state, healthy)
@@ -262,29 +275,38 @@ def status(
     Console().print(table)
     for name, item in report["services"].items():
         if item["last_end"]:
-            typer.echo(f"{name} last ended by {item['last_end']}")
+            typer.echo(f"{name} last ended with {item['last_end']}")
     raise typer.Exit(0 if all(healthy.values()) else 1)
 
 
 @app.command()
 def logs(
     service: Annotated[
-        str, typer.Argument(help="renderer, sampler, trainer, gateway or fovea; empty shows all.", show_default=False)
+        str,
+        typer.Argument(
+            help="renderer, sampler, trainer, gateway or fovea (the supervisor). Default: all.", show_default=False
+        ),
     ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Fovea ends.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="The newest lines to show.")] = 200,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines as they arrive, until Fovea ends.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of lines to show, counted from the end.")
+    ] = 200,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
-    """Show what the services have printed, also after they have ended; the newest 32 MiB are kept."""
+    """Show the output of the services, also after they have ended. The newest 32 MiB are stored."""
     state_dir = folder_in_use(state_dir)
     folder = kept_log.log_folder(state_dir)
     if not (folder / "fovea.log").exists():
-        words = f"--state-dir: {state_dir.resolve()} has no log: no Fovea has been up there{others_run(state_dir)}"
+        words = f"--state-dir: {state_dir.resolve()} has no log; no Fovea has run there{others_run(state_dir)}"
         raise typer.Exit(complain(words, MISUSED))
     shown = kept_log.newest_lines(folder, service, lines)
     if service and not shown and lines and not follow:
         there = ", ".join(kept_log.services_in(folder))
-        raise typer.Exit(complain(f"SERVICE: nothing of {service!r} is in the log; there is {there}", MISUSED))
+        raise typer.Exit(
+            complain(f"SERVICE: the log has no lines from {service!r}; it has lines from {there}", MISUSED)
+        )
     coming: Iterable[str] = (
         kept_log.follow(folder, service, lambda: StateFolder(state_dir).holder() is None) if follow else ()
     )
@@ -297,41 +319,41 @@ def logs(
 def down(
     state_dir: StateDir = DEFAULT_STATE_DIR,
     timeout_s: Annotated[
-        float, typer.Option(help="Seconds that it may take; work in flight gets up's --drain-s.")
+        float, typer.Option(help="Seconds to wait until all services have ended; see also --drain-s of `fovea up`.")
     ] = 120.0,
 ) -> None:
-    """Stop the Fovea of `fovea up`, as its Ctrl-C does, and wait until all of it has ended."""
+    """Stop a running Fovea, as Ctrl-C does, and wait until all services have ended."""
     folder = StateFolder(state_dir)
     pid = folder.holder()
     if pid is None:
-        raise typer.Exit(complain(f"--state-dir: no Fovea is up in {state_dir.resolve()}{others_run(state_dir)}"))
+        raise typer.Exit(complain(f"--state-dir: no Fovea runs in {state_dir.resolve()}{others_run(state_dir)}"))
     os.kill(pid, signal.SIGTERM)
     begun = time.monotonic()
     while folder.holder() == pid:
         if time.monotonic() - begun > timeout_s:
-            raise typer.Exit(
-                complain(f"process {pid} still runs after {timeout_s:.0f} s; its log says what it waits for")
-            )
+            raise typer.Exit(complain(f"process {pid} still runs after {timeout_s:.0f} s; see fovea logs"))
         time.sleep(0.1)
     typer.echo(f"stopped after {time.monotonic() - begun:.1f} s")
 
 
 @app.command()
 def restart(
-    service: Annotated[str, typer.Argument(help="renderer, sampler, trainer or gateway.")],
+    service: Annotated[str, typer.Argument(help="Service to kill: renderer, sampler, trainer or gateway.")],
     state_dir: StateDir = DEFAULT_STATE_DIR,
-    timeout_s: Annotated[float, typer.Option(help="Seconds that it may take to be back.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait until the service is healthy again.")] = 120.0,
 ) -> None:
-    """Kill a service of a running Fovea (SIGKILL) and wait until it serves again: a fault drill."""
+    """Kill a service of a running Fovea with SIGKILL and wait until it serves again. Use it to rehearse a crash."""
     state = read_state(state_dir)
     if service not in state["services"]:
-        raise typer.BadParameter(f"{service!r} is none of {', '.join(state['services'])}", param_hint="SERVICE")
+        raise typer.BadParameter(
+            f"{service!r} is not a service; choose from {', '.join(state['services'])}", param_hint="SERVICE"
+        )
     pid = state["services"][service]["pid"]
     os.kill(pid, signal.SIGKILL)
     begun = time.monotonic()
     while not _is_back(read_state(state_dir), service, pid):
         if time.monotonic() - begun > timeout_s:
-            raise typer.Exit(complain(f"{service} is not back after {timeout_s:.0f} s"))
+            raise typer.Exit(complain(f"{service} does not serve {timeout_s:.0f} s after it was killed"))
         time.sleep(0.1)
     typer.echo(f"{service} serves again after {time.monotonic() - begun:.1f} s")
 
@@ -349,24 +371,30 @@ def keys(context: typer.Context) -> None:
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def owners(context: typer.Context) -> None:
-    """Show and set what each owner may have: shares and limits."""
+    """Show and set the shares and limits of each owner."""
     _pass_on("fovea owners", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def usage(context: typer.Context) -> None:
-    """Show what owners have used, by key and day."""
+    """Show usage by owner, key and day."""
     _pass_on("fovea usage", *context.args)
 
 
 @sessions_app.command("list")
 def list_sessions(
-    owner: Annotated[str, typer.Option(help="Of another owner, or * for all; needs a key of scope admin.")] = "",
+    owner: Annotated[
+        str,
+        typer.Option(
+            help="Show this owner's sessions, or those of all owners with *. Needs a key of scope admin. Default: "
+            "your own."
+        ),
+    ] = "",
     gateway: Address = "",
     api_key: ApiKey = PUBLISHED_KEY,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
-    """Show parked sessions, those that have waited longest first."""
+    """List parked sessions, those parked longest first."""
     found = _ask(gateway, state_dir, api_key, lambda client: client.parked_sessions(owner))
     table = Table("session", "owner", "parked since", "MiB", "models")
     for each in found:
@@ -377,19 +405,19 @@ def list_sessions(
 
 @sessions_app.command("end")
 def end_session(
-    session_id: Annotated[str, typer.Argument(help="Of a session, parked or not.")],
+    session_id: Annotated[str, typer.Argument(help="Session id; the session may be parked or active.")],
     gateway: Address = "",
     api_key: ApiKey = PUBLISHED_KEY,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
-    """End a session, and delete its models with all that is kept of them. Checkpoints stay."""
+    """End a session and delete its models and their recovery data. Checkpoints are kept."""
     _ask(gateway, state_dir, api_key, lambda client: client.finish_session(session_id))
 
 
 def _ask(
     address: str, state_dir: pathlib.Path, api_key: str, ask: Callable[[GatewayClient], Coroutine[Any, Any, T]]
 ) -> T:
-    """What a gateway answers: that of an address, or the one that `fovea up` runs here."""
+    """Calls the gateway at `address`, or the one of `fovea up`. Prints errors and ends the command."""
 
     async def call() -> T:
         place = address or read_state(folder_in_use(state_dir))["services"]["gateway"]["address"]
@@ -404,31 +432,31 @@ def _ask(
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def downgrade(context: typer.Context) -> None:
-    """Give the database of a stopped gateway an earlier version's tables."""
+    """Migrate the database of a stopped gateway to the schema of an earlier version."""
     _pass_on("fovea downgrade", *context.args)
 
 
 @models_app.command(context_settings=PASSED_ON, add_help_option=False)
 def check(context: typer.Context) -> None:
-    """Try a checkpoint directory on the CPU, part by part."""
+    """Check a model checkpoint on the CPU, component by component."""
     _pass_on("fovea models check", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def conformance(context: typer.Context) -> None:
-    """Check any Tinker server against the API's contract."""
+    """Check a Tinker server against the contract of the Tinker API."""
     _pass_on("fovea conformance", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def evaluate(context: typer.Context) -> None:
-    """Measure a served model on your rows: pictures by class, chats or records."""
+    """Evaluate a served model on your data: images by class, chats, or records."""
     _pass_on("fovea evaluate", *context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def export(context: typer.Context) -> None:
-    """Write a checkpoint as a PEFT adapter or a merged model that others load."""
+    """Export a checkpoint as a PEFT adapter or a merged model that other tools load."""
     _pass_on("fovea export", *context.args)
 
 
@@ -448,7 +476,7 @@ def _pass_on(command: str, *arguments: str) -> NoReturn:
     module, first = PASSED_ON_TO[command]
     needed, extra = _NEEDS.get(module.partition(".")[0], ("typer", ""))
     if importlib.util.find_spec(needed) is None:
-        words = f"{command}: {needed} is not installed; the extra [{extra}] of fovea-vlm has it"
+        words = f"{command}: {needed} is not installed; install fovea-vlm[{extra}]"
         raise typer.Exit(complain(words, MISUSED))
     if module.startswith("fovea_gateway.") and not any(word.startswith("--state-dir") for word in arguments):
         name_database()
@@ -456,7 +484,7 @@ def _pass_on(command: str, *arguments: str) -> NoReturn:
 
 
 def _further_model(text: str, is_trained: bool) -> ServedModel:
-    """Reads [NAME=]MODEL[@GPUS]. Raises StartRefused."""
+    """Parses [NAME=]MODEL[@GPUS]. Raises StartRefused."""
     flag = "--also-train" if is_trained else "--also-sample"
     name, equals, rest = text.partition("=")
     model, _, gpus = (rest if equals else text).partition("@")
@@ -466,18 +494,18 @@ def _further_model(text: str, is_trained: bool) -> ServedModel:
         name if equals else model, model, is_trained, devices, devices, parameter_count=parameter_count
     )
     if not served.label:
-        raise StartRefused(flag, f"{text!r} has no name; write NAME=MODEL")
+        raise StartRefused(flag, f"{text!r} gives no usable name; write NAME=MODEL")
     return served
 
 
 def _tiny_model(console: Console) -> str:
-    console.print("No --model given: using the tiny Qwen3-VL (built once, about a minute).")
+    console.print("No --model given; using the tiny Qwen3-VL (built on first use, about a minute).")
     built = subprocess.run([sys.executable, "-m", "fovea_tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
     return built.stdout.strip().splitlines()[-1]
 
 
 def main() -> NoReturn:
-    """The `fovea` command. A wrong use of it is answered by one line, which names the option."""
+    """Runs the `fovea` command. Usage errors are reported in one line that names the option."""
     try:
         code = app(standalone_mode=False)
     except typer.Abort:
@@ -486,7 +514,7 @@ def main() -> NoReturn:
         if isinstance(error, typer.Exit):
             code = error.exit_code
         elif not str(message := getattr(error, "format_message", error.__str__)()):
-            code = MISUSED  # a group without a command, which has printed its help
+            code = MISUSED  # a command group without a command: its help has been printed
         else:
             context = getattr(error, "ctx", None)
             code = complain(f"{context.command_path if context else 'fovea'}: {' '.join(message.split())}", MISUSED)

@@ -1,4 +1,4 @@
-"""docs/reference/cli.md, made from the commands themselves: `python -m fovea.cli.reference_page`."""
+"""Generates docs/reference/cli.md from the commands: `python -m fovea.cli.reference_page`."""
 
 import json
 import os
@@ -16,12 +16,13 @@ from fovea.cli.main import PASSED_ON_TO, app
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 _HEAD = """# The `fovea` command
 
-Made by `python -m fovea.cli.reference_page` from the commands; a test compares. What is wrong with a command is said in
-one line, with exit code 2; 1 is for what failed, or is not healthy. Commands find the Fovea that was started in
-the same folder, or with the same `--state-dir`.
+`python -m fovea.cli.reference_page` generates this page from the commands, and a test compares the two. Errors are one
+line. Exit code 2 means that the command line is wrong or cannot work here; 1 means that the command failed or that a
+service is unhealthy. Commands find the Fovea that was started in the same folder or with the same `--state-dir`.
 """
 
-# One process for all, without torch: the SDK imports it where it is found, and no help needs it.
+# A single process prints the help of all programs. It hides torch, which the SDK imports if it finds it and no help
+# text needs.
 _ASK_ALL = """
 import contextlib, io, json, runpy, sys
 sys.modules["torch"] = None
@@ -40,7 +41,7 @@ print(json.dumps(told))
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the page as Markdown."""
     root: Any = typer.main.get_command(app)
     return _HEAD + "".join(_sections(root, "fovea"))
 
@@ -88,7 +89,7 @@ def _text(words: str | None) -> str:
 
 
 def _theirs(name: str) -> str:
-    """What a program of its own says of itself."""
+    """Returns the help text of a command that is a program of its own."""
     module, _ = PASSED_ON_TO[name]
     words = _told()[name].strip().replace(f"{PAGE.parents[2]}/", "").replace(f"python -m {module}", name)
     return "\n```\n" + "\n".join(line.rstrip() for line in words.splitlines()) + "\n```\n"
@@ -96,7 +97,7 @@ def _theirs(name: str) -> str:
 
 @cache
 def _told() -> dict[str, str]:
-    """What each program says on a terminal without colours of 100 characters."""
+    """Returns the help text of each program, as printed on a terminal 100 characters wide, without colours."""
     environment = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "TYPER_USE_RICH": "0"}
     command = [sys.executable, "-c", _ASK_ALL, json.dumps(list(PASSED_ON_TO.values()))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)

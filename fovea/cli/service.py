@@ -1,4 +1,4 @@
-"""One service process under `fovea up`: started, followed, restarted, stopped."""
+"""Runs one service process of `fovea up`: start, health, output, restart and stop."""
 
 import asyncio
 import os
@@ -18,51 +18,53 @@ from fovea.runtime.children import die_with_parent
 from fovea.runtime.tasks import Backoff
 
 STEADY_S = 60.0
-"""A process that served this long starts again at once when it dies; the pause doubles for one that did not."""
+"""Uptime in seconds after which a crashed process restarts without delay. Below it, the delay doubles each time."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _JITTER = 0.2
 
-_LAST_WORDS_S = 5.0  # for what a process has started to end with it: SIGKILL is sent, but a busy machine takes its time
-_LAST_LINES = 200  # of what a process prints: where its cause of death is looked for
+_LAST_WORDS_S = 5.0
+"""Seconds to wait for the descendants of a dead process after SIGKILL, which may take effect late on a busy machine."""
+_LAST_LINES = 200
+"""Number of output lines in which the cause of a crash is searched."""
 _POINTS_UPWARDS = re.compile(r"\b[Ss]ee (the )?(root cause|stack trace|error|traceback)\b.*\babove\b")
 _LONGEST_LINE = 2**20
 _LONGEST_CAUSE = 200
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
 _AFTERTHOUGHT = "Exception ignored in"
-"""Python's word, with a traceback behind it, for what an object raised that was thrown away: of no consequence."""
+"""Start of Python's message, with a traceback, about an exception in a destructor or similar. It is harmless."""
 _TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
 _SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
-"""Sent from outside: nothing that the process has printed says why."""
+"""Signals sent from outside the process; its output does not explain them."""
 KILLS = frozenset(end.name for end in _SILENT_ENDS)
-"""How a process ended that somebody else ended, as `Service.run` tells it."""
+"""Names of these signals, as `Service.run` reports them."""
 
 
 OF_MODEL = "-"
-"""In a service's name, between its kind and the base model that it is for, if that is not the default one."""
+"""Separates the kind of a service from its base model in the name of the service, except for the default model."""
 
 
 def kind_of(name: str) -> str:
-    """renderer, sampler, trainer or gateway, of a service's name such as `sampler2-teacher`."""
+    """Returns renderer, sampler, trainer or gateway for a service name such as `sampler2-teacher`."""
     return name.partition(OF_MODEL)[0].rstrip("0123456789")
 
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """How to run one service.
+    """Command line, address and environment of one service.
 
     Attributes:
-        name: For the log.
-        arguments: After `python`.
+        name: Name in the log.
+        arguments: Command line after `python`.
         address: host:port of its gRPC server.
-        health_name: Full gRPC service name to ask for health.
-        environment: Added to the environment.
-        metrics_port: Where its Prometheus metrics are.
-        temporary_dir: For its temporary files, removed once it has ended, with all that it had started, and again
-            before it starts: a killed process leaves some. Made in a folder that is this user's alone. Empty for the
-            system's.
-        starts_after: Name of a service that must have served before this one is started; empty for none.
+        health_name: Full gRPC service name for health checks.
+        environment: Variables added to the environment.
+        metrics_port: Port of its Prometheus metrics.
+        temporary_dir: Folder for temporary files. It is removed after the service and its descendants have ended, and
+            again before each start, because a killed process leaves files behind. The parent folder is private to this
+            user. Empty for the system's default.
+        starts_after: Name of a service that must have served before this one starts; empty for none.
     """
 
     name: str
@@ -76,20 +78,20 @@ class ServiceSpec:
 
     @property
     def kind(self) -> str:
-        """renderer, sampler, trainer or gateway."""
+        """The kind of service: renderer, sampler, trainer or gateway."""
         return kind_of(self.name)
 
 
 class ServiceFailed(Exception):
-    """A service did not come up."""
+    """A service did not start."""
 
 
 class Service:
-    """A child process that is started again when it dies, until it is told to stop.
+    """A child process that restarts when it dies, until `stop` is called.
 
     Args:
-        spec: What to run.
-        on_line: Called with (service name, line) for everything it prints.
+        spec: The service to run.
+        on_line: Called with (service name, line) for each line of output.
     """
 
     def __init__(self, spec: ServiceSpec, on_line: Callable[[str, str], None]) -> None:
@@ -100,18 +102,19 @@ class Service:
         self._stopping = False
         self._pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=_JITTER)
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self._started_at = self._starts_again_at = 0.0  # by the wall clock, which `fovea status` has too
+        # Wall-clock times, which `fovea status` can compare with its own.
+        self._started_at = self._starts_again_at = 0.0
         self._serves_since: float | None = None
         self.restarts, self._last_end = 0, ""
 
     @property
     def pid(self) -> int | None:
-        """Process id, None while it is down."""
+        """Process id; None while the service is down."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `fovea status` shows: pid, times in seconds since the epoch, restarts, how it ended the last time."""
+        """State for `fovea status`: pid, times in seconds since the epoch, restarts, cause of the last end."""
         return {
             "pid": self.pid,
             "started_at": self._started_at,
@@ -121,11 +124,14 @@ class Service:
         }
 
     async def run(self, on_end: Callable[[str, str, float], None], on_start: Callable[[], None]) -> None:
-        """Keeps the process running until `stop`, however often it dies: others hold what would be lost with them.
+        """Runs the process and restarts it whenever it dies, until `stop` is called.
+
+        There is no limit on restarts: the other services hold state that would be lost if Fovea stopped.
 
         Args:
-            on_end: Called with the service's name, how it ended, and the seconds until it is started again. What it
-                raises ends the run.
+            on_end: Called with the service's name, the cause of the end, and the seconds until the restart. An
+                exception from it ends the run.
+            on_start: Called after each start.
         """
         while not self._stopping:
             how = await self._run_once(on_start)
@@ -141,31 +147,31 @@ class Service:
             self.restarts += 1
 
     def note_serving(self) -> None:
-        """It answers its health check: from now on it counts as well."""
+        """Records that the service passed its health check; uptime is measured from here."""
         self._serves_since = time.monotonic()
 
     async def stop(self, timeout_s: float) -> None:
-        """Asks the process to end, and after `timeout_s` kills it with everything it started."""
+        """Terminates the process. After `timeout_s` seconds, kills it and all its descendants."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
-            await self._remove_temporary_dir()  # what `run` has begun, which may be cancelled now
+            await self._remove_temporary_dir()  # `run` may be cancelled before it removes the folder
             return
         process.terminate()
         try:
             await asyncio.wait_for(process.wait(), timeout_s)
         except TimeoutError:
-            self._on_line(self.spec.name, f"did not end within {timeout_s:.0f} s and is killed")
+            self._on_line(self.spec.name, f"did not end within {timeout_s:.0f} s; killing it")
         await self._clear_up(process)
 
     async def _run_once(self, on_start: Callable[[], None]) -> str:
-        """One life of the process; returns how it ended, and of what."""
+        """Runs the process once. Returns the signal or exit code with which it ended, and the cause if known."""
         self._last_lines.clear()
         try:
             process = await self._start()
-        except OSError as error:  # no memory, processes or files left on this machine: that passes
+        except OSError as error:  # the machine is out of memory, processes or files, which may pass
             return f"a failed start ({error})"
-        if self._stopping:  # told so between the decision and the start
+        if self._stopping:  # `stop` was called while the process was starting
             await self.stop(0.0)
         on_start()
         code = await process.wait()
@@ -174,7 +180,7 @@ class Service:
         return f"{how} ({cause})" if -code not in _SILENT_ENDS and (cause := self._cause()) else how
 
     def _cause(self) -> str:
-        """The last line that speaks of an error, or else the last line; empty if there is none."""
+        """Returns the last output line that reports an error, or else the last line; empty if there is no output."""
         lines = [line for line in self._last_lines if line.strip()]
         of_errors, is_afterthought = [], False
         for line in lines:
@@ -192,9 +198,9 @@ class Service:
             await self._remove_temporary_dir()
             self._make_temporary_dir()
             environment["TMPDIR"] = self.spec.temporary_dir
-        # Without bytecode every process would compile torch and vllm anew: 20 s instead of 8.
+        # Without cached bytecode every process would recompile torch and vllm, which takes 20 s instead of 8 s.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        # A pipe of our own: asyncio's would make `wait` last until orphans close it too.
+        # Use a pipe of our own: with asyncio's pipe, `wait` would not return until orphaned descendants close it.
         reading, writing = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -204,7 +210,8 @@ class Service:
                 stdout=writing,
                 stderr=writing,
                 env=environment,
-                # A group of its own: Ctrl-C reaches the supervisor alone, which then stops the services in order.
+                # The service gets its own session, so Ctrl-C reaches only the supervisor, which then stops the services
+                # in order.
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
@@ -223,7 +230,8 @@ class Service:
             protocol = asyncio.StreamReaderProtocol(stream)
             await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
             rest = b""
-            # Not readline, which fails at a line above its limit: a pipe that nobody reads stops who writes into it.
+            # Do not use readline, which fails on lines above its limit. A pipe that is not read blocks the process that
+            # writes to it.
             while piece := await stream.read(2**16):
                 *lines, rest = (rest + piece).split(b"\n")
                 if len(rest) > _LONGEST_LINE:
@@ -234,27 +242,31 @@ class Service:
                 self._note_line(rest)
 
     async def _clear_up(self, process: asyncio.subprocess.Process) -> None:
-        """After the end of a process: that of all it had started, then its temporary files."""
-        self._kill_group(process.pid)  # children that outlive their parent would hold its ports
+        """Kills the descendants of an ended process, reads the rest of its output and removes its temporary files."""
+        self._kill_group(process.pid)  # descendants that outlive the process would hold its ports
         await process.wait()
         assert self._reader is not None
-        # All of them hold the pipe, which ends with the last one. One that left the group may go on for long.
+        # The pipe reaches its end when all descendants have closed it. A descendant that left the group may hold it
+        # much longer.
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
         await self._remove_temporary_dir()
 
     def _make_temporary_dir(self) -> None:
         shared = Path(self.spec.temporary_dir).parent
         shared.mkdir(mode=0o700, exist_ok=True)
-        if shared.lstat().st_uid != os.getuid():  # in a folder for all: its name can be guessed
-            raise PermissionError(f"{shared} belongs to another user: set TMPDIR to a folder of your own")
+        # Another user can guess the name and create it in the shared temporary folder.
+        if shared.lstat().st_uid != os.getuid():
+            raise PermissionError(f"{shared} belongs to another user; set TMPDIR to a folder of your own")
         os.mkdir(self.spec.temporary_dir)
 
     async def _remove_temporary_dir(self) -> None:
-        """Tries again for some seconds: somebody who is just ending may still make files there."""
+        """Removes the folder. Retries for some seconds, because a process that is just ending may still create files
+        there.
+        """
         deadline = time.monotonic() + _LAST_WORDS_S
         while self.spec.temporary_dir and not _remove(Path(self.spec.temporary_dir)):
             if time.monotonic() > deadline:
-                self._on_line(self.spec.name, f"temporary files in {self.spec.temporary_dir} cannot be removed")
+                self._on_line(self.spec.name, f"could not remove the temporary files in {self.spec.temporary_dir}")
                 return
             await asyncio.sleep(0.05)
 
@@ -272,6 +284,6 @@ class Service:
 
 
 def _remove(folder: Path) -> bool:
-    """Whether nothing is left of it."""
+    """Returns whether the folder no longer exists after the attempt to remove it."""
     shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()

@@ -1,4 +1,4 @@
-"""What `fovea up` runs: the processes of one embedded Fovea, with their ports, devices and arguments."""
+"""Service specifications of `fovea up`: the processes of one Fovea, with their ports, devices and arguments."""
 
 import hashlib
 import json
@@ -18,11 +18,11 @@ from fovea.wire import conventions
 
 _LOCAL = "127.0.0.1:"
 NO_GPU = ("",)
-"""Devices of a service that is to see none."""
+"""Devices of a service that must see no GPU."""
 
 
 class Setting(NamedTuple):
-    """One setting of all services of a kind: of `renderer`, `sampler`, `trainer` or `gateway`, by its name there."""
+    """One setting for all services of a kind: `renderer`, `sampler`, `trainer` or `gateway`."""
 
     kind: str
     name: str
@@ -30,23 +30,23 @@ class Setting(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """Of the environment in which the service reads it."""
+        """The environment variable from which the service reads the setting."""
         return f"FOVEA_{self.kind}_{self.name}".upper()
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One base model, with services of its own.
+    """A base model with services of its own.
 
     Attributes:
-        name: What clients call it.
-        model: Checkpoint directory or hub name.
-        is_trained: Whether it has a trainer; else it is for sampling only.
-        trainer_gpus: Devices that the trainer sees, as CUDA numbers them; empty leaves the environment as it is.
-        sampler_gpus: The same for the samplers, in equal parts; the model of each is split over its part. A single one
-            is shared by all.
-        sampler_count: Samplers; 0 for one that is only trained.
-        parameter_count: Of its weights; 0 if that is not known before they are here.
+        name: Model name that clients use.
+        model: Checkpoint folder or Hugging Face model name.
+        is_trained: Whether the model has a trainer; if not, it is for sampling only.
+        trainer_gpus: Devices visible to the trainer, as CUDA numbers them; empty leaves the environment unchanged.
+        sampler_gpus: Devices of the samplers, divided equally; each sampler splits its model over its devices. A single
+            device is shared by all samplers.
+        sampler_count: Number of samplers; 0 for training only.
+        parameter_count: Number of parameters; 0 if unknown until the weights are downloaded.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ServedModel:
 
     @property
     def label(self) -> str:
-        """The name as a part of file names and of its services' names."""
+        """The model name in a form that is safe in file names and service names."""
         return re.sub(r"[^A-Za-z0-9._]+", "_", self.name).strip("_")
 
     @property
@@ -72,10 +72,11 @@ class ServedModel:
 
     @property
     def transfer(self) -> str:
-        """What must carry weights where NCCL cannot, empty where it can.
+        """The transport for weight pushes where NCCL cannot carry them; empty where NCCL can.
 
-        It does not send over a device that rank 0 of the trainer, which sends, shares with a sampler, nor over one that
-        two samplers share. If there is no other device, its memory carries them.
+        NCCL cannot send over a device that rank 0 of the trainer, which is the sender, shares with a sampler, nor over
+        a device that two samplers share. CUDA IPC carries the weights if the trainer and a sampler use the same single
+        device; otherwise gloo does.
         """
         if self.trainer_gpus == self.sampler_gpus != NO_GPU and len(self.sampler_gpus) == 1:
             return "cuda_ipc"
@@ -84,33 +85,35 @@ class ServedModel:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether any rank of the trainer shares its device with a sampler."""
+        """True if any rank of the trainer shares its device with a sampler."""
         return bool(set(self.trainer_gpus) & set(self.sampler_gpus) - {*NO_GPU})
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What `fovea up` was asked for.
+    """Options of `fovea up`.
 
     Attributes:
-        model: Checkpoint directory or hub name.
-        model_name: Name to offer it under.
-        host: Address that the gateway listens on; the other services stay on 127.0.0.1.
+        model: Checkpoint folder or Hugging Face model name.
+        model_name: Model name that clients use.
+        host: Address on which the gateway listens; the other services stay on 127.0.0.1.
         port: REST port of the gateway.
-        grpc_port: gRPC port of the gateway, 0 for a free one.
-        ranks: Trainer processes.
-        state_dir: Database, checkpoints, what the trainer recovers from, and `up.json`.
-        api_keys: Accepted keys, as the gateway's settings take them; those of its database are accepted too.
-        api_key_file: Further keys, one per line.
-        ready_timeout_s: How long the services may take to come up.
-        drain_s: How long a stop waits for work in flight.
+        grpc_port: gRPC port of the gateway; 0 picks a free port.
+        ranks: Number of trainer processes.
+        state_dir: Folder of the database, checkpoints, recovery data and `up.json`.
+        api_keys: Accepted API keys, in the format of the gateway's setting; keys in its database are accepted too.
+        api_key_file: File of further keys, one per line.
+        ready_timeout_s: Seconds to wait for all services to become ready.
+        drain_s: Seconds that requests in flight may take to finish on shutdown.
+        log_level: Log level of all services.
         trainer_gpus: Devices of the model's trainer.
-        sampler_gpus: Devices of its samplers, in equal parts.
-        further_models: Beside the model, behind the same gateway.
+        sampler_gpus: Devices of the model's samplers, divided equally.
+        further_models: Further models behind the same gateway.
         sampler_count: Samplers of the model; 0 serves it for training only.
-        parameter_count: Of the model's weights; 0 if that is not known.
-        settings: Of services, above all that the environment says.
-        suggestions: Of the services of the model, unless the environment or `settings` have one of them.
+        parameter_count: Number of parameters of the model; 0 if unknown.
+        settings: Service settings; they override the environment.
+        suggestions: Settings of the model's services that apply unless the environment or `settings` contain any of
+            them.
     """
 
     model: str
@@ -135,7 +138,7 @@ class UpOptions:
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
-        """All that are served, the default one first."""
+        """All served models, the default model first."""
         own = ServedModel(
             self.model_name,
             self.model,
@@ -148,23 +151,29 @@ class UpOptions:
         return own, *self.further_models
 
     def told(self, kind: str, name: str, *, further: bool = False) -> str:
-        """A setting as the services of the model, or of further models, will read it; empty where its default holds."""
+        """Returns the value that services will read for a setting; empty if its default applies.
+
+        Args:
+            kind: Kind of service.
+            name: Name of the setting.
+            further: Whether to return the value for further models, which get no suggestions.
+        """
         variable = Setting(kind, name, "").variable
         given = os.environ | {each.variable: each.value for each in self.settings}
         return given.get(variable) or ("" if further else _suggested(self).get(variable, ""))
 
 
 def base_url(options: UpOptions) -> str:
-    """Where the Tinker SDK is to be pointed."""
+    """Returns the base URL for the Tinker SDK."""
     host = "127.0.0.1" if options.host in WILDCARDS else options.host
     return f"http://{host}:{options.port}"
 
 
 def temporary_dir(state_dir: pathlib.Path) -> pathlib.Path:
-    """Where the services of a state folder have their temporary files; whoever starts there next finds it again.
+    """Returns the folder for temporary files of the services of a state folder, the same for every start.
 
-    In the system's temporary folder, whose path is short: vLLM makes Unix sockets there, and their paths have 107
-    characters at most.
+    It is in the system's temporary folder because that path is short: vLLM creates Unix sockets there, and socket paths
+    have at most 107 characters.
     """
     return pathlib.Path(tempfile.gettempdir()) / f"fovea-{_digest(str(state_dir.resolve()))[:8]}"
 
@@ -174,10 +183,10 @@ def _digest(text: str) -> str:
 
 
 def service_specs(options: UpOptions) -> list[ServiceSpec]:
-    """The processes of one embedded Fovea, with ports that stay the same over restarts."""
+    """Returns the processes of one Fovea, with ports that stay the same across restarts."""
     environment = _environment(options.models)
     count = sum(4 + 2 * served.sampler_count for served in options.models)
-    ports = iter(free_ports(2 + count))  # at once, so that none is given twice
+    ports = iter(free_ports(2 + count))  # in one call, so that no port is returned twice
     specs: list[ServiceSpec] = []
     addresses: list[dict[str, Any]] = []
     for number, served in enumerate(options.models):
@@ -195,15 +204,15 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
 def _environment(models: Sequence[ServedModel]) -> dict[str, str]:
     environment = {
         "OMP_NUM_THREADS": "1",
-        # Idle OpenMP threads must sleep: spinning on busy cores costs several times the processor time.
+        # Idle OpenMP threads must sleep: spinning on busy cores costs several times the CPU time.
         "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
-        # Kept: the temporary folders of processes, where torch would put it, end with them.
+        # torch's default is the temporary folder, which is removed when the process ends.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
-        # Other users of this machine reach 127.0.0.1 too.
+        # A secret is needed because other users of this machine can reach 127.0.0.1 too.
         secret.VARIABLE: secret.service_secret() or secrets.token_urlsafe(32),
     }
     if all(pathlib.Path(served.model).is_dir() for served in models):
@@ -214,13 +223,13 @@ def _environment(models: Sequence[ServedModel]) -> dict[str, str]:
 def _model_specs(
     options: UpOptions, served: ServedModel, of_model: str, environment: dict[str, str], ports: Iterator[int]
 ) -> Iterator[ServiceSpec]:
-    """Renderer, samplers and, if it is trained, trainer of one base model."""
+    """Yields the renderer, the samplers and, if the model is trained, the trainer of one base model."""
     renderer, trainer = (next(ports) for _ in range(2))
     if not of_model:
         environment = environment | _suggested(options)
     model = ("--model", served.model)
     to_renderer = ("--renderer", f"{_LOCAL}{renderer}")
-    # Where the gateway, which has the same environment, keeps them.
+    # The gateway reads the same variables, so it looks for checkpoints in the same folders.
     told = os.environ | {each.variable: each.value for each in options.settings}
     checkpoints = told.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
     recovery = told.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
@@ -237,8 +246,8 @@ def _model_specs(
             options, f"sampler{number + 1 if number else ''}{of_model}", "fovea_services.sampler",
             conventions.SAMPLER_SERVICE, sampler, next(ports),
             ("--port", str(sampler), *model, *to_renderer, *transfer, *split), environment | _visible(devices),
-            # vLLM measures how much of the device is left for its cache, and takes for its own what another process
-            # allocates meanwhile: beside a trainer that was loading it found nothing left, and ended.
+            # vLLM measures the free device memory to size its cache and counts memory that another process allocates
+            # meanwhile as its own. Next to a trainer that was loading, it found no memory left and exited.
             starts_after=_before(served, number, of_model),
         )  # fmt: skip
     if served.is_trained:
@@ -251,14 +260,14 @@ def _model_specs(
 
 
 def _before(served: ServedModel, number: int, of_model: str) -> str:
-    """The service that must have measured a sampler's device before it does."""
+    """Returns the service that must be ready before this sampler measures its device; empty if there is none."""
     if number and len(served.sampler_gpus) == 1 and served.sampler_gpus != NO_GPU:
         return f"sampler{number if number > 1 else ''}{of_model}"
     return f"trainer{of_model}" if served.is_trained and served.shares_memory else ""
 
 
 def _suggested(options: UpOptions) -> dict[str, str]:
-    """All suggestions or, if the user has set one of them, none: they are shares of one whole."""
+    """Returns all suggestions, or none if the user has set any of them: they are shares of one whole."""
     told = {*os.environ, *(each.variable for each in options.settings)}
     suggested = {each.variable: each.value for each in options.suggestions}
     return suggested if told.isdisjoint(suggested) else {}
@@ -276,7 +285,7 @@ def _gateway_spec(
         arguments += ["--further-models", json.dumps(further)]
     arguments += ["--state-dir", str(options.state_dir)]
     arguments += ["--api-key-file", str(options.api_key_file)] if options.api_key_file else []
-    # Keys go by the environment: everybody on the machine can read arguments.
+    # Pass keys through the environment, because every user of the machine can read command lines.
     keys = {"FOVEA_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
     return _spec(
         options,
@@ -291,7 +300,7 @@ def _gateway_spec(
 
 
 def _listed(values: list[str]) -> str:
-    """As the settings read a list from one argument."""
+    """Formats a list as the settings parse it from one argument."""
     return values[0] if len(values) == 1 else json.dumps(values)
 
 

@@ -1,4 +1,4 @@
-"""What `fovea up` looks at before it starts anything: what is wrong is said at once, in one line, with its flag."""
+"""Checks of `fovea up` before it starts anything. Each problem is reported in one line that names the option."""
 
 import difflib
 import errno
@@ -29,7 +29,7 @@ KINDS = {
     "trainer": "fovea_services.trainer.settings:TrainerSettings",
     "gateway": "fovea_gateway.settings:GatewaySettings",
 }
-"""The settings of each kind of service. They are imported by name: this package knows no service."""
+"""Settings class of each kind of service. Imported on demand, because this package must not depend on services."""
 
 _ITS_OWN = {
     "model": "--model",
@@ -45,7 +45,7 @@ _ITS_OWN = {
     "log_level": "--log-level",
     "further_models": "--also-sample",
 }
-"""Settings that options of `fovea up` are for. Ports and addresses of services it chooses itself."""
+"""Settings that have an option of `fovea up`. It chooses ports and addresses of services itself."""
 _CHOSEN = ("port", "metrics_port", "renderer", "sampler", "trainer", "discovery", "transfer", "nodes", "node_rank")
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -53,57 +53,67 @@ _HUB_S = 1.5
 _GIB = 2**30
 _SIZES = {"float32": 4, "float64": 8}
 _TRAINER_BYTES, _SAMPLER_BYTES = int(0.7 * _GIB), int(1.3 * _GIB)
-"""Least resident memory of a trainer and of a sampler on the CPU beside the weights. With a model of 5 MB, one rank of
-the trainer had 0.8 GiB and vLLM's engine 1.5 GiB, libraries included."""
+"""Minimum resident memory of a trainer and of a sampler on the CPU, besides the weights.
+
+Measured with a model of 5 MB: one trainer rank used 0.8 GiB and vLLM's engine 1.5 GiB, libraries included.
+"""
 
 
 class StartRefused(Exception):
-    """Why nothing was started: one line that names the flag, what is wrong and what to do."""
+    """The reason why nothing was started, in one line: the option, the problem and the fix."""
 
     def __init__(self, flag: str, problem: str) -> None:
         super().__init__(f"{flag}: {' '.join(problem.split())}")
 
 
 def check_installed() -> None:
-    """Raises StartRefused where only the client of Fovea is installed."""
+    """Raises StartRefused if only the client of Fovea is installed."""
     for module in ("torch", "transformers", "vllm", "uvicorn"):
         if importlib.util.find_spec(module) is None:
             raise StartRefused(
                 "fovea up",
-                f"the services are not installed ({module} is missing); take fovea-vlm with its extra [gpu] or [cpu], "
-                "as 'As a package' of docs/guides/operations.md says",
+                f"the services are not installed ({module} is missing); install fovea-vlm[gpu] or fovea-vlm[cpu], see "
+                "'As a package' in docs/guides/operations.md",
             )
 
 
 def check_log_level(level: str) -> None:
     """Raises StartRefused for a level that `logging` does not have."""
     if level not in _LEVELS:
-        raise StartRefused("--log-level", f"{level!r} is no level; take one of {', '.join(_LEVELS)}")
+        raise StartRefused("--log-level", f"{level!r} is not a log level; choose from {', '.join(_LEVELS)}")
 
 
 def check_model(model: str, flag: str) -> int:
-    """Looks at a checkpoint's directory, or asks the hub for a name that is not here yet.
+    """Checks a checkpoint folder, or asks the Hugging Face Hub about a model that is not on this machine yet.
 
-    Returns the parameters that its weights are: 0 if that is not known before they are here.
-    Raises StartRefused.
+    Returns:
+        The number of parameters; 0 if unknown until the weights are downloaded.
+
+    Raises:
+        StartRefused: The model does not exist or cannot be served.
     """
     directory = pathlib.Path(model).expanduser()
     if not directory.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1 or not all(model.split("/")):
             raise StartRefused(
-                flag, f"there is no folder {model}; name a checkpoint's folder, or a model of the hub as in OWNER/NAME"
+                flag,
+                f"the folder {model} does not exist; give a checkpoint folder, or a Hugging Face model as OWNER/NAME",
             )
         if (found := _in_cache(model)) is None:
             _check_hub(model, flag)
             return 0
         directory = found
     if not (directory / "config.json").is_file():
-        raise StartRefused(flag, f"{model} has no config.json; name a checkpoint's folder, or a model of the hub")
+        raise StartRefused(flag, f"{model} has no config.json; give a checkpoint folder or a Hugging Face model")
     try:
         check_directory(directory)
         return _parameter_count(directory)
     except (ValueError, OSError) as error:
-        hint = "" if "config.json is not" in str(error) else f"; see which parts work: fovea models check {model}"
+        hint = (
+            ""
+            if "config.json is not" in str(error)
+            else f"; to see which components work, run: fovea models check {model}"
+        )
         raise StartRefused(flag, f"{_within(model, str(error))}{hint}") from None
 
 
@@ -119,7 +129,7 @@ def _in_cache(model: str) -> pathlib.Path | None:
 
 
 def _check_hub(model: str, flag: str) -> None:
-    """Asks the hub for a model's config.json; in a thread, since looking up a name may take long."""
+    """Requests a model's config.json from the hub. Runs in a thread, because DNS resolution has no timeout."""
     from huggingface_hub import constants, get_token
 
     if constants.is_offline_mode():
@@ -136,7 +146,7 @@ def _check_hub(model: str, flag: str) -> None:
                 problems.clear()
         except urllib.error.HTTPError as error:
             problems[:] = [
-                f"the hub has no {model} for you ({error.code} {error.reason}); check the name, and set HF_TOKEN if it "
+                f"the hub refused {model} ({error.code} {error.reason}); check the name, and set HF_TOKEN if the model "
                 "is private"
             ]
         except OSError as error:
@@ -151,16 +161,16 @@ def _check_hub(model: str, flag: str) -> None:
 
 
 def _fix(model: str) -> str:
-    return f"bring it here first (hf download {model}), or name a folder"
+    return f"download it first (hf download {model}), or give a folder"
 
 
 def _parameter_count(directory: pathlib.Path) -> int:
-    """Raises ValueError if files of the weights are missing."""
+    """Returns the number of parameters, from the size of the weight files. Raises ValueError if a file is missing."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         if missing := next((name for name in names if not (directory / name).is_file()), ""):
-            raise ValueError(f"{directory} has no {missing}, which {index.name} names: bring the rest of it")
+            raise ValueError(f"{directory} has no {missing}, which {index.name} lists; download the missing files")
         files: list[pathlib.Path] = [directory / name for name in names]
     else:
         files = [*directory.glob("*.safetensors")] or [*directory.glob("*.bin")]
@@ -173,15 +183,17 @@ def _parameter_count(directory: pathlib.Path) -> int:
 
 
 def check_names(models: Sequence[ServedModel]) -> None:
-    """Raises StartRefused for two models of one name."""
+    """Raises StartRefused if two models have the same name."""
     if len({served.label for served in models}) < len(models):
-        raise StartRefused("--also-sample, --also-train", "two base models have the same name; write NAME=MODEL")
+        raise StartRefused(
+            "--also-sample, --also-train", "two base models have the same name; give each a name with NAME=MODEL"
+        )
 
 
 def check_memory(models: Sequence[ServedModel]) -> None:
-    """Raises StartRefused if this machine has too little free memory for the services that compute on the CPU.
+    """Raises StartRefused if the machine has too little free memory for the services that run on the CPU.
 
-    Counts the weights in float32, and what the processes take beside them at least.
+    Counts the weights in float32 plus the minimum memory of the processes.
     """
     trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus)]
     samplers = [each for each in models for part in each.parts if not any(part)]
@@ -192,21 +204,23 @@ def check_memory(models: Sequence[ServedModel]) -> None:
     if need_bytes > (free_bytes := host_free_bytes()):
         raise StartRefused(
             "--model",
-            f"on the CPU its weights take {weight_bytes / _GIB:,.1f} GiB (float32; {len(trainers)} trainer(s) and "
-            f"{len(samplers)} sampler(s)), the processes {(need_bytes - weight_bytes) / _GIB:,.1f} GiB beside them at "
-            f"least, and {free_bytes / _GIB:,.1f} GiB are free; end other programs, take a smaller model, or a GPU",
+            f"on the CPU the weights need {weight_bytes / _GIB:,.1f} GiB (float32; {len(trainers)} trainer(s) and "
+            f"{len(samplers)} sampler(s)) and the processes {(need_bytes - weight_bytes) / _GIB:,.1f} GiB more at "
+            f"least, but only {free_bytes / _GIB:,.1f} GiB are free; end other programs, or use a smaller "
+            "model or a GPU",
         )
 
 
 def check_state_dir(path: pathlib.Path) -> None:
-    """Makes the folder. Raises StartRefused if nothing can be written there."""
+    """Creates the folder. Raises StartRefused if it is not writable."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(b"fovea")
     except OSError as error:
         raise StartRefused(
-            "--state-dir", f"nothing can be written in {path} ({error.strerror}); name a folder of yours with room"
+            "--state-dir",
+            f"cannot write to {path} ({error.strerror}); choose a folder that you can write to, with free space",
         ) from None
 
 
@@ -217,35 +231,43 @@ def check_alone(state_dir: pathlib.Path) -> None:
         if (pid := folder.holder()) is not None:
             raise StartRefused(
                 "--state-dir",
-                f"another `fovea up` runs in {state_dir} (process {pid}); end it (fovea down), or give this one a "
-                "folder and ports of its own (--port, --grpc-port)",
+                f"another `fovea up` runs in {state_dir} (process {pid}); stop it with fovea down, or start this one "
+                "with its own folder and ports (--port, --grpc-port)",
             )
     except OSError as error:
-        raise StartRefused("--state-dir", f"{state_dir} cannot be used: {error}") from None
+        raise StartRefused("--state-dir", f"cannot use {state_dir}: {error}") from None
 
 
 def check_ports(host: str, ports: dict[str, int]) -> None:
-    """Raises StartRefused for the first of the ports, by their flags, on which nobody can listen; 0 is none."""
+    """Raises StartRefused for the first port that cannot be listened on.
+
+    Args:
+        host: Address to listen on.
+        ports: Port of each option; 0 means any free port and is not checked.
+    """
     numbers = [port for port in ports.values() if port]
     if len(set(numbers)) < len(numbers):
-        raise StartRefused(next(reversed(ports)), f"{' and '.join(ports)} are both {numbers[0]}; give each its own")
+        raise StartRefused(
+            next(reversed(ports)), f"{' and '.join(ports)} are both {numbers[0]}; choose different ports"
+        )
     for flag, port in ports.items():
         if not 0 <= port <= 65535:
-            raise StartRefused(flag, f"{port} is no port; give 1 to 65535, or 0 for a free one")
+            raise StartRefused(flag, f"{port} is not a valid port; use 1 to 65535, or 0 for a free port")
         try:
             listening(host, port).close()
         except PermissionError:
-            raise StartRefused(flag, f"port {port} takes more rights than you have; give one above 1023") from None
+            raise StartRefused(flag, f"port {port} needs more permissions than you have; use one above 1023") from None
         except OSError as error:
             if port and error.errno == errno.EADDRINUSE:
                 raise StartRefused(
-                    flag, f"port {port} is taken by another program; stop that, or give another (0 for a free one)"
+                    flag,
+                    f"port {port} is in use by another program; stop it, or choose another port (0 picks a free one)",
                 ) from None
-            raise StartRefused("--host", f"{host} is no address of this machine ({error.strerror})") from None
+            raise StartRefused("--host", f"{host} is not an address of this machine ({error.strerror})") from None
 
 
 def check_certificates(folder: pathlib.Path | None) -> None:
-    """Raises StartRefused for a folder without certificates."""
+    """Raises StartRefused if the folder has no valid certificates."""
     if folder is None:
         return
     with _environment({tls.VARIABLE: str(folder)}):
@@ -256,34 +278,35 @@ def check_certificates(folder: pathlib.Path | None) -> None:
 
 
 def read_setting(text: str) -> Setting:
-    """Reads KIND.NAME=VALUE of `--set`. Raises StartRefused, with the nearest name there is."""
+    """Parses KIND.NAME=VALUE of `--set`. Raises StartRefused; for an unknown name it suggests the nearest one."""
     place, equals, value = text.partition("=")
     kind, dot, name = place.partition(".")
     name = name.replace("-", "_")
     if not (equals and dot):
-        raise StartRefused("--set", f"{text!r} is not SERVICE.NAME=VALUE, as in sampler.max_loras=16")
+        raise StartRefused("--set", f"{text!r} does not have the form SERVICE.NAME=VALUE, such as sampler.max_loras=16")
     if kind not in KINDS:
-        raise StartRefused("--set", f"there is no service {kind!r}; {_nearest(kind, KINDS)}")
+        raise StartRefused("--set", f"unknown service {kind!r}; {_nearest(kind, KINDS)}")
     known = settings_class(kind).model_fields
     if name not in known:
         raise StartRefused(
             "--set",
-            f"the {kind} has no setting {name!r}; {_nearest(name, known)}; all: python -m {_module(kind)} --help",
+            f"the {kind} has no setting {name!r}; {_nearest(name, known)} "
+            f"To list all settings: python -m {_module(kind)} --help",
         )
     if flag := _ITS_OWN.get(name):
-        raise StartRefused("--set", f"{kind}.{name} is what {flag} is for")
+        raise StartRefused("--set", f"set {kind}.{name} with {flag} instead")
     if name in _CHOSEN:
-        raise StartRefused("--set", f"{kind}.{name} is chosen by `fovea up` itself; leave it out")
+        raise StartRefused("--set", f"`fovea up` chooses {kind}.{name} itself; omit it")
     return Setting(kind, name, value)
 
 
 def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f"the nearest is {found[0]!r}"
+    return f"did you mean {found[0]!r}?"
 
 
 def settings_class(kind: str) -> Any:
-    """The class of settings of a kind of service."""
+    """Imports and returns the settings class of a kind of service."""
     module, _, name = KINDS[kind].partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -293,7 +316,7 @@ def _module(kind: str) -> str:
 
 
 def check_specs(specs: Sequence[ServiceSpec], settings: Sequence[Setting]) -> None:
-    """Has each kind of service read its settings as it will at its start. Raises StartRefused for what it refuses."""
+    """Parses each service's settings as the service will at its start. Raises StartRefused for the first problem."""
     for spec in specs:
         with _environment(spec.environment):
             if problem := settings_class(spec.kind).find_problem(list(spec.arguments[2:])):
@@ -313,7 +336,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _flag(kind: str, name: str, settings: Sequence[Setting]) -> str:
-    """What the user gave a setting by."""
+    """Returns the option, setting or variable with which the user gave a setting."""
     if any((each.kind, each.name) == (kind, name) for each in settings):
         return f"--set {kind}.{name}"
     if flag := _ITS_OWN.get(name):

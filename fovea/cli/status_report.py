@@ -1,4 +1,4 @@
-"""What `fovea status` tells of a running Fovea: its parts, what they hold, and what waits for them."""
+"""The report of `fovea status`: services, their memory and health, sessions and queues."""
 
 import asyncio
 import os
@@ -18,14 +18,15 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def read_report(state: dict[str, Any], healthy: dict[str, bool]) -> dict[str, Any]:
-    """All that is told, as plain values.
+    """Collects the report as plain values.
 
     Args:
-        state: The contents of `up.json`.
-        healthy: By service, whether it serves.
+        state: Contents of `up.json`.
+        healthy: Whether each service serves; keys are service names.
 
-    What a part that does not answer would say is None. Memory is that of all processes of a part, in bytes, with the
-    pages that they share counted in each; of GPUs, what is in use of the devices that the part sees.
+    Figures of a service that does not answer are None. `memory_bytes` is the sum over all processes of a service and
+    counts the pages that they share once per process. `gpu_memory_bytes` is the used memory of all devices that the
+    service sees, by any process.
     """
     figures = {name: _figures(item["metrics"]) for name, item in state["services"].items()}
     families = _children()
@@ -56,7 +57,7 @@ def read_report(state: dict[str, Any], healthy: dict[str, bool]) -> dict[str, An
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Two lines that a person reads first."""
+    """Returns the first two lines of `fovea status`."""
     counts = ("sessions", "models", "running", "waiting")
     sessions, models, running, waiting = ("?" if report[name] is None else f"{report[name]:.0f}" for name in counts)
     parked = f" ({report['parked_sessions']:.0f} parked)" if report["parked_sessions"] else ""
@@ -68,7 +69,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def words_of(seconds: float) -> str:
-    """A duration as people say it: `42 s`, `3 min`, `5.2 h`, `3.1 days`."""
+    """Formats a duration in a readable unit: `42 s`, `3 min`, `5.2 h`, `3.1 days`."""
     for size, word in ((86400.0, "days"), (3600.0, "h")):
         if seconds >= size:
             return f"{seconds / size:.1f} {word}"
@@ -79,7 +80,7 @@ Figures = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def _figures(url: str) -> Figures | None:
-    """The samples of a service's Prometheus page by name; None if it does not answer."""
+    """Returns the samples of a service's Prometheus page by metric name; None if the service does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text = answer.read().decode()
@@ -99,19 +100,19 @@ def _sum(figures: Figures | None, name: str, **labels: str) -> float | None:
 
 
 def _children() -> dict[int, list[int]]:
-    """The processes of this machine by their parent."""
+    """Returns the process ids of this machine by the id of their parent."""
     found: dict[int, list[int]] = defaultdict(list)
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         found[parent].append(int(path.parent.name))
     return found
 
 
 def _resident_bytes(pid: int | None, children: dict[int, list[int]]) -> int:
-    """Of a process and all below it."""
+    """Returns the resident memory of a process and all its descendants."""
     if pid is None:
         return 0
     try:
@@ -122,16 +123,16 @@ def _resident_bytes(pid: int | None, children: dict[int, list[int]]) -> int:
 
 
 def health_words(item: dict[str, Any], is_healthy: bool) -> str:
-    """Returns whether the part serves, and otherwise the reason."""
+    """Describes the health of a service; if it does not serve, with the reason."""
     if is_healthy:
         return "serving"
     if item["pid"]:
-        return "not serving: it loads, or waits for another part"
-    return f"down, starts again in {max(item['starts_again_at'] - time.time(), 0.0):.0f} s"
+        return "not serving: loading, or waiting for another service"
+    return f"down, restarts in {max(item['starts_again_at'] - time.time(), 0.0):.0f} s"
 
 
 def all_healthy(state: dict[str, Any]) -> dict[str, bool]:
-    """By service of `up.json`, whether it serves."""
+    """Returns whether each service in `up.json` serves; keys are service names."""
     if state["tls_dir"]:
         os.environ[tls.VARIABLE] = state["tls_dir"]
     return asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))

@@ -1,4 +1,4 @@
-"""`fovea up`: four services on one machine, one log, one Ctrl-C."""
+"""The supervisor of `fovea up`: runs all services on one machine, with one log and one Ctrl-C."""
 
 import asyncio
 import fcntl
@@ -29,10 +29,12 @@ _EARLY_RESTARTS = 2
 
 
 class Supervisor:
-    """Starts the services, waits for health, keeps them up, and stops them in order.
+    """Starts the services, waits for health, restarts them, and stops them in order.
 
     Args:
-        specs: What to run; `service_specs(options)` by default.
+        options: Options of `fovea up`.
+        console: Console for the output of all services.
+        specs: Services to run; `service_specs(options)` by default.
     """
 
     def __init__(self, options: UpOptions, console: Console, specs: list[ServiceSpec] | None = None) -> None:
@@ -45,17 +47,17 @@ class Supervisor:
         self._has_served = {spec.name: asyncio.Event() for spec in self._specs}
         self._folder = StateFolder(options.state_dir)
         self._returning: dict[str, asyncio.Task[None]] = {}
-        self._kept: KeptLog | None = None  # once the folder is ours
+        self._kept: KeptLog | None = None  # set once the folder is locked
         self._started_at = time.time()
 
     async def run(self) -> int:
-        """Returns the exit code: 0 after a stop that was asked for, 1 if a service did not come up."""
+        """Runs until stopped. Returns the exit code: 0 after a requested stop, 1 if a service did not start."""
         try:
             self._folder.hold(base_url(self._options))
         except FolderTaken as error:
             self._print("fovea", str(error))
             return 1
-        with suppress(OSError):  # what runs goes on without
+        with suppress(OSError):  # Fovea runs even if the log cannot be written
             self._kept = KeptLog(log_folder(self._options.state_dir))
         try:
             return await self._run_all()
@@ -66,9 +68,9 @@ class Supervisor:
     async def _run_all(self) -> int:
         start = time.monotonic()
         loop = asyncio.get_running_loop()
-        # A shell that starts something in the background has it ignore SIGINT: whoever sends one all the same means it.
+        # Shells start background processes with SIGINT ignored. A SIGINT that arrives anyway is meant to stop Fovea.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, self._stop.set)
         running = [asyncio.create_task(self._run(service)) for service in self._services.values()]
         failed = asyncio.ensure_future(asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION))
@@ -112,11 +114,14 @@ class Supervisor:
         self._has_served[spec.name].set()
 
     def _note_end(self, name: str, how: str, pause_s: float) -> None:
-        # What cannot start says so by a code. Who is killed meanwhile starts again, but not for ever: memory may lack.
+        # A service that cannot start exits with a code, so Fovea stops. One that was killed restarts a few times only,
+        # because the machine may lack the memory for it.
         is_tried_again = how in KILLS and self._services[name].restarts < _EARLY_RESTARTS
         if self._ready_s is None and not is_tried_again:
-            raise ServiceFailed(f"{name} ended by {how} before Fovea was ready; its last lines are above")
-        self._print("fovea", f"{name} ended by {how}; starting it again in {pause_s:.2g} s, the others go on")
+            raise ServiceFailed(f"{name} ended with {how} before Fovea was ready; see its last lines above")
+        self._print(
+            "fovea", f"{name} ended with {how}; restarting it in {pause_s:.2g} s, the other services keep running"
+        )
         if self._has_served[name].is_set() and (name not in self._returning or self._returning[name].done()):
             wait = self._wait_serving(self._services[name].spec, time.monotonic(), math.inf, "back")
             self._returning[name] = asyncio.create_task(wait)
@@ -127,16 +132,16 @@ class Supervisor:
             return
         try:
             self._write_state(self._ready_s)
-        except OSError as error:  # a full disk is no reason to end what runs
-            self._print("fovea", f"`fovea status` shows what was before: {error}")
+        except OSError as error:  # a full disk must not stop the services
+            self._print("fovea", f"could not write up.json, so `fovea status` is out of date: {error}")
 
     async def _stop_all(self) -> None:
-        self._print("fovea", f"stopping; requests in flight have {self._options.drain_s:.0f} s")
+        self._print("fovea", f"stopping; requests in flight have {self._options.drain_s:.0f} s to finish")
         for kind in STOP_ORDER:
             services = [service for service in self._services.values() if service.spec.kind == kind]
             await asyncio.gather(*(service.stop(self._options.drain_s + 10.0) for service in services))
         for folder in {os.path.dirname(spec.temporary_dir) for spec in self._specs if spec.temporary_dir}:
-            with suppress(OSError):  # not there if no service has started, not empty if one could not be ended
+            with suppress(OSError):  # missing if no service started, not empty if one could not be killed
                 os.rmdir(folder)
         self._folder.release()
 
@@ -170,22 +175,22 @@ class Supervisor:
         for spec in self._specs:
             table.add_row(spec.name, spec.address, f"http://127.0.0.1:{spec.metrics_port}/metrics")
         self._console.print(table)
-        # A key of one's own is not shown: logs are kept, and read by others.
+        # Do not print the user's own key: logs are stored, and other people read them.
         key = "YOUR_KEY" if self._options.api_keys or not is_loopback(self._options.host) else "tml-local"
         names = " and ".join(served.name for served in self._options.models)
         self._console.print(f"Tinker API at {base_url(self._options)}, model {names}. Try it:\n", soft_wrap=True)
-        # A client that does not import `fovea` would ask the proxy of its environment for this machine.
+        # A client that does not import `fovea` would send requests for this machine to the configured proxy.
         direct = f" no_proxy={hosts}" if (hosts := os.environ.get("no_proxy")) else ""
         line = f"  export TINKER_BASE_URL={base_url(self._options)} TINKER_API_KEY={key}{direct}\n"
         self._console.print(line, soft_wrap=True, highlight=False)
 
     def _print(self, service: str, line: str) -> None:
-        # Who read the log may have gone, at which rich would exit, or its disk be full: what runs goes on.
+        # The reader of the output may be gone (rich would exit then), or its disk full. The services keep running.
         with suppress(OSError, SystemExit):
             color = COLORS[kind_of(service)]
             self._console.print(Text.assemble((f"{service:>8} ", color), "│ ", line), soft_wrap=True)
         if self._kept is not None:
-            with suppress(OSError, ValueError):  # ValueError: closed, after a write that failed
+            with suppress(OSError, ValueError):  # ValueError: the file was closed after a failed write
                 self._kept.write(service, line)
 
 
@@ -194,9 +199,9 @@ class FolderTaken(Exception):
 
 
 class StateFolder:
-    """The folder of one `fovea up`: what runs there, in `up.json`, and a lock that ends with the process.
+    """The folder of one `fovea up`: its state in `up.json`, and a lock that is released when the process ends.
 
-    Whoever holds it writes `up.json`, and is alone to remove it.
+    Only the holder of the lock writes and removes `up.json`.
     """
 
     LOCK = "up.lock"
@@ -207,7 +212,7 @@ class StateFolder:
         self._lock: int | None = None
 
     def hold(self, base_url: str) -> None:
-        """Takes the folder until this process ends. Raises FolderTaken naming who has it."""
+        """Locks the folder until this process ends. Raises FolderTaken, which names the current holder."""
         lock = os.open(self._path / self.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,15 +220,17 @@ class StateFolder:
             owner = os.pread(lock, 1000, 0).decode(errors="replace").strip()
             os.close(lock)
             raise FolderTaken(
-                f"another `fovea up` runs in {self._path}: {owner or 'it is just starting'}. Stop it, or give this one "
-                "a folder and ports of its own: --state-dir, --port, --grpc-port"
+                f"another `fovea up` runs in {self._path}: {owner or 'it is just starting'}. Stop it, or start this "
+                "one with its own folder and ports: --state-dir, --port, --grpc-port"
             ) from None
         self._lock = lock
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()}, {base_url}\n".encode(), 0)
 
     def holder(self) -> int | None:
-        """The process that holds the folder; None if nobody does, whatever a killed one has left there."""
+        """Returns the id of the process that holds the folder; None if there is none, even if a killed one left files
+        there.
+        """
         try:
             lock = os.open(self._path / self.LOCK, os.O_RDWR)
         except FileNotFoundError:
@@ -233,18 +240,19 @@ class StateFolder:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 said = file.read()
-                return int(said.split()[1].rstrip(",")) if said else None  # it has the lock, and is about to say who
+                # The holder has the lock but has not written its id yet.
+                return int(said.split()[1].rstrip(",")) if said else None
         return None
 
     def write(self, state: dict[str, Any]) -> None:
-        """Writes `up.json`, whole or not at all."""
+        """Writes `up.json` atomically."""
         temporary = self._file.with_suffix(".tmp")
         with open(temporary, "w", opener=_for_its_user_alone) as file:
             json.dump(state, file, indent=2)
         temporary.rename(self._file)
 
     def release(self) -> None:
-        """Removes `up.json` and lets others take the folder."""
+        """Removes `up.json` and releases the lock."""
         self._file.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)

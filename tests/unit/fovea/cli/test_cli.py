@@ -31,7 +31,7 @@ from tests.copies import run_copies
 def test_a_model_that_is_not_there_is_named() -> None:
     result = CliRunner().invoke(app, ["up", "--model", "/nowhere/at/all"])
     assert result.exit_code == 2
-    assert result.output.startswith("fovea up: --model: there is no folder /nowhere/at/all; ")
+    assert result.output.startswith("fovea up: --model: the folder /nowhere/at/all does not exist; ")
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_what_a_service_would_refuse_is_refused_in_one_line_before_anything_star
     (line,) = result.output.splitlines()
     assert line.startswith(f"fovea up: --model: {tmp_path}")
     assert reason in line
-    assert line.endswith(f"; see which parts work: fovea models check {tmp_path}")
+    assert line.endswith(f"; to see which components work, run: fovea models check {tmp_path}")
     assert not (tmp_path / "state").exists()
 
 
 def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
     assert result.exit_code == 1
-    assert "no Fovea is up" in " ".join(result.output.split())
+    assert "no Fovea runs" in " ".join(result.output.split())
 
 
 def test_its_version_and_wrong_uses_are_one_line() -> None:
@@ -114,7 +114,7 @@ def test_down_ends_who_holds_the_folder_and_waits(tmp_path: pathlib.Path) -> Non
         assert process.wait(10.0) == 7
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 1
-    assert "no Fovea is up" in again.output
+    assert "no Fovea runs" in again.output
 
 
 def test_commands_in_another_folder_find_the_running_fovea(

@@ -55,12 +55,12 @@ def test_shares_of_one_card_hold_the_weights_and_do_not_overlap() -> None:
 @pytest.mark.parametrize(
     ("gpus", "weights_gib", "samplers", "ranks", "words"),
     [
-        (1, 40, None, None, "--model: its weights take 40.0 GiB for the trainer and as much for each of 1 sampler"),
-        (1, 80, 0, None, "--model: its weights take 80.0 GiB, and the trainer's 1 GPU have 71.8 GiB free"),
+        (1, 40, None, None, "--model: the weights need 40.0 GiB in the trainer and again in each of 1 sampler"),
+        (1, 80, 0, None, "--model: the weights need 80.0 GiB, but the trainer's 1 GPU have 71.8 GiB free"),
         (2, 100, None, None, "--model: 1 sampler(s) on 2 GPUs and a trainer on 2 do not fit on 2 GPUs"),
         (2, 8, 2, None, "--samplers: 2 sampler(s) on 2 GPUs and a trainer on 1 do not fit on 2 GPUs"),
         (4, 8, None, 8, "--ranks: 2 sampler(s) on 2 GPUs and a trainer on 8 do not fit on 4 GPUs"),
-        (1, 8, None, 2, "--ranks: 2 ranks need as many GPUs, and 1 are the trainer's"),
+        (1, 8, None, 2, "--ranks: 2 ranks need 2 GPUs, but the trainer has 1"),
     ],
 )
 def test_what_cannot_fit_is_refused(
@@ -96,9 +96,13 @@ def fraction(value: str) -> tuple[Setting]:
         (
             (79_000, 40_000),
             options("0", "1"),
-            "GPU 1 has 39.1 GiB free of 79.6 GiB, but there a sampler takes 71.7 GiB",
+            "GPU 1 has 39.1 GiB free of 79.6 GiB, but Fovea needs 71.7 GiB for a sampler",
         ),
-        ((500, 79_000), options("0", "1"), "GPU 0 has 0.5 GiB free of 79.6 GiB, but there the trainer takes 1.0 GiB"),
+        (
+            (500, 79_000),
+            options("0", "1"),
+            "GPU 0 has 0.5 GiB free of 79.6 GiB, but Fovea needs 1.0 GiB for the trainer",
+        ),
         ((0, 79_000), options("0", "1"), "GPU 0 has 0.0 GiB free"),
         ((79_000, 40_000), options("0", "1", settings=fraction("0.4")), ""),
         ((79_000, 66_000), options("0", "1", parameter_count=8 * 10**9), ""),
@@ -161,15 +165,17 @@ def test_flags_choose_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (told("1").trainer, told("1").samplers) == (("1",), ("1",))
     assert (told("auto", taken="0").trainer, told("auto", taken="0").samplers) == (("1",), ("1",))
     assert told("auto", "0", "0,1", 2).words == "trainer on GPU 0, 2 samplers on GPU 0,1"
-    with pytest.raises(StartRefused, match=r"^--samplers: 2 GPUs of --sampler-gpus are not 3 equal parts"):
+    with pytest.raises(
+        StartRefused, match=r"^--samplers: the 2 GPUs of --sampler-gpus cannot be divided equally among 3"
+    ):
         told("auto", "", "0,1", 3)
-    with pytest.raises(StartRefused, match=r"^--gpus: no GPU is here for the sampler"):
+    with pytest.raises(StartRefused, match=r"^--gpus: the sampler needs a GPU"):
         told("none")
     assert told("none", count=0).trainer == NO_GPU
 
 
 def test_devices_are_read_once_each() -> None:
     assert read_devices(" 0, 2", "--gpus", ["0", "1", "2"]) == ("0", "2")
-    for text, words in (("3", "there is no GPU 3: the GPUs here are 0,1"), ("1,1", "GPU 1 is named twice")):
+    for text, words in (("3", "GPU 3 does not exist: this machine has 0,1"), ("1,1", "GPU 1 is listed twice")):
         with pytest.raises(StartRefused, match=words):
             read_devices(text, "--gpus", ["0", "1"])

@@ -42,7 +42,7 @@ def test_services_are_told_apart_by_name_and_kind(tmp_path: pathlib.Path) -> Non
     other = CliRunner().invoke(app, ["logs", "traner", "--state-dir", str(tmp_path)])
     assert other.exit_code == 2
     assert other.output == (
-        "SERVICE: nothing of 'traner' is in the log; there is gateway, sampler, sampler-teacher, sampler2\n"
+        "SERVICE: the log has no lines from 'traner'; it has lines from gateway, sampler, sampler-teacher, sampler2\n"
     )
 
 

@@ -37,7 +37,7 @@ async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     service, lines, exits = make(FOREVER)
 
     def note(name: str, how: str, pause_s: float) -> None:
-        exits.append(f"{name} ended by {how}")
+        exits.append(f"{name} ended with {how}")
 
     pids: list[int | None] = []
     running = asyncio.create_task(service.run(note, lambda: pids.append(service.pid)))
@@ -46,7 +46,7 @@ async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
     assert service.pid is not None
     os.kill(service.pid, 9)
     await wait_for(lines, 2)
-    assert exits == ["worker ended by SIGKILL"]
+    assert exits == ["worker ended with SIGKILL"]
     assert survivors([orphan], 5.0) == []
     assert pids[1:] == [service.pid]
     child = psutil.Process(int(lines[1].split()[1]))
@@ -156,7 +156,7 @@ async def test_a_process_that_ignores_the_stop_is_killed() -> None:
     await wait_for(lines, 1)
     await service.stop(0.3)
     await running
-    assert lines[-1] == "did not end within 0 s and is killed"
+    assert lines[-1] == "did not end within 0 s; killing it"
 
 
 async def test_what_a_killed_process_leaves_in_its_temporary_folder_is_removed(tmp_path: Path) -> None:
@@ -188,4 +188,4 @@ async def test_a_temporary_folder_of_another_user_is_not_taken(tmp_path: Path, m
 
     with pytest.raises(InterruptedError):
         await Service(spec, lambda *_: None).run(note, ignore)
-    assert hows == [f"a failed start ({tmp_path} belongs to another user: set TMPDIR to a folder of your own)"]
+    assert hows == [f"a failed start ({tmp_path} belongs to another user; set TMPDIR to a folder of your own)"]

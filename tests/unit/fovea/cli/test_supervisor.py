@@ -248,7 +248,9 @@ async def test_a_part_that_keeps_dying_ends_nobody_else(
     supervisor, shown = supervisor_of([steady, flapping], tmp_path, monkeypatch)
     running = await run_until("gateway is back", supervisor, shown, 120)
     lines = shown.getvalue()
-    ends = re.findall(r"gateway ended by code 3 \(count \d\); starting it again in (\S+) s, the others go on", lines)
+    ends = re.findall(
+        r"gateway ended with code 3 \(count \d\); restarting it in (\S+) s, the other services keep running", lines
+    )
     assert len(ends) == 8, "of its first life the last lines are gRPC's"
     assert all(0.03 < float(pause) <= 0.04 for pause in ends[1:])
     assert "trainer ended" not in lines
@@ -256,7 +258,7 @@ async def test_a_part_that_keeps_dying_ends_nobody_else(
     shown_by_status = await asyncio.to_thread(status, tmp_path)
     assert re.search(r"trainer │ .* │ 0 +│ serving", shown_by_status)
     assert re.search(r"gateway │ .* │ 9 +│ serving", shown_by_status)
-    assert "gateway last ended by code 3 (count 9)\n" in shown_by_status
+    assert "gateway last ended with code 3 (count 9)\n" in shown_by_status
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 0
 
@@ -273,8 +275,8 @@ async def test_what_cannot_start_ends_all_at_once_with_its_cause(
     supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
     async with asyncio.timeout(30):
         assert await supervisor.run() == 1
-    (line,) = [line for line in shown.getvalue().splitlines() if "ended by" in line]
-    assert "gateway ended by code 1 (OSError: port 1 is taken) before Fovea was ready" in line
+    (line,) = [line for line in shown.getvalue().splitlines() if "ended with" in line]
+    assert "gateway ended with code 1 (OSError: port 1 is taken) before Fovea was ready" in line
 
 
 @pytest.mark.parametrize("kills", [2, 3])
@@ -297,7 +299,7 @@ async def test_what_is_killed_while_it_starts_is_started_again_twice(
         )
     ]
     supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
-    again = "gateway ended by SIGKILL; starting it again in"
+    again = "gateway ended with SIGKILL; restarting it in"
     if kills == 2:
         running = await run_until("gateway is ready", supervisor, shown, 60)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -305,7 +307,7 @@ async def test_what_is_killed_while_it_starts_is_started_again_twice(
     else:
         async with asyncio.timeout(60):
             assert await supervisor.run() == 1
-        assert "gateway ended by SIGKILL before Fovea was ready" in shown.getvalue()
+        assert "gateway ended with SIGKILL before Fovea was ready" in shown.getvalue()
     assert shown.getvalue().count(again) == 2
 
 
