@@ -19,10 +19,10 @@ from rich.console import Console
 
 from chaos import disk
 from chaos.links import Link, Trouble
-from fovea.cli.certificates import make_certificates
 from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import UpOptions, service_specs, temporary_dir
 from fovea.cli.supervisor import Supervisor
+from fovea.cli.up_command import make_certificates
 from fovea.client.channel import ServiceClient
 from fovea.runtime import tls
 from fovea.runtime.children import die_with_parent

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -21,8 +20,7 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 import fovea
-from fovea.cli import checkpoints_command, gpu_layout, kept_log, start_checks, status_report
-from fovea.cli.certificates import make_certificates
+from fovea.cli import checkpoints_command, kept_log, status_report
 from fovea.cli.local_fovea import (
     DEFAULT_STATE_DIR,
     MISUSED,
@@ -31,18 +29,13 @@ from fovea.cli.local_fovea import (
     StateDir,
     complain,
     folder_in_use,
-    make_first_key,
-    may_have_keys,
     name_database,
     others_run,
     read_state,
 )
-from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
-from fovea.cli.start_checks import StartRefused
-from fovea.cli.supervisor import StateFolder, Supervisor
+from fovea.cli.supervisor import StateFolder
+from fovea.cli.up_command import up
 from fovea.client import GatewayClient
-from fovea.runtime import tls
-from fovea.runtime.hosts import free_ports, is_loopback
 from fovea.wire.errors import FoveaError
 
 T = TypeVar("T")
@@ -77,9 +70,6 @@ _NEEDS = {
     "fovea_demo": ("sklearn", "demo"),
 }
 """For each package: a module that it needs, and the extra of fovea-vlm that installs it."""
-KEYS_VARIABLE = "FOVEA_API_KEY"
-TINY = "tiny"
-CPU_RANKS = 2
 Address = Annotated[
     str, typer.Option(help="host:port of the gateway's gRPC server. Default: the gateway of --state-dir.")
 ]
@@ -100,156 +90,7 @@ def options(
     """Fovea: self-hosted post-training for vision-language models, behind the Tinker API."""
 
 
-@app.command()
-def up(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint folder or Hugging Face model name. Default: a tiny Qwen3-VL, built on first use."
-        ),
-    ] = None,
-    model_name: Annotated[
-        str | None, typer.Option(help="Model name that clients use. Default: the value of --model.")
-    ] = None,
-    gpus: Annotated[
-        str,
-        typer.Option(
-            help="GPUs for trainer and samplers: auto (all GPUs not used by further models), none (CPU), or a "
-            "list such "
-            "as 0,1. A single GPU is shared; with more, trainer and samplers get their own."
-        ),
-    ] = "auto",
-    samplers: Annotated[
-        int | None,
-        typer.Option(min=0, help="Number of samplers; 0 for training only. Default: 1, or more if GPUs remain."),
-    ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SERVICE.NAME=VALUE",
-            help="Set any setting of a service, such as sampler.max_loras=16. Repeatable.",
-        ),
-    ] = None,
-    also_sample: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]MODEL[@GPUS]",
-            help="Serve a further base model for sampling only, such as a teacher; GPUS is a list such as "
-            "2,3. Repeatable.",
-        ),
-    ] = None,
-    also_train: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]MODEL[@GPUS]", help="Serve a further base model with a trainer of its own. Repeatable."
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address on which the gateway listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="REST port of the gateway; 0 picks a free port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0 picks a free port.")] = 8001,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of trainer processes. Default: one per trainer GPU, or 2 on the CPU."),
-    ] = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar=KEYS_VARIABLE,
-            help="Accepted API key: tml-KEY or OWNER=tml-KEY. Repeatable. Other users of this machine can see it in "
-            "`ps`; prefer the variable, --api-key-file, or `fovea keys create`.",
-        ),
-    ] = None,
-    api_key_file: Annotated[pathlib.Path | None, typer.Option(help="File of accepted API keys, one per line.")] = None,
-    ready_timeout_s: Annotated[float, typer.Option(help="Seconds to wait for all services to become ready.")] = 300.0,
-    drain_s: Annotated[
-        float, typer.Option(help="Seconds that requests in flight may take to finish on shutdown.")
-    ] = 20.0,
-    tls_dir: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            envvar=tls.VARIABLE,
-            help="Use mutual TLS between the services, with ca.crt, tls.crt and tls.key from this folder.",
-        ),
-    ] = None,
-    own_tls: Annotated[
-        bool,
-        typer.Option(
-            "--tls", help="Use mutual TLS with a CA and certificate created at each start, valid for one year."
-        ),
-    ] = False,
-    trainer_gpus: Annotated[str, typer.Option(help="GPUs of the trainer, such as 0,1; overrides --gpus.")] = "",
-    sampler_gpus: Annotated[
-        str, typer.Option(help="GPUs of the samplers, divided equally; each sampler splits its model over its GPUs.")
-    ] = "",
-    log_level: Annotated[str, typer.Option(help="Log level: DEBUG, INFO, WARNING or ERROR.")] = "INFO",
-) -> None:
-    """Start Fovea on this machine: renderer, samplers, trainer and gateway. Stop it with Ctrl-C or `fovea down`.
-
-    All options, the model and the machine are checked first; a problem is reported in one line before anything starts.
-    """
-    console = Console()
-    try:
-        start_checks.check_installed()
-        start_checks.check_log_level(log_level)
-        start_checks.check_certificates(tls_dir)
-        settings = tuple(map(start_checks.read_setting, setting or ()))
-        further = [_further_model(text, False) for text in also_sample or ()]
-        further += [_further_model(text, True) for text in also_train or ()]
-        parameter_count = start_checks.check_model(model, "--model") if model else 0
-        start_checks.check_state_dir(state_dir)
-        start_checks.check_alone(state_dir)
-        start_checks.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
-        layout = gpu_layout.choose(
-            gpus,
-            trainer_gpus,
-            sampler_gpus,
-            weight_bytes=2 * parameter_count,
-            sampler_count=samplers,
-            ranks=ranks,
-            taken=[name for served in further for name in served.sampler_gpus],
-        )
-        on_gpus = tuple(filter(None, layout.trainer))
-        options = UpOptions(
-            model=model or TINY,
-            model_name=model_name or model or TINY,
-            host=host,
-            port=port or free_ports(1)[0],
-            grpc_port=grpc_port,
-            ranks=ranks or len(on_gpus) or CPU_RANKS,
-            state_dir=state_dir.resolve(),
-            api_keys=tuple(api_key or ()),
-            api_key_file=api_key_file.resolve() if api_key_file else None,
-            ready_timeout_s=ready_timeout_s,
-            drain_s=drain_s,
-            trainer_gpus=layout.trainer,
-            sampler_gpus=layout.samplers,
-            sampler_count=layout.sampler_count,
-            parameter_count=parameter_count,
-            further_models=tuple(further),
-            settings=settings,
-            suggestions=layout.suggestions,
-            log_level=log_level,
-        )
-        start_checks.check_names(options.models)
-        os.environ.pop(KEYS_VARIABLE, None)  # only the gateway may see the keys
-        start_checks.check_specs(service_specs(options), settings)
-        start_checks.check_memory(options.models)
-        gpu_layout.check_free(options, trainer_gpus, sampler_gpus)
-    except StartRefused as error:
-        raise typer.Exit(complain(f"fovea up: {error}", MISUSED)) from None
-    console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
-    if not model:
-        path = _tiny_model(console)
-        options = replace(options, model=path, model_name=model_name or path)
-    if not (is_loopback(host) or api_key or api_key_file or may_have_keys(state_dir)):
-        make_first_key(state_dir)
-    if own_tls and not tls_dir:
-        tls_dir = make_certificates(state_dir / "tls")
-    if tls_dir:
-        os.environ[tls.VARIABLE] = str(tls_dir.resolve())
-    raise typer.Exit(asyncio.run(Supervisor(options, console).run()))
+app.command()(up)
 
 
 @app.command()
@@ -481,27 +322,6 @@ def _pass_on(command: str, *arguments: str) -> NoReturn:
     if module.startswith("fovea_gateway.") and not any(word.startswith("--state-dir") for word in arguments):
         name_database()
     raise typer.Exit(subprocess.run([sys.executable, "-m", module, *first, *arguments], check=False).returncode)
-
-
-def _further_model(text: str, is_trained: bool) -> ServedModel:
-    """Parses [NAME=]MODEL[@GPUS]. Raises StartRefused."""
-    flag = "--also-train" if is_trained else "--also-sample"
-    name, equals, rest = text.partition("=")
-    model, _, gpus = (rest if equals else text).partition("@")
-    parameter_count = start_checks.check_model(model, flag)
-    devices = gpu_layout.read_devices(gpus, flag, list(gpu_layout.visible_gpus())) if gpus else ()
-    served = ServedModel(
-        name if equals else model, model, is_trained, devices, devices, parameter_count=parameter_count
-    )
-    if not served.label:
-        raise StartRefused(flag, f"{text!r} gives no usable name; write NAME=MODEL")
-    return served
-
-
-def _tiny_model(console: Console) -> str:
-    console.print("No --model given; using the tiny Qwen3-VL (built on first use, about a minute).")
-    built = subprocess.run([sys.executable, "-m", "fovea_tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
-    return built.stdout.strip().splitlines()[-1]
 
 
 def main() -> NoReturn:

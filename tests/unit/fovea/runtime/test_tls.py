@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fovea.cli.certificates import make_certificates
+from fovea.cli.up_command import make_certificates
 from fovea.client.channel import ServiceClient, open_blocking_channel
 from fovea.runtime import tls
 from fovea.runtime.server import ServiceServer

@@ -1,0 +1,285 @@
+"""`fovea up`: checks the options, the model and the machine, then runs all services under one supervisor."""
+
+import asyncio
+import datetime
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from rich.console import Console
+
+import fovea
+from fovea.cli import gpu_layout, start_checks
+from fovea.cli.local_fovea import DEFAULT_STATE_DIR, MISUSED, StateDir, complain, make_first_key, may_have_keys
+from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
+from fovea.cli.start_checks import StartRefused
+from fovea.cli.supervisor import Supervisor
+from fovea.runtime import tls
+from fovea.runtime.hosts import free_ports, is_loopback
+
+KEYS_VARIABLE = "FOVEA_API_KEY"
+TINY = "tiny"
+CPU_RANKS = 2
+_VALID = datetime.timedelta(days=365)
+_CLOCK_SKEW = datetime.timedelta(minutes=5)
+
+_Model = Annotated[
+    str | None,
+    typer.Option(help="Checkpoint folder or Hugging Face model name. Default: a tiny Qwen3-VL, built on first use."),
+]
+_ModelName = Annotated[str | None, typer.Option(help="Model name that clients use. Default: the value of --model.")]
+_Gpus = Annotated[
+    str,
+    typer.Option(
+        help="GPUs for trainer and samplers: auto (all GPUs not used by further models), none (CPU), or a list such "
+        "as 0,1. A single GPU is shared; with more, trainer and samplers get their own."
+    ),
+]
+_Samplers = Annotated[
+    int | None,
+    typer.Option(min=0, help="Number of samplers; 0 for training only. Default: 1, or more if GPUs remain."),
+]
+_Setting = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SERVICE.NAME=VALUE",
+        help="Set any setting of a service, such as sampler.max_loras=16. Repeatable.",
+    ),
+]
+_AlsoSample = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]MODEL[@GPUS]",
+        help="Serve a further base model for sampling only, such as a teacher; GPUS is a list such as 2,3. Repeatable.",
+    ),
+]
+_AlsoTrain = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]MODEL[@GPUS]", help="Serve a further base model with a trainer of its own. Repeatable."
+    ),
+]
+_Host = Annotated[str, typer.Option(help="Address on which the gateway listens.")]
+_Port = Annotated[int, typer.Option(help="REST port of the gateway; 0 picks a free port.")]
+_GrpcPort = Annotated[int, typer.Option(help="gRPC port of the gateway; 0 picks a free port.")]
+_Ranks = Annotated[
+    int | None, typer.Option(min=1, help="Number of trainer processes. Default: one per trainer GPU, or 2 on the CPU.")
+]
+_ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar=KEYS_VARIABLE,
+        help="Accepted API key: tml-KEY or OWNER=tml-KEY. Repeatable. Other users of this machine can see it in `ps`; "
+        "prefer the variable, --api-key-file, or `fovea keys create`.",
+    ),
+]
+_ApiKeyFile = Annotated[pathlib.Path | None, typer.Option(help="File of accepted API keys, one per line.")]
+_ReadyTimeout = Annotated[float, typer.Option(help="Seconds to wait for all services to become ready.")]
+_Drain = Annotated[float, typer.Option(help="Seconds that requests in flight may take to finish on shutdown.")]
+_TlsDir = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        envvar=tls.VARIABLE,
+        help="Use mutual TLS between the services, with ca.crt, tls.crt and tls.key from this folder.",
+    ),
+]
+_OwnTls = Annotated[
+    bool,
+    typer.Option("--tls", help="Use mutual TLS with a CA and certificate created at each start, valid for one year."),
+]
+_TrainerGpus = Annotated[str, typer.Option(help="GPUs of the trainer, such as 0,1; overrides --gpus.")]
+_SamplerGpus = Annotated[
+    str, typer.Option(help="GPUs of the samplers, divided equally; each sampler splits its model over its GPUs.")
+]
+_LogLevel = Annotated[str, typer.Option(help="Log level: DEBUG, INFO, WARNING or ERROR.")]
+
+
+def up(
+    model: _Model = None,
+    model_name: _ModelName = None,
+    gpus: _Gpus = "auto",
+    samplers: _Samplers = None,
+    setting: _Setting = None,
+    also_sample: _AlsoSample = None,
+    also_train: _AlsoTrain = None,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
+    grpc_port: _GrpcPort = 8001,
+    ranks: _Ranks = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    api_key: _ApiKeys = None,
+    api_key_file: _ApiKeyFile = None,
+    ready_timeout_s: _ReadyTimeout = 300.0,
+    drain_s: _Drain = 20.0,
+    tls_dir: _TlsDir = None,
+    own_tls: _OwnTls = False,
+    trainer_gpus: _TrainerGpus = "",
+    sampler_gpus: _SamplerGpus = "",
+    log_level: _LogLevel = "INFO",
+) -> None:
+    """Start Fovea on this machine: renderer, samplers, trainer and gateway. Stop it with Ctrl-C or `fovea down`.
+
+    All options, the model and the machine are checked first; a problem is reported in one line before anything starts.
+    """
+    try:
+        _check_environment(log_level, tls_dir)
+        options = UpOptions(
+            settings=tuple(map(start_checks.read_setting, setting or ())),
+            further_models=tuple(_further_models(also_sample or (), also_train or ())),
+            parameter_count=start_checks.check_model(model, "--model") if model else 0,
+            model=model or TINY,
+            model_name=model_name or model or TINY,
+            host=host,
+            port=port or free_ports(1)[0],
+            grpc_port=grpc_port,
+            ranks=ranks or CPU_RANKS,
+            state_dir=state_dir.resolve(),
+            api_keys=tuple(api_key or ()),
+            api_key_file=api_key_file.resolve() if api_key_file else None,
+            ready_timeout_s=ready_timeout_s,
+            drain_s=drain_s,
+            log_level=log_level,
+        )
+        start_checks.check_state_dir(state_dir)
+        start_checks.check_alone(state_dir)
+        start_checks.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
+        layout = _choose_gpus(options, gpus, trainer_gpus, sampler_gpus, samplers, ranks)
+        options = _with_layout(options, layout, ranks)
+        _check_services(options, trainer_gpus, sampler_gpus)
+    except StartRefused as error:
+        raise typer.Exit(complain(f"fovea up: {error}", MISUSED)) from None
+    console = Console()
+    console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
+    if not model:
+        options = _with_tiny_model(options, model_name, console)
+    _prepare_access(options, tls_dir, own_tls)
+    raise typer.Exit(asyncio.run(Supervisor(options, console).run()))
+
+
+def _check_environment(log_level: str, tls_dir: pathlib.Path | None) -> None:
+    start_checks.check_installed()
+    start_checks.check_log_level(log_level)
+    start_checks.check_certificates(tls_dir)
+
+
+def _choose_gpus(
+    options: UpOptions, gpus: str, trainer_gpus: str, sampler_gpus: str, samplers: int | None, ranks: int | None
+) -> gpu_layout.GpuLayout:
+    return gpu_layout.choose(
+        gpus,
+        trainer_gpus,
+        sampler_gpus,
+        weight_bytes=2 * options.parameter_count,
+        sampler_count=samplers,
+        ranks=ranks,
+        taken=[name for served in options.further_models for name in served.sampler_gpus],
+    )
+
+
+def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | None) -> UpOptions:
+    """Returns the options with the chosen devices; without `ranks`, one trainer process per device."""
+    return replace(
+        options,
+        ranks=ranks or len(tuple(filter(None, layout.trainer))) or CPU_RANKS,
+        trainer_gpus=layout.trainer,
+        sampler_gpus=layout.samplers,
+        sampler_count=layout.sampler_count,
+        suggestions=layout.suggestions,
+    )
+
+
+def _check_services(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None:
+    """Checks names, settings and memory of all services. Raises StartRefused."""
+    start_checks.check_names(options.models)
+    os.environ.pop(KEYS_VARIABLE, None)  # only the gateway may see the keys
+    start_checks.check_specs(service_specs(options), options.settings)
+    start_checks.check_memory(options.models)
+    gpu_layout.check_free(options, trainer_gpus, sampler_gpus)
+
+
+def _prepare_access(options: UpOptions, tls_dir: pathlib.Path | None, own_tls: bool) -> None:
+    """Creates a first API key if the gateway needs one, and certificates for `--tls`."""
+    has_keys = options.api_keys or options.api_key_file or may_have_keys(options.state_dir)
+    if not (is_loopback(options.host) or has_keys):
+        make_first_key(options.state_dir)
+    if own_tls and not tls_dir:
+        tls_dir = make_certificates(options.state_dir / "tls")
+    if tls_dir:
+        os.environ[tls.VARIABLE] = str(tls_dir.resolve())
+
+
+def _with_tiny_model(options: UpOptions, model_name: str | None, console: Console) -> UpOptions:
+    console.print("No --model given; using the tiny Qwen3-VL (built on first use, about a minute).")
+    built = subprocess.run([sys.executable, "-m", "fovea_tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
+    path = built.stdout.strip().splitlines()[-1]
+    return replace(options, model=path, model_name=model_name or path)
+
+
+def _further_models(sampled: Iterable[str], trained: Iterable[str]) -> Iterator[ServedModel]:
+    for text in sampled:
+        yield _further_model(text, False)
+    for text in trained:
+        yield _further_model(text, True)
+
+
+def _further_model(text: str, is_trained: bool) -> ServedModel:
+    """Parses [NAME=]MODEL[@GPUS]. Raises StartRefused."""
+    flag = "--also-train" if is_trained else "--also-sample"
+    name, equals, rest = text.partition("=")
+    model, _, gpus = (rest if equals else text).partition("@")
+    parameter_count = start_checks.check_model(model, flag)
+    devices = gpu_layout.read_devices(gpus, flag, list(gpu_layout.visible_gpus())) if gpus else ()
+    served = ServedModel(
+        name if equals else model, model, is_trained, devices, devices, parameter_count=parameter_count
+    )
+    if not served.label:
+        raise StartRefused(flag, f"{text!r} gives no usable name; write NAME=MODEL")
+    return served
+
+
+def make_certificates(folder: pathlib.Path) -> pathlib.Path:
+    """Writes a new CA certificate, a certificate signed by it, and that certificate's private key; returns the folder.
+
+    Both certificates are valid for one year. The CA's private key is not stored. Only this user can read the files.
+    Existing files are replaced, so processes that loaded the old ones can no longer connect to those that load the new
+    ones.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+
+    def signed(name: str, issuer: str, key: ec.EllipticCurvePrivateKey, by: ec.EllipticCurvePrivateKey) -> bytes:
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
+            .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _CLOCK_SKEW)
+            .not_valid_after(now + _VALID)
+            .add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        )
+        return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    encoded = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    files = {
+        tls.CA: signed("fovea-ca", "fovea-ca", ca_key, ca_key),
+        tls.CERTIFICATE: signed(tls.NAME, "fovea-ca", key, ca_key),
+    }
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, content in {**files, tls.KEY: encoded}.items():
+        (folder / name).unlink(missing_ok=True)
+        with open(folder / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(content)
+    return folder
