@@ -12,7 +12,7 @@ import numpy.typing as npt
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature
 
-from fovea.vision.vision_family import ImageAt, Replacement
+from fovea.vision.vision_family import ImageAt, Replacement, image_margin
 from fovea_services.renderer import model_directory
 from fovea_services.renderer.image_processor import anywhere, open_processor
 
@@ -83,7 +83,8 @@ class Maker:
 
     def splice(self, pieces: Sequence[Piece]) -> Document:
         """The same as Fovea's renderer does it: text is encoded between images, an image replaced by itself."""
-        before, after = self._around
+        margin = image_margin(self.tokenizer)
+        before, after = self._around[0] + margin, margin + self._around[1]
         ids: list[int] = []
         images: list[PlacedImage] = []
         text = ""

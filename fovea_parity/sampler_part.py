@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fovea.vision.vision_family import image_margin
 from fovea_parity.documents import SIZES, Maker, PlacedImage, picture
 from fovea_parity.finding import Finding
 from fovea_services.sampler.engine.vllm_launch import check_model, prepare_environment, read_config, register_eagerly
@@ -52,11 +53,12 @@ def _image_problem(maker: Maker, config: Any) -> str:
     processor = MULTIMODAL_REGISTRY.create_processor(config)
     prompts = PromptMaker(config, processor)
     token = maker.tokenizer.convert_tokens_to_ids(maker.processor.image_token)
+    margin = maker.tokenizer.encode(image_margin(maker.tokenizer), add_special_tokens=False)
     for size in SIZES[:_SIZE_COUNT]:
         placed = maker.place(picture(size, 1), 0)
         items = processor.info.parse_mm_data({"image": [picture(size, 1)]})
         made = processor.apply(ProcessorInputs([token], items), TimingContext())
-        if problem := _difference(placed, made):
+        if problem := _difference(placed, made, margin):
             return f"{size[0]}x{size[1]}: {problem}"
         ours, own = prompts.item(placed.tensors).get_data(), made["mm_kwargs"]["image"][0].get_data()
         if missing := sorted(set(own) - set(ours)):
@@ -64,14 +66,14 @@ def _image_problem(maker: Maker, config: Any) -> str:
     return ""
 
 
-def _difference(placed: PlacedImage, made: Any) -> str:
+def _difference(placed: PlacedImage, made: Any, margin: list[int]) -> str:
     ids, mine = list(made["prompt_token_ids"]), placed.replacement.ids.tolist()
-    if ids != mine:
+    if ids != [*margin, *mine, *margin]:
         return f"vLLM replaces an image by {len(ids)} ids, the renderer by {len(mine)}"
     (place,) = made["mm_placeholders"]["image"]
     is_embedding = np.zeros(len(ids), np.bool_)
     inside = slice(place.offset, place.offset + place.length)
     is_embedding[inside] = True if place.is_embed is None else place.is_embed.numpy()
-    if not np.array_equal(is_embedding, placed.replacement.is_embedding):
+    if not np.array_equal(is_embedding, np.pad(placed.replacement.is_embedding, len(margin))):
         return "vLLM puts embeddings in other places than the renderer"
     return ""

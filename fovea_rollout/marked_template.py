@@ -245,8 +245,11 @@ def read_mark(text: str) -> tuple[str, int] | None:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str] | None:
-    """Matches each of the texts, the longest first, that a mark can stand inside of."""
-    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    """Matches each of the texts, the longest first, that a mark can stand inside of.
+
+    White space is left out: Gemma has added tokens of several line feeds, which control nothing.
+    """
+    longest_first = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 

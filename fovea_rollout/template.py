@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from fovea.vision.vision_family import image_margin
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, Answer, read_answer
 from fovea_rollout.marked_template import (
@@ -188,8 +189,12 @@ class ChatTemplate:
 
     def _split_pictures(self, literal: str) -> list[Piece]:
         placeholder = self._template.placeholder
+        runs = [literal]
+        if placeholder:
+            margin = image_margin(self._tokenizer)
+            runs = literal.replace(placeholder, margin + placeholder + margin).split(placeholder)
         pieces: list[Piece] = []
-        for place, run in enumerate(literal.split(placeholder) if placeholder else [literal]):
+        for place, run in enumerate(runs):
             pieces += [None] if place else []
             pieces += [self._encode(run)] if run else []
         return pieces

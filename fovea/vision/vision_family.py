@@ -17,6 +17,22 @@ TokenCounter = Callable[[int, int], int]
 """The number of ids that replace an image of (width, height) pixels."""
 
 
+_MARGINS = {"Gemma3Processor": "\n\n"}
+"""The whitespace that a processor writes before and after an image, by the name of the processor's class."""
+
+
+def image_margin(tokenizer: Any) -> str:
+    """Returns the whitespace that a model's own processor writes on both sides of an image; empty for most models.
+
+    It is text: the tokenizer joins its line feeds with those of the neighbouring text. So it is no part of an image's
+    replacement, and the writer of a prompt puts it into the text before and after each image.
+
+    Args:
+        tokenizer: Of transformers; tokenizer_config.json names the class of the processor.
+    """
+    return _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", "")
+
+
 class Replacement(NamedTuple):
     """What stands in the place of one image.
 
@@ -89,7 +105,10 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def replacement(self, tensors: ImageTensors) -> Replacement:
-        """What the family's own processor puts in the place of an image of these tensors, which have no problem."""
+        """What the family's own processor puts in the place of an image of these tensors, which have no problem.
+
+        Without the whitespace around it, see `image_margin`.
+        """
 
     @abstractmethod
     def positions(self, length: int, images: Sequence[ImageAt]) -> npt.NDArray[np.int32] | None:

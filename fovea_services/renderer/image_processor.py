@@ -17,6 +17,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from fovea.vision.processor_vl import IDS, ProcessorVL
+from fovea.vision.vision_family import image_margin
 from fovea_services.renderer import model_directory
 from fovea_services.renderer.chunk_errors import InvalidChunk
 from fovea_services.renderer.pixels import DECODER_VERSION
@@ -117,11 +118,16 @@ def open_processor(model_dir: Path) -> ImageProcessor:
 
 
 class WholeProcessor:
-    """The checkpoint's processor with its tokenizer: turns its image token and one image into ids and tensors."""
+    """The checkpoint's processor with its tokenizer: turns its image token and one image into ids and tensors.
+
+    The ids are without the processor's whitespace around an image, which is text: see `image_margin`.
+    """
 
     def __init__(self, model_dir: Path, family: ProcessorVL) -> None:
         self._processor = AutoProcessor.from_pretrained(model_dir, trust_remote_code=False)
         self._family = family
+        tokenizer = self._processor.tokenizer
+        self._margin: list[int] = tokenizer.encode(image_margin(tokenizer), add_special_tokens=False)
         self.settings: dict[str, Any] = json.loads(self._processor.image_processor.to_json_string())
         # The tokenizer's part is small: of the whole processor, what it makes of a known image says it.
         ids = self._run(Image.new("RGB", _PROBE_SIZES[0]))[IDS]
@@ -145,9 +151,12 @@ class WholeProcessor:
         token = self._processor.image_token
         with torch.inference_mode():
             made = self._processor(text=[token], images=[image], return_tensors="pt", add_special_tokens=False)
-        return {name: made[name].numpy() for name in self._family.declared} | {
-            IDS: made[IDS][0].numpy().astype(np.int32)
-        }
+        ids = made[IDS][0].numpy().astype(np.int32)
+        if count := len(self._margin):
+            if not ids[:count].tolist() == ids[-count:].tolist() == self._margin:
+                raise ValueError(f"{type(self._processor).__name__} does not write {self._margin} around an image")
+            ids = ids[count:-count]
+        return {name: made[name].numpy() for name in self._family.declared} | {IDS: ids}
 
 
 class ImagePatcher:

@@ -12,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.inputs import tokens_input
 from vllm.renderers import ChatParams
 
+from fovea.vision.vision_family import image_margin
 from fovea.wire.errors import InvalidInput
 
 PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}
@@ -52,15 +53,25 @@ class TextRenderer:
         return [messages for messages, _ in rendered], [tokens_input(ids) for ids in prompts]
 
     async def _encode(self, prompt: dict[str, Any], tok_params: Any) -> list[int]:
-        """The ids of a prompt; its pieces between marks are encoded apart."""
-        first, *others = str(prompt.get("prompt", "")).split(_MARK)
-        if others:
+        """The ids of a prompt; its pieces between marks are encoded apart, and images have their margins."""
+        text = self._with_margins(str(prompt.get("prompt", "")))
+        first, *others = text.split(_MARK)
+        if "prompt" in prompt:
             prompt = {"prompt": first}
         (encoded,) = await self._inner.tokenize_prompts_async([prompt], tok_params)
         ids: list[int] = list(encoded["prompt_token_ids"])
         for piece in others:
             ids += self._inner.get_tokenizer().encode(piece, add_special_tokens=False)
         return ids
+
+    def _with_margins(self, text: str) -> str:
+        """The text with the whitespace of the model's own processor around images: see `image_margin`."""
+        tokenizer = self._inner.get_tokenizer()
+        margin = image_margin(tokenizer)
+        if self._image_id is None or not margin:
+            return text
+        placeholder = tokenizer.convert_ids_to_tokens(self._image_id)
+        return text.replace(placeholder, f"{margin}{placeholder}{margin}")
 
     async def guard(self, messages: Any) -> Any:
         """The messages with a mark inside each control token that stands in a text, so that it stays text.
@@ -139,8 +150,11 @@ def _as_text(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """Matches each of the texts, the longest first, that a mark can stand inside of; nothing if there are none."""
-    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    """Matches each of the texts, the longest first, that a mark can stand inside of; nothing if there are none.
+
+    White space is left out: Gemma has added tokens of several line feeds, which control nothing.
+    """
+    longest_first = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environment import Answer, ToolCall
 from fovea_rollout.messages import Message, Picture, Role
 from fovea_rollout.policy import Sampled, Tokens
 from fovea_rollout.template import ChatTemplate
+from tests.families import ensure_family
 from tests.unit.fovea_rollout import chat_templates as chat
 from tests.unit.fovea_rollout.chat_templates import flat, sampled, sampled_ids, square, text_of, tokenizer, user
 
@@ -299,3 +301,27 @@ def test_pictures_are_shared() -> None:
     prompt = ChatTemplate(tokenizer("tiny/qwen3_vl")).render([user("Look", RED), user(BLUE, "and")])
     assert [chunk for chunk in prompt if isinstance(chunk, Picture)] == [RED, BLUE]
     assert any(chunk is RED for chunk in prompt)
+
+
+_AROUND = [(before, after) for before in ("a", "a\n", "a\n\n") for after in ("b", "\nb", "\n\nb")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*_AROUND, ("", ""), ("", "\n"), ("a \n", " \nb"), ("a\n\n\n", "\n\n\nb")]
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_line_feeds_around_a_picture_are_those_of_the_models_processor(before: str, after: str, count: int) -> None:
+    """Gemma 3's processor writes two on each side of a picture, and its tokenizer joins them with their neighbours."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(ensure_family("gemma3"))
+    chunks = ChatTemplate(processor.tokenizer).render([user(before, *[RED] * count, after)])
+    assert [chunk for chunk in chunks if isinstance(chunk, Picture)] == [RED] * count
+    names = processor.tokenizer
+    image = [names.boi_token_id, *[names.image_token_id] * processor.image_seq_length, names.eoi_token_id]
+    ids = [token for chunk in chunks for token in (chunk.ids if isinstance(chunk, Tokens) else image)]
+    content = [{"type": "text", "text": before}, *[{"type": "image"}] * count, {"type": "text", "text": after}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    pictures = [Image.new("RGB", (56, 56), (255, 0, 0))] * count
+    made = processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
+    assert ids == made["input_ids"][0].tolist()

@@ -62,10 +62,12 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
 
 def test_a_part_that_raises_is_a_finding_and_the_next_checkpoint_is_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "kosmos-9"}')
-    broken, works = run_apart("renderer", [tmp_path, ensure_family("llama")])
+    broken, works, pictured = run_apart("renderer", [tmp_path, ensure_family("llama"), ensure_family("gemma3")])
     assert not broken.works
     assert broken.says.startswith("ValueError: Unrecognized processing class")
     assert works == Finding("renderer", True, "text only: ids equal")
+    said = "ids and tensors equal: 10 sizes, one and two images, first and last, between line feeds"
+    assert pictured == Finding("renderer", True, said, {"sizes": 10})
 
 
 def test_the_command_says_why_in_a_line(
