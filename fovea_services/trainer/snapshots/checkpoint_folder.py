@@ -1,4 +1,6 @@
-"""Folders of checkpoints at a path or an fsspec URL, written whole or not at all, below the roots of this trainer."""
+"""Checkpoint folders at a local path or an fsspec URL: written atomically, and only below the trainer's configured
+roots.
+"""
 
 import logging
 import os
@@ -19,21 +21,21 @@ from fovea_services.trainer.ranks.control_group import ControlGroup
 logger = logging.getLogger(__name__)
 
 Parts = Iterable[bytes | memoryview]
-"""What a file holds, one after the other."""
+"""The content of a file as consecutive chunks."""
 
 Checksums = dict[str, int]
-"""CRC-32 of files, by path within their folder."""
+"""CRC-32 of each file, keyed by the path of the file within its folder."""
 
 _READ_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in some file system.
+    """A folder in a file system.
 
     Args:
         files: The fsspec file system.
-        path: Path within it, without protocol and trailing slash.
+        path: Path within that file system, without protocol or trailing slash.
     """
 
     files: Any
@@ -41,9 +43,17 @@ class Folder:
 
     @classmethod
     def at(cls, uri: str, field: str = "uri") -> "Folder":
-        """The folder at a path or URL, which need not exist. Raises InvalidInput for an unknown protocol."""
+        """Returns the folder at a path or URL. The folder need not exist.
+
+        Args:
+            uri: Path or fsspec URL.
+            field: Name of the request field that an error reports.
+
+        Raises:
+            InvalidInput: `uri` is empty or has an unknown protocol.
+        """
         if not uri.strip():
-            raise InvalidInput(f"{field} is empty: name a folder", field=field)
+            raise InvalidInput(f"{field} is empty: give the path or URL of a folder", field=field)
         try:
             files, path = fsspec.core.url_to_fs(uri)
         except (ValueError, ImportError) as error:
@@ -51,22 +61,30 @@ class Folder:
         return cls(files, path.rstrip("/"))
 
     def url(self, *names: str) -> str:
-        """fsspec URL of a file below."""
+        """Returns the fsspec URL of a file or folder below this one."""
         return str(self.files.unstrip_protocol("/".join([self.path, *names])))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """A file, or its bytes from `start` to `end`. Raises NotFound if there is none."""
+        """Returns the content of a file, or only its bytes [`start`, `end`).
+
+        Raises:
+            NotFound: There is no such file.
+        """
         try:
             return bytes(self.files.cat_file(f"{self.path}/{name}", start=start or None, end=end))
         except FileNotFoundError:
             raise NotFound(f"{self.path} has no {name}: nothing was saved there", field="uri") from None
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Returns True if the file exists."""
         return bool(self.files.exists(f"{self.path}/{name}"))
 
     def write(self, name: str, data: bytes | Parts) -> None:
-        """Writes one file of a folder that `stage` made. Raises DiskFull if the disk is full."""
+        """Writes one file of a folder that `stage` created.
+
+        Raises:
+            DiskFull: The disk is full.
+        """
         with naming_full_disk(self.path.partition(STAGING_SUFFIX)[0]):
             if isinstance(data, bytes):
                 self.files.pipe_file(f"{self.path}/{name}", data)
@@ -76,7 +94,7 @@ class Folder:
                     file.write(part)
 
     def checksum(self, name: str) -> int | None:
-        """CRC-32 of a file; None if it cannot be read."""
+        """Returns the CRC-32 of a file, or None if the file cannot be read."""
         found = 0
         try:
             with self.files.open(f"{self.path}/{name}", "rb") as file:
@@ -88,45 +106,53 @@ class Folder:
         return found
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file below, by its path within the folder; nothing if there is no such folder."""
-        self.files.invalidate_cache()  # others write here too
+        """Returns the size in bytes of each file, keyed by its path within the folder; empty if the folder does not
+        exist.
+        """
+        self.files.invalidate_cache()  # other processes write here too
         found = self.files.find(self.path, detail=True)
         return {path.removeprefix(f"{self.path}/"): int(entry["size"]) for path, entry in found.items()}
 
     def size_bytes(self) -> int:
-        """Size of all files below."""
+        """Returns the total size of all files in bytes."""
         return sum(self.sizes().values())
 
     def make_private(self) -> None:
-        """Creates the folder for this user alone if it lies on a local disk; an object store has rights of its own."""
+        """Creates a local folder that only this user can read.
+
+        On an object store this does nothing, because access is configured there. A failure is only logged.
+        """
         if isinstance(self.files, LocalFileSystem):
             try:
                 os.makedirs(self.path, mode=0o700, exist_ok=True)
                 os.chmod(self.path, 0o700)
-            except OSError as error:  # whatever is written there says so again, and storage that fails only costs time
-                logger.warning("%s cannot be made private: %s", self.path, error)
+            except OSError as error:  # a later write reports the same failure; until then it costs nothing
+                logger.warning("the permissions of %s could not be restricted: %s", self.path, error)
 
     def stage(self) -> "Folder":
-        """Makes an empty folder beside this one, to be filled and then put in its place by `commit`.
+        """Creates an empty staging folder beside this one. Fill it, then call `commit` to replace this folder with it.
 
-        Raises NotFound for a bucket that does not exist, DiskFull if the disk is full.
+        Raises:
+            NotFound: The bucket does not exist.
+            DiskFull: The disk is full.
         """
         staging = Folder(self.files, f"{self.path}{STAGING_SUFFIX}{uuid.uuid4().hex[:8]}")
         if not self.files.async_impl:
             with naming_full_disk(self.path):
                 self.files.makedirs(staging.path, exist_ok=True)
-        elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would make one
-            raise NotFound(f"there is no bucket {bucket}, or these credentials may not list it", field="uri")
+        elif not self.files.exists(bucket := self.path.partition("/")[0]):  # `makedirs` would create the bucket
+            raise NotFound(f"bucket {bucket} does not exist, or these credentials may not list it", field="uri")
         return staging
 
     def commit(self, staging: "Folder") -> None:
-        """Puts a filled staging folder in the place of this one, replacing what is there. A power cut finds it whole.
+        """Replaces this folder by a filled staging folder. After a power failure the folder is either the old or the
+        new one.
 
-        Where folders are only names, in object stores, its files come one by one: until then some cannot be found, but
-        those of two staging folders are never mixed.
+        Object stores have no folders to rename, so the files are copied one by one. Until the copy is complete some
+        files are missing, but files of two staging folders are never mixed.
         """
-        self.files.invalidate_cache()  # the gateway may have removed what was here
-        with naming_full_disk(self.path):  # where files are given their blocks at last
+        self.files.invalidate_cache()  # the gateway may have removed the old folder
+        with naming_full_disk(self.path):  # delayed allocation: the disk can turn out to be full only at the sync
             sync_folder(self.files, staging.path)
         old = Folder(self.files, f"{self.path}{REPLACED_SUFFIX}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
@@ -141,29 +167,29 @@ class Folder:
         if not self.files.async_impl:
             self.files.mv(self.path, target.path, recursive=True)
             return
-        # Of object stores: `mv` would also copy the folder, which is no object (fsspec 2026.9).
+        # Object stores: `mv` would also try to copy the folder itself, which is not an object (fsspec 2026.9).
         self.files.invalidate_cache()
         names = self.files.find(self.path)
         self.files.copy(names, [target.path + name.removeprefix(self.path) for name in names])
         self.files.rm(names)
 
     def discard(self) -> None:
-        """Removes a staging folder that will not be committed."""
+        """Deletes this folder if it exists."""
         if self.files.exists(self.path):
             self.files.rm(self.path, recursive=True)
 
 
 Describe = Callable[[Folder, Checksums], None]
-"""Writes what describes the files of a folder, given it with them in it, and their checksums."""
+"""Writes a description of the files in a folder, such as a manifest. Receives the filled folder and its checksums."""
 
 
 def write_folder(uri: str, files: Mapping[str, bytes | Parts], last: Describe | None = None) -> int:
-    """Writes all files and puts them at `uri` at once; returns their size in bytes.
+    """Writes all files into a staging folder, moves it to `uri` in one step, and returns the total size in bytes.
 
     Args:
-        uri: Where.
-        files: What each file holds, by name.
-        last: Writes what describes them.
+        uri: Path or fsspec URL of the folder.
+        files: Content of each file, keyed by file name.
+        last: Writes a description of the files, after all of them.
     """
     target = Folder.at(uri)
     staging = target.stage()
@@ -182,7 +208,7 @@ def write_folder(uri: str, files: Mapping[str, bytes | Parts], last: Describe | 
 
 
 def _summed(name: str, data: bytes | Parts, sums: Checksums) -> Iterator[bytes | memoryview]:
-    """What a file holds, whose checksum is noted as it passes."""
+    """Yields the chunks of a file and updates its checksum in `sums` along the way."""
     sums[name] = 0
     for part in [data] if isinstance(data, bytes) else data:
         sums[name] = zlib.crc32(part, sums[name])
@@ -190,14 +216,14 @@ def _summed(name: str, data: bytes | Parts, sums: Checksums) -> Iterator[bytes |
 
 
 class SummedFile:
-    """A file that is written from its beginning to its end, and the CRC-32 of what it was given."""
+    """A file-like object, written sequentially, that computes the CRC-32 of the written bytes."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.checksum = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """As the file does."""
+        """Writes the data to the underlying file and adds it to the checksum."""
         self.checksum = zlib.crc32(data, self.checksum)
         return int(self._file.write(data))
 
@@ -206,16 +232,20 @@ class SummedFile:
 
 
 def stage_together(control: ControlGroup, uri: str) -> tuple[Folder, Folder]:
-    """The folder at `uri` and a new staging folder beside it, the same on all ranks. Raises as `Folder.stage` does."""
+    """Returns the folder at `uri` and a new staging folder beside it, both identical on all ranks.
+
+    Raises the same errors as `Folder.stage`.
+    """
     target = control.agree(lambda: Folder.at(uri))
     suffix = control.on_rank_0(lambda: target.stage().path.removeprefix(target.path))
     return target, Folder(target.files, target.path + suffix)
 
 
 class CheckpointRoots:
-    """The folders and fsspec URLs below which everything must lie.
+    """The folders and fsspec URLs below which all checkpoints must be stored.
 
-    Raises InvalidInput for a root of an unknown protocol.
+    Raises:
+        InvalidInput: A root has an unknown protocol.
     """
 
     def __init__(self, roots: Sequence[str]) -> None:
@@ -224,27 +254,30 @@ class CheckpointRoots:
         self._roots = [_real(Folder.at(root, "checkpoints")) for root in roots]
 
     def check(self, uri: str) -> None:
-        """Raises InvalidInput unless `uri` lies below a root, whatever its symbolic links lead to.
+        """Raises InvalidInput unless `uri` is below a root after its symbolic links are resolved.
 
-        Nothing of another protocol is opened to find out.
+        A URL with a protocol that no root has is rejected before any file system is opened.
         """
         protocol = _protocol(uri)
         if protocol not in self._protocols:
-            raise self._refusal(f"uri {uri!r} is of {protocol}")
+            raise self._refusal(f"uri {uri!r} has the protocol {protocol}")
         if ".." in uri.split("/"):
-            raise self._refusal(f"uri {uri!r} has .. in it")
+            raise self._refusal(f"uri {uri!r} contains ..")
         found = _real(Folder.at(uri))
         if not any(_is_below(found, root) for root in self._roots):
-            raise self._refusal(f"uri {uri!r} does not lie there")
+            raise self._refusal(f"uri {uri!r} is outside the checkpoint roots")
 
     def _refusal(self, what: str) -> InvalidInput:
         return InvalidInput(
-            f"{what}: this trainer reads and writes below {self._said} alone (--checkpoints)", field="uri"
+            f"{what}: this trainer reads and writes only below {self._said} (--checkpoints)", field="uri"
         )
 
 
 def _protocol(uri: str) -> str:
-    """Its canonical name; of a chained URL, such as filecache::s3://b, all of them, which no root has."""
+    """Returns the canonical protocol name of a URL.
+
+    A chained URL such as filecache::s3://b returns the whole chain, which matches no root.
+    """
     if "::" in uri:
         return uri.rpartition("://")[0] or uri
     name = fsspec.core.split_protocol(uri)[0] or "file"
@@ -252,12 +285,12 @@ def _protocol(uri: str) -> str:
 
 
 def _real(folder: Folder) -> Folder:
-    """The folder without symbolic links, where there are such."""
+    """Returns the folder with symbolic links resolved, if it is on a local disk."""
     if isinstance(folder.files, LocalFileSystem):
         return Folder(folder.files, os.path.realpath(folder.path).rstrip("/"))
     return folder
 
 
 def _is_below(found: Folder, root: Folder) -> bool:
-    same: Any = found.files == root.files  # the same server too, with the same credentials
+    same: Any = found.files == root.files  # the same server and the same credentials as well
     return bool(same) and found.path.startswith(f"{root.path}/" if root.path else "") and found.path != root.path

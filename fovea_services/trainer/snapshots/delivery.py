@@ -1,8 +1,8 @@
-"""One push to samplers, in two phases, each wait with a deadline.
+"""One push of a snapshot to a set of samplers, in two phases. Every wait has a deadline.
 
-    meet the samplers in a group -> all say `ready` -> broadcast -> all say `loaded`
+    join a transfer group -> all report `ready` -> broadcast -> all report `loaded`
 
-A group with a member that fails is left; what can still be served is then tried again without that member.
+If a member fails, the trainer leaves the group and retries without that member.
 """
 
 import asyncio
@@ -20,37 +20,43 @@ from fovea_services.trainer.snapshots.sampler_groups import Member, SamplerGroup
 logger = logging.getLogger(__name__)
 
 Responses = dict[str, sampler_pb2.ReceiveSnapshotResponse]
-"""What samplers said of a phase, by address."""
+"""The responses of the samplers in one phase, keyed by address."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What is pushed, and how it is broadcast: `send` takes the id of an open group and a deadline in seconds."""
+    """The snapshot to push. `send` broadcasts it to an open group, given the group's id and a deadline in seconds."""
 
     manifest: weights_pb2.SnapshotManifest
     send: Callable[[str, float], Awaitable[None]]
 
     @property
     def is_full(self) -> bool:
-        """Whether all ranks send, and take part."""
+        """True for full parameters, which all ranks send. An adapter is sent by rank 0 alone."""
         return self.manifest.snapshot.kind == weights_pb2.SNAPSHOT_KIND_FULL
 
 
 @dataclass
 class PushOutcome:
-    """How it went with each sampler: seconds of pause, or what went wrong; and which of them will never take it."""
+    """The result of a push for each sampler address.
+
+    Args:
+        loaded: Seconds for which each successful sampler paused.
+        failed: The error of each failed sampler.
+        refused: Failed samplers that rejected the snapshot as invalid, so that a retry cannot succeed.
+    """
 
     loaded: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
     def is_known(self, member: Member) -> bool:
-        """Whether it is known how it went with one."""
+        """Returns True if the result of this member is known."""
         return member.address in self.loaded or member.address in self.failed
 
 
 class Delivery:
-    """One push of a payload, until a deadline of `time.monotonic`."""
+    """One push of a payload. `deadline` is a reading of `time.monotonic`."""
 
     def __init__(self, payload: Payload, groups: SamplerGroups, deadline: float) -> None:
         self._payload = payload
@@ -60,7 +66,7 @@ class Delivery:
         self._outcome = PushOutcome()
 
     async def run(self, addresses: list[str]) -> PushOutcome:
-        """Brings the payload to the samplers at these addresses, but for those that hold it already."""
+        """Pushes the payload to the samplers at these addresses, except those that have loaded it already."""
         members = []
         for address, found in (await self._groups.probe(addresses)).items():
             if isinstance(found, str):
@@ -74,7 +80,7 @@ class Delivery:
         return self._outcome
 
     async def _serve(self, members: list[Member]) -> None:
-        # Each round takes at least one sampler off the list, or splits it.
+        # Each round either finishes at least one sampler or splits the group.
         while members:
             if self._time_left() <= 0:
                 self._outcome.failed |= {member.address: "the push ran out of time" for member in members}
@@ -86,7 +92,9 @@ class Delivery:
             members = left
 
     async def _serve_each(self, members: list[Member], error: str) -> None:
-        """For when a group failed and nobody in it says why: a member that cannot be met must not cost the others."""
+        """Retries each member alone after a group failed with no member to blame: one unreachable member must not fail
+        the rest.
+        """
         for member in members:
             reason: str | None = error
             if len(members) > 1 and self._time_left() > 0:
@@ -95,7 +103,7 @@ class Delivery:
                 self._outcome.failed.setdefault(member.address, reason or error)
 
     async def _attempt(self, members: list[Member]) -> str | None:
-        """One try with all of `members`: notes the outcome of those where it is known, returns what went wrong."""
+        """Tries once with all `members`, records the known results, and returns the error if the group failed."""
         try:
             async with self._groups.joined(members, self._payload.is_full, self._deadline) as group_id:
                 await self._transfer(group_id, members)
@@ -120,7 +128,7 @@ class Delivery:
             if len(ready) < len(streams):
                 return
             marks.append(time.monotonic())
-            # One that breaks off while tensors leave is noticed at once: a broadcast over nccl would wait for it.
+            # Watch for failures during the broadcast: an NCCL broadcast would wait for a member that has gone away.
             watching = asyncio.ensure_future(
                 self._phase(streams, "loaded", loaded, lambda: self._groups.interrupt(group_id))
             )
@@ -135,7 +143,8 @@ class Delivery:
                 *(later - earlier for earlier, later in pairwise(marks)),
             )
         except (RuntimeError, TimeoutError):
-            # Whoever has broken off says so on its stream; the others are innocent and are tried again.
+            # A member that broke off reports so on its stream within a second. The others are not at fault and are
+            # retried.
             if watching is not None:
                 await asyncio.wait([watching], timeout=1.0)
             self._compare_digests(loaded)
@@ -153,10 +162,13 @@ class Delivery:
         responses: Responses,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """Waits until all streams have said `phase`; what they say goes into `responses`, who fails into the outcome.
+        """Waits until every stream has sent `phase` or failed. Fills `responses`; records failures in the outcome.
 
         Args:
-            on_failure: Called at the first failure, for which those that fail after it are not to blame.
+            streams: The response stream of each sampler, keyed by address.
+            phase: Name of the expected phase, `ready` or `loaded`.
+            responses: Receives the responses.
+            on_failure: Called at the first failure. Later failures are its consequences and are not recorded.
         """
         broken = False
 
@@ -184,7 +196,7 @@ class Delivery:
                 if response.WhichOneof("phase") == phase:
                     responses[address] = response
                 else:
-                    fail(address, f"it said {response.WhichOneof('phase')} instead of {phase}")
+                    fail(address, f"it sent {response.WhichOneof('phase')} instead of {phase}")
 
         await asyncio.gather(*(one(address) for address in streams))
 
@@ -195,7 +207,8 @@ class Delivery:
                 trainer_metrics.PUSHED_BYTES.inc(self._snapshot.size_bytes)
             else:
                 self._outcome.failed[address] = (
-                    f"it received digest {response.loaded.digest}, sent was {self._snapshot.digest}"
+                    f"it received data with digest {response.loaded.digest}, but the digest of the snapshot is"
+                    f" {self._snapshot.digest}"
                 )
 
     def _time_left(self) -> float:

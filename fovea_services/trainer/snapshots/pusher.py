@@ -1,6 +1,6 @@
-"""PushSnapshot: brings a snapshot from this trainer's memory into samplers.
+"""PushSnapshot: sends a snapshot from this trainer's memory to samplers.
 
-Adapters are sent beside training; full parameters take all ranks.
+Adapters are sent while training continues. Full parameters occupy all ranks.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ MIB = 2**20
 
 
 class Pusher:
-    """Pushes snapshots, on rank 0's event loop: adapters side by side, full parameters alone.
+    """Pushes snapshots from rank 0's event loop: adapters concurrently, full parameters exclusively.
 
-    A sampler that is slow or dead keeps nobody waiting but those that push to the very same samplers.
+    A slow or dead sampler delays only pushes to exactly the same set of samplers.
     """
 
     def __init__(
@@ -46,16 +46,18 @@ class Pusher:
         self._queue = queue
         self._groups = groups
         self._adapters = adapters
-        # Most of them wait: for members to meet, or for a broadcast to leave.
+        # Most of these threads only wait, for members to join or for a broadcast to finish.
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="push")
         self._samplers = SamplerGroups(settings, queue, groups, self._threads)
         self._lock = SharedLock()
 
     async def push(self, request: trainer_pb2.PushSnapshotRequest) -> trainer_pb2.PushSnapshotResponse:
-        """Pushes to all samplers of the request.
+        """Pushes a snapshot to all samplers of the request.
 
-        Raises NotFound if neither memory nor storage has the snapshot, Unavailable if no sampler got it, and
-        InvalidInput if none ever will: their model has no place for it.
+        Raises:
+            NotFound: Neither memory nor storage has the snapshot.
+            Unavailable: No sampler received the snapshot.
+            InvalidInput: No sampler can ever load the snapshot, because it does not fit their model.
         """
         addresses = list(request.samplers)
         if not addresses or len(set(addresses)) != len(addresses):
@@ -70,7 +72,7 @@ class Pusher:
                         lock = self._lock.exclusive() if payload.is_full else self._lock.shared()
                         await stack.enter_async_context(lock)
                 except TimeoutError:
-                    raise Unavailable("other pushes took all the time that this one had") from None
+                    raise Unavailable("the push timed out while it waited for other pushes") from None
                 outcome = await Delivery(payload, self._samplers, deadline).run(addresses)
                 await self._samplers.leave_idle()
         finally:
@@ -86,7 +88,9 @@ class Pusher:
         if not outcome.loaded:
             reasons = "; ".join(f"{address}: {error}" for address, error in outcome.failed.items())
             if outcome.refused.issuperset(outcome.failed):
-                raise InvalidInput(f"no sampler takes snapshot {request.snapshot_id!r}: {reasons}", field="snapshot_id")
+                raise InvalidInput(
+                    f"no sampler accepts snapshot {request.snapshot_id!r}: {reasons}", field="snapshot_id"
+                )
             raise Unavailable(f"no sampler received snapshot {request.snapshot_id!r}: {reasons}")
         results = [
             trainer_pb2.PushResult(

@@ -1,10 +1,10 @@
-"""Where recovery is kept: the newest durable point of each model and its unnamed snapshots, as files.
+"""The recovery store: the newest durable point of each model and its unnamed snapshots, as files.
 
     ROOT/MODEL/SEQ_ID/               a state as SaveState writes it, and `fovea_point.json`
     ROOT/MODEL/snapshots/SNAPSHOT/   a snapshot as TakeSnapshot writes it
 
-Names are quoted. A folder of a point that lacks what its description lists is none. Whether the
-files hold what was written is looked at before a model is made from them.
+Model and snapshot names are percent-encoded. A point folder that lacks a file of its description is ignored. Checksums
+are compared only before a model is restored from a point.
 """
 
 import json
@@ -25,18 +25,18 @@ SNAPSHOTS = "snapshots"
 
 @dataclass(frozen=True)
 class Point:
-    """What a durable point is.
+    """The description of a durable point.
 
     Args:
-        seq_id: The last numbered command that is in it.
-        step: Steps that the model has taken.
-        answer: Of that command, as JSON holds it.
-        lora: Settings of an adapter; None of full parameters.
-        base: Digest of the base's files.
-        written_at: Seconds since 1970, for people who look.
-        files: Bytes of each other file, by path.
-        numerics: Of the trainer that wrote it.
-        checksums: Of the same files.
+        seq_id: Number of the last numbered command that the point includes.
+        step: Optimizer steps that the model has taken.
+        answer: The response to that command, as a JSON value.
+        lora: Settings of an adapter; None for full parameters.
+        base: Digest of the base checkpoint's files.
+        written_at: Seconds since 1970, for information only.
+        files: Size in bytes of every other file, keyed by path.
+        numerics: The settings of the writing trainer that affect rounding.
+        checksums: CRC-32 of the same files, keyed by path.
     """
 
     seq_id: int
@@ -50,12 +50,12 @@ class Point:
     checksums: Checksums = field(default_factory=dict)
 
     def write_to(self, folder: Folder) -> None:
-        """Puts the description beside the files that it describes."""
+        """Writes the description into the folder that it describes."""
         folder.write(POINT, json.dumps(asdict(self)).encode())
 
     @classmethod
     def of(cls, folder: Folder) -> Self | None:
-        """The point in a folder, if it is whole."""
+        """Returns the point in a folder, or None if the folder has no complete point."""
         sizes = folder.sizes()
         if sizes.pop(POINT, None) is None:
             return None
@@ -65,72 +65,79 @@ class Point:
             logger.warning("%s/%s cannot be read: %s", folder.path, POINT, error)
             return None
         if found.files != sizes:
-            logger.warning("%s is not whole: it has %s of %s", folder.path, sizes, found.files)
+            logger.warning("%s is incomplete: found files and sizes %s, expected %s", folder.path, sizes, found.files)
             return None
         return found
 
 
 class RecoveryFolder:
-    """Files of recovery. Methods block; several threads may call them, one at a time for each model.
+    """The files of the recovery store. Methods block. Several threads may call them, but only one at a time per model.
 
     Args:
-        uri: Folder or fsspec URL. Raises InvalidInput for an unknown protocol.
+        uri: Folder or fsspec URL.
+
+    Raises:
+        InvalidInput: `uri` has an unknown protocol.
     """
 
     def __init__(self, uri: str) -> None:
         self._root = Folder.at(uri, "recovery")
-        self._root.make_private()  # every tenant's weights and moments lie in it
+        self._root.make_private()  # it contains the weights and optimizer moments of every tenant
 
     def point_url(self, model_id: str, seq_id: int) -> str:
-        """Where a point is written."""
+        """Returns the URL of the point of a model at a sequence number."""
         return self._root.url(_quoted(model_id), str(seq_id))
 
     def snapshot_url(self, model_id: str, snapshot_id: str) -> str:
-        """Where a snapshot is written."""
+        """Returns the URL of a snapshot."""
         return self._root.url(_quoted(model_id), SNAPSHOTS, _quoted(snapshot_id))
 
     def newest(self, model_id: str) -> tuple[str, Point] | None:
-        """URL and description of the newest whole point of a model."""
+        """Returns the URL and description of the newest complete point of a model, or None."""
         return next(self._whole(model_id), None)
 
     def whole(self, model_id: str) -> list[tuple[str, Point]]:
-        """The same of all whole points, the newest first: there are several if it was just being replaced."""
+        """Returns URL and description of all complete points of a model, the newest first.
+
+        There are several if the trainer stopped while it replaced one by the next.
+        """
         return list(self._whole(model_id))
 
     def drop_older(self, model_id: str, seq_id: int) -> None:
-        """Removes all points of a model but one."""
+        """Removes all points of a model except the one at `seq_id`."""
         for other in self._points(model_id):
             if other != seq_id:
                 Folder.at(self.point_url(model_id, other)).discard()
 
     def find_snapshot(self, snapshot_id: str) -> str | None:
-        """URL of a snapshot that is kept."""
+        """Returns the URL of a stored snapshot, or None."""
         for model in self._names(self._root):
             if _quoted(snapshot_id) in self._names(Folder.at(self._root.url(model, SNAPSHOTS))):
                 return self._root.url(model, SNAPSHOTS, _quoted(snapshot_id))
         return None
 
     def remove_snapshot(self, snapshot_id: str) -> None:
-        """Unknown ones are no error."""
+        """Removes a snapshot. Does nothing if it is unknown."""
         if url := self.find_snapshot(snapshot_id):
             Folder.at(url).discard()
 
     def remove_model(self, model_id: str) -> None:
-        """Unknown ones are no error."""
+        """Removes all files of a model. Does nothing if it is unknown."""
         Folder.at(self._root.url(_quoted(model_id))).discard()
 
     def model_ids(self) -> list[str]:
-        """Models of which there are files."""
+        """Returns the ids of all models that have files."""
         return [unquote(name) for name in self._names(self._root)]
 
     def size_bytes(self, model_id: str) -> int:
-        """Size of all files of a model."""
+        """Returns the total size in bytes of the files of a model."""
         return Folder.at(self._root.url(_quoted(model_id))).size_bytes()
 
     def sweep(self) -> None:
-        """At a start: removes what an earlier instance was writing.
+        """Removes what an earlier instance left half-written. Call it once at start.
 
-        Which models are over the gateway alone knows, and says: their age says nothing, if the clock may be wrong.
+        Finished models stay: only the gateway knows which models are finished. File ages would depend on a possibly
+        wrong clock.
         """
         for model_id in self.model_ids():
             folder = Folder.at(self._root.url(_quoted(model_id)))
@@ -159,5 +166,5 @@ class RecoveryFolder:
 
 
 def _quoted(name: str) -> str:
-    """As one segment of a path that means nothing else."""
+    """Encodes a name as one path segment, so that it can contain neither a separator nor `..`."""
     return quote(name, safe="").replace(".", "%2E")

@@ -1,7 +1,7 @@
-"""Durable points: what a model is after a command, copied to the host beside training, written by a thread.
+"""Durable points: the state of a model after a command, copied to the host during training and written by a thread.
 
-Every rank has a writer, and all are called alike. Nothing here ends a command of a client: what cannot be copied or
-written is an error of `KeepState` or of the future that it gives, which `RecoveryKeeper` meets.
+Every rank has a writer, and all ranks make the same calls. A failure here never fails a client's command: an error in
+copying or writing is raised by `KeepState` or by the future that it returns, and `RecoveryKeeper` handles it.
 """
 
 import json
@@ -35,14 +35,14 @@ _ROUNDING = (
     "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "memory_limit_mib", "recompute",
     "logit_chunk_mib", "keep_gathered",
 )  # fmt: skip
-"""Settings that decide what is computed together, and so in what order numbers are added."""
+"""Settings that decide which values are computed together, and so the order in which floats are added."""
 
 
 class HostCopies:
-    """Copies on the host, in memory that is used again; made while the device goes on computing.
+    """Copies of tensors on the host, in a reused buffer. On a GPU they are made while the device continues to compute.
 
     Args:
-        device: Where the tensors are.
+        device: Device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,10 +51,19 @@ class HostCopies:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of tensors as they are once what the device has been given is done; until the next call."""
+        """Copies tensors as they will be after all device work queued so far. The copies are valid until the next call.
+
+        On a GPU the copies are asynchronous: call `wait` before reading them.
+
+        Args:
+            tensors: Tensors on the device.
+
+        Returns:
+            One host tensor per input, with the same shape and dtype.
+        """
         sizes = [-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors]
         if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._stream is not None)
         parts = torch.split(self._memory[: sum(sizes)], sizes)
         copies = [
@@ -74,26 +83,32 @@ class HostCopies:
         return copies
 
     def before_writing(self) -> None:
-        """To be called before tensors that were copied are written to: has the device finish copying first."""
+        """Makes later device work wait for the copies. Call it before writing to a tensor that was copied."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def fetched(self, tensor: Tensor) -> Tensor:
-        """One tensor on the host; waits for it, and keeps nothing else waiting. From any thread."""
+        """Returns one tensor on the host. Waits for this copy without delaying other work. Callable from any thread."""
         if self._stream is None:
             return tensor
         with torch.cuda.stream(self._stream):
             return tensor.cpu()
 
     def wait(self) -> None:
-        """Returns once the copies are made. From any thread."""
+        """Waits until the copies are complete. Callable from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 @dataclass(frozen=True)
 class Change:
-    """The last command that changed a model's weights: which, what it answered, and how many there were with it."""
+    """The last command that changed a model's weights.
+
+    Args:
+        seq_id: Number of the last numbered command.
+        answer: The response to it.
+        count: Number of changes since the model was created.
+    """
 
     seq_id: int
     answer: Any
@@ -101,7 +116,13 @@ class Change:
 
 
 class KeptState(NamedTuple):
-    """What is being written: the change that is the last in it, and the size in bytes once it is durable."""
+    """A state that is being written.
+
+    Args:
+        seq_id: Number of the last command that the state includes.
+        change_count: Number of changes that the state includes.
+        written: Resolves to the size in bytes once the state is durable.
+    """
 
     seq_id: int
     change_count: int
@@ -109,7 +130,7 @@ class KeptState(NamedTuple):
 
 
 class RestoredModel(NamedTuple):
-    """What a point says of the model that was made from it."""
+    """The facts that a point states about the model restored from it."""
 
     seq_id: int
     step: int
@@ -117,15 +138,15 @@ class RestoredModel(NamedTuple):
 
 
 class RecoveryWriter:
-    """Writes and finds durable points. The methods are for the rank's thread unless they say otherwise.
+    """Writes and finds durable points. Only the rank's thread may call methods that do not say otherwise.
 
     Args:
-        folder: Where they are kept.
-        control: Of the rank's thread.
-        device: Of this rank.
-        base_model: Name of the base, for files.
-        base_files: Digests of the base's files, by name: points of another base are none.
-        numerics: What the last bits of what is computed depend on, by name.
+        folder: The recovery store.
+        control: Control group of the rank's thread.
+        device: Device of this rank.
+        base_model: Name of the base model, recorded in files.
+        base_files: Digest of each file of the base, keyed by file name. Points of another base are rejected.
+        numerics: Facts that affect the rounding of results, keyed by their names.
     """
 
     def __init__(
@@ -142,7 +163,7 @@ class RecoveryWriter:
         self._base_model = base_model
         self._base = sha256(json.dumps(sorted(base_files.items())).encode()).hexdigest()
         self._numerics = dict(numerics)
-        # Ranks talk of what they write beside what they talk of commands.
+        # The writer thread has its own control group, so that its collectives never interleave with those of commands.
         self._states = StateStore(ControlGroup(), base_model)
         self._copies = HostCopies(device)
         self._thread = ThreadPoolExecutor(1, "recovery")
@@ -150,54 +171,69 @@ class RecoveryWriter:
         self._writing: Future[int] | None = None
 
     def before_change(self) -> None:
-        """To be called before weights or moments of any model are written to or freed."""
+        """Waits for pending copies on the device. Call it before any model's weights or moments are written to or
+        freed.
+        """
         self._copies.before_writing()
 
     def changed(self, model_id: str, seq_id: int, answer: Any) -> None:
-        """To be called after a command that changed weights; without a number it counts to the one before."""
+        """Records a command that changed weights. Call it after the command.
+
+        A command without a number (`seq_id` 0) counts as a change, but the recorded number and answer stay those of the
+        last numbered command.
+        """
         before = self._changes.get(model_id, Change(0, None, 0))
         numbered = (seq_id, answer) if seq_id else (before.seq_id, before.answer)
         self._changes[model_id] = Change(*numbered, before.count + 1)
 
     def restored(self, model_id: str, point: Point) -> None:
-        """To be called when a model was made from a point."""
+        """Records that a model was restored from a point, and warns if rounding may differ from the trainer that wrote
+        it.
+        """
         self._changes[model_id] = Change(point.seq_id, point.answer, 0)
         unlike = [name for name, value in self._numerics.items() if point.numerics.get(name, value) != value]
         if unlike and self._control.rank == 0:
             words = ", ".join(f"{name} {self._numerics[name]} instead of {point.numerics[name]}" for name in unlike)
-            logger.warning("model %s goes on with other numerics than before: %s", model_id, words)
+            logger.warning("model %s continues with different numerics than before: %s", model_id, words)
 
     def changes_of(self, model_id: str) -> int:
-        """How often a model's weights have changed since it was made. From any thread."""
+        """Returns the number of changes to a model since it was created or restored. Callable from any thread."""
         return self._changes[model_id].count if model_id in self._changes else 0
 
     def forget(self, model_id: str) -> None:
-        """To be called when a model is freed."""
+        """Forgets the changes of a model. Call it when the model is freed."""
         self._changes.pop(model_id, None)
 
     def keep(self, model: TrainedModel) -> KeptState:
-        """Copies a model as it is and has it written; to be called again once that is done. Collective."""
+        """Copies the state of a model and submits it for writing. Collective.
+
+        Wait for the returned future before the next call: the host buffer is reused.
+        """
         if self._writing is not None:
-            self._writing.exception()  # other ranks may be a moment behind
+            self._writing.exception()  # waits: another rank may have finished its write slightly earlier
         change = self._changes[model.model_id]
         state = state_of(model, self._control.rank, self._copied)
         self._writing = self._thread.submit(self._write, model.model_id, state, change)
         return KeptState(change.seq_id, change.count, self._writing)
 
     def find(self, model_id: str) -> tuple[str, Point]:
-        """URL and description of the newest undamaged point of a model on this base. Collective. Raises NotFound."""
+        """Returns URL and description of the newest undamaged point of a model. Collective.
+
+        Raises:
+            NotFound: The model has no undamaged point, or its newest one belongs to another base model.
+        """
         damage = ""
         for url, point in self._control.on_rank_0(lambda: self.folder.whole(model_id)):
             if point.base != self._base:
-                raise NotFound(f"{url} is of another base than {self._base_model}", field="model_id")
+                raise NotFound(f"{url} belongs to a base model other than {self._base_model}", field="model_id")
             if not (damaged := self._damaged_file(url, point)):
                 return url, point
-            damage = f": {url} is damaged, {damaged} is not what was written"
-            logger.error("%s is damaged: %s is not what was written", url, damaged)
-        raise NotFound(f"no durable point of model {model_id!r} is kept{damage}", field="model_id")
+            damage = f": {url} is damaged, {damaged} does not match the recorded checksum"
+            logger.error("%s is damaged: %s does not match the recorded checksum", url, damaged)
+        raise NotFound(f"no durable point of model {model_id!r} is stored{damage}", field="model_id")
 
     def _damaged_file(self, url: str, point: Point) -> str:
-        """A file of a point that is not what was written; empty if there is none. Every rank reads its share."""
+        """Returns the names of damaged files of a point, joined by spaces. Each rank checks its share of the files."""
         folder, share = Folder.at(url), sorted(point.checksums)[self._control.rank :: self._control.world_size]
         damaged = self._control.agree(
             lambda: [name for name in share if folder.checksum(name) != point.checksums[name]]
@@ -205,15 +241,19 @@ class RecoveryWriter:
         return self._control.broadcast(" ".join(name for each in self._control.gather(damaged) for name in each))
 
     def find_snapshot(self, snapshot_id: str) -> str | None:
-        """URL of a snapshot that is kept. Collective."""
+        """Returns the URL of a stored snapshot, or None. Collective."""
         return self._control.on_rank_0(lambda: self.folder.find_snapshot(snapshot_id))
 
     def in_order(self, action: Callable[[], T]) -> "Future[T]":
-        """Runs what concerns files once all that was asked for before is written. From any thread."""
+        """Runs a file operation after all writes that were submitted before it. Callable from any thread."""
         return self._thread.submit(action)
 
     def write_snapshot(self, snapshot_id: str, held: SnapshotStore) -> "Future[int]":
-        """Has an adapter written that rank 0 holds; 0 bytes if it is held no longer. From any thread."""
+        """Submits an adapter snapshot that rank 0 holds for writing. Callable from any thread.
+
+        Returns:
+            The size in bytes; 0 if the snapshot is no longer held by then.
+        """
 
         def write() -> int:
             if (found := held.get(snapshot_id)) is None:
@@ -225,7 +265,7 @@ class RecoveryWriter:
         return self.in_order(write)
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for pending writes and stops the thread."""
         self._thread.shutdown()
 
     def _copied(self, live: Sequence[Tensor]) -> list[Tensor]:
@@ -246,7 +286,7 @@ class RecoveryWriter:
 
 
 def numerics_of(settings: TrainerSettings, dtype: torch.dtype, device: torch.device, world_size: int) -> dict[str, str]:
-    """What the last bits of what a trainer computes depend on, by name."""
+    """Returns the facts that affect the rounding of a trainer's results, keyed by setting."""
     is_cpu = device.type == "cpu"
     found = {
         "fovea": fovea.__version__,

@@ -1,4 +1,4 @@
-"""Transfer groups of this trainer and samplers, kept for the next push to the same ones. Lives in the event loop."""
+"""Transfer groups of this trainer and samplers, reused by later pushes to the same samplers. Runs on the event loop."""
 
 import asyncio
 import logging
@@ -22,40 +22,41 @@ logger = logging.getLogger(__name__)
 INFO_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 2.0
 IDLE_S = 600.0
-"""A group over which nothing was sent for so long is left: its members may be gone for good."""
+"""Seconds after which an unused group is closed: its members may be gone for good."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A sampler as it presented itself for a push."""
+    """A sampler and the facts that it reported when probed."""
 
     address: str
     instance_id: str
     worker_count: int
     backend: str
     adapter_ids: frozenset[str]
-    """Snapshots of adapters that it has loaded."""
+    """Adapter snapshots that the sampler has loaded."""
 
 
 MemberKey = tuple[int, frozenset[tuple[str, str]]]
-"""How many senders a group has, and address and instance of each sampler."""
+"""Identity of a group: the number of senders, and the address and instance id of each sampler."""
 
 
 @dataclass
 class _OpenGroup:
-    """A group that has met, and when it was used last, of `time.monotonic`."""
+    """A group that has been joined. `used_at` is a reading of `time.monotonic`."""
 
     group_id: str
     used_at: float
 
 
 class SamplerGroups:
-    """Meets samplers in transfer groups.
+    """Joins samplers in transfer groups.
 
     Args:
-        queue: By which other ranks are told to meet them.
+        settings: Settings of the trainer.
+        queue: Queue through which the other ranks receive the command to join.
         groups: This process's ends of the groups.
-        threads: Where it waits for members to meet.
+        threads: Executor for the blocking joins.
     """
 
     def __init__(
@@ -70,13 +71,16 @@ class SamplerGroups:
         self._locks: WeakValueDictionary[MemberKey, asyncio.Lock] = WeakValueDictionary()
 
     def client(self, address: str) -> SamplerClient:
-        """The client of a sampler."""
+        """Returns the client of the sampler at an address."""
         if address not in self._clients:
             self._clients[address] = SamplerClient(address)
         return self._clients[address]
 
     async def probe(self, addresses: list[str]) -> dict[str, Member | str]:
-        """The sampler at each address, or why there is none. Groups with a sampler that is gone are closed."""
+        """Returns the sampler at each address, or the reason why it does not answer.
+
+        Groups that contain an instance which is gone are closed.
+        """
         found = dict(zip(addresses, await asyncio.gather(*map(self._probe_one, addresses)), strict=True))
         present = {(member.address, member.instance_id) for member in found.values() if isinstance(member, Member)}
         for key in [key for key in self._open if any(one[0] in found and one not in present for one in key[1])]:
@@ -85,42 +89,47 @@ class SamplerGroups:
 
     @asynccontextmanager
     async def joined(self, members: list[Member], is_full: bool, deadline: float) -> AsyncIterator[str]:
-        """The id of a group of all `members`, which nobody else uses meanwhile. An error within makes all leave it.
+        """Yields the id of a group of all `members`, for exclusive use. An error in the block makes all members leave
+        it.
 
         Args:
-            is_full: Whether full weights are sent, for which there are several senders.
+            members: The samplers.
+            is_full: True for full parameters, which have several senders.
+            deadline: A reading of `time.monotonic`.
 
-        Raises TimeoutError at `deadline`, of `time.monotonic`; RuntimeError or a sampler's error if they do not meet.
+        Raises:
+            TimeoutError: The deadline passed.
+            RuntimeError: The members did not join in time. A sampler's own error is raised as a FoveaError.
         """
         key = self._key(members, is_full)
         lock = self._locks.setdefault(key, asyncio.Lock())
         try:
             await asyncio.wait_for(lock.acquire(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            raise TimeoutError("another push to the same samplers took all the time") from None
+            raise TimeoutError("the push timed out while it waited for another push to the same samplers") from None
         try:
             yield await self._join(key, members, deadline)
         except (FoveaError, RuntimeError, TimeoutError):
             await self._leave(key)
             raise
         except asyncio.CancelledError:
-            self._close(key)  # the broadcast may be half done: nobody can use the group again
+            self._close(key)  # the broadcast may be half done, so the group cannot be used again
             raise
         finally:
             lock.release()
 
     async def leave(self, members: Iterable[Member], is_full: bool) -> None:
-        """Leaves the group of `members`, if there is one, and has them leave."""
+        """Leaves the group of `members`, if there is one, and asks the members to leave it."""
         await self._leave(self._key(members, is_full))
 
     async def leave_idle(self) -> None:
-        """Leaves what was not used for long."""
+        """Leaves the groups that were not used for `IDLE_S` seconds."""
         before = time.monotonic() - IDLE_S
         for key in [key for key, group in self._open.items() if group.used_at < before]:
             await self._leave(key)
 
     def interrupt(self, group_id: str) -> None:
-        """Breaks off what is sent over a group."""
+        """Aborts the transfer over a group."""
         self._groups.close(group_id)
 
     async def close(self) -> None:
@@ -171,7 +180,8 @@ class SamplerGroups:
                 master_port=self._groups.port,
                 rank_offset=offset,
                 world_size=world_size,
-                # Other ranks come once they have done what they were told before.
+                # Other sender ranks join only after the commands that were queued before, so allow them all the time
+                # left.
                 timeout_s=timeout_s if sender_count == 1 else left_s,
                 sender_count=sender_count,
             )
@@ -186,7 +196,10 @@ class SamplerGroups:
         return group_id
 
     async def _open_senders(self, command: OpenGroup, sender_count: int) -> None:
-        """This rank first: samplers that do not come must keep no other rank."""
+        """Opens this rank's group first, and the other ranks' groups only after it succeeded.
+
+        Samplers that do not come must not block the other ranks.
+        """
         meeting = (command.group_id, command.world_size, command.backend)
         timeouts = (command.join_timeout_s, command.broadcast_timeout_s)
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""Frozen weights in memory, by name, with an identity that any receiver can check.
+"""Frozen weights in memory, keyed by snapshot id, with a digest that any receiver can check.
 
-Adapters are held by rank 0 alone; of full parameters every rank holds its shards. They wait on the device while it has
-room to spare, else on the host.
+Rank 0 alone holds adapters. Of full parameters every rank holds its shards. Snapshots stay on the device while it has
+free memory, otherwise on the host.
 """
 
 import threading
@@ -20,7 +20,7 @@ from fovea_services.trainer.model.sharding import dtype_name
 
 _DIGEST_BYTES = 256 * 2**20
 PACKED = "packed"
-"""Name of the one tensor that an adapter is held as, uint8 [n]: what a push broadcasts, bucket after bucket."""
+"""Name of the single tensor of a stored adapter, uint8 [n]: the buckets of a push, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class StoredSnapshot:
     """One snapshot.
 
     Args:
-        identity: As on the wire.
-        tensors: Of an adapter one, `PACKED`; of full parameters this rank's shards, in the order of transfer. On this
-            rank's device, or on the host where that has no room.
-        specs: Name, type and whole shape of each, in that order.
-        lora: Shape of the adapter; None for full parameters.
-        local_bytes: What it takes on this rank.
+        identity: The snapshot's identity message.
+        tensors: For an adapter the one tensor `PACKED`; for full parameters this rank's shards in transfer order.
+            Stored on this rank's device, or on the host if the device has no room.
+        specs: Name, dtype and unsharded shape of each tensor, in transfer order.
+        lora: Settings of the adapter; None for full parameters.
+        local_bytes: Bytes that the snapshot occupies on this rank.
     """
 
     identity: weights_pb2.Snapshot
@@ -47,9 +47,9 @@ class StoredSnapshot:
 
 
 class SnapshotStore:
-    """Snapshots by id, the least recently used dropped above `max_bytes`, but never the newest of a model.
+    """Snapshots by id. Above `max_bytes` the least recently used are dropped, but never the newest of a model.
 
-    Safe to use from several threads. Ranks that make the same calls drop the same snapshots.
+    Thread-safe. Ranks that make the same calls drop the same snapshots.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -60,13 +60,16 @@ class SnapshotStore:
         self._lock = threading.Lock()
 
     def make_room(self, identity: weights_pb2.Snapshot, size_bytes: int) -> None:
-        """Drops what `put` would drop for a snapshot of that size, before it is made: two sets may not fit at once."""
+        """Drops what `put` would drop for a snapshot of this size.
+
+        Call it before the snapshot is made, because the old and new one may not fit into memory together.
+        """
         with self._lock:
             kept = {name for model, name in self._newest.items() if model != identity.model_id}
             self._shrink(self.max_bytes - size_bytes, {*kept, identity.snapshot_id})
 
     def put(self, snapshot: StoredSnapshot) -> None:
-        """Holds a snapshot as the newest of its model."""
+        """Stores a snapshot as the newest of its model."""
         with self._lock:
             self._held[snapshot.identity.snapshot_id] = snapshot
             self._newest[snapshot.identity.model_id] = snapshot.identity.snapshot_id
@@ -80,21 +83,24 @@ class SnapshotStore:
             total -= _global_bytes(self._held.pop(name))
 
     def get(self, snapshot_id: str) -> StoredSnapshot | None:
-        """The snapshot if it is held; counts as a use."""
+        """Returns the snapshot, or None if it is not held. Counts as a use."""
         with self._lock:
             if snapshot_id in self._held:
                 self._held.move_to_end(snapshot_id)
             return self._held.get(snapshot_id)
 
     def drop_older(self) -> bool:
-        """Drops all but the newest of each model; returns whether there were any."""
+        """Drops all but the newest snapshot of each model. Returns True if any were dropped."""
         with self._lock:
             count = len(self._held)
             self._shrink(0, set(self._newest.values()))
             return len(self._held) < count
 
     def spill(self) -> bool:
-        """Moves what waits on a device to the host; returns whether there was anything. A push goes on from there."""
+        """Moves device tensors to the host. Returns True if there were any.
+
+        A push in progress continues with the host copies.
+        """
         with self._lock:
             away = [held for held in self._held.values() if any(t.device.type != "cpu" for t in held.tensors.values())]
         for held in away:
@@ -105,26 +111,26 @@ class SnapshotStore:
         return bool(away)
 
     def pin(self, snapshot_id: str) -> None:
-        """Keeps a snapshot, once more, whatever room is made meanwhile: it is being sent."""
+        """Protects a snapshot from being dropped while it is sent. Pins are counted."""
         with self._lock:
             self._pins[snapshot_id] += 1
 
     def unpin(self, snapshot_id: str) -> None:
-        """Ends one `pin`; what only it kept is dropped if memory is short."""
+        """Undoes one `pin`. A snapshot that only the pin protected may be dropped at once."""
         with self._lock:
             self._pins[snapshot_id] -= 1
-            self._pins += Counter()  # without those at zero
+            self._pins += Counter()  # removes the entries at zero
             self._shrink(self.max_bytes, set(self._newest.values()))
 
     def drop(self, snapshot_id: str) -> None:
-        """Forgets a snapshot; unknown ones are no error."""
+        """Drops a snapshot. Does nothing if it is unknown."""
         with self._lock:
             dropped = self._held.pop(snapshot_id, None)
             if dropped and self._newest.get(dropped.identity.model_id) == snapshot_id:
                 del self._newest[dropped.identity.model_id]
 
     def release_model(self, model_id: str) -> None:
-        """The model is gone: its newest snapshot may be dropped like any other."""
+        """Stops protecting the newest snapshot of a model that was freed."""
         with self._lock:
             self._newest.pop(model_id, None)
 
@@ -134,7 +140,7 @@ def _global_bytes(snapshot: StoredSnapshot) -> int:
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
-    """Name, type and shape of each on the wire, in order; of a sharded tensor, the whole shape."""
+    """Returns name, dtype and shape of each tensor, in order. For a sharded tensor it is the unsharded shape."""
     return [
         weights_pb2.TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
         for name, tensor in tensors.items()
@@ -142,12 +148,20 @@ def specs_of(tensors: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
 
 
 def size_of(specs: Iterable[weights_pb2.TensorSpec]) -> int:
-    """Bytes of all tensors."""
+    """Returns the total size of all tensors in bytes."""
     return sum(tensor_bytes(spec) for spec in specs)
 
 
 def packed(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> Tensor:
-    """uint8 [n] on the tensors' device: what one broadcast carries, each tensor padded as the manifest has it."""
+    """Returns the payload of one broadcast: all tensors, each padded as the manifest requires.
+
+    Args:
+        specs: Specs of the tensors.
+        tensors: The tensors, in the same order, on one device.
+
+    Returns:
+        uint8 [n] on the device of the tensors.
+    """
     parts: list[Tensor] = []
     for spec, tensor in zip(specs, tensors, strict=True):
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -158,7 +172,7 @@ def packed(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -
 
 
 def unpacked(specs: Iterable[weights_pb2.TensorSpec], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The way back from `packed`: views by name."""
+    """Yields name and view of each tensor in `data`, uint8 [n]. The inverse of `packed`."""
     offset = 0
     for spec in specs:
         part = data.narrow(0, offset, tensor_bytes(spec))
@@ -169,14 +183,14 @@ def unpacked(specs: Iterable[weights_pb2.TensorSpec], data: Tensor) -> Iterator[
 def packed_buckets(
     specs: Iterable[weights_pb2.TensorSpec], tensors: Iterable[Tensor], bucket_bytes: int
 ) -> Iterator[tuple[list[weights_pb2.TensorSpec], Tensor]]:
-    """The broadcasts of a snapshot, one after another; looks at no more tensors than one of them needs."""
+    """Yields specs and payload of each broadcast of a snapshot. Reads only the tensors of one bucket at a time."""
     rest = iter(tensors)
     for bucket in buckets(specs, bucket_bytes):
         yield bucket, packed(bucket, islice(rest, len(bucket)))
 
 
 def digest_of(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> str:
-    """The digest of tensors, computed where they are."""
+    """Returns the digest of tensors, computed on their device."""
     digest = device_digest()
     for bucket, data in packed_buckets(specs, tensors, _DIGEST_BYTES):
         digest.add(bucket, data.view(torch.int64))

@@ -1,4 +1,4 @@
-"""TakeSnapshot and its way back: from live weights to a frozen, named, digested copy, and from storage to memory."""
+"""TakeSnapshot: freezes live weights as a named copy with a digest. RestoreSnapshot: reads it back from storage."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,11 +41,16 @@ _DIGEST_BYTES = 64 * 2**20
 
 
 class SnapshotTaker:
-    """Freezes models. All methods are collective unless they say otherwise.
+    """Freezes models. Methods are collective unless they say otherwise.
 
     Args:
-        adapters: Where rank 0 holds adapters.
-        full: Where every rank holds its shards of full parameters.
+        control: Control group of the rank's thread.
+        sharded: The base model.
+        adapters: Store of adapter snapshots, filled on rank 0 only.
+        full: Store of full-parameter snapshots, filled with its shards on every rank.
+        account: Memory budget of this rank.
+        model_dir: Folder of the base checkpoint.
+        base_model: Name of the base model, recorded in files.
     """
 
     def __init__(
@@ -69,7 +74,11 @@ class SnapshotTaker:
         self._packings: WeakKeyDictionary[LoraWeights, _Layout] = WeakKeyDictionary()
 
     def take(self, command: TakeSnapshot, model: TrainedModel) -> weights_pb2.Snapshot:
-        """Freezes a model, in storage too if asked. Raises AlreadyExists for a name that other weights have."""
+        """Freezes a model in memory, and also in storage if the command has a URI.
+
+        Raises:
+            AlreadyExists: The snapshot id already names other weights.
+        """
         identity = weights_pb2.Snapshot(snapshot_id=command.snapshot_id, model_id=command.model_id, step=model.step)
         if isinstance(model, AdapterModel):
             live = model.weights.whole(model.weights.flat.detach())
@@ -80,10 +89,14 @@ class SnapshotTaker:
     def describe_full(
         self, snapshot_id: str, live: FullModel | None
     ) -> tuple[weights_pb2.Snapshot, list[weights_pb2.TensorSpec]]:
-        """Identity and tensors of held full parameters; the empty name is the base. Raises NotFound.
+        """Returns identity and specs of a held full-parameter snapshot. The empty id means the base.
 
         Args:
-            live: The full-parameter model if there is one; it keeps the base's shards.
+            snapshot_id: Id of the snapshot.
+            live: The full-parameter model, if one exists; it retains the base's shards.
+
+        Raises:
+            NotFound: The snapshot is not held.
         """
         if snapshot_id:
             held = self._held_full(snapshot_id)
@@ -99,11 +112,20 @@ class SnapshotTaker:
         return self._base_identity, specs
 
     def locals_of(self, snapshot_id: str, live: FullModel | None) -> dict[str, Tensor]:
-        """This rank's shards of held full parameters, or of the base. Raises NotFound."""
+        """Returns this rank's shards of a held full-parameter snapshot, or of the base.
+
+        Raises:
+            NotFound: The snapshot is not held.
+        """
         return self._held_full(snapshot_id).tensors if snapshot_id else self._base_locals(live)
 
     def restore(self, snapshot_id: str, uri: str) -> StoredSnapshot:
-        """Reads a snapshot back that `take` wrote to storage. Raises NotFound, InvalidInput if it is another one."""
+        """Reads a snapshot that `take` wrote to storage back into memory.
+
+        Raises:
+            NotFound: The folder has no snapshot.
+            InvalidInput: The folder has a different snapshot, or is damaged.
+        """
         identity = self._control.on_rank_0(lambda: _read_identity(Folder.at(uri), snapshot_id))
         if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
             held = self._control.agree(lambda: _read_adapter(Folder.at(uri), identity))
@@ -125,7 +147,9 @@ class SnapshotTaker:
         return self._sharded.module.expert_layouts
 
     def _specs_of(self, shards: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
-        """What full parameters are on the wire: as the checkpoint's files hold them."""
+        """Returns the specs of full parameters in the layout of the checkpoint's files, which is the layout of a
+        transfer.
+        """
         return specs_of(weight_files.in_files(shards, self._layouts))
 
     def _held_full(self, snapshot_id: str) -> StoredSnapshot:
@@ -148,7 +172,7 @@ class SnapshotTaker:
         device = self._device_for(self._adapters, layout.packed_bytes, identity.model_id)
         flat = live.to(device, copy=True)
         data = flat.view(torch.uint8)
-        if data.numel() != layout.packed_bytes:  # an odd size somewhere
+        if data.numel() != layout.packed_bytes:  # some tensor needs padding
             data = packed(layout.specs, dict(model.weights.named(flat)).values())
         identity.kind = weights_pb2.SNAPSHOT_KIND_ADAPTER
         identity.digest = packed_digest(layout.specs, data, live.device)
@@ -174,7 +198,11 @@ class SnapshotTaker:
         return identity
 
     def _device_for(self, held: SnapshotStore, size_bytes: int, model_id: str) -> torch.device:
-        """Where a snapshot has room, older ones being dropped for it. Raises ResourceExhausted if it has none."""
+        """Returns the device for a new snapshot; drops older snapshots if it lacks room.
+
+        Raises:
+            ResourceExhausted: The snapshot does not fit anyway.
+        """
         device = self._memory_budget.device_for(size_bytes)
         if not self._memory_budget.has_room(device, size_bytes):
             held.drop_older()
@@ -200,14 +228,14 @@ class SnapshotTaker:
         try:
             weight_files.write_checkpoint(zip(names, whole, strict=True), staging, self._model_dir, self._control)
             self._control.on_rank_0(finish)
-        except FoveaError:  # on all ranks alike; what is half-written takes room that others need
+        except FoveaError:  # raised on all ranks alike; a partial folder would occupy space
             self._control.on_rank_0(staging.discard)
             raise
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one model's adapter is sent; the same for all its snapshots."""
+    """The transfer layout of one model's adapter, shared by all its snapshots."""
 
     specs: list[weights_pb2.TensorSpec]
     size_bytes: int
@@ -221,16 +249,19 @@ class _Layout:
 
 @dataclass(frozen=True)
 class ExportForm:
-    """The form of an adapter that other programs read.
+    """The form of an adapter export, which other programs read.
 
     Args:
-        model_type: In the base checkpoint's configuration.
+        model_type: `model_type` of the base checkpoint's configuration.
     """
 
     model_type: str
 
     def files(self, tensors: Mapping[str, Tensor], lora: weights_pb2.LoraConfig, base_model: str) -> dict[str, Parts]:
-        """The adapter's two files, with a note if PEFT does not read all of it."""
+        """Returns the adapter's two files.
+
+        If PEFT cannot read the expert factors of this model type, the configuration contains a note that says so.
+        """
         spread = dict(weight_files.one_by_one(tensors))
         is_lost = spread.keys() != tensors.keys() and self.model_type not in PEFT_READS_EXPERTS_OF
         note = EXPERTS_NOTE if is_lost else ""
@@ -238,7 +269,7 @@ class ExportForm:
 
 
 def write_snapshot(snapshot: StoredSnapshot, uri: str, base_model: str, export: ExportForm | None = None) -> int:
-    """Writes an adapter for `restore`, or as an export; returns the size in bytes."""
+    """Writes an adapter to `uri`, as an export or in the form that `restore` reads. Returns the size in bytes."""
     lora = snapshot.lora
     assert lora is not None
     tensors = dict(unpacked(snapshot.specs, snapshot.tensors[PACKED]))
@@ -251,7 +282,13 @@ def write_snapshot(snapshot: StoredSnapshot, uri: str, base_model: str, export: 
 
 
 def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device: torch.device) -> str:
-    """The digest of tensors that are packed already, uint8 [n], computed on a device part by part."""
+    """Returns the digest of tensors that are already packed, computed on `device` in chunks.
+
+    Args:
+        specs: Specs of the tensors.
+        data: uint8 [n].
+        device: Device that computes the digest.
+    """
     digest = device_digest()
     digest.add(specs, torch.empty(0, dtype=torch.int64, device=device))
     for part in torch.split(data, _DIGEST_BYTES):
@@ -262,7 +299,7 @@ def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device:
 def _refuse_reuse(held: StoredSnapshot | None, identity: weights_pb2.Snapshot) -> None:
     if held is not None and held.identity.digest != identity.digest:
         raise AlreadyExists(
-            f"snapshot_id {identity.snapshot_id!r} names other weights already: a snapshot never changes",
+            f"snapshot_id {identity.snapshot_id!r} already names other weights; a snapshot cannot be changed",
             field="snapshot_id",
         )
 

@@ -1,9 +1,9 @@
 """SaveState and LoadState: weights, optimizer and step count in one folder.
 
-An adapter's folder is a PEFT adapter with `optimizer.safetensors` beside it; full parameters are stored by
-torch.distributed.checkpoint under `dcp/`, readable by any number of ranks, and read without running anything that
-somebody else put there. Both have a `state.json`. An adapter without one, exported or made elsewhere, is
-read too, as one that has taken no step.
+An adapter's folder is a PEFT adapter with an additional `optimizer.safetensors`. Full parameters are stored by
+torch.distributed.checkpoint under `dcp/`, which any number of ranks can read. Reading never unpickles arbitrary
+objects, so a malicious checkpoint cannot run code. Both kinds have a `state.json`. An adapter without one was exported
+or made by another program; it loads as a model that has taken no step.
 """
 
 import io
@@ -60,22 +60,26 @@ FORMAT = 1
 
 
 class WrittenFiles(FileSystem):
-    """Files below a folder whose disk is named when it is full.
+    """The file system of a checkpoint under construction. A full disk raises an error that names the checkpoint.
 
     Args:
-        place: What the folder will be.
-        is_summed: Whether to note the checksums of what is written.
+        place: Final path of the checkpoint.
+        is_summed: True to compute the checksums of written files.
     """
 
     def __init__(self, place: str, is_summed: bool) -> None:
         super().__init__()
         self._place, self._is_summed = place, is_summed
         self.checksums: Checksums = {}
-        """By name: all files are in one folder."""
+        """CRC-32 by file name; all files are in one folder."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """As FileSystem does. Raises DiskFull if the disk is full."""
+        """Opens a file as FileSystem does.
+
+        Raises:
+            DiskFull: The disk is full.
+        """
         with naming_full_disk(self._place), super().create_stream(path, mode) as stream:
             if not (self._is_summed and "w" in mode):
                 yield stream
@@ -91,7 +95,7 @@ class WrittenFiles(FileSystem):
 
 
 class Writer(FsspecWriter):
-    """Writes a checkpoint that will be at `place`."""
+    """A torch checkpoint writer for a checkpoint with the final path `place`."""
 
     def __init__(self, url: str, place: str, is_summed: bool) -> None:
         super().__init__(url)
@@ -101,10 +105,16 @@ class Writer(FsspecWriter):
 
 
 class PlainReader(FsspecReader):
-    """Reads the description of a checkpoint as plain data; files of tensors torch itself reads so."""
+    """A torch checkpoint reader that unpickles only plain metadata. Torch itself loads tensor files with
+    `weights_only`.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As FsspecReader does. Raises InvalidInput for what is no description of a checkpoint."""
+        """Reads the checkpoint's metadata as FsspecReader does.
+
+        Raises:
+            InvalidInput: The file is not checkpoint metadata.
+        """
         path = self._get_metadata_path(kwargs.get("rank"))
         try:
             with self.fs.create_stream(path, "rb") as file:
@@ -118,32 +128,36 @@ class PlainReader(FsspecReader):
             TypeError,
             ValueError,
         ) as error:
-            raise InvalidInput(f"{path} is no checkpoint's description: {error}", field="uri") from None
+            raise InvalidInput(f"{path} is not the metadata of a checkpoint: {error}", field="uri") from None
         files = found.storage_data.values() if isinstance(found, Metadata) else [None]
         if not all(isinstance(file, _StorageInfo) and "/" not in file.relative_path for file in files):
-            raise InvalidInput(f"{path} does not describe files of its own folder", field="uri")
+            raise InvalidInput(f"{path} refers to files outside its own folder", field="uri")
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 
 
 class TensorPlanner(DefaultLoadPlanner):
-    """Loads tensors alone: for anything else torch would unpickle whatever is there."""
+    """A load planner that accepts tensors only: torch would unpickle any other entry."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """Refuses what is no tensor. Raises InvalidInput that names it."""
-        raise InvalidInput(f"{read_item.storage_index.fqn} is no tensor", field="uri")
+        """Rejects an entry that is not a tensor.
+
+        Raises:
+            InvalidInput: Always; names the entry.
+        """
+        raise InvalidInput(f"{read_item.storage_index.fqn} is not a tensor", field="uri")
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """What is saved of a model.
+    """The saved state of a model.
 
     Args:
-        step: Steps that it has taken.
-        lora: Of an adapter, its shape; None of full parameters.
-        tensors: "weights" and each of MOMENTS: tensors by name. Of an adapter whole, and on rank 0 alone; of full
-            parameters DTensors.
+        step: Optimizer steps that the model has taken.
+        lora: Settings of an adapter; None for full parameters.
+        tensors: "weights" and each of MOMENTS, each a mapping from parameter name to tensor. For an adapter they are
+            unsharded and present on rank 0 only; for full parameters they are DTensors.
     """
 
     step: int
@@ -152,16 +166,22 @@ class ModelState:
 
     @property
     def kind(self) -> str:
-        """As `state.json` has it."""
+        """The kind of state, as written in `state.json`."""
         return "full" if self.lora is None else "adapter"
 
 
 Copying = Callable[[Sequence[Tensor]], list[Tensor]]
-"""Makes copies of tensors, on a device of its choice."""
+"""Copies tensors, to a device that the function chooses."""
 
 
 def state_of(model: TrainedModel, rank: int, copied: Copying = list) -> ModelState:
-    """A model as it is now: live tensors, unless `copied`, called once on each rank, copies them. Collective."""
+    """Returns the current state of a model. Collective.
+
+    Args:
+        model: The model.
+        rank: This rank.
+        copied: Copies the tensors; called once on each rank. By default the state refers to the live tensors.
+    """
     if isinstance(model, FullModel):
         return ModelState(model.step, None, _full_tensors(model, copied))
     assert isinstance(model, AdapterModel)
@@ -173,32 +193,36 @@ def state_of(model: TrainedModel, rank: int, copied: Copying = list) -> ModelSta
 
 
 class StateStore:
-    """Saves and loads models. All methods are collective and raise FoveaErrors on all ranks."""
+    """Saves and loads models. All methods are collective, and raise FoveaErrors on all ranks."""
 
     def __init__(self, control: ControlGroup, base_model: str) -> None:
         self._control = control
         self._base_model = base_model
 
     def save(self, model: TrainedModel, uri: str) -> int:
-        """Replaces the folder at `uri`; returns its size in bytes."""
+        """Replaces the folder at `uri` by the state of the model. Returns its size in bytes."""
         return self.write(state_of(model, self._control.rank), uri)
 
     def write(self, state: ModelState, uri: str, last: Describe | None = None) -> int:
-        """Replaces the folder at `uri`; returns its size in bytes.
+        """Replaces the folder at `uri`. Returns its size in bytes.
 
         Args:
-            state: Of a model, whether it exists still or not.
-            uri: Where.
-            last: Writes what describes the files, on rank 0.
+            state: State of a model, which may have been freed since.
+            uri: Path or fsspec URL of the folder.
+            last: Writes a description of the files, on rank 0.
         """
         if state.lora is None:
             return self._write_full(state, uri, last)
         return self._control.on_rank_0(lambda: write_folder(uri, self._adapter_files(state), last))
 
     def load(self, model: TrainedModel, uri: str, optimizer: bool) -> int:
-        """Reads a folder into a model; returns the step count that it now has. Gradients are dropped.
+        """Loads a folder into a model and drops its gradients. Returns the model's new step count.
 
-        Raises NotFound if nothing is there, InvalidInput if it does not fit the model; the model is then unchanged.
+        After an error the model is unchanged.
+
+        Raises:
+            NotFound: The folder does not exist.
+            InvalidInput: The state does not fit the model.
         """
         kind = "adapter" if isinstance(model, AdapterModel) else "full"
         saved_step = self._control.on_rank_0(lambda: _saved_step(Folder.at(uri), kind))
@@ -264,15 +288,17 @@ class StateStore:
 
 
 def _check_adapter(model: AdapterModel, uri: str, optimizer: bool, is_foreign: bool) -> None:
-    """Looks at the headers of an adapter's files alone: only what is of the model's own size is read by all ranks.
+    """Checks an adapter's files by their headers. Only files of the right size are then read and sent to all ranks.
 
-    Raises NotFound, InvalidInput.
+    Raises:
+        NotFound: A file is missing.
+        InvalidInput: The adapter does not fit the model.
     """
     folder, settings = Folder.at(uri), model.settings
     config = _parse_json(folder.read(ADAPTER_CONFIG), f"{uri}/{ADAPTER_CONFIG}")
     if (found := (config.get("r"), config.get("lora_alpha"))) != (settings.rank, settings.alpha):
         raise InvalidInput(
-            f"{uri} has rank and alpha {found}, the model has {(settings.rank, settings.alpha)}", field="uri"
+            f"{uri} has (rank, alpha) {found}, but the model has {(settings.rank, settings.alpha)}", field="uri"
         )
     targets = dict(model.weights.named(torch.empty(model.weights.whole_size, device="meta")))
     shapes = weight_files.read_shapes(folder, ADAPTER_WEIGHTS)
@@ -285,10 +311,14 @@ def _check_adapter(model: AdapterModel, uri: str, optimizer: bool, is_foreign: b
 def _parse_adapter(
     model: AdapterModel, files: dict[str, bytes], uri: str, is_foreign: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights and moments in new whole buffers; moments are zero if no optimizer file is given.
+    """Returns weights and moments as new unsharded flat buffers. Moments are zero if `files` has no optimizer file.
 
     Args:
-        is_foreign: Others wrote it: modules that it leaves alone are as in a new model.
+        model: The model.
+        files: Content of the files, keyed by file name. Entries are removed once parsed, to free memory.
+        uri: The folder, for error messages.
+        is_foreign: True if another program wrote the adapter. Modules that it does not adapt then start as in a new
+            model.
     """
     settings = model.settings
     flat = model.weights.initial() if is_foreign else model.weights.flat.new_empty(model.weights.whole_size)
@@ -312,18 +342,22 @@ def _parse_adapter(
 
 
 def _check_sizes(tensors: Mapping[str, Tensor], largest: float, uri: str) -> None:
-    """Raises InvalidInput that names the first tensor with a number that is not finite or above `largest`."""
+    """Checks that all values are finite and at most `largest` in magnitude.
+
+    Raises:
+        InvalidInput: Names the first tensor with another value.
+    """
     for name, tensor in tensors.items():
         found = torch.linalg.vector_norm(tensor, math.inf).item() if tensor.numel() else 0.0
-        if not found <= largest:  # of NaN too
+        if not found <= largest:  # written so that NaN fails too
             if not math.isfinite(found):
-                raise InvalidInput(f"{uri} has numbers in {name} that are not finite", field="uri")
-            said = f"{found:.3g} in {name}; weights up to {largest:.6g} are taken, as larger ones overflow when sampled"
+                raise InvalidInput(f"{uri} has values in {name} that are not finite", field="uri")
+            said = f"{found:.3g} in {name}; the limit is {largest:.6g}, because larger weights overflow in sampling"
             raise InvalidInput(f"{uri} has {said}", field="uri")
 
 
 def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:
-    """Weights and moments as sharded tensors, wherever `copied` put this rank's parts."""
+    """Returns weights and moments as DTensors. Their local parts stay on the device where `copied` puts them."""
     like = {name: model.shards[name] for name in model.masters}
     moments = model.optimizer.moments()
     locals_ = [*model.masters.values(), *(values[key] for key in MOMENTS for values in moments)]
@@ -334,8 +368,8 @@ def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tens
 
 
 def _sharded(local: Tensor, like: Tensor) -> Tensor:
-    """What `DTensor.from_local` makes, but that it would move the tensor to the device of the mesh."""
-    if not isinstance(like, DTensor):  # of one rank, which has it whole
+    """Wraps a local part as a DTensor. `DTensor.from_local` would move the part to the device of the mesh."""
+    if not isinstance(like, DTensor):  # a single rank holds the whole tensor
         return local
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
@@ -350,7 +384,8 @@ def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
                 raise InvalidInput(f"{uri} has no {group}.{name}: it was saved from another model", field="uri")
             if tuple(entry.size) != tuple(tensor.shape):
                 raise InvalidInput(
-                    f"{uri} has {name} {list(entry.size)}, the model needs {list(tensor.shape)}", field="uri"
+                    f"{uri} has {name} with shape {list(entry.size)}, but the model needs {list(tensor.shape)}",
+                    field="uri",
                 )
 
 
@@ -372,27 +407,35 @@ def _state_json(state: ModelState) -> bytes:
 
 
 def _saved_step(folder: Folder, kind: str) -> int | None:
-    """The steps that what is saved has taken; None of an adapter that has no description of ours."""
+    """Returns the step count of a saved state, or None for an adapter without a `state.json`, which another program
+    wrote.
+    """
     if kind == "adapter" and not folder.exists(STATE) and folder.exists(ADAPTER_CONFIG):
         return None
     state = _parse_json(folder.read(STATE), f"{folder.path}/{STATE}")
     if state.get("format") != FORMAT:
-        raise InvalidInput(f"{folder.path} has format {state.get('format')}, this build reads {FORMAT}", field="uri")
+        raise InvalidInput(
+            f"{folder.path} has format {state.get('format')}; this version reads format {FORMAT}", field="uri"
+        )
     if (found := state.get("kind")) != kind:
-        raise InvalidInput(f"{folder.path} holds {found} parameters, the model is {kind}", field="uri")
+        raise InvalidInput(f"{folder.path} holds {found} parameters, but the model is of kind {kind}", field="uri")
     if not isinstance(step := state.get("step"), int):
         raise InvalidInput(f"{folder.path}/{STATE} is damaged: step is {step!r}", field="uri")
     return step
 
 
 def _parse_json(content: bytes, path: str) -> dict[str, Any]:
-    """A description that this build wrote, or somebody damaged. Raises InvalidInput."""
+    """Parses a description that this build wrote.
+
+    Raises:
+        InvalidInput: The file is damaged.
+    """
     try:
         found = json.loads(content)
     except ValueError as error:
         raise InvalidInput(f"{path} is damaged: {error}", field="uri") from None
     if not isinstance(found, dict):
-        raise InvalidInput(f"{path} is damaged: it holds no object", field="uri")
+        raise InvalidInput(f"{path} is damaged: it is not a JSON object", field="uri")
     return found
 
 
@@ -401,4 +444,4 @@ def _checkpoint_failure(error: CheckpointException, uri: str) -> FoveaError:
     for failure, _ in error.failures.values():
         if isinstance(failure, FoveaError):
             return failure
-    return Internal(f"the checkpoint at {uri} could not be written or read; the trainer's log says why")
+    return Internal(f"the checkpoint at {uri} could not be written or read; see the trainer's log for the reason")

@@ -1,9 +1,11 @@
-"""Groups over which weights are broadcast to samplers: torch's own process groups, made privately, never the default;
-between processes on one GPU, over which NCCL does not send, its memory (`fovea.shared_card`).
+"""Groups over which weights are broadcast to samplers.
 
-The sender is rank 0; sampler worker i is rank_offset + i. The rendezvous store is hosted by the trainer's rank 0. Full
-weights have several senders, ranks of the trainer, each with a process group of its own: `sender_count` of
-`JoinTransferGroupRequest` says how they take turns.
+They are private torch process groups, never the default group. Between processes on one GPU NCCL does not work, so they
+share GPU memory instead (`fovea.shared_card`).
+
+The sender is rank 0 of a group; sampler worker i is rank_offset + i. The trainer's rank 0 hosts the rendezvous store.
+Full weights have several senders, which are ranks of the trainer, each with its own process group. `sender_count` of
+`JoinTransferGroupRequest` states how they alternate.
 """
 
 import logging
@@ -33,7 +35,7 @@ _LOOK_S = 0.0005
 
 
 def _gloo_device(host: str) -> Any:
-    """What gloo listens with: on `host` alone, else where this machine's name leads."""
+    """Returns gloo's network device: bound to `host`, or if empty to the address of this machine's host name."""
     if host:
         return ProcessGroupGloo.create_device(hostname=host)
     return ProcessGroupGloo.create_default_device()
@@ -42,17 +44,21 @@ def _gloo_device(host: str) -> Any:
 class SenderGroup:
     """The sender's end of one transfer group.
 
+    The constructor blocks until all members have joined.
+
     Args:
         group_id: Unique name of the transfer group.
-        sender: Which of its senders this is; with its name the prefix of keys in the store.
+        sender: Index of this sender. Together with `group_id` it gives the key prefix in the store.
         store: The rendezvous store.
-        world_size: Members, the sender included.
+        world_size: Number of members, including the sender.
         backend: `gloo`, `nccl` or `cuda_ipc`.
-        join_timeout_s: Deadline of the meeting.
-        broadcast_timeout_s: Deadline of a broadcast over nccl, which takes one for all.
-        host: Address of this machine that gloo listens on; empty lets it look for one.
+        join_timeout_s: Deadline for joining, in seconds.
+        broadcast_timeout_s: Deadline of each broadcast over nccl, in seconds. NCCL has one timeout for the whole group.
+        host: Address of this machine that gloo listens on; if empty, gloo chooses one.
 
-    Blocks until all members have met. Raises RuntimeError if they do not.
+    Raises:
+        RuntimeError: The members did not join in time.
+        FailedPrecondition: This trainer does not support the backend.
     """
 
     def __init__(
@@ -81,8 +87,8 @@ class SenderGroup:
             self._group = untyped(prefixed, 0, world_size, settings)
             return
         if backend not in ("nccl", "cuda_ipc"):
-            known = "only gloo, nccl and cuda_ipc"
-            raise FailedPrecondition(f"transfer backend {backend!r} is not supported, {known}")
+            known = "use gloo, nccl or cuda_ipc"
+            raise FailedPrecondition(f"transfer backend {backend!r} is not supported; {known}")
         if not torch.cuda.is_available():
             raise FailedPrecondition(f"the samplers receive over {backend}, but this trainer has no GPU")
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -96,7 +102,11 @@ class SenderGroup:
         self._group = nccl
 
     def send(self, data: Tensor, timeout_s: float) -> None:
-        """Broadcasts uint8 [n] and waits until it has left. Raises RuntimeError on any failure."""
+        """Broadcasts uint8 [n] and waits until the data has been sent.
+
+        Raises:
+            RuntimeError: The broadcast failed.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)
@@ -106,7 +116,11 @@ class SenderGroup:
         work.wait(timedelta(seconds=timeout_s))
 
     def _watch(self, work: Any, deadline: float) -> None:
-        """Until it has left: rank 0 alone hears of receivers that broke off, for which a broadcast over nccl waits."""
+        """Polls until the broadcast is complete or the group is closed.
+
+        A broadcast over NCCL waits for a receiver that broke off, and only rank 0 learns of that. Rank 0 then sets a
+        key in the store, which the other senders look for here.
+        """
         while not work.is_completed():
             if self._store.check([_closed(self.group_id)]) or time.monotonic() > deadline:
                 self.close()
@@ -114,20 +128,22 @@ class SenderGroup:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Leaves the group; members that still wait in it fail."""
+        """Leaves the group. Members that still wait in it fail."""
         abort = getattr(self._group, "abort", None)
         if self._device.type == "cuda" and abort is not None:
             abort()
 
 
 def _closed(group_id: str) -> str:
-    """The key that stands in the store once a group is closed."""
+    """Returns the store key that marks a group as closed."""
     return f"closed/{group_id}"
 
 
 @contextmanager
 def _survivable_nccl() -> Iterator[None]:
-    """Has groups made meanwhile answer a member's death with an error; by default torch ends the whole process."""
+    """Makes NCCL groups created in this block report the death of a member as an error. By default torch ends the
+    process.
+    """
     name, clean_up_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
     before = os.environ.get(name)
     os.environ[name] = clean_up_only
@@ -141,14 +157,14 @@ def _survivable_nccl() -> Iterator[None]:
 
 
 class TransferGroups:
-    """All open groups in which this rank sends; `hosting` or `beside` makes it. Safe to use from several threads.
+    """All open groups in which this rank sends. Thread-safe. Create it with `hosting` or `beside`.
 
     Args:
-        store: Where members meet.
+        store: The rendezvous store.
         address: Address under which samplers and other ranks reach the store.
-        own: Address under which this rank does.
-        gloo_host: Address of this machine that gloo listens on; empty lets it look for one.
-        sender: Which of the senders this rank is.
+        own: Address under which this rank reaches the store.
+        gloo_host: Address of this machine that gloo listens on; if empty, gloo chooses one.
+        sender: Index of this rank among the senders.
     """
 
     def __init__(self, store: TCPStore, address: str, own: str, gloo_host: str, sender: int) -> None:
@@ -164,20 +180,21 @@ class TransferGroups:
 
     @classmethod
     def hosting(cls, address: str, host: str) -> "TransferGroups":
-        """Of rank 0, which hosts the store.
+        """Creates the groups of rank 0, which hosts the store.
 
         Args:
-            address: As above.
-            host: Address of this machine that store and gloo listen on; 0.0.0.0 or :: for all of them.
+            address: Address under which samplers and other ranks reach the store.
+            host: Address of this machine that store and gloo listen on; 0.0.0.0 or :: for all addresses.
 
-        Raises FailedPrecondition if `host` is no address of this machine.
+        Raises:
+            FailedPrecondition: `host` is not an address of this machine.
         """
         own = "127.0.0.1" if host in WILDCARDS else host
-        # By itself it would listen on all of them.
+        # TCPStore would listen on all addresses, so give it a listening socket.
         try:
             listener = listening(host)
         except OSError as error:
-            reason = f"samplers reach the trainer at an address of its machine, and {host} is none: {error}"
+            reason = f"samplers reach the trainer at an address of its machine, and {host} is not one: {error}"
             raise FailedPrecondition(f"{reason}; set --transfer-address") from None
         port, descriptor = listener.getsockname()[1], listener.detach()
         minutes = timedelta(minutes=5)
@@ -186,7 +203,11 @@ class TransferGroups:
 
     @classmethod
     def beside(cls, address: str, port: int, sender: int) -> "TransferGroups":
-        """Of another rank, which sends full weights beside rank 0. Raises OSError if it does not reach the store."""
+        """Creates the groups of another rank, which sends full weights beside rank 0.
+
+        Raises:
+            OSError: The store cannot be reached.
+        """
         with socket.create_connection((address, port), _REACH_S) as connection:
             own_host = str(connection.getsockname()[0])
         store = TCPStore(address, port, None, False, timedelta(seconds=_REACH_S), wait_for_workers=False)
@@ -200,11 +221,15 @@ class TransferGroups:
     def open(
         self, group_id: str, world_size: int, backend: str, join_timeout_s: float, broadcast_timeout_s: float
     ) -> SenderGroup:
-        """Meets the other members; blocks. Raises RuntimeError if they do not come in time."""
+        """Joins a new group; blocks until all other members have joined.
+
+        Raises:
+            RuntimeError: The members did not join in time, or `close` was called meanwhile.
+        """
         with self._lock:
             self._meeting.add(group_id)
         try:
-            # A client of its own: one that waits holds its connection, and other groups would wait with it.
+            # Use a separate store client: a waiting client blocks its connection, and with it all other groups.
             timeout = timedelta(seconds=join_timeout_s)
             store = TCPStore(self._own, self.port, None, False, timeout, wait_for_workers=False)
             group = SenderGroup(
@@ -224,13 +249,17 @@ class TransferGroups:
                 self._unwanted.discard(group_id)
         if not wanted:
             group.close()
-            raise RuntimeError(f"transfer group {group_id} was given up before all had met")
+            raise RuntimeError(f"transfer group {group_id} was closed before all members had joined")
         with self._lock:
             self._open[group_id] = group
         return group
 
     def get(self, group_id: str) -> SenderGroup:
-        """An open group. Raises RuntimeError if it was closed meanwhile."""
+        """Returns an open group.
+
+        Raises:
+            RuntimeError: The group was closed.
+        """
         with self._lock:
             group = self._open.get(group_id)
         if group is None:
@@ -238,14 +267,17 @@ class TransferGroups:
         return group
 
     def keep(self, group_ids: Iterable[str]) -> None:
-        """Closes all other groups."""
+        """Closes all groups except these."""
         with self._lock:
             others = self._open.keys() - set(group_ids)
         for group_id in others:
             self.close(group_id)
 
     def close(self, group_id: str) -> None:
-        """Closes a group, also one that still meets; unknown ones are no error. Rank 0's other senders hear of it."""
+        """Closes a group, even while its members are still joining. Does nothing if it is unknown.
+
+        On rank 0 this also notifies the other senders, through the store.
+        """
         if not self._sender:
             self._store.set(_closed(group_id), "")
         with self._lock:

@@ -1,4 +1,4 @@
-"""Weights as files: full parameters as a Hugging Face checkpoint, adapters as PEFT stores them."""
+"""Weights as files: full parameters as a Hugging Face checkpoint, adapters in PEFT's format."""
 
 import json
 import math
@@ -27,18 +27,20 @@ from fovea_services.trainer.snapshots.checkpoint_folder import Folder, Parts
 
 SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-"""What files call them, by what adapters of experts do."""
+"""Maps the projection names of expert adapters to the names in checkpoint files."""
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 64 * 2**20
-"""The limit of a safetensors file's header: of an adapter of 300,000 experts."""
+"""Limit on the header of a safetensors file, in bytes; enough for an adapter of 300,000 experts."""
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def file_tensors(name: str, tensor: Tensor, layout: ExpertLayout | None) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as a checkpoint's files hold it, with the names there: views.
+    """Yields name and tensor of each checkpoint file entry that stores a parameter. The tensors are views.
 
     Args:
-        layout: Of the experts of a layer, by name; None for any other parameter.
+        name: Name of the parameter.
+        tensor: The parameter; for stacked experts [experts, out, in].
+        layout: How the files store the experts of a layer; None for any other parameter.
     """
     if layout is ExpertLayout.ONE_BY_ONE:
         parent, _, projection = name.rpartition(".")
@@ -58,7 +60,12 @@ def _halves(expert: Tensor, projection: str) -> tuple[Tensor, ...]:
 
 
 def in_files(like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
-    """Names, types and whole shapes of what the files hold, in order: tensors without data."""
+    """Returns name, dtype and unsharded shape of each tensor in the checkpoint files, in order, as meta tensors.
+
+    Args:
+        like: The model's parameters, keyed by parameter name.
+        layouts: Layouts of the experts, by parameter name.
+    """
     return {
         file: part
         for name, tensor in like.items()
@@ -71,10 +78,14 @@ def in_files(like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) ->
 def gathered(
     locals_: Mapping[str, Tensor], like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]
 ) -> Iterator[Tensor]:
-    """Whole tensors as and in the order of `in_files`, each on the device for as long as it is looked at. Collective.
+    """Yields unsharded tensors in the order of `in_files`. Collective.
+
+    Each is gathered on the device and freed when the next one is requested.
 
     Args:
-        layouts: Of experts, by name.
+        locals_: This rank's shards, keyed by parameter name.
+        like: The model's parameters, which define how they are sharded.
+        layouts: Layouts of the experts, by parameter name.
     """
     for name, local in locals_.items():
         for _, part in file_tensors(name, full_of(local, like[name]), layouts.get(name)):
@@ -84,9 +95,9 @@ def gathered(
 def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]], folder: Folder, model_dir: Path, control: ControlGroup
 ) -> None:
-    """Writes a Hugging Face checkpoint: weights by gathering, everything else as the base has it. Collective.
+    """Writes a Hugging Face checkpoint: the given weights, and copies of the base checkpoint's other files. Collective.
 
-    Raises, on all ranks, what storage raises on rank 0.
+    An error of the storage on rank 0 is raised on all ranks.
     """
     part: dict[str, Tensor] = {}
     part_bytes = 0
@@ -104,7 +115,7 @@ def write_checkpoint(
         if part and part_bytes + size_bytes > SHARD_BYTES:
             control.agree(flush)
             part_bytes = 0
-        # Only rank 0 writes; the others must not hold gathered tensors that nobody reads.
+        # Iterating gathers on all ranks, but only rank 0 writes: the others keep no data.
         part[name] = tensor.cpu().contiguous() if control.rank == 0 else torch.empty(0)
         part_bytes += size_bytes
     control.agree(flush)
@@ -120,9 +131,19 @@ def _write_rest(folder: Folder, model_dir: Path, files: dict[str, str]) -> None:
 
 
 def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
-    """This rank's shards of a checkpoint that `write_checkpoint` wrote, on the host; reads only what it needs.
+    """Reads this rank's shards of a checkpoint that `write_checkpoint` wrote. Reads only the needed rows.
 
-    Raises NotFound if there is none, InvalidInput for one of another shape.
+    Args:
+        folder: Folder of the checkpoint.
+        like: The model's parameters, which define shapes, dtypes and sharding.
+        layouts: Layouts of the experts, by parameter name.
+
+    Returns:
+        The shards on the host, keyed by parameter name.
+
+    Raises:
+        NotFound: There is no checkpoint.
+        InvalidInput: The checkpoint has other shapes.
     """
     weight_map: dict[str, str] = json.loads(folder.read(INDEX))["weight_map"]
     whole = in_files(like, layouts)
@@ -135,12 +156,12 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
             if not _is_local(folder):
                 folder.files.get_file(f"{folder.path}/{file}", path)
             tensors = files.enter_context(safe_open(path, "pt"))
-            sources |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
+            sources |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
         for name, tensor in whole.items():
             if name not in sources:
                 raise InvalidInput(f"{folder.path} has no {name}", field="uri")
             if (shape := list(sources[name].get_shape())) != list(tensor.shape):
-                raise InvalidInput(f"{name} has shape {shape}, the model needs {list(tensor.shape)}", field="uri")
+                raise InvalidInput(f"{name} has shape {shape}, but the model needs {list(tensor.shape)}", field="uri")
         return {name: _part(sources, name, tensor, layouts.get(name)) for name, tensor in like.items()}
 
 
@@ -150,7 +171,9 @@ def _is_local(folder: Folder) -> bool:
 
 
 def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:
-    """This rank's part of a parameter, in the type of the model. A sharded one is sharded by its first dimension."""
+    """Returns this rank's rows of a parameter, in the dtype of the model. Parameters are sharded along the first
+    dimension.
+    """
     first, count = 0, like.shape[0] if like.dim() else 0
     if isinstance(like, DTensor):
         (count, *_), (first, *_) = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -169,7 +192,11 @@ def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLay
 
 
 def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """An adapter whose experts have adapters each, as PEFT and vLLM read them; what they share is each one's."""
+    """Yields an adapter with one entry per expert, as PEFT and vLLM read it.
+
+    A stacked factor is [experts, rows, columns]. A factor with a first dimension of 1 is shared by all experts and is
+    repeated for each.
+    """
     counts: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 3:
@@ -185,13 +212,15 @@ def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The way back from `one_by_one`; what is together already stays so.
+    """Stacks the tensors of single experts: the inverse of `one_by_one`. Factors that are already stacked stay as they
+    are.
 
     Args:
-        like: The adapter's tensors, by name.
+        tensors: Tensors of the file, keyed by tensor name.
+        like: The adapter's own tensors, keyed by tensor name.
 
     Raises:
-        InvalidInput: Experts differ in what they share in `like`.
+        InvalidInput: The experts differ in a factor that they share in `like`, or in their shapes.
     """
     found = dict(tensors)
     for name, target in like.items():
@@ -205,18 +234,21 @@ def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dic
             continue
         if len(target) == 1:
             if not all(one.equal(experts[0]) for one in experts):
-                raise InvalidInput(f"the experts of {parent} have a {half} each, and share one here", field="uri")
+                raise InvalidInput(
+                    f"each expert of {parent} has its own {half}, but this model has one that all share", field="uri"
+                )
             experts = experts[:1]
         if len({one.shape for one in experts}) > 1:
-            raise InvalidInput(f"the experts of {parent} have {half} of several shapes", field="uri")
+            raise InvalidInput(f"the experts of {parent} have {half} factors of different shapes", field="uri")
         found[name] = torch.stack(experts)
     return found
 
 
 def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
-    """A safetensors file, piece by piece: of tensors on the host nothing is copied, and no other thread kept waiting.
+    """Yields a safetensors file in chunks. Host tensors are yielded without a copy, and without holding the GIL for
+    long.
 
-    https://github.com/huggingface/safetensors, "Format": length of the header, header as JSON, data.
+    The format is: length of the header, header as JSON, data (https://github.com/huggingface/safetensors, "Format").
     """
     named = dict(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -235,10 +267,14 @@ def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
 def peft_files(
     tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str, note: str = ""
 ) -> dict[str, Parts]:
-    """The two files of an adapter folder; tensors under PEFT's names, not written to before the files are.
+    """Returns the two files of a PEFT adapter folder.
 
     Args:
-        note: For people who read the configuration; PEFT warns of an entry that it does not know.
+        tensors: Tensors under PEFT's names. They must not change until the files are written.
+        rank: LoRA rank.
+        alpha: LoRA alpha.
+        base_model: Name of the base model.
+        note: A note for readers of the configuration. PEFT warns about this unknown entry.
     """
     state = dict(tensors)
     suffix = ".lora_A.weight"
@@ -266,36 +302,42 @@ def peft_files(
 
 
 def read_shapes(folder: Folder, name: str) -> dict[str, list[int]]:
-    """Shapes by name of the tensors of a safetensors file, of which only the header is read.
+    """Returns the shape of each tensor in a safetensors file, keyed by tensor name. Reads only the header.
 
-    Raises NotFound if there is none, InvalidInput if it is no such file, or holds more than its tensors.
+    Raises:
+        NotFound: There is no such file.
+        InvalidInput: The file is damaged, or its size does not match its tensors.
     """
     what = f"{folder.path}/{name}"
     try:
         (length,) = struct.unpack("<Q", folder.read(name, 0, 8))
         if length > MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes; at most {MOST_HEADER_BYTES} are read")
+            raise ValueError(f"its header has {length} bytes; the limit is {MOST_HEADER_BYTES} bytes")
         header: dict[str, Any] = json.loads(folder.read(name, 8, 8 + length))
         header.pop("__metadata__", None)
         shapes = {tensor: [int(extent) for extent in entry["shape"]] for tensor, entry in header.items()}
         itemsizes = {text: dtype.itemsize for dtype, text in _TYPES.items()}
         need = sum(math.prod(shapes[tensor]) * itemsizes[entry["dtype"]] for tensor, entry in header.items())
         if (has := folder.sizes()[name] - 8 - length) != need:
-            raise ValueError(f"its tensors have {need} bytes, and the file has {has} for them")
+            raise ValueError(f"its tensors need {need} bytes, but the file has {has} bytes of data")
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise InvalidInput(f"{what} is damaged: {error}", field="uri") from None
     return shapes
 
 
 def check_shapes(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor], what: str, is_foreign: bool) -> None:
-    """Compares what a file holds with what a model takes, before a tensor is read.
+    """Compares the tensors of a file with the tensors that a model expects, before any of them is read.
 
     Args:
-        shapes: Of the file's tensors, by name; of experts each by itself, as `one_by_one` names them, or together.
-        targets: The model's tensors, which may have no data.
-        is_foreign: Modules may be missing, with both of their factors.
+        shapes: Shapes in the file, keyed by tensor name. Experts may be stacked, or separate as `one_by_one` names
+            them.
+        targets: The model's tensors, which may be on the meta device.
+        what: The file, for error messages.
+        is_foreign: True if another program wrote the file. It may then omit modules, but only with both of their
+            factors.
 
-    Raises InvalidInput naming the first tensor that is missing, extra or misshapen.
+    Raises:
+        InvalidInput: Names the first tensor that is missing, unexpected or misshapen.
     """
     left, adapted = dict(shapes), set[str]()
     missing: list[str] = []
@@ -306,7 +348,9 @@ def check_shapes(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor],
         if found is None:
             missing.append(name)
         elif found != list(target.shape):
-            raise InvalidInput(f"{what} has {name} {found}, the model needs {list(target.shape)}", field="uri")
+            raise InvalidInput(
+                f"{what} has {name} with shape {found}, but the model needs {list(target.shape)}", field="uri"
+            )
         else:
             adapted.add(name.rpartition(".lora_")[0])
     for name in missing:
@@ -317,7 +361,7 @@ def check_shapes(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor],
 
 
 def _pop_experts(left: dict[str, list[int]], name: str, target: Tensor) -> list[int] | None:
-    """Takes the experts of a tensor out of a file's shapes; returns the shape that they have together."""
+    """Removes the experts of a stacked tensor from the shapes of a file. Returns the shape of the stack, or None."""
     parent, part, half, _ = name.rsplit(".", 3)
     experts: list[list[int]] = []
     while (one := left.pop(f"{parent}.{len(experts)}.{EXPERT_PROJECTIONS[part]}.{half}.weight", None)) is not None:
@@ -325,11 +369,15 @@ def _pop_experts(left: dict[str, list[int]], name: str, target: Tensor) -> list[
     if not experts:
         return None
     odd = next((one for one in experts if one != experts[0]), experts[0])
-    return [1 if len(target) == 1 else len(experts), *odd]  # experts that share a factor have it each in the file
+    return [1 if len(target) == 1 else len(experts), *odd]  # the file repeats a shared factor for each expert
 
 
 def read_tensors(data: bytes, what: str) -> dict[str, Tensor]:
-    """Tensors by name. Raises InvalidInput if the bytes are no safetensors file."""
+    """Parses a safetensors file.
+
+    Raises:
+        InvalidInput: The bytes are not a safetensors file.
+    """
     try:
         tensors: dict[str, Tensor] = load_safetensors(data)
     except (SafetensorError, ValueError) as error:
@@ -338,14 +386,19 @@ def read_tensors(data: bytes, what: str) -> dict[str, Tensor]:
 
 
 def copy_into(targets: Iterable[tuple[str, Tensor]], source: dict[str, Tensor], what: str) -> None:
-    """Copies tensors by name, all or none. Raises InvalidInput naming the first that is missing, extra or misshapen."""
+    """Copies tensors to the targets of the same names, all or none.
+
+    Raises:
+        InvalidInput: Names the first tensor that is missing, unexpected or misshapen.
+    """
     wanted = dict(targets)
     for name, target in wanted.items():
         if name not in source:
             raise InvalidInput(f"{what} has no {name}: it was saved from a differently shaped model", field="uri")
         if source[name].shape != target.shape:
             raise InvalidInput(
-                f"{what} has {name} {list(source[name].shape)}, the model needs {list(target.shape)}", field="uri"
+                f"{what} has {name} with shape {list(source[name].shape)}, but the model needs {list(target.shape)}",
+                field="uri",
             )
     if extra := sorted(set(source) - set(wanted)):
         raise InvalidInput(f"{what} has {extra[0]}, which the model does not train", field="uri")

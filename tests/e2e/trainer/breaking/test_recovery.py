@@ -160,9 +160,9 @@ async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Grou
         await client.park_model(gateway.model_id)
     (shard,) = (ground.kept / "full" / "9" / "dcp").glob("*.distcp")
     flip(shard)
-    with pytest.raises(NotFound, match=f"damaged, dcp/{shard.name} is not what was written"):
+    with pytest.raises(NotFound, match=f"damaged, dcp/{shard.name} does not match the recorded checksum"):
         await client.restore_model("full", None)
-    assert ground.running.log.read_text().count("other numerics than before: ranks 1 instead of 2") == 2
+    assert ground.running.log.read_text().count("different numerics than before: ranks 1 instead of 2") == 2
 
 
 async def test_storage_that_fails_parking_snapshots_and_damage(

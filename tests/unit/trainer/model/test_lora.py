@@ -119,7 +119,7 @@ def test_partial_copies_change_nothing() -> None:
     target = {"a": torch.zeros(2), "b": torch.zeros(3)}
     for source, message in [
         ({"a": torch.ones(2)}, "has no b"),
-        ({"a": torch.ones(2), "b": torch.ones(4)}, r"b \[4\], the model needs \[3\]"),
+        ({"a": torch.ones(2), "b": torch.ones(4)}, r"b with shape \[4\], but the model needs \[3\]"),
         ({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, "has c"),
     ]:
         with pytest.raises(InvalidInput, match=message):

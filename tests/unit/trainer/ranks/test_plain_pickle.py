@@ -169,7 +169,7 @@ def test_a_checkpoint_is_read(checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_description_that_is_an_attack_is_refused_by_name(checkpoint: Path, name: str, tmp_path: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(attacks(tmp_path / "made")[name]))
-    with pytest.raises(InvalidInput, match=f"no checkpoint's description: it names {name}"):
+    with pytest.raises(InvalidInput, match=f"not the metadata of a checkpoint: it names {name}"):
         PlainReader(str(checkpoint)).read_metadata()
     assert not (tmp_path / "made").exists()
 
@@ -177,10 +177,10 @@ def test_a_description_that_is_an_attack_is_refused_by_name(checkpoint: Path, na
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda metadata: pickle.dumps({"a": 1}), "does not describe files of its own folder"),
-        (lambda metadata: pickle.dumps(_elsewhere(metadata)), "does not describe files of its own folder"),
-        (lambda metadata: pickle.dumps(metadata)[:-30], "no checkpoint's description"),
-        (lambda metadata: b"", "no checkpoint's description"),
+        (lambda metadata: pickle.dumps({"a": 1}), "refers to files outside its own folder"),
+        (lambda metadata: pickle.dumps(_elsewhere(metadata)), "refers to files outside its own folder"),
+        (lambda metadata: pickle.dumps(metadata)[:-30], "not the metadata of a checkpoint"),
+        (lambda metadata: b"", "not the metadata of a checkpoint"),
     ],
 )
 def test_a_description_that_is_none_is_refused(
@@ -198,7 +198,7 @@ def test_an_entry_that_is_no_tensor_is_not_unpickled(checkpoint: Path, tmp_path:
     state: dict[str, Any] = {"a": Call(os.mkdir, str(target))}
     save(state, storage_writer=FsspecWriter(str(checkpoint)), no_dist=True)
     assert not isinstance(PlainReader(str(checkpoint)).read_metadata().state_dict_metadata["a"], TensorStorageMetadata)
-    with pytest.raises(BaseException, match="a is no tensor"):
+    with pytest.raises(BaseException, match="a is not a tensor"):
         load({"a": 1}, storage_reader=PlainReader(str(checkpoint)), planner=TensorPlanner(), no_dist=True)
     assert not target.exists()
 

@@ -66,7 +66,9 @@ def test_four_gibibytes_that_do_not_fit_are_refused_by_their_header_alone(tmp_pa
     folder = sparse(tmp_path, apart() | {f"{LAYER}.q_proj.lora_A.weight": [4, size // 4], "x": [size // 4, 4]})
     assert (tmp_path / WEIGHTS).stat().st_size > 4 * 2**30
     shapes = weight_files.read_shapes(folder, WEIGHTS)
-    with pytest.raises(InvalidInput, match=r"q_proj.lora_A.weight \[4, 134217728\], the model needs \[4, 8\]"):
+    with pytest.raises(
+        InvalidInput, match=r"q_proj.lora_A.weight with shape \[4, 134217728\], but the model needs \[4, 8\]"
+    ):
         weight_files.check_shapes(shapes, TARGETS, "u", is_foreign=True)
     assert folder.files.read_bytes < 2**14
 
@@ -86,9 +88,12 @@ def test_what_fits_is_taken_together_or_apart_whole_or_some_modules_of_it(tmp_pa
     ("shapes", "words"),
     [
         ({name: shape for name, shape in apart().items() if "q_proj.lora_B" not in name}, r"has no .*q_proj.lora_B"),
-        ({name: shape for name, shape in apart().items() if "experts.1." not in name}, r"w1.lora_B.weight \[1, 6, 4\]"),
-        (apart(**{"experts.3.gate_proj.lora_B": [6, 4]}), r"\[4, 6, 4\], the model needs \[3, 6, 4\]"),
-        (apart(**{"experts.2.gate_proj.lora_B": [6, 9]}), r"\[3, 6, 9\], the model needs \[3, 6, 4\]"),
+        (
+            {name: shape for name, shape in apart().items() if "experts.1." not in name},
+            r"w1.lora_B.weight with shape \[1, 6, 4\]",
+        ),
+        (apart(**{"experts.3.gate_proj.lora_B": [6, 4]}), r"\[4, 6, 4\], but the model needs \[3, 6, 4\]"),
+        (apart(**{"experts.2.gate_proj.lora_B": [6, 9]}), r"\[3, 6, 9\], but the model needs \[3, 6, 4\]"),
         (apart(**{"k_proj.lora_A": [4, 8]}), r"has .*k_proj.lora_A.weight, which the model does not train"),
     ],
 )
@@ -98,7 +103,7 @@ def test_the_first_thing_that_does_not_fit_is_named(shapes: dict[str, list[int]]
 
 
 def test_a_file_that_is_not_what_its_header_says_is_damaged(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="its tensors have 928 bytes, and the file has 1928 for them"):
+    with pytest.raises(InvalidInput, match="its tensors need 928 bytes, but the file has 1928 bytes of data"):
         weight_files.read_shapes(sparse(tmp_path, apart(), surplus=1000), WEIGHTS)
     folder = Folder(CountingFiles(), str(tmp_path))
     for content in (b"", b"x", struct.pack("<Q", 2**40), struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b"{}"):

@@ -63,7 +63,7 @@ def test_the_disk_has_all_of_a_folder_before_it_takes_its_place(
 def test_no_bucket_is_made(new_bucket: Callable[[], str]) -> None:
     there = new_bucket()
     write_folder(f"{there}/folder", {"one": b"1"})
-    with pytest.raises(NotFound, match="no bucket fovea-none"):
+    with pytest.raises(NotFound, match="bucket fovea-none does not exist"):
         write_folder("s3://fovea-none/folder", {"one": b"1"})
     assert not Folder.at("s3://fovea-none").files.exists("fovea-none")
 

@@ -66,5 +66,5 @@ def test_adapters_of_experts_come_back_together() -> None:
     assert all(together[name].equal(tensor) for name, tensor in adapter.items())
     assert weight_files.of_experts(adapter, adapter).keys() == adapter.keys(), "what is together stays so"
     apart[f"{parent}.2.gate_proj.lora_A.weight"] = torch.zeros(2, 8)
-    with pytest.raises(InvalidInput, match="share one here"):
+    with pytest.raises(InvalidInput, match="one that all share"):
         weight_files.of_experts(apart, adapter)
