@@ -1,4 +1,4 @@
-"""What every process must take alike: names of gRPC services and of checkpoint files, and bounds of what travels."""
+"""Constants that all processes share: gRPC service names, checkpoint file names and size limits."""
 
 from collections.abc import Mapping
 
@@ -9,62 +9,67 @@ SAMPLER_SERVICE = "fovea.api.v1.SamplerService"
 TRAINER_SERVICE = "fovea.api.v1.TrainerService"
 
 SNAPSHOT_FILE = "fovea_snapshot.json"
-"""In a folder of weights: whose they are, a `weights_pb2.Snapshot` as JSON."""
+"""File in a folder of weights: a `weights_pb2.Snapshot` as JSON, which says where the weights come from."""
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The two files of an adapter, as PEFT names them."""
+"""The two files of an adapter in PEFT format."""
 
 PEFT_READS_EXPERTS_OF = frozenset({"qwen3_moe"})
-"""Model types whose experts PEFT 0.21 on transformers 5.19 adapts from an adapter for each expert."""
+"""Model types for which PEFT 0.21 with transformers 5.19 loads adapters of single experts."""
 
 EXPERTS_NOTE = (
-    "The adapter has factors of single experts, which vLLM and Fovea read. PEFT 0.21 leaves them out without an error "
-    "for this model: merge it with `fovea export --merged` instead."
+    "This adapter contains factors of single experts, which vLLM and Fovea read. PEFT 0.21 ignores them without an "
+    "error for this model. Merge the adapter into the model instead: `fovea export --merged`."
 )
-"""In `adapter_config.json` of an export that PEFT does not read as a whole, as `fovea_note`."""
+"""Note in `adapter_config.json` (key `fovea_note`) of an export that PEFT reads only in part."""
 
-# A process that dies may leave folders behind which have one of these after their name; the gateway removes them.
+# Suffixes of temporary folders. A process that dies may leave such folders behind; the gateway removes them.
 
 STAGING_SUFFIX = ".tmp-"
-"""A folder that is being written, and will take the place of the one it is named for."""
+"""Suffix of a folder that is being written and will replace the folder without the suffix."""
 
 REPLACED_SUFFIX = ".old-"
-"""A folder that has lost its place, and is to be removed."""
+"""Suffix of a folder that has been replaced and will be removed."""
 
 PLAIN_SUFFIX = ".plain"
-"""An export before it is encrypted."""
+"""Suffix of an export before encryption."""
 
-# Settings may lower these bounds, never raise what gRPC itself enforces.
+# Settings may lower these limits but cannot exceed what gRPC enforces.
 
 MESSAGE_BYTES = 4 * 2**20
-"""gRPC's own receive limit. Larger things are streamed as records or pieces."""
+"""gRPC's own limit for received messages. Larger objects are streamed in records or chunks."""
 
 PIECE_BYTES = 2**20
-"""Size of one piece of a streamed object; measured fastest between 256 KiB and 1 MiB."""
+"""Size of one chunk of a streamed object. Sizes between 256 KiB and 1 MiB were the fastest in measurements."""
 
 INLINE_IMAGE_BYTES = 2**20
-"""Encoded images up to this size, in all, ride inside a request; larger ones are put first and referred to."""
+"""Encoded images up to this total size travel inside a request; larger ones are uploaded first and referenced."""
 
 MAX_IMAGE_BYTES = 32 * 2**20
-"""The largest encoded image."""
+"""Largest size of an encoded image."""
 
 MAX_IMAGE_PIXELS = 64 * 10**6
-"""The most pixels an image may declare; read from its header, before anything is decoded."""
+"""Largest number of pixels in an image. The size is read from the image header, before decoding."""
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
-"""Of sampling above 0, and of a loss. vLLM silently raises a smaller one to 0.01, and refuses one above 2."""
+"""Range of the temperature, for sampling above 0 and for losses.
+
+vLLM silently raises smaller temperatures to 0.01 and rejects temperatures above 2.
+"""
 
 MAX_IMAGE_ASPECT_RATIO = 200
-"""The largest ratio of the longer to the shorter side; the Qwen-VL processors refuse more."""
+"""Largest ratio of an image's longer side to its shorter side; the Qwen-VL processors reject more."""
 
 MAX_PICTURE_SIDE = "max_picture_side"
-"""In a checkpoint's user metadata: pixels of the longer side of the pictures that it was trained on, in decimal; larger
-pictures are shrunk before they are asked. 0 keeps every size."""
+"""Key in a checkpoint's user metadata: longer side in pixels, as a decimal number, of the images used in training.
+
+Larger images are shrunk to it before sampling. 0 leaves every image at its size.
+"""
 
 _SIDE_DIGITS = 9
 
 
 def picture_side(metadata: Mapping[str, str]) -> int | None:
-    """Returns what a checkpoint's user metadata has as MAX_PICTURE_SIDE, in pixels; None if it has no such number."""
+    """Returns the value of MAX_PICTURE_SIDE in a checkpoint's user metadata, in pixels; None if it has no valid one."""
     said = metadata.get(MAX_PICTURE_SIDE, "")
     return int(said) if said.isdecimal() and len(said) <= _SIDE_DIGITS else None

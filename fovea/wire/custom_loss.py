@@ -1,7 +1,7 @@
-"""A traced loss as the Tinker SDK serializes it (graph format 1): read, checked, and never run here.
+"""Parses and checks a traced loss in the Tinker SDK's graph format 1. This module never runs it.
 
-A graph is data from outside. What comes out of `parse` is a list of nodes in which every operation is on the
-allow-list, every reference points backwards, and every size is bounded.
+The graph is untrusted input. In the nodes that `parse` returns, every operation is on the allow-list, every reference
+points to an earlier node, and every size is bounded.
 """
 
 import json
@@ -39,7 +39,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Constant:
-    """A torch constant, as `dtype` and `float32`."""
+    """A torch constant: its kind and name, such as `dtype` and `float32`."""
 
     kind: str
     text: str
@@ -51,7 +51,7 @@ Argument = Any
 
 @dataclass(frozen=True)
 class Input:
-    """What the loss takes: its name, and the number of dimensions it has in every datum."""
+    """An input of the loss: its name, and its number of dimensions in every datum."""
 
     name: str
     rank: int
@@ -59,12 +59,14 @@ class Input:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation.
+    """One operation of a loss.
 
-    Args:
+    Attributes:
+        op: Kind of operation.
+        name: Name of the node.
         target: Name of the input, function or method.
         args: Positional arguments.
-        kwargs: Arguments by name.
+        kwargs: Keyword arguments.
     """
 
     op: Op
@@ -79,11 +81,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A loss: `nodes` in order, then the nodes that hold the result.
+    """A loss as a list of nodes, with references to the nodes that hold the results.
 
-    Args:
-        loss: The node whose value is the loss of a datum.
-        metrics: Nodes by metric key, `custom/<name>:sum` or `:mean`.
+    Attributes:
+        name: Name of the loss.
+        inputs: Inputs, the first of them the log-probabilities.
+        nodes: Nodes in order of execution, inputs first.
+        loss: The node that holds the loss of a datum.
+        metrics: Nodes by metric key, `custom/<name>:sum` or `custom/<name>:mean`.
     """
 
     name: str
@@ -94,12 +99,12 @@ class Graph:
 
 
 def described(graph: Graph, problem: str) -> str:
-    """What is wrong with a loss, as its author reads it."""
+    """Formats an error about a loss for the author of the loss."""
     return f"custom loss {graph.name!r}: {problem}"
 
 
 def parse(message: trainer_pb2.CustomLoss) -> Graph:
-    """Reads and checks a traced loss. Raises InvalidInput naming the node and what it may not do."""
+    """Parses and checks a traced loss. Raises InvalidInput, which names the node and the reason."""
     return _Parser(message.name[:80]).parse(message)
 
 
@@ -125,27 +130,29 @@ class _Parser:
 
     def _refuse(self, problem: str, place: str = "") -> NoReturn:
         place = place or self._place
-        # Names in the graph may hold what neither a log nor a gRPC status can carry.
+        # Names in the graph may contain characters that neither a log nor a gRPC status can carry.
         problem = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in problem)
         raise InvalidInput(f"custom loss {self._name!r}: {place} {problem}", field=place)
 
     def _inputs(self, message: trainer_pb2.CustomLoss) -> Iterator[Input]:
         if not 1 <= len(message.inputs) <= MAX_INPUTS:
-            self._refuse(f"has {len(message.inputs)} entries; 1 to {MAX_INPUTS} are taken", "inputs")
+            self._refuse(f"has {len(message.inputs)} entries; 1 to {MAX_INPUTS} are allowed", "inputs")
         names = [given.name for given in message.inputs]
         if names[0] != LOGPROBS or len(set(names)) < len(names):
-            self._refuse(f"is {names}: the first must be {LOGPROBS}, and each name must come once", "inputs")
+            self._refuse(f"is {names}: the first must be {LOGPROBS}, and names must be unique", "inputs")
         for index, given in enumerate(message.inputs):
             place = f"inputs[{index}]"
             if not _INPUT_NAME.fullmatch(given.name):
                 self._refuse(f"is named {given.name[:80]!r}; use lowercase letters, digits and underscores", place)
             if not (0 if index else 1) <= given.rank <= MAX_RANK:
-                self._refuse(f"({given.name}) has rank {given.rank}; {0 if index else 1} to {MAX_RANK} is taken", place)
+                self._refuse(
+                    f"({given.name}) has rank {given.rank}; it must be {0 if index else 1} to {MAX_RANK}", place
+                )
             yield Input(given.name, given.rank)
 
     def _raw_nodes(self, blob: bytes) -> list[Any]:
         if len(blob) > MAX_GRAPH_BYTES:
-            self._refuse(f"has {len(blob)} bytes; at most {MAX_GRAPH_BYTES} are taken")
+            self._refuse(f"has {len(blob)} bytes; at most {MAX_GRAPH_BYTES} are allowed")
         try:
             graph = json.loads(blob, parse_constant=self._no_constant)
         except (ValueError, RecursionError) as error:
@@ -158,17 +165,19 @@ class _Parser:
         return nodes
 
     def _no_constant(self, text: str) -> NoReturn:
-        raise ValueError(f"{text} must be written as {{'float': ...}}")
+        raise ValueError(f"write {text} as {{'float': ...}}")
 
     def _node(self, entry: Any, index: int, inputs: tuple[Input, ...]) -> Node:
         op, name, target = self._head(entry)
         if name in self._known:
-            self._refuse(f"is named {name!r} like a node before it")
+            self._refuse(f"has the same name as an earlier node, {name!r}")
         if (op == "placeholder") != (index < len(inputs)):
-            self._refuse(f"is a {op}: the first {len(inputs)} nodes are the placeholders of the inputs, and no others")
+            self._refuse(f"is a {op}: exactly the first {len(inputs)} nodes must be the placeholders of the inputs")
         raw_args, raw_kwargs = entry.get("args", []), entry.get("kwargs", {})
         if op == "placeholder" and (target != inputs[index].name or raw_args or raw_kwargs):
-            self._refuse(f"takes {target!r}; input {index} is {inputs[index].name!r}")
+            self._refuse(
+                f"must be the placeholder of input {inputs[index].name!r}, without arguments; it is {target!r}"
+            )
         self._check_target(op, name, target)
         args = tuple(self._argument(arg, 0) for arg in self._list(raw_args, "args"))
         kwargs = {key: self._argument(arg, 0) for key, arg in self._dict(raw_kwargs, "kwargs").items()}
@@ -181,23 +190,23 @@ class _Parser:
             self._refuse(f"must be an object with the keys {', '.join(sorted(_NODE_KEYS))}")
         parts = [entry.get(key) for key in ("op", "name", "target")]
         if not all(isinstance(part, str) and 0 < len(part) <= 200 for part in parts):
-            self._refuse("needs op, name and target, each a short text")
+            self._refuse("must have op, name and target as non-empty strings of at most 200 characters")
         op, name, target = parts
         return op, name, target  # type: ignore[return-value]
 
     def _check_target(self, op: str, name: str, target: str) -> None:
         if op not in ("placeholder", "call_function", "call_method"):
-            self._refuse(f"has op {op!r}, which a loss on the server cannot have")
+            self._refuse(f"has op {op!r}, which is not allowed in a loss on the server")
         if op == "call_function" and target not in operations.FUNCTIONS:
-            self._refuse(f"({name}) calls {target}, which is not among the functions that run on the server")
+            self._refuse(f"({name}) calls {target}, which is not a function allowed on the server")
         if op == "call_method" and target not in operations.METHODS:
-            self._refuse(f"({name}) calls the method {target}, which is not among those that run on the server")
+            self._refuse(f"({name}) calls the method {target}, which is not allowed on the server")
 
     def _attribute_args(self, target: str, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
         if target == operations.GETATTR and (
             len(args) != 2 or not isinstance(args[1], str) or args[1] not in operations.ATTRIBUTES
         ):
-            self._refuse(f"reads {args[1:]}; attributes on the server are {', '.join(sorted(operations.ATTRIBUTES))}")
+            self._refuse(f"reads {args[1:]}; allowed attributes are {', '.join(sorted(operations.ATTRIBUTES))}")
         return args
 
     def _check_keywords(self, node: Node) -> None:
@@ -214,13 +223,13 @@ class _Parser:
             return [self._argument(item, depth + 1) for item in raw]
         if isinstance(raw, dict):
             if len(raw) != 1:
-                self._refuse(f"has an argument object with {len(raw)} keys; it must have one, its kind")
+                self._refuse(f"has an argument object with {len(raw)} keys; it must have exactly one")
             ((kind, value),) = raw.items()
             return self._tagged(kind, value, depth)
         if isinstance(raw, str) and raw not in operations.WORDS and raw not in operations.ATTRIBUTES:
-            self._refuse(f"passes the text {raw[:80]!r}, which no operation on the server takes")
+            self._refuse(f"passes the string {raw[:80]!r}, which no operation on the server accepts")
         if isinstance(raw, int) and abs(raw) > _MAX_INTEGER:
-            self._refuse("passes a whole number outside 64 bits")
+            self._refuse("passes an integer outside the int64 range")
         return raw
 
     def _tagged(self, kind: str, value: Any, depth: int) -> Argument:
@@ -234,7 +243,7 @@ class _Parser:
             case "slice":
                 bounds = [self._argument(item, depth + 1) for item in self._list(value, kind)]
                 if len(bounds) != 3:
-                    self._refuse(f"has a slice of {len(bounds)} parts; it must have 3")
+                    self._refuse(f"has a slice with {len(bounds)} elements; it must have 3")
                 return slice(*bounds)
             case "ellipsis":
                 return Ellipsis
@@ -246,7 +255,7 @@ class _Parser:
 
     def _ref(self, value: Any) -> Ref:
         if not isinstance(value, str) or value not in self._known:
-            self._refuse(f"refers to {str(value)[:80]!r}, which is no node before it")
+            self._refuse(f"refers to {str(value)[:80]!r}, which is not an earlier node")
         return Ref(value)
 
     def _output(self, entry: Any) -> tuple[Ref, dict[str, Ref]]:
@@ -259,20 +268,23 @@ class _Parser:
             self._refuse("must return a loss and metrics")
         loss, metrics = returned
         if not isinstance(loss, Ref) or not isinstance(metrics, dict):
-            self._refuse("must return the value of a node, and a dict of metrics")
+            self._refuse("must return a reference to a node as loss, and a dict of metrics")
         if len(metrics) > MAX_METRICS:
-            self._refuse(f"returns {len(metrics)} metrics; at most {MAX_METRICS} are taken")
+            self._refuse(f"returns {len(metrics)} metrics; at most {MAX_METRICS} are allowed")
         for key, value in metrics.items():
             if not _METRIC_KEY.fullmatch(key) or not isinstance(value, Ref):
-                self._refuse(f"returns the metric {key[:80]!r}; name it custom/<name>:sum or :mean, and make it a node")
+                self._refuse(
+                    f"returns the metric {key[:80]!r}; its name must be custom/<name>:sum or :mean, and its "
+                    "value a node"
+                )
         return loss, metrics
 
     def _list(self, raw: Any, what: str) -> list[Any]:
         if not isinstance(raw, list):
-            self._refuse(f"has {what} that are no list")
+            self._refuse(f"has {what} that are not a list")
         return raw
 
     def _dict(self, raw: Any, what: str) -> dict[str, Any]:
         if not isinstance(raw, dict):
-            self._refuse(f"has {what} that are no object")
+            self._refuse(f"has {what} that are not an object")
         return raw

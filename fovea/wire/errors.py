@@ -1,34 +1,34 @@
-"""One way to fail. A FoveaError travels as a gRPC status with one ErrorInfo and is raised again as the same class.
+"""The error classes of Fovea. Each one travels as a gRPC status with one ErrorInfo and is raised again as its class.
 
     FoveaError
-        InvalidInput             INVALID_ARGUMENT     400  user     a field is wrong; names the field and the fix
-            ContextOverflow      INVALID_ARGUMENT     400  user     prompt plus new tokens pass the context
-        NotFound                 NOT_FOUND            404  user     no such session, model, checkpoint, future
-            FeatureEvicted       NOT_FOUND            404  server   vision tensors are gone: render again
-        AlreadyExists            ALREADY_EXISTS       400  user     a name is taken (409 would stall the SDK)
-        FailedPrecondition       FAILED_PRECONDITION  400  user     right request, wrong time
-            SnapshotNotLoaded    FAILED_PRECONDITION  503  server   the sampler needs a push first
-            NotFinite            FAILED_PRECONDITION  400  user     the weights' numbers overflow; they are not sampled
-            SessionEnded         FAILED_PRECONDITION  410  user     the session is over
-            EndsTrainer          FAILED_PRECONDITION  400  user     the trainer ended at it more than once
-        Expired                  FAILED_PRECONDITION  410  user     a result was kept long enough
+        InvalidInput             INVALID_ARGUMENT     400  user     a field is invalid; names the field and the fix
+            ContextOverflow      INVALID_ARGUMENT     400  user     prompt plus new tokens exceed the context window
+        NotFound                 NOT_FOUND            404  user     no such session, model, checkpoint or future
+            FeatureEvicted       NOT_FOUND            404  server   vision tensors were evicted; render again
+        AlreadyExists            ALREADY_EXISTS       400  user     a name is in use (409 would stall the SDK)
+        FailedPrecondition       FAILED_PRECONDITION  400  user     valid request, but not in the current state
+            SnapshotNotLoaded    FAILED_PRECONDITION  503  server   the sampler needs a weight push first
+            NotFinite            FAILED_PRECONDITION  400  user     the weights overflow, so they cannot be sampled
+            SessionEnded         FAILED_PRECONDITION  410  user     the session has ended
+            EndsTrainer          FAILED_PRECONDITION  400  user     the command crashed the trainer more than once
+        Expired                  FAILED_PRECONDITION  410  user     a result exceeded its retention time
         ResourceExhausted        RESOURCE_EXHAUSTED   429  user     a quota or a queue is full
-            DiskFull             RESOURCE_EXHAUSTED   507  server   storage has no room
-            StorageBehind        RESOURCE_EXHAUSTED   503  server   storage must catch up first: ask again soon
-        PayloadTooLarge          RESOURCE_EXHAUSTED   413  user     the body is above the limit
-        Unauthenticated          UNAUTHENTICATED      401  user     no key, or a wrong one
-        PermissionDenied         PERMISSION_DENIED    403  user     somebody else's
-        Unimplemented            UNIMPLEMENTED        400  user     a field or call that Fovea does not have
-        Cancelled                CANCELLED            400  user     given up by the caller
-        DeadlineExceeded         DEADLINE_EXCEEDED    504  server   it took too long
-            RequestTimeout       DEADLINE_EXCEEDED    408  user     the request's own bytes did not come
-        Unavailable              UNAVAILABLE          503  server   a service is down; harmless calls may be repeated
-            BrokenOff            UNAVAILABLE          503  server   no answer came: nobody knows what was done
+            DiskFull             RESOURCE_EXHAUSTED   507  server   storage is full
+            StorageBehind        RESOURCE_EXHAUSTED   503  server   storage is slow; retry shortly
+        PayloadTooLarge          RESOURCE_EXHAUSTED   413  user     the body exceeds the limit
+        Unauthenticated          UNAUTHENTICATED      401  user     the API key is missing or invalid
+        PermissionDenied         PERMISSION_DENIED    403  user     the object belongs to another owner
+        Unimplemented            UNIMPLEMENTED        400  user     Fovea does not support this field or call
+        Cancelled                CANCELLED            400  user     the caller cancelled the request
+        DeadlineExceeded         DEADLINE_EXCEEDED    504  server   the call took too long
+            RequestTimeout       DEADLINE_EXCEEDED    408  user     the request body did not arrive in time
+        Unavailable              UNAVAILABLE          503  server   a service is down; retry if a repeat is harmless
+            BrokenOff            UNAVAILABLE          503  server   the call broke; it may or may not have run
             ModelLost            UNAVAILABLE          503  server   the trainer that held the model is gone
-        Internal                 INTERNAL             500  server   our fault; the log has the request id
+        Internal                 INTERNAL             500  server   a bug in Fovea; the log has the request id
 
-To add one: add a class with its own `reason`, list it in the tree above, nothing else. The table below is built from
-the classes themselves.
+To add an error, add a class with its own `reason` and list it in the tree above. The lookup tables below are built
+from the classes.
 """
 
 import os
@@ -42,7 +42,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "fovea"
 STATUS_DETAILS = "grpc-status-details-bin"
-"""Trailing metadata that carries a status with its details."""
+"""Trailing metadata key under which gRPC carries a status with its details."""
 Category = Literal["user", "server"]
 
 
@@ -50,9 +50,9 @@ class FoveaError(Exception):
     """Base of all errors that cross a process boundary.
 
     Args:
-        message: For the reader: what is wrong, with the value seen and the value wanted.
-        field: Path of the offending field, as in `data[3].loss_inputs.weights`.
-        metadata: Further facts for programs, as text.
+        message: Text for the user: the problem, the value seen, and the value expected.
+        field: Path of the invalid field, such as `data[3].loss_inputs.weights`.
+        metadata: Further facts for programs, as strings.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -71,7 +71,7 @@ class FoveaError(Exception):
 
 
 class InvalidInput(FoveaError):
-    """A field is wrong."""
+    """A field is invalid."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_INPUT"
@@ -80,13 +80,13 @@ class InvalidInput(FoveaError):
 
 
 class ContextOverflow(InvalidInput):
-    """Prompt plus new tokens pass the context."""
+    """The prompt plus the new tokens exceed the context window."""
 
     reason = "CONTEXT_OVERFLOW"
 
 
 class NotFound(FoveaError):
-    """There is no such thing."""
+    """The requested object does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "NOT_FOUND"
@@ -95,14 +95,14 @@ class NotFound(FoveaError):
 
 
 class FeatureEvicted(NotFound):
-    """Vision tensors are no longer held; rendering the image again mends it."""
+    """The vision tensors are no longer cached; rendering the image again restores them."""
 
     reason = "FEATURE_EVICTED"
     category: ClassVar[Category] = "server"
 
 
 class AlreadyExists(FoveaError):
-    """A name is taken."""
+    """The name is already in use."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     reason = "ALREADY_EXISTS"
@@ -111,7 +111,7 @@ class AlreadyExists(FoveaError):
 
 
 class FailedPrecondition(FoveaError):
-    """The request is right but not now."""
+    """The request is valid, but not in the current state."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "FAILED_PRECONDITION"
@@ -120,32 +120,32 @@ class FailedPrecondition(FoveaError):
 
 
 class SnapshotNotLoaded(FailedPrecondition):
-    """The sampler does not hold the snapshot; a push mends it."""
+    """The sampler does not hold the snapshot; a weight push loads it."""
 
     reason, http_status = "SNAPSHOT_NOT_LOADED", 503
     category: ClassVar[Category] = "server"
 
 
 class NotFinite(FailedPrecondition):
-    """Log-probabilities are NaN or infinite: the weights are too large for the model's arithmetic."""
+    """Log-probabilities are NaN or infinite because the weights are too large for the model's arithmetic."""
 
     reason = "NOT_FINITE"
 
 
 class SessionEnded(FailedPrecondition):
-    """The session is over."""
+    """The session has ended."""
 
     reason, http_status = "SESSION_ENDED", 410
 
 
 class EndsTrainer(FailedPrecondition):
-    """The trainer ended more than once while it did this command, which is not done again."""
+    """The trainer crashed more than once while it ran this command, so the command is not retried."""
 
     reason = "ENDS_TRAINER"
 
 
 class Expired(FailedPrecondition):
-    """A result was kept long enough and is gone."""
+    """A result exceeded its retention time and was deleted."""
 
     reason, http_status = "EXPIRED", 410
 
@@ -160,27 +160,27 @@ class ResourceExhausted(FoveaError):
 
 
 class DiskFull(ResourceExhausted):
-    """Storage has no room; nothing half-written is left there."""
+    """Storage is full. Nothing incomplete is left there."""
 
     reason, http_status = "DISK_FULL", 507
     category: ClassVar[Category] = "server"
 
 
 class StorageBehind(ResourceExhausted):
-    """Storage works, but more waits to be written than may wait; the same request succeeds a little later."""
+    """Storage works, but its queue of pending writes is full. The same request succeeds a little later."""
 
     reason, http_status = "STORAGE_BEHIND", 503
     category: ClassVar[Category] = "server"
 
 
 class PayloadTooLarge(ResourceExhausted):
-    """A body is above the limit."""
+    """A body exceeds the size limit."""
 
     reason, http_status = "PAYLOAD_TOO_LARGE", 413
 
 
 class Unauthenticated(FoveaError):
-    """No key, or a wrong one."""
+    """The API key is missing or invalid."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
@@ -189,7 +189,7 @@ class Unauthenticated(FoveaError):
 
 
 class PermissionDenied(FoveaError):
-    """It belongs to somebody else."""
+    """The object belongs to another owner."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     reason = "PERMISSION_DENIED"
@@ -198,7 +198,7 @@ class PermissionDenied(FoveaError):
 
 
 class Unimplemented(FoveaError):
-    """A field or a call that Fovea does not have."""
+    """Fovea does not support this field or call."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
     reason = "UNIMPLEMENTED"
@@ -207,7 +207,7 @@ class Unimplemented(FoveaError):
 
 
 class Cancelled(FoveaError):
-    """The caller gave up."""
+    """The caller cancelled the request."""
 
     code = grpc.StatusCode.CANCELLED
     reason = "CANCELLED"
@@ -216,7 +216,7 @@ class Cancelled(FoveaError):
 
 
 class DeadlineExceeded(FoveaError):
-    """It took too long."""
+    """The call took too long."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     reason = "DEADLINE_EXCEEDED"
@@ -225,7 +225,7 @@ class DeadlineExceeded(FoveaError):
 
 
 class RequestTimeout(DeadlineExceeded):
-    """The request's own bytes did not come."""
+    """The request body did not arrive in time."""
 
     reason, http_status = "REQUEST_TIMEOUT", 408
     category: ClassVar[Category] = "user"
@@ -241,7 +241,7 @@ class Unavailable(FoveaError):
 
 
 class BrokenOff(Unavailable):
-    """The connection broke, or the service ended, before it answered: it may have done what was asked or not."""
+    """The connection broke or the service ended before it answered. The request may or may not have run."""
 
     reason = "BROKEN_OFF"
 
@@ -253,14 +253,14 @@ class ModelLost(Unavailable):
 
 
 class Internal(FoveaError):
-    """Our fault."""
+    """A bug in Fovea."""
 
 
 class ServerPaths:
-    """Takes the server's paths out of errors before clients read them; the logs keep the whole text.
+    """Removes the server's paths from errors before clients see them. Logs keep the full text.
 
     Args:
-        roots: Folders and fsspec URLs below which checkpoints lie.
+        roots: Folders and fsspec URLs under which checkpoints are stored.
     """
 
     def __init__(self, roots: Iterable[str]) -> None:
@@ -269,7 +269,7 @@ class ServerPaths:
         self._below = re.compile(rf"(?:file://)?(?:{listed})(?P<rest>/[\w.@+=/-]*)?(?![\w-])") if forms else _PATH
 
     def hide(self, error: FoveaError) -> FoveaError:
-        """Returns the same error with a file's own name, or words, in the place of each path of the server."""
+        """Returns the error with each path of the server replaced by the file's name or by a phrase."""
         message = self._hidden(error.message)
         metadata = {name: self._hidden(value) for name, value in error.metadata.items()}
         if message == error.message and metadata == error.metadata:
@@ -281,7 +281,7 @@ class ServerPaths:
 
 
 _PATH = re.compile(r"(?:(?<!['\"])\bfile://|(?<![\w:/.~'\"-]))(?!\S*\bv1/)(?P<rest>(?:/[\w.@+=-]+){2,})/?")
-"""A path that a message does not quote: what it quotes is the client's own. The API's paths have v1 in them."""
+"""A path without quotes around it. Paths in quotes are the client's own, and paths of the API contain v1."""
 _FILE = re.compile(r"[\w.@+=-]+\.(?:json|safetensors|metadata|distcp|npy|db)")
 
 
@@ -311,7 +311,7 @@ def _rebuild(cls: type[FoveaError], message: str, field: str | None, metadata: d
 
 
 def to_status(error: FoveaError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: its code, its message and exactly one ErrorInfo."""
+    """Converts an error to a google.rpc.Status with its code, its message and exactly one ErrorInfo."""
     metadata = dict(error.metadata)
     if error.field:
         metadata["field"] = error.field
@@ -322,7 +322,7 @@ def to_status(error: FoveaError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> FoveaError:
-    """The error that `to_status` was given. A status without our ErrorInfo maps by its code alone."""
+    """Converts a status back to the error given to `to_status`. Without Fovea's ErrorInfo, only the code is used."""
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
@@ -334,7 +334,7 @@ def from_status(status: status_pb2.Status) -> FoveaError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> FoveaError:
-    """The error behind a failed call, as the server raised it."""
+    """Returns the error of a failed call, as the server raised it."""
     trailing: Any = error.trailing_metadata() or ()  # type: ignore[attr-defined]
     for name, value in trailing:
         if name == STATUS_DETAILS:

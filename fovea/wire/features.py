@@ -1,4 +1,4 @@
-"""Vision tensors in streamed pieces: cut by the renderer, put together and checked by sampler and trainer."""
+"""Streaming of vision tensors: the renderer splits them into chunks; sampler and trainer reassemble and check them."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from fovea.wire.conventions import PIECE_BYTES
 from fovea.wire.errors import Internal
 
 FeatureTensors = dict[str, npt.NDArray]
-"""Tensors of one image by the names that the model's processor gives them, such as `pixel_values`."""
+"""Tensors of one image, keyed by the names that the model's processor uses, such as `pixel_values`."""
 
 
 def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:
-    """Identity of the tensors themselves, in order of name, lower-case hexadecimal."""
+    """Returns the SHA-256 of the tensors in order of their names, in lower-case hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(feature):
         array = feature[name]
@@ -25,12 +25,12 @@ def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:
 
 
 def size_bytes(feature: Mapping[str, npt.NDArray]) -> int:
-    """Size of all tensors."""
+    """Returns the total size of the tensors."""
     return sum(array.nbytes for array in feature.values())
 
 
 def iter_pieces(digest: str, feature: Mapping[str, npt.NDArray]) -> Iterator[renderer_pb2.FetchFeaturesResponse]:
-    """Cuts the tensors of one image into messages of at most 1 MiB of data."""
+    """Splits the tensors of one image into messages with at most 1 MiB of data each."""
     names = sorted(feature)
     for name in names:
         data = feature[name].tobytes()
@@ -46,7 +46,7 @@ def iter_pieces(digest: str, feature: Mapping[str, npt.NDArray]) -> Iterator[ren
 
 
 def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensors | None) -> FeatureTensors:
-    """Returns the tensors. Raises Internal unless they are the ones that the renderer promised in `feature`."""
+    """Returns the tensors if they match the digest in `feature`. Raises Internal if not."""
     if tensors is None:
         raise Internal(f"the renderer at {feature.source} sent no tensors for image {feature.digest}")
     if (found := tensors_sha256(tensors)) != feature.tensors_sha256:
@@ -58,7 +58,7 @@ def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensor
 
 
 class FeatureAssembler:
-    """Puts the pieces of a FetchFeatures stream together."""
+    """Reassembles the chunks of a FetchFeatures stream."""
 
     def __init__(self) -> None:
         self._feature: FeatureTensors = {}
@@ -67,9 +67,11 @@ class FeatureAssembler:
         self._data = bytearray()
 
     def feed(self, piece: renderer_pb2.FetchFeaturesResponse) -> tuple[str, FeatureTensors] | None:
-        """Takes the next piece; returns (digest, tensors) when it completes a feature.
+        """Adds the next chunk. Returns (digest, tensors) when it completes a feature, else None.
 
-        Raises Internal if a stream starts in the middle of a tensor, InvalidInput if a tensor is short.
+        Raises:
+            Internal: The stream starts in the middle of a tensor.
+            InvalidInput: A tensor has too few bytes.
         """
         if piece.HasField("header"):
             self._finish_tensor()

@@ -1,7 +1,7 @@
-"""What a traced loss may do: the allow-list, as the names under which torch.fx records operations.
+"""The operations allowed in a traced loss, under the names that torch.fx records.
 
-Left out on purpose: whatever writes in place, draws random numbers, reads files or devices, calls back into Python, or
-makes a size out of values. fovea_services/trainer/losses/graph_evaluation.py has a callable for each name.
+Operations that write in place, draw random numbers, read files or devices, call back into Python, or derive a size from
+values are excluded on purpose. fovea_services/trainer/losses/graph_evaluation.py maps each name to a callable.
 """
 
 _UNARY = """
@@ -72,13 +72,13 @@ TORCH_FUNCTIONS = frozenset(f"torch.{name}" for name in (*_TENSOR, *_TORCH_ONLY)
 OPERATORS = frozenset(f"operator.{name}" for name in _OPERATOR)
 MATH_FUNCTIONS = frozenset(f"math.{name}" for name in _MATH)
 FUNCTIONS = TORCH_FUNCTIONS | OPERATORS | MATH_FUNCTIONS | {GETATTR}
-"""Targets of `call_function`."""
+"""Allowed targets of `call_function`."""
 
 METHODS = frozenset((*_TENSOR, *_METHOD_ONLY))
-"""Targets of `call_method`, all of them of a tensor."""
+"""Allowed targets of `call_method`; all are methods of a tensor."""
 
 ATTRIBUTES = frozenset({"T", "device", "dtype", "indices", "mT", "ndim", "shape", "values"})
-"""What `getattr` may read."""
+"""Attributes that `getattr` may read."""
 
 CONSTANTS = {
     "dtype": frozenset({"bfloat16", "bool", "float16", "float32", "float64", "int32", "int64"}),
@@ -92,7 +92,7 @@ WORDS = frozenset(
     batchmean constant cpu floor fro higher linear lower mean midpoint nearest none reflect replicate sum tanh trunc
     """.split()
 )
-"""Texts that an argument may be: kinds of reduction, rounding, interpolation, padding."""
+"""Allowed string arguments: kinds of reduction, rounding, interpolation and padding."""
 
 FORBIDDEN_KEYWORDS = frozenset({"generator", "out", "pin_memory"})
 """Keyword arguments that must be absent or null."""

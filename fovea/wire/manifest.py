@@ -1,4 +1,4 @@
-"""How a snapshot's tensors are cut into broadcasts and proven to have arrived. Both ends compute the same."""
+"""Splits a snapshot into broadcasts and computes the digest that proves its arrival, the same way on both ends."""
 
 import hashlib
 import math
@@ -14,17 +14,17 @@ WORD_BYTES = 8
 
 
 def tensor_bytes(spec: weights_pb2.TensorSpec) -> int:
-    """Size of one tensor. Raises KeyError for an unknown dtype."""
+    """Returns the size of a tensor. Raises KeyError for an unknown dtype."""
     return math.prod(spec.shape) * _ITEM_SIZES[spec.dtype]
 
 
 def padded_bytes(spec: weights_pb2.TensorSpec) -> int:
-    """Room of one tensor in a broadcast: whole words of 8 bytes, filled up with zeros."""
+    """Returns the size of a tensor in a broadcast: rounded up to words of 8 bytes, with zeros as padding."""
     return -(-tensor_bytes(spec) // WORD_BYTES) * WORD_BYTES
 
 
 def buckets(specs: Iterable[weights_pb2.TensorSpec], bucket_bytes: int) -> list[list[weights_pb2.TensorSpec]]:
-    """Splits tensors, in order, into broadcasts of at most `bucket_bytes`, a larger tensor by itself."""
+    """Splits tensors, in order, into broadcasts of at most `bucket_bytes`. A larger tensor gets its own broadcast."""
     result: list[list[weights_pb2.TensorSpec]] = []
     used_bytes = 0
     for spec in specs:
@@ -38,24 +38,25 @@ def buckets(specs: Iterable[weights_pb2.TensorSpec], bucket_bytes: int) -> list[
 
 
 def sender_groups(group_id: str, sender_count: int) -> list[str]:
-    """Names of the groups of all senders of a transfer group; 0 senders are one."""
+    """Returns the group name of each sender of a transfer group. 0 senders count as one."""
     return [group_id, *(f"{group_id}/{sender}" for sender in range(1, sender_count))]
 
 
 def layout_of(manifest: weights_pb2.SnapshotManifest) -> bytes:
-    """A key that manifests share if they list the same tensors, in name, type, shape and order."""
+    """Returns a key that is equal for manifests with the same tensors: same names, types, shapes and order."""
     return weights_pb2.SnapshotManifest(tensors=manifest.tensors).SerializeToString(deterministic=True)
 
 
 class SnapshotDigest:
-    """The identity of a run of tensors: SHA-256 over the name, type and shape of each and a fingerprint of all bytes.
+    """Digest of a sequence of tensors: SHA-256 of their names, types and shapes and of a fingerprint of their bytes.
 
-    The fingerprint is a sum of mixed words, modulo 2^64: any device computes it at the speed of its memory, where
-    SHA-256 has one core do everything. It tells weights apart and finds what was lost or mixed up on the way; it is no
-    defence against somebody who makes tensors collide on purpose.
+    The fingerprint is a sum of mixed words modulo 2^64. Any device computes it at the speed of its memory, while
+    SHA-256 over all bytes would run on one core. It distinguishes weights and detects lost or swapped data in transit.
+    It does not protect against collisions made on purpose.
 
     Args:
-        mixed_sum: The sum of `mixed` of int64 [n], what `add` is given, after so many words; numpy's by default.
+        mixed_sum: Function of words, int64 [n], and the number of words before them. Returns the sum of `mixed` over
+            the words. Uses numpy by default.
     """
 
     def __init__(self, mixed_sum: Callable[[Any, int], Any] | None = None) -> None:
@@ -65,10 +66,11 @@ class SnapshotDigest:
         self._sums: list[Any] = []
 
     def add(self, specs: Iterable[weights_pb2.TensorSpec], words: Any) -> None:
-        """Adds tensors. How many per call does not matter, only their order.
+        """Adds tensors. Only their order matters, not how many each call adds.
 
         Args:
-            words: int64 [n], an array or tensor: the bytes of all of them, each padded as `padded_bytes` says.
+            specs: Names, types and shapes of the tensors.
+            words: int64 [n], array or tensor: the bytes of all tensors, each padded to `padded_bytes`.
         """
         for spec in specs:
             self._hash.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0".encode())
@@ -76,7 +78,7 @@ class SnapshotDigest:
         self._sums.append(self._mixed_sum(words, start))
 
     def hexdigest(self) -> str:
-        """The digest of what was added so far, lower-case hexadecimal."""
+        """Returns the digest of all tensors added so far, in lower-case hexadecimal."""
         whole = self._hash.copy()
         whole.update((sum(int(part) for part in self._sums) % 2**64).to_bytes(8, "little"))
         return whole.hexdigest()
@@ -87,9 +89,10 @@ def _mixed_sum(words: Any, start: int) -> Any:
 
 
 def mixed(words: Any, positions: Any) -> Any:
-    """splitmix64's finalizer (Steele, Lea and Flood, 2014) of each word, moved on by its position; all modulo 2^64.
+    """Mixes each word with its position: splitmix64's finalizer (Steele, Lea and Flood, 2014), modulo 2^64.
 
-    Only operators that numpy and torch share; both shift signed integers arithmetically, hence the masks.
+    Uses only operators that numpy and torch share. Both shift signed integers arithmetically, so masks clear the copied
+    sign bits.
     """
     state = words + (positions + 1) * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed integer
     state = (state ^ (state >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9

@@ -1,7 +1,7 @@
-"""What a rendered input must be before a model computes on it: one checker for gateway, sampler and trainer.
+"""Checks rendered inputs before a model computes on them, in the gateway, the sampler and the trainer.
 
-Whatever passes is safe to compute on, once the tensors of its images have passed `FeatureCache.check`: ids lie in the
-vocabulary, placeholders and images belong together. N is the number of tokens.
+An input that passes is safe to compute on, once the tensors of its images have passed `FeatureCache.check`: ids are in
+the vocabulary, and placeholders match images. N is the number of tokens.
 """
 
 import re
@@ -21,14 +21,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class InputLimits:
-    """What one model takes.
+    """Limits of one model.
 
     Attributes:
-        vocabulary_size: Token ids lie below it.
-        max_context_length: The most tokens; None leaves the context to the caller, who knows of new tokens too.
-        needs_positions: Whether an input with images must bring positions, where the model has multimodal RoPE.
-        max_images: The most images of one input.
-        max_image_tokens: The most embeddings of one image.
+        vocabulary_size: Token ids must be below it.
+        max_context_length: Largest number of tokens; None if the caller checks the context, including new tokens.
+        needs_positions: Whether an input with images must contain positions if the model has multimodal RoPE.
+        max_images: Largest number of images per input.
+        max_image_tokens: Largest number of embeddings per image.
     """
 
     vocabulary_size: int
@@ -40,10 +40,10 @@ class InputLimits:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """One image: ids `offset` to `offset + length` replace it, and `feature` names its tensors.
+    """The tokens of one image: ids `offset` to `offset + length` replace it, and `feature` identifies its tensors.
 
     Attributes:
-        is_embedding: bool [length], where an embedding of the tower takes the place of the id's own.
+        is_embedding: bool [length], true where an embedding of the vision tower replaces the id's own embedding.
     """
 
     offset: int
@@ -52,18 +52,18 @@ class ImageSpan:
 
     @property
     def length(self) -> int:
-        """The number of ids that replace the image."""
+        """Number of ids that replace the image."""
         return len(self.is_embedding)
 
     @property
     def embedding_count(self) -> int:
-        """Embeddings of the tower."""
+        """Number of embeddings from the vision tower."""
         return int(np.count_nonzero(self.is_embedding))
 
 
 @dataclass(frozen=True)
 class CheckedInput:
-    """A rendered input without faults.
+    """A rendered input that passed all checks.
 
     Attributes:
         tokens: int32 [N].
@@ -79,9 +79,17 @@ class CheckedInput:
 def check(
     rendered: model_input_pb2.RenderedInput, limits: InputLimits, vision: VisionFamily | None, field: str
 ) -> CheckedInput:
-    """Decodes a rendered input for a model of this family, None for one that takes text only.
+    """Decodes and checks a rendered input.
 
-    Raises InvalidInput, or ContextOverflow, naming the part of `field` that is wrong.
+    Args:
+        rendered: The input.
+        limits: Limits of the model.
+        vision: Vision family of the model; None for a text model.
+        field: Name of the input in error messages.
+
+    Raises:
+        InvalidInput: Names the invalid component of `field`.
+        ContextOverflow: There are too many tokens.
     """
     ids = check_tokens(rendered.tokens, limits.vocabulary_size, limits.max_context_length, f"{field}.tokens")
     spans: tuple[ImageSpan, ...] = ()
@@ -89,17 +97,17 @@ def check(
         spans = _check_spans(rendered.spans, ids, limits, vision, f"{field}.spans")
         _check_no_image_is_lost(ids, spans, vision, f"{field}.tokens")
     elif rendered.spans:
-        raise _wrong(f"{field}.spans", "has images, but the model takes no images")
+        raise _wrong(f"{field}.spans", "has images, but the model does not accept images")
     return CheckedInput(ids, spans, _check_positions(rendered, ids.size, vision, limits, f"{field}.positions"))
 
 
 def check_tokens(
     data: bytes, vocabulary_size: int, max_context_length: int | None, field: str
 ) -> npt.NDArray[np.int32]:
-    """Decodes token ids, int32 [N]. Raises InvalidInput, or ContextOverflow, naming `field`."""
+    """Decodes token ids, int32 [N]. Raises InvalidInput or ContextOverflow, which name `field`."""
     ids = tensors.decode_tokens(data, field)
     if not ids.size:
-        raise _wrong(field, "has no tokens; at least one is needed")
+        raise _wrong(field, "has no tokens; at least one is required")
     if max_context_length is not None and ids.size > max_context_length:
         raise ContextOverflow(
             f"{field} has {ids.size} tokens; the model's context window is {max_context_length}", field=field
@@ -109,7 +117,7 @@ def check_tokens(
 
 
 def check_ids(ids: npt.NDArray, vocabulary_size: int, field: str) -> None:
-    """Raises InvalidInput naming `field` and the place of an id, in an array of any shape, outside the vocabulary."""
+    """Raises InvalidInput, naming `field` and the position, for an id outside the vocabulary. `ids` has any shape."""
     outside = np.argwhere((ids < 0) | (ids >= vocabulary_size))
     if outside.size:
         place = tuple(int(index) for index in outside[0])
@@ -128,7 +136,7 @@ def _check_spans(
     field: str,
 ) -> tuple[ImageSpan, ...]:
     if limits.max_images is not None and len(spans) > limits.max_images:
-        raise _wrong(field, f"has {len(spans)} images; at most {limits.max_images} are taken")
+        raise _wrong(field, f"has {len(spans)} images; at most {limits.max_images} are allowed")
     checked: list[ImageSpan] = []
     end = 0
     for number, span in enumerate(spans):
@@ -141,8 +149,8 @@ def _check_spans(
         if limits.max_image_tokens is not None and found.embedding_count > limits.max_image_tokens:
             raise _wrong(
                 f"{place}.length",
-                f"is {span.length}, {found.embedding_count} of them embeddings; at most {limits.max_image_tokens} are "
-                "taken of one image",
+                f"is {span.length}, {found.embedding_count} of them embeddings; at most {limits.max_image_tokens} "
+                "embeddings per image are allowed",
             )
         if np.any(ids[span.offset : end][is_embedding] != vision.image_token_id):
             raise _wrong(place, f"covers tokens other than the image placeholder {vision.image_token_id}")
@@ -157,7 +165,7 @@ def _check_no_image_is_lost(
     for span in spans:
         outside[span.offset : span.offset + span.length] = -1
     if (lost := vision.find_lost_image(outside)) is not None:
-        raise _wrong(field, f"has the image placeholder {ids[lost]} at position {lost}, but no image there")
+        raise _wrong(field, f"has the image placeholder {ids[lost]} at position {lost}, but no image for it")
 
 
 def _check_feature(feature: model_input_pb2.VisionFeature, field: str) -> None:
@@ -175,19 +183,19 @@ def _check_place(span: model_input_pb2.VisionSpan, start: int, token_count: int,
         raise _wrong(
             f"{field}.offset",
             f"is {span.offset}: the {span.length} tokens of the image must lie in {start} .. {token_count - 1}, after "
-            "those of the image before",
+            "those of the previous image",
         )
 
 
 def _read_mask(feature: model_input_pb2.VisionFeature, field: str) -> npt.NDArray[np.bool_]:
-    """Which of the ids that replace an image are embeddings, bool [token count]."""
+    """Returns which of the ids that replace an image are embeddings, bool [token count]."""
     if not feature.embedding_mask:
         return np.ones(feature.token_count, dtype=np.bool_)
     mask = np.frombuffer(feature.embedding_mask, dtype=np.uint8)
     if len(mask) != feature.token_count:
         raise _wrong(field, f"has {len(mask)} bytes, but token_count is {feature.token_count}")
     if mask.max() != 1:
-        raise _wrong(field, "must hold 0 and 1, and 1 at least once")
+        raise _wrong(field, "must contain only 0 and 1, and at least one 1")
     return mask.astype(np.bool_)
 
 

@@ -1,7 +1,7 @@
-"""Tensors as bytes: little-endian, row-major, checked against their shape before anyone reads them.
+"""Tensors as bytes: little-endian, row-major, and checked against their shape before use.
 
-Sparse ones are compressed rows (CSR): row i is `values[offsets[i]:offsets[i + 1]]`, and where rows have columns,
-`columns[j]` is that of `values[j]`.
+Sparse tensors are compressed rows (CSR): row i is `values[offsets[i]:offsets[i + 1]]`, and for rows with columns,
+`columns[j]` is the column of `values[j]`.
 """
 
 import math
@@ -17,7 +17,7 @@ _DTYPES: dict[int, np.dtype] = {
     tensor_pb2.ELEMENT_TYPE_FLOAT32: np.dtype("<f4"),
     tensor_pb2.ELEMENT_TYPE_INT64: np.dtype("<i8"),
     tensor_pb2.ELEMENT_TYPE_INT32: np.dtype("<i4"),
-    # numpy has no bfloat16: its bits are kept as they are.
+    # numpy has no bfloat16, so its bits are stored as uint16.
     tensor_pb2.ELEMENT_TYPE_BFLOAT16: np.dtype("<u2"),
     tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
 }
@@ -31,7 +31,7 @@ Array = npt.NDArray[np.generic]
 def encode(array: npt.NDArray) -> tensor_pb2.Tensor:
     """Encodes an array of float32, int64, int32, uint8, or uint16 (the bits of bfloat16).
 
-    Raises TypeError for any other dtype: a caller's mistake, never a client's.
+    Raises TypeError for any other dtype, which only a bug in Fovea can cause.
     """
     return tensor_pb2.Tensor(
         element_type=_element_type(array.dtype), shape=array.shape, data=np.ascontiguousarray(array).tobytes()
@@ -39,21 +39,22 @@ def encode(array: npt.NDArray) -> tensor_pb2.Tensor:
 
 
 def header(array: npt.NDArray) -> tensor_pb2.Tensor:
-    """Type and shape of an array, without its data."""
+    """Returns the type and shape of an array as a message without data."""
     return tensor_pb2.Tensor(element_type=_element_type(array.dtype), shape=array.shape)
 
 
 def decode(tensor: tensor_pb2.Tensor, field: str = "tensor") -> npt.NDArray:
-    """Decodes into a read-only view of the message's bytes.
+    """Decodes a tensor as a read-only view of the message's bytes; bfloat16 as uint16 bits.
 
-    bfloat16 comes as uint16 bits. Raises InvalidInput naming `field` if the type is unknown, the shape none that an
-    array can have, or the number of bytes not the one that type and shape ask for.
+    Raises:
+        InvalidInput: The type is unknown, the shape is impossible, or the number of bytes does not match type and
+            shape. Names `field`.
     """
     return from_bytes(tensor.data, tensor, field)
 
 
 def from_bytes(data: bytes | bytearray, header: tensor_pb2.Tensor, field: str = "tensor") -> npt.NDArray:
-    """Views `data` with the type and shape of `header`; errors as in `decode`."""
+    """Returns a view of `data` with the type and shape of `header`. Raises the errors of `decode`."""
     dtype = _DTYPES.get(header.element_type)
     if dtype is None:
         raise InvalidInput(f"{field}.element_type {header.element_type} is not supported", field=field)
@@ -67,21 +68,21 @@ def from_bytes(data: bytes | bytearray, header: tensor_pb2.Tensor, field: str = 
 
 
 def check_shape(shape: Sequence[int], field: str) -> tuple[int, ...]:
-    """Returns a shape that an array can have. Raises InvalidInput naming `field`, also for one without elements."""
+    """Returns the shape as a tuple. Raises InvalidInput, naming `field`, if no array can have it, even an empty one."""
     if len(shape) > _MOST_DIMENSIONS:
         raise InvalidInput(
-            f"{field}.shape has {len(shape)} dimensions; at most {_MOST_DIMENSIONS} are taken", field=field
+            f"{field}.shape has {len(shape)} dimensions; at most {_MOST_DIMENSIONS} are allowed", field=field
         )
     if any(extent < 0 for extent in shape):
-        raise InvalidInput(f"{field}.shape {list(shape)} has a negative extent", field=field)
-    # An array with an extent of 0 has no bytes that would bound the others.
+        raise InvalidInput(f"{field}.shape {list(shape)} has a negative size", field=field)
+    # Check the other dimensions even if one is 0: the byte count cannot bound them in an empty array.
     if math.prod(extent or 1 for extent in shape) > _MOST_ELEMENTS:
-        raise InvalidInput(f"{field}.shape {list(shape)} is larger than any array", field=field)
+        raise InvalidInput(f"{field}.shape {list(shape)} is too large", field=field)
     return tuple(shape)
 
 
 def encode_tokens(ids: Sequence[int] | npt.NDArray) -> bytes:
-    """Token ids as int32 bytes. Raises OverflowError for ids outside int32."""
+    """Encodes token ids as int32 bytes. Raises OverflowError for ids outside int32."""
     array = np.asarray(ids, dtype=np.int64)
     if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
         raise OverflowError("a token id does not fit into int32")
@@ -89,32 +90,34 @@ def encode_tokens(ids: Sequence[int] | npt.NDArray) -> bytes:
 
 
 def decode_tokens(data: bytes, field: str = "tokens") -> npt.NDArray[np.int32]:
-    """Token ids, int32 [N], from their bytes. Raises InvalidInput if the length is no multiple of 4."""
+    """Decodes token ids, int32 [N]. Raises InvalidInput if the length is not a multiple of 4."""
     return _decode_flat(data, np.dtype("<i4"), field)
 
 
 def encode_floats(values: Sequence[float] | npt.NDArray) -> bytes:
-    """Numbers as float32 bytes."""
+    """Encodes numbers as float32 bytes."""
     return np.asarray(values, dtype="<f4").tobytes()
 
 
 def decode_floats(data: bytes, field: str = "values") -> npt.NDArray[np.float32]:
-    """Numbers, float32 [N], from their bytes. Raises InvalidInput if the length is no multiple of 4."""
+    """Decodes numbers, float32 [N]. Raises InvalidInput if the length is not a multiple of 4."""
     return _decode_flat(data, np.dtype("<f4"), field)
 
 
 def check_row_offsets(offsets: npt.NDArray, value_count: int, row_count: int | None, field: str) -> None:
-    """Raises InvalidInput naming `field` unless `offsets` cuts `value_count` values into rows.
+    """Raises InvalidInput, naming `field`, unless `offsets` divides `value_count` values into rows.
 
     Args:
-        offsets: What must be whole numbers [row_count + 1], rising from 0 to `value_count`.
-        row_count: None if any number of rows will do.
+        offsets: Integers [row_count + 1] that rise from 0 to `value_count`.
+        value_count: Number of values.
+        row_count: Number of rows; None for any number.
+        field: Name of the tensor in error messages.
     """
     is_list = offsets.ndim == 1 and offsets.dtype.kind in "iu" and offsets.size > 0
     if not is_list or (row_count is not None and offsets.size != row_count + 1):
         needed = "at least 1" if row_count is None else row_count + 1
         raise InvalidInput(
-            f"{field} is {offsets.dtype.name} {list(offsets.shape)}; it must be a list of {needed} whole numbers, "
+            f"{field} is {offsets.dtype.name} {list(offsets.shape)}; it must be a list of {needed} integers, "
             "one more than there are rows",
             field=field,
         )
@@ -123,18 +126,18 @@ def check_row_offsets(offsets: npt.NDArray, value_count: int, row_count: int | N
 
 
 def check_column_indices(columns: npt.NDArray, value_count: int, column_count: int, field: str) -> None:
-    """Raises InvalidInput naming `field` unless `columns` has, for each value, a whole number below `column_count`."""
+    """Raises InvalidInput, naming `field`, unless `columns` has an integer below `column_count` for each value."""
     if columns.shape != (value_count,):
         raise InvalidInput(f"{field} has shape {list(columns.shape)}, but there are {value_count} values", field=field)
     if not columns.size:
         return
     if columns.dtype.kind not in "iu" or columns.min() < 0 or columns.max() >= column_count:
-        raise InvalidInput(f"{field} must hold whole numbers in 0 .. {column_count - 1}", field=field)
+        raise InvalidInput(f"{field} must contain integers in 0 .. {column_count - 1}", field=field)
 
 
 def _decode_flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
     if len(data) % dtype.itemsize:
-        raise InvalidInput(f"{field} has {len(data)} bytes, which is no multiple of {dtype.itemsize}", field=field)
+        raise InvalidInput(f"{field} has {len(data)} bytes, which is not a multiple of {dtype.itemsize}", field=field)
     return np.frombuffer(data, dtype)
 
 

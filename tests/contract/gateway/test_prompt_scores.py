@@ -171,7 +171,7 @@ async def test_grpc_clients_get_their_table_first_and_then_the_scores(stand: Sta
         assert tensors.decode_floats(events[1].prompt.target_logprobs).tolist() == [SCORE(4), SCORE(5), SCORE(6)]
         assert list(events[1].prompt.alt_tokens.token_ids.shape) == [2, 1]
         table.column_indices.CopyFrom(tensors.encode(_int32([2, 0, 1])))
-        with pytest.raises(Exception, match="column_indices must hold whole numbers"):
+        with pytest.raises(Exception, match="column_indices must contain integers"):
             [event async for event in client.sample(request)]
 
 

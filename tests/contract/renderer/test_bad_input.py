@@ -26,7 +26,7 @@ BAD: list[tuple[str, Chunks, type[FoveaError], str]] = [
     ("only empty text", [text(), text()], InvalidInput, "no tokens"),
     ("empty chunk", [text(1), model_input_pb2.Chunk()], InvalidInput, r"chunks\[1\]: the chunk is empty"),
     ("half a token", [model_input_pb2.Chunk(tokens=model_input_pb2.TokenChunk(tokens=b"12345"))], InvalidInput,
-     r"chunks\[0\].tokens has 5 bytes, which is no multiple of 4"),
+     r"chunks\[0\].tokens has 5 bytes, which is not a multiple of 4"),
     ("vocabulary", [text(1), text(2, 1280)], InvalidInput,
      r"chunks\[1\]: token 1 is 1280, outside the vocabulary; ids lie in 0..1279"),
     ("negative id", [text(-1)], InvalidInput, r"chunks\[0\]: token 0 is -1, outside the vocabulary"),

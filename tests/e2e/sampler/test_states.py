@@ -100,7 +100,7 @@ async def test_images_are_refused(text_sampler: SamplerProcess) -> None:
     prompt = rendered([[1, 2, 3]])
     prompt.spans.add(offset=0, length=1)
     async with SamplerClient(text_sampler.address) as client:
-        with pytest.raises(InvalidInput, match="takes no images"):
+        with pytest.raises(InvalidInput, match="does not accept images"):
             await ask(client, request_for(prompt, max_tokens=2))
 
 

@@ -73,7 +73,7 @@ TEXT_CASES: list[tuple[Change, str, str]] = [
     (_tokens([-3] * 17), "input.tokens", "id -3"),
     (_tokens([1] * 9000), "input.tokens", "9000 tokens; the model's context window is 8192"),
     (_no_tokens, "input.tokens", "has no tokens"),
-    (lambda datum: setattr(datum.input, "tokens", b"abc"), "input.tokens", "no multiple of 4"),
+    (lambda datum: setattr(datum.input, "tokens", b"abc"), "input.tokens", "not a multiple of 4"),
     (lambda datum: setattr(datum.loss_inputs["weights"], "data", b"abc"), "loss_inputs.weights", "3 bytes"),
 ]
 
@@ -144,7 +144,7 @@ async def test_image_without_source(qwen3_vl: Bench, model: str) -> None:
 
 async def test_image_for_a_text_model(qwen3: Bench, qwen3_vl: Bench) -> None:
     model_id = await qwen3.adapter()
-    with pytest.raises(InvalidInput, match="takes no images"):
+    with pytest.raises(InvalidInput, match="does not accept images"):
         await qwen3.client.forward_backward(header(model_id, 1), datums_of(qwen3_vl.images, "image")[:1])
     await _still_good(qwen3, model_id)
 

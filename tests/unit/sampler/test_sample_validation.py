@@ -100,7 +100,7 @@ def test_an_image_above_the_engines_budget() -> None:
     feature = request().prompt.spans[0].feature
     feature.token_count = 16
     span.feature.CopyFrom(feature)
-    with pytest.raises(InvalidInput, match="at most 8 are taken of one image"):
+    with pytest.raises(InvalidInput, match="at most 8 embeddings per image are allowed"):
         read_request(wanted, LIMITS, VISION)
 
 
@@ -214,5 +214,5 @@ def test_experts_are_told_where_there_are_any_and_they_fit() -> None:
 
 
 def test_a_text_model_takes_no_images() -> None:
-    with pytest.raises(InvalidInput, match="takes no images"):
+    with pytest.raises(InvalidInput, match="does not accept images"):
         read_request(request(), LIMITS, None)

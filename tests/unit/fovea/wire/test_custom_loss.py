@@ -51,9 +51,9 @@ REFUSED: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
     "random": (_call("torch.rand_like", X), "calls torch.rand_like"),
     "attribute": (_call("getattr", X, "grad_fn"), "grad_fn"),
     "dunder attribute": (_call("getattr", X, "__class__"), "__class__"),
-    "attribute by default": (_call("getattr", X, "shape", "T"), "attributes on the server"),
-    "computed attribute": (_call("getattr", X, X), "attributes on the server"),
-    "attribute list": (_call("getattr", X, ["shape"]), "attributes on the server"),
+    "attribute by default": (_call("getattr", X, "shape", "T"), "allowed attributes are"),
+    "computed attribute": (_call("getattr", X, X), "allowed attributes are"),
+    "attribute list": (_call("getattr", X, ["shape"]), "allowed attributes are"),
     "constant list": (_call("torch.zeros_like", X, dtype={"dtype": ["float32"]}), "not allowed on the server"),
     "unprintable": (graph(node("call_method", "a\n\ud800", "item", X)), r"\(a\\n\\ud800\) calls the method item"),
     "get_attr": (graph(node("get_attr", "bad", "weights")), "op 'get_attr'"),
@@ -67,25 +67,25 @@ REFUSED: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
     "unknown kind": (_call("torch.exp", {"object": "x"}), "object"),
     "two kinds": (_call("torch.exp", {"ref": "logprobs", "tuple": []}), "2 keys"),
     "bad float": (_call("torch.exp", {"float": "1e400"}), "1e400"),
-    "large number": (_call("torch.exp", 2**63), "64 bits"),
-    "forward reference": (_call("torch.exp", ref("later")), "'later', which is no node before it"),
-    "itself": (_call("torch.exp", ref("bad")), "'bad', which is no node before it"),
+    "large number": (_call("torch.exp", 2**63), "int64 range"),
+    "forward reference": (_call("torch.exp", ref("later")), "'later', which is not an earlier node"),
+    "itself": (_call("torch.exp", ref("bad")), "'bad', which is not an earlier node"),
     "deep": (_call("torch.exp", [[[[[[[[1]]]]]]]]), "nested deeper"),
-    "same name": (graph(node("call_method", "logprobs", "sum", X)), "named 'logprobs' like a node before"),
+    "same name": (graph(node("call_method", "logprobs", "sum", X)), "the same name as an earlier node, 'logprobs'"),
     "late placeholder": (graph(node("placeholder", "x", "x")), "is a placeholder"),
     "no placeholder": (message("m", {"logprobs": 1}, json.dumps(
         {"format": 1, "nodes": [node("call_function", "a", "torch.exp", 1), output("a")]}).encode()), "placeholders"),
     "other placeholder": (message("m", {"logprobs": 1}, json.dumps(
-        {"format": 1, "nodes": [node("placeholder", "a", "x"), output("a")]}).encode()), "takes 'x'"),
+        {"format": 1, "nodes": [node("placeholder", "a", "x"), output("a")]}).encode()), "it is 'x'"),
     "two outputs": (graph(output("logprobs"), output("logprobs")), "op 'output'"),
     "no output": (graph(node("call_method", "a", "sum", X), node("output", "o", "output")), "a loss and metrics"),
-    "number as loss": (graph(node("output", "o", "output", {"tuple": [1.0, {"dict": {}}]})), "value of a node"),
+    "number as loss": (graph(node("output", "o", "output", {"tuple": [1.0, {"dict": {}}]})), "to a node as loss"),
     "metric name": (graph(node("output", "o", "output", {"tuple": [X, {"dict": {"loss:sum": X}}]})), "'loss:sum'"),
     "metric value": (graph(node("output", "o", "output", {"tuple": [X, {"dict": {"custom/a:sum": 1}}]})), "custom/a"),
     "extra key": (graph(node("call_method", "a", "sum", X) | {"code": "x"}), "keys args, kwargs"),
     "no target": (graph({"op": "call_method", "name": "a"}), "op, name and target"),
-    "args": (graph({"op": "call_method", "name": "a", "target": "sum", "args": "abc"}), "no list"),
-    "kwargs": (graph({"op": "call_method", "name": "a", "target": "sum", "kwargs": [1]}), "no object"),
+    "args": (graph({"op": "call_method", "name": "a", "target": "sum", "args": "abc"}), "not a list"),
+    "kwargs": (graph({"op": "call_method", "name": "a", "target": "sum", "kwargs": [1]}), "not an object"),
     "format": (graph(node("call_method", "a", "sum", X), format=2), "format 1"),
     "not json": (message("m", {"logprobs": 1}, b"{"), "is not JSON"),
     "nan": (message("m", {"logprobs": 1}, b'{"format": 1, "nodes": [NaN]}'), "NaN"),
@@ -96,8 +96,8 @@ REFUSED: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
     "no inputs": (message("m", {}, b"{}"), "0 entries"),
     "many inputs": (square_loss(logprobs=1, **{f"i{i}": 1 for i in range(16)}), "17 entries"),
     "no logprobs": (square_loss(x=1), "the first must be logprobs"),
-    "rank of logprobs": (square_loss(logprobs=0), "rank 0; 1 to 2"),
-    "rank": (square_loss(logprobs=1, x=3), r"inputs\[1\] \(x\) has rank 3; 0 to 2"),
+    "rank of logprobs": (square_loss(logprobs=0), "rank 0; it must be 1 to 2"),
+    "rank": (square_loss(logprobs=1, x=3), r"inputs\[1\] \(x\) has rank 3; it must be 0 to 2"),
     "input name": (square_loss(logprobs=1, X=1), "is named 'X'"),
 }  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_what_is_not_allowed_is_named(case: str) -> None:
 def test_duplicate_inputs_are_refused() -> None:
     sent = square_loss()
     sent.inputs.append(sent.inputs[0])
-    with pytest.raises(InvalidInput, match="each name must come once"):
+    with pytest.raises(InvalidInput, match="names must be unique"):
         parse(sent)
 
 

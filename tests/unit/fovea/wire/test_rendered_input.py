@@ -86,8 +86,8 @@ def test_ids_around_embeddings_may_be_any() -> None:
         (lambda r: setattr(r.spans[0].feature, "token_count", -4), "spans[0].feature.token_count is -4"),
         (lambda r: setattr(r.spans[0], "length", 3), "spans[0].length is 3, but feature.token_count is 4"),
         (mask(b"\1\0\1"), "spans[0].feature.embedding_mask has 3 bytes, but token_count is 4"),
-        (mask(b"\1\0\2\1"), "spans[0].feature.embedding_mask must hold 0 and 1, and 1 at least once"),
-        (mask(bytes(4)), "spans[0].feature.embedding_mask must hold 0 and 1, and 1 at least once"),
+        (mask(b"\1\0\2\1"), "spans[0].feature.embedding_mask must contain only 0 and 1, and at least one 1"),
+        (mask(bytes(4)), "spans[0].feature.embedding_mask must contain only 0 and 1, and at least one 1"),
         (lambda r: setattr(r.spans[0], "offset", -1), "spans[0].offset is -1"),
         (lambda r: setattr(r.spans[0], "offset", 4), "spans[0].offset is 4"),
         (lambda r: setattr(r.spans[0], "offset", 1), "spans[0] covers tokens other than the image placeholder 90"),
@@ -117,7 +117,7 @@ def test_the_context() -> None:
 def test_an_image_above_the_budget() -> None:
     given = rendered()
     with pytest.raises(
-        InvalidInput, match=r"spans\[0\].length is 4, 4 of them embeddings; at most 3 are taken of one image"
+        InvalidInput, match=r"spans\[0\].length is 4, 4 of them embeddings; at most 3 embeddings per image are allowed"
     ):
         checked(given, replace(LIMITS, max_image_tokens=3))
 
@@ -136,7 +136,7 @@ def test_whether_positions_are_needed() -> None:
 
 
 def test_a_text_model_takes_no_images() -> None:
-    with pytest.raises(InvalidInput, match=r"^prompt.spans has images, but the model takes no images$"):
+    with pytest.raises(InvalidInput, match=r"^prompt.spans has images, but the model does not accept images$"):
         check(rendered(), LIMITS, None, "prompt")
 
 

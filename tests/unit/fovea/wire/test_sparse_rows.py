@@ -37,7 +37,7 @@ def test_falling_offsets_without_a_sign() -> None:
 
 @pytest.mark.parametrize("offsets", [np.array([0.0, 1.0]), np.array([[0, 1]]), np.array(0), np.array([0, 2**70])])
 def test_offsets_are_a_list_of_whole_numbers(offsets: np.ndarray) -> None:
-    with pytest.raises(InvalidInput, match="it must be a list of 2 whole numbers"):
+    with pytest.raises(InvalidInput, match="it must be a list of 2 integers"):
         tensors.check_row_offsets(offsets, 1, 1, "rows")
 
 

@@ -31,8 +31,8 @@ def test_a_tensor_comes_back_bit_for_bit(array: np.ndarray) -> None:
             tensor_pb2.Tensor(element_type=1, shape=[2], data=b"0000"),
             "has 4 bytes, but shape \\[2\\] of float32 needs 8",
         ),
-        (tensor_pb2.Tensor(element_type=1, shape=[-1], data=b""), "negative extent"),
-        (tensor_pb2.Tensor(element_type=1, shape=[0, 2**62], data=b""), "larger than any array"),
+        (tensor_pb2.Tensor(element_type=1, shape=[-1], data=b""), "negative size"),
+        (tensor_pb2.Tensor(element_type=1, shape=[0, 2**62], data=b""), "is too large"),
         (tensor_pb2.Tensor(element_type=1, shape=[0] * 70, data=b""), "70 dimensions"),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_malformed_tensor_is_refused_by_name(tensor: tensor_pb2.Tensor, messag
 
 
 def test_tokens_of_odd_length_are_refused() -> None:
-    with pytest.raises(errors.InvalidInput, match="no multiple of 4"):
+    with pytest.raises(errors.InvalidInput, match="not a multiple of 4"):
         tensors.decode_tokens(b"12345")
     assert tensors.decode_tokens(tensors.encode_tokens([1, -1, 2**31 - 1])).tolist() == [1, -1, 2**31 - 1]
     with pytest.raises(OverflowError):

@@ -178,7 +178,7 @@ def test_image_without_positions_is_refused() -> None:
 
 def test_text_model_takes_neither_images_nor_positions() -> None:
     datum = _with_image(9)
-    with pytest.raises(InvalidInput, match="takes no images"):
+    with pytest.raises(InvalidInput, match="does not accept images"):
         decode_datum(datum, 0, CROSS_ENTROPY, TEXT_ONLY)
     del datum.input.spans[:]
     with pytest.raises(InvalidInput, match="no multimodal RoPE"):
