@@ -87,7 +87,7 @@ class GeometryEnvironment:
         else:
             feedback = "too low" if difference < 0 else "too high"
         # What Qwen's templates make of the role `tool`; the tiny model's has no such role.
-        message = Message("user", (f"<tool_response>\n{feedback}\n</tool_response>",))
+        message = Message("user", (f"<tool_response>\n{feedback}\n</tool_response>",), has_markup=True)
         return Step([message], 0.0, self._tries == TRIES, {"right": 0.0, "at_once": 0.0})
 
     async def close(self) -> None:

@@ -85,7 +85,7 @@ class ZoomEnvironment:
             return Step((), reward, True, self._metrics(self._turns - 1) | found)
         place = answer.tool_calls[-1].arguments.get("place") if answer.tool_calls else None
         shown: str | Picture = self._puzzle.draw(place) if place in PLACES else answer.malformed or EMPTY
-        message = Message("user", ("<tool_response>\n", shown, "\n</tool_response>"))
+        message = Message("user", ("<tool_response>\n", shown, "\n</tool_response>"), has_markup=True)
         self._is_found |= place == self._puzzle.place
         return Step([message], 0.0, self._turns == MAX_TURNS, self._metrics(self._turns))
 

@@ -113,7 +113,7 @@ class RowReader:
         if role == "assistant":
             parts = (_answer_text(parts, message.get("reasoning_content"), where),)
         names = {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
-        return Message(role, parts, **names)
+        return Message(role, parts, names.get("name", ""), names.get("tool_call_id", ""))
 
     def _parts(self, content: Any, where: str, pictures: PictureColumn) -> Iterator[Part]:
         if isinstance(content, str):

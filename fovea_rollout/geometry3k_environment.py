@@ -11,6 +11,7 @@ A row is a record with `env_class` "geometry3k" and the answer:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fovea.wire.errors import InvalidInput
@@ -90,7 +91,8 @@ class Geometry3kEnvironment:
         if self._turns == self._max_turns - 1:
             feedback = f"{feedback} {_LAST}"
         # What Qwen's templates make of the role `tool`, which others lack.
-        return Step([Message("user", (f"<tool_response>\n{feedback}\n</tool_response>",))], 0.0, False, metrics)
+        heard = Message("user", (f"<tool_response>\n{feedback}\n</tool_response>",), has_markup=True)
+        return Step([heard], 0.0, False, metrics)
 
     def close(self) -> None:
         """Holds nothing."""
@@ -128,4 +130,4 @@ def _called(calls: Sequence[ToolCall]) -> str | None:
 
 
 def _with(message: Message, text: str) -> Message:
-    return Message(message.role, (*message.parts, text), message.name, message.tool_call_id)
+    return replace(message, parts=(*message.parts, text), has_markup=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fovea.wire.conventions import is_markup, replace_markup
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN
 from fovea_rollout.messages import Role
@@ -39,6 +40,7 @@ class MessageEntry(NamedTuple):
     parts: tuple[str | None, ...]
     name: str = ""
     tool_call_id: str = ""
+    has_markup: bool = False
 
     @property
     def names(self) -> dict[str, str]:
@@ -75,6 +77,7 @@ class MarkedTemplate:
         self._controls = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
         self._kept_roles: set[Role] = {"user"}
         self._typed: re.Pattern[str] | None = None
+        self._markup: frozenset[str] = frozenset()
         self._takes_texts = self._keeps_texts()
         self.placeholder = placeholder
         self.opening = ""
@@ -84,19 +87,38 @@ class MarkedTemplate:
         answered = self._apply([_QUESTION, TurnEntry(is_thinking=False, is_ended=False)], is_prompt=False)
         self.end, self.end_id = self._first_control(answered.partition(mark("answer", 1))[2])
         self.placeholder = placeholder or self._find_placeholder()
+        # Around turns alone: where it tells of tools, a template writes the <tool_call> that an answer may have.
+        self._arguments["tools"], told_tools = None, self._arguments["tools"]
+        around = self._apply([_QUESTION, TurnEntry(is_thinking=False, is_ended=False)])
         said = ("question", mark("answer", 1), THINK_OPEN, THINK_CLOSE)
-        written = [one for one in self._added_tokens(answered + prompt) if not any(one in text for text in said)]
+        written = [one for one in self._added_tokens(around) if not any(one in text for text in said)]
         self._typed = _any_of({*self._special_tokens(), *written, self.placeholder})
+        self._markup = frozenset(filter(is_markup, tokenizer.get_added_vocab()))
+        self._arguments["tools"] = self._guarded(told_tools)
 
-    def guard(self, text: str) -> str:
+    def guard(self, text: str, keeps_markup: bool = False) -> str:
         """Returns a text with a mark inside each control token, `TEXT_MARK`, which keeps the token from being read.
 
-        These are the tokenizer's special tokens, those that the template writes around turns, and the placeholder.
+        These are the tokenizer's special tokens, those that the template writes around turns, the placeholder, and all
+        other markup among the added tokens, such as `<think>`, `<tool_call>` and `<|fim_prefix|>`.
+
+        Args:
+            keeps_markup: Whether that other markup is left as it is, as in an answer of the model with tool calls.
         """
         guarded = text
-        while self._typed is not None and (again := self._typed.sub(_broken, guarded)) != guarded:
+        while (
+            self._typed is not None and (again := self._typed.sub(lambda found: _broken(found[0]), guarded)) != guarded
+        ):
             guarded = again
-        return guarded
+        return guarded if keeps_markup else replace_markup(guarded, self._markup, _broken)
+
+    def _guarded(self, value: Any) -> Any:
+        """A value of JSON with each of its texts guarded."""
+        if isinstance(value, str):
+            return self.guard(value)
+        if isinstance(value, Mapping):
+            return {self._guarded(name): self._guarded(each) for name, each in value.items()}
+        return [self._guarded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def render(self, entries: Sequence[Entry]) -> str:
         """The prompt, generation prompt included, with marks and placeholders in it.
@@ -138,7 +160,8 @@ class MarkedTemplate:
             thinking = f"{THINK_OPEN}\n{mark('thinking', index)}\n{THINK_CLOSE}\n\n"
             parts: tuple[str | None, ...] = ((thinking if entry.is_thinking else self.opening) + answer,)
         else:
-            parts = tuple(part if part is None else self.guard(part) for part in entry.parts)
+            keeps_markup = entry.has_markup or entry.role == "assistant"
+            parts = tuple(part if part is None else self.guard(part, keeps_markup) for part in entry.parts)
         if self._takes_texts and None not in parts:
             return "".join(part for part in parts if part is not None)
         return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
@@ -253,8 +276,8 @@ def _any_of(texts: set[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def _broken(found: re.Match[str]) -> str:
-    return f"{found[0][0]}{TEXT_MARK}{found[0][1:]}"
+def _broken(token: str) -> str:
+    return f"{token[0]}{TEXT_MARK}{token[1:]}"
 
 
 def without_opening(text: str) -> str:

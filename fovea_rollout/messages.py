@@ -106,12 +106,16 @@ class Message:
         parts: Texts and pictures in order.
         name: Who speaks, or which tool answers, for templates that write it; empty for none.
         tool_call_id: Which call a tool answers, for templates that write it; empty for none.
+        has_markup: Whether `<tool_response>`, `<think>` and other markup in its texts are the model's tokens, for what
+            an environment writes itself. False for what others typed: their markup stays text. Special tokens such as
+            `<|im_end|>` stay text either way.
     """
 
     role: Role
     parts: tuple[Part, ...]
     name: str = ""
     tool_call_id: str = ""
+    has_markup: bool = False
 
     @property
     def text(self) -> str:

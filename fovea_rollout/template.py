@@ -200,11 +200,13 @@ class ChatTemplate:
         return pieces
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of a text, in which control tokens are ordinary characters.
+        """Returns the ids of a text of the model's own, in which control tokens are ordinary characters.
 
-        Raises InvalidInput if it has one that this tokenizer cannot write so.
+        Thinking and tool calls are those of the model: `<think>` and `<tool_call>` are tokens.
+
+        Raises InvalidInput if it has a control token that this tokenizer cannot write as text.
         """
-        return self._encode(self._template.guard(text)).ids
+        return self._encode(self._template.guard(text, keeps_markup=True)).ids
 
     def _encode_run(self, text: str) -> Tokens:
         if TEXT_MARK not in text:
@@ -226,7 +228,8 @@ class ChatTemplate:
 
 def _read_message(message: Message) -> _Known:
     parts = tuple(None if isinstance(part, Picture) else part for part in message.parts)
-    return _Known(MessageEntry(message.role, parts, message.name, message.tool_call_id), pictures=message.pictures)
+    entry = MessageEntry(message.role, parts, message.name, message.tool_call_id, message.has_markup)
+    return _Known(entry, pictures=message.pictures)
 
 
 def _tokens(ids: tuple[int, ...]) -> tuple[Tokens, ...]:

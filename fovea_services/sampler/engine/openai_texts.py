@@ -6,6 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -13,6 +14,7 @@ from vllm.inputs import tokens_input
 from vllm.renderers import ChatParams
 
 from fovea.vision.vision_family import image_margin
+from fovea.wire.conventions import is_markup, replace_markup
 from fovea.wire.errors import InvalidInput
 
 PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}
@@ -37,6 +39,7 @@ class TextRenderer:
         self._inner = inner
         self._image_id: int | None = None
         self._typed: re.Pattern[str] | None = None
+        self._markup: frozenset[str] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -44,7 +47,10 @@ class TextRenderer:
     async def render_chat_async(
         self, conversations: Sequence[Any], chat_params: ChatParams, tok_params: Any = None, **ignored: Any
     ) -> tuple[list[Any], list[Any]]:
-        """See vLLM's; the engine's inputs are text alone."""
+        """See vLLM's; the engine's inputs are text alone, and texts of tools are guarded as those of messages."""
+        if self._typed is not None:
+            given = await asyncio.to_thread(self._guarded_arguments, self._typed, chat_params.chat_template_kwargs)
+            chat_params = replace(chat_params, chat_template_kwargs=given)
         rendered = [await self._inner.render_messages_async(messages, chat_params) for messages in conversations]
         prompts = [
             await self._encode(_as_text(prompt), tok_params or self._inner.default_chat_tok_params)
@@ -76,26 +82,54 @@ class TextRenderer:
     async def guard(self, messages: Any) -> Any:
         """The messages with a mark inside each control token that stands in a text, so that it stays text.
 
-        These are the tokenizer's special tokens, those that the template writes around turns, and those of an image.
+        These are the tokenizer's special tokens, those that the template writes around turns, and those of an image. In
+        messages that are not the assistant's they are also all other markup among the added tokens, such as `<think>`
+        and `<tool_call>`: an assistant's message is what the model said.
+
         Raises InvalidInput naming the text, if the tokenizer cannot write such a token as text.
         """
         if self._typed is None:
+            added = getattr(self._inner.get_tokenizer(), "added_tokens_decoder", {})
+            self._markup = frozenset(token for token in map(str, added.values()) if is_markup(token))
             self._typed = _any_of(await self._controls())
+        return await asyncio.to_thread(self._guarded_messages, self._typed, messages)
+
+    def _guarded_messages(self, typed: re.Pattern[str], messages: Any) -> Any:
+        if not isinstance(messages, list):
+            return messages
         try:
-            return await asyncio.to_thread(self._guarded, self._typed, messages, "messages")
+            return [
+                self._guarded(typed, one, f"messages.{place}", isinstance(one, dict) and one.get("role") == "assistant")
+                for place, one in enumerate(messages)
+            ]
         except RecursionError:
             raise InvalidInput("messages nest too deeply", field="messages") from None
 
-    def _guarded(self, typed: re.Pattern[str], value: Any, field: str) -> Any:
+    def _guarded_arguments(self, typed: re.Pattern[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the chat template: the tools, and what a request gives by itself."""
+        try:
+            return {
+                name: self._guarded(typed, value, name if name == "tools" else f"chat_template_kwargs.{name}", False)
+                for name, value in arguments.items()
+            }
+        except RecursionError:
+            raise InvalidInput("tools or chat_template_kwargs nest too deeply", field="tools") from None
+
+    def _guarded(self, typed: re.Pattern[str], value: Any, field: str, keeps_markup: bool) -> Any:
         if isinstance(value, dict):
-            return {name: self._guarded(typed, each, f"{field}.{name}") for name, each in value.items()}
+            return {
+                self._guarded(typed, name, field, keeps_markup): self._guarded(
+                    typed, each, f"{field}.{name}", keeps_markup
+                )
+                for name, each in value.items()
+            }
         if isinstance(value, list):
-            return [self._guarded(typed, each, f"{field}.{place}") for place, each in enumerate(value)]
+            return [self._guarded(typed, each, f"{field}.{place}", keeps_markup) for place, each in enumerate(value)]
         if not isinstance(value, str):
             return value
         while (again := typed.sub(lambda found: self._broken(found[0], field), value)) != value:
             value = again
-        return value
+        return value if keeps_markup else replace_markup(value, self._markup, lambda token: self._broken(token, field))
 
     async def _controls(self) -> set[str]:
         """The texts of control tokens. Mistral's own tokenizer, which has no such table, reads none in a text."""
