@@ -1,18 +1,26 @@
 """`fovea evaluate` against a Fovea: a base model, a checkpoint, a model that is not served."""
 
+import base64
 import json
 import os
 import pathlib
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
+import openai
 import tinker
 import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
 from fovea_data.evaluate import main
+from fovea_demo.digits import QUESTION
+from fovea_rollout.messages import Picture
+from tests.e2e.fovea_data.conftest import Trained
 from tests.e2e.fovea_data.test_fine_tuning import digits
+from tests.e2e.prompts import picture
 from tests.e2e.stack import API_KEY, Stack
 
 APP = typer.Typer()
@@ -50,3 +58,25 @@ def test_a_model_that_is_not_served_is_an_error_in_a_line(stack: Stack, tmp_path
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "nobody/nothing" in done.stderr
+
+
+def test_the_openai_route_asks_about_pictures_of_the_trained_size(stack: Stack, trained: Trained) -> None:
+    """At 1600x1200 a picture has 1,900 tokens; at the 512 pixels of training it has 192."""
+    with (
+        openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key=API_KEY, max_retries=0) as client,
+        stack.service_client() as service,
+    ):
+        model = replace(
+            trained.model, sampling=service.create_sampling_client(model_path=trained.model.weights).result()
+        )
+        for seed in range(3):
+            large = picture(1600, 1200, seed, "jpeg")
+            url = {"url": f"data:image/jpeg;base64,{base64.b64encode(large).decode()}"}
+            parts: list[Any] = [{"type": "image_url", "image_url": url}, {"type": "text", "text": QUESTION}]
+            answer = client.chat.completions.create(
+                model=trained.model.weights, messages=[{"role": "user", "content": parts}], temperature=0.0,
+                max_completion_tokens=8,
+            )  # fmt: skip
+            assert answer.choices[0].message.content == model.ask(Picture.of_bytes(large), QUESTION, max_tokens=8)
+            assert answer.usage is not None
+            assert 192 < answer.usage.prompt_tokens < 260
