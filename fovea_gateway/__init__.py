@@ -1,5 +1,5 @@
 """The only public face of Fovea: Tinker's REST API and a gRPC API over the same use cases.
 
-Holds sessions, futures, request order, identity, routing and the checkpoint registry. Never loads torch, vllm or
-transformers: tensors stay bytes until the service that computes on them.
+The gateway manages sessions, futures, the order of requests, authentication, routing and the checkpoint registry. It
+never loads torch, vllm or transformers: tensors stay bytes until the service that computes on them.
 """

@@ -15,7 +15,7 @@ async def _run(settings: GatewaySettings) -> None:
 
 def main() -> None:
     """Runs the gateway until SIGTERM or SIGINT."""
-    # Every unfinished future of every client is an open connection.
+    # Every unfinished future of every client is an open connection, so raise the soft limit on open files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = GatewaySettings.from_command_line("python -m fovea_gateway")

@@ -1,5 +1,6 @@
-"""Routes of administration, Fovea's own: of everybody's keys and limits for callers with the scope admin; of usage, the
-caller's own for everybody.
+"""Fovea's own routes for administration.
+
+Keys and limits of all owners need the scope admin. Usage needs it only for other owners' usage.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class ExpireKey(Body):
 
 
 class PutOwner(Body):
-    """PUT owners/{owner}: what is left out is set to the default."""
+    """PUT owners/{owner}: a field that is left out is set to its default."""
 
     weight: float = 1.0
     max_models: int = 0
@@ -47,7 +48,7 @@ class PutOwner(Body):
 
 
 class AdminRoutes:
-    """Handlers of administration."""
+    """Handlers of the administration routes."""
 
     def __init__(self, keys: KeyRing, owners: Owners, database: Database) -> None:
         self._keys, self._owners, self._database = keys, owners, database
@@ -64,37 +65,39 @@ class AdminRoutes:
         ]
 
     async def create_key(self, request: Request, owner: str) -> Response:
-        """Makes a key; its text is told this once."""
+        """Creates a key. The response is the only one that contains its text."""
         body = await parse_json(request, CreateKey, await read(request))
         text, key = await self._keys.create(body.owner, body.name, parse_scope(body.scope), body.expires_at)
         return Json({"text": text, "key": key.shown})
 
     async def list_keys(self, request: Request, owner: str) -> Response:
-        """All keys, valid or not."""
+        """Lists all keys, valid or not."""
         return Json({"keys": [key.shown for key in self._keys.listed()]})
 
     async def revoke_key(self, request: Request, owner: str) -> Response:
-        """Ends a key for good."""
+        """Revokes a key permanently."""
         return Json({"key": (await self._keys.revoke(request.path_params["key_id"])).shown})
 
     async def expire_key(self, request: Request, owner: str) -> Response:
-        """Sets or removes the time at which a key ends."""
+        """Sets or removes the time at which a key expires."""
         body = await parse_json(request, ExpireKey, await read(request))
         return Json({"key": (await self._keys.expire(request.path_params["key_id"], body.expires_at)).shown})
 
     async def list_owners(self, request: Request, owner: str) -> Response:
-        """The records of all owners that have one."""
+        """Lists the records of all owners that have one."""
         return Json({"owners": [dataclasses.asdict(each) for each in self._owners.listed()]})
 
     async def put_owner(self, request: Request, owner: str) -> Response:
-        """Writes an owner's record, which holds at once."""
+        """Writes an owner's record, which takes effect at once."""
         body = await parse_json(request, PutOwner, await read(request))
         record = Owner(request.path_params["owner"], **body.model_dump())
         await self._owners.put(record)
         return Json({"owner": dataclasses.asdict(record)})
 
     async def usage(self, request: Request, owner: str) -> Response:
-        """Usage by key and day: the caller's, or with the scope admin another owner's, or everybody's (`owner=*`)."""
+        """Returns usage by key and day: the caller's, or with the scope admin that of another owner or of all
+        (`owner=*`).
+        """
         check_query(request, "days", "owner")
         asked = request.query_params.get("owner", "")
         return Json(await usage_for(self._database, asked, count_of(request, "days", 30)))

@@ -1,4 +1,4 @@
-"""The ASGI application of Tinker's REST API, and its routes that belong to no feature."""
+"""The ASGI application of Tinker's REST API, and the routes that belong to no feature."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -43,29 +43,31 @@ from fovea_gateway.training.training_runs import TrainingRunRoutes
 
 _FLAGS = {
     "proto_compress_fwdbwd": True,
-    # The SDK's default transport, pyqwest 0.12, aborts one interpreter exit in ten or so on Python 3.11: its threads
-    # still hand over the last answer. httpx does not; see docs/lab/notes.md.
+    # The SDK's default transport, pyqwest 0.12, aborts about one interpreter exit in ten on Python 3.11: its threads
+    # are still delivering the last answer. httpx does not; see docs/lab/notes.md.
     "use_pyqwest_transport": False,
-    # One poll for all samples of a client instead of one each, and numbers for unpickled clients that never clash.
+    # One poll for all samples of a client instead of one for each; unpickled clients get numbers that never clash.
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
 }
 _HOSTED_ONLY = {
     ("POST", "sessions/search"): "searching sessions; list them with GET sessions",
-    ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway's --metrics-port has its figures",
+    ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway serves metrics on --metrics-port",
     ("PUT", "sessions/{session_id}/project"): "projects",
     ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
-    ("DELETE", "auth/apikey/me"): "deleting keys; its operator does, by `fovea keys revoke`",
+    ("DELETE", "auth/apikey/me"): "deleting keys; its operator revokes them with `fovea keys revoke`",
     ("GET", "billing/usage/events"): "billing",
     ("GET", "billing/usage/checkpoints/current"): "billing",
     ("GET", "audit"): "an audit log",
 }
-"""What only the hosted service has: refused by name."""
+"""Routes that only the hosted service has. Each is refused with an error that names the missing feature."""
 
 
 def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> Starlette:
-    """All routes over the use cases. Until `ready` is set, requests are refused with what clients repeat."""
+    """Returns the application with all routes. Until `ready` is set, it refuses requests with an error that clients
+    retry.
+    """
     base_path = settings.base_path.rstrip("/")
     endpoints = Endpoints(
         parts.keys.identify, parts.owners.check_rate, base_path, parts.request_memory, settings.request_timeout_s,
@@ -80,7 +82,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         settings.inline_limit_bytes,
         settings.compress_from_bytes,
     )
-    # Routes are tried in order, so those that are asked thousands of times come first.
+    # Routes are tried in order, so the most frequent ones come first.
     groups: list[Routes] = [
         future_routes,
         SamplingRoutes(parts.sampling, parts.futures, settings.max_body_bytes, settings.poll_hold_s),
@@ -116,10 +118,10 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
 
 
 class ServerRoutes:
-    """Handlers of what clients ask of the server itself.
+    """Handlers of requests about the server itself.
 
     Args:
-        flags: Overrides of the flags that clients are told.
+        flags: Overrides of the flags sent to clients.
         max_body_bytes: The largest body of samples and losses.
     """
 
@@ -138,14 +140,14 @@ class ServerRoutes:
         ]
 
     async def client_config(self, request: Request, owner: str) -> Response:
-        """Flags of the client; those not named keep the SDK's defaults."""
+        """Returns the client's flags; flags that are left out keep the SDK's defaults."""
         await read(request)
-        # What a client says that it has fetched is dropped, and the experts of its sequences with it.
+        # With this flag the gateway drops results that the client reports as fetched, including their experts.
         kept = {"sample_use_retrieve_futures": False} if asks_for_experts(request) else {}
         return Json(_FLAGS | self._flags | kept)
 
     async def dynamic_config(self, request: Request, owner: str) -> Response:
-        """Flags that are read again and again: cancel_future works here."""
+        """Returns the flags that clients read repeatedly: cancel_future works here."""
         await read(request)
         return Json({"sample_cancel_enabled": True})
 
@@ -156,7 +158,7 @@ class ServerRoutes:
                 "max_context_length": served.max_context_length,
                 "trainable": served.is_trained,
                 "sampleable": served.is_sampled,
-                # Fovea's own, by which fovea_data checks rows before the first step.
+                # Fovea's own fields: fovea_data checks rows against these limits before the first step.
                 "max_lora_rank": served.max_lora_rank,
                 "max_image_bytes": MAX_IMAGE_BYTES,
                 "max_image_pixels": MAX_IMAGE_PIXELS,
@@ -168,11 +170,11 @@ class ServerRoutes:
         return Json({"supported_models": models})
 
     async def telemetry(self, request: Request, owner: str) -> Response:
-        """Accepts what clients report, and reads none of it: the server discards it."""
+        """Accepts and discards what clients report."""
         return Json({"status": "accepted"})
 
     async def describe_key(self, request: Request, owner: str) -> Response:
-        """The caller's key, for `tinker auth login`. Keys here belong to no organization and to nobody's address."""
+        """Describes the caller's key, for `tinker auth login`. Keys here have no organization and no e-mail address."""
         return Json(
             {
                 "key_id": int.from_bytes(owner.encode()[-6:], "big"),
@@ -191,7 +193,7 @@ def _refusal(endpoints: Endpoints, method: str, path: str, what: str) -> Route:
 
 
 def _no_route(openai: str) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Says that there is no such route, below a path in OpenAI's words."""
+    """Returns a handler for unknown routes, which answers in OpenAI's format below OpenAI's path."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         say = OPENAI.answer_error if request.url.path.startswith(openai) else error_response
@@ -201,4 +203,4 @@ def _no_route(openai: str) -> Callable[[Request, Exception], Awaitable[Response]
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
-    return Json({"detail": f"{request.url.path} does not take {request.method}"}, status_code=405)
+    return Json({"detail": f"{request.url.path} does not support {request.method}"}, status_code=405)

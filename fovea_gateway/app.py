@@ -1,4 +1,4 @@
-"""The life of the process: starts the gateway's parts in order, lets clients in, sweeps, stops all in reverse."""
+"""The life cycle of the process: starts the components in order, accepts clients, sweeps, and stops all in reverse."""
 
 import asyncio
 import contextlib
@@ -35,19 +35,20 @@ logger = logging.getLogger(__name__)
 _SWEEP_S = 30.0
 _COLLECT_S = 60.0
 _FOLDER_ROUNDS = 10
-"""Folders are looked at every ten minutes: listing a bucket takes several calls per model."""
+"""Folders are checked every ten minutes, because listing a bucket takes several calls per model."""
 _GAUGES_S = 2.0
 _RETURN_S = 0.5
 _JOURNAL_S = 2.0
 _SHARES_S = 2.0
-"""A look at 16,000 connections takes a tenth of a second."""
+"""A check of 16,000 connections takes a tenth of a second."""
 
 
 class Upkeep:
-    """What a gateway does besides answering: it takes up what an earlier one left, frees, sweeps, and ends in order.
+    """The background work of a gateway: it restores the state of an earlier one, frees, sweeps, and shuts down in
+    order.
 
     Args:
-        ready: To be set once clients may come.
+        ready: Set once clients may connect.
     """
 
     def __init__(self, settings: GatewaySettings, parts: Parts, ready: asyncio.Event) -> None:
@@ -55,10 +56,10 @@ class Upkeep:
         self._background = BackgroundTasks()
 
     async def begin(self) -> None:
-        """Waits until the state is this gateway's, takes it up, and lets clients in."""
+        """Waits until this gateway holds the database, restores its state, and accepts clients."""
         parts, background = self._parts, self._background
         for folder in self._settings.private_folders:
-            with contextlib.suppress(OSError):  # the database and `_check_storage` say what is wrong with it
+            with contextlib.suppress(OSError):  # the database and `_check_storage` report the problem
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await parts.database.open()
         await parts.keys.load()
@@ -89,14 +90,14 @@ class Upkeep:
         )
 
     async def drain(self) -> None:
-        """Starts nothing more, and lets what runs end; clients are served meanwhile."""
+        """Starts no new work and waits for running work to end; clients are still served."""
         parts, drain_s = self._parts, self._settings.drain_s
         await asyncio.gather(parts.training.drain(drain_s), parts.sampling.drain(drain_s))
         parts.futures.release_waiters()
         parts.live_view.close()
 
     async def end(self) -> None:
-        """Leaves what waits to the next process, and closes everything. No client may come any more."""
+        """Leaves queued work to the next process and closes everything. Clients must no longer be connected."""
         parts = self._parts
         await parts.sampling.stop()
         await parts.custom_losses.stop()
@@ -114,13 +115,13 @@ class Upkeep:
         await parts.database.close()
 
     async def _restore(self) -> None:
-        """Takes up what an earlier process left: each part resumes its kinds of work."""
+        """Restores what an earlier process left: each component resumes its own kinds of work."""
         parts = self._parts
         await parts.sessions.restore()
         await parts.models.restore()
         pendings = await parts.futures.restore()
         if pendings:
-            logger.info("taking up %d unfinished requests", len(pendings))
+            logger.info("resuming %d unfinished requests", len(pendings))
         await parts.custom_losses.resume(pendings)
         await parts.training.resume(pendings)
         await parts.sampling.resume(pendings)
@@ -134,7 +135,7 @@ class Upkeep:
 
     async def _free_session(self, session: Session) -> None:
         parts, session_id = self._parts, session.session_id
-        error = SessionEnded(f"session {session_id} is over ({session.end_reason})")
+        error = SessionEnded(f"session {session_id} has ended ({session.end_reason})")
         try:
             await parts.futures.cancel_session(session_id, error)
             await parts.training.end_session(session, error)
@@ -149,7 +150,9 @@ class Upkeep:
 
     async def _check_storage(self) -> None:
         if problem := await self._parts.storage.problem():
-            logger.error("nothing can be saved at %s until this is mended: %s", self._parts.storage.root, problem)
+            logger.error(
+                "nothing can be saved at %s until this problem is fixed: %s", self._parts.storage.root, problem
+            )
 
     async def _sweep_forever(self) -> None:
         period_s = min(_SWEEP_S, self._settings.session_ttl_s / 4)
@@ -171,7 +174,7 @@ class Upkeep:
 
 
 class Gateway:
-    """One gateway. `run` is all of its life; `start` and `stop` are parts of it."""
+    """One gateway. `run` covers its whole life; it consists of `start` and `stop`."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
@@ -193,7 +196,7 @@ class Gateway:
         self._rest_task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Starts, serves until SIGTERM or SIGINT, and stops. Raises what `start` raises."""
+        """Starts, serves until SIGTERM or SIGINT, and stops. Raises the errors that `start` raises."""
         await self._listen()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -212,7 +215,7 @@ class Gateway:
             await self.stop()
 
     async def start(self) -> None:
-        """Listens, waits until the state is this gateway's, takes up what an earlier one left, and lets clients in."""
+        """Listens, waits until this gateway holds the database, restores its state, and accepts clients."""
         await self._listen()
         await self._begin()
 
@@ -230,9 +233,10 @@ class Gateway:
         logger.info("REST on http://%s:%d%s", self.settings.host, self.rest_port, self.settings.base_path)
 
     async def stop(self) -> None:
-        """Lets what runs end, leaves what waits to the next process, and closes everything.
+        """Waits for running work to end, leaves queued work to the next process, and closes everything.
 
-        Until nothing runs any more, clients are served: what they submit is kept for the next process.
+        Clients are served until nothing runs any more; requests that they submit meanwhile are stored for the next
+        process.
         """
         self._stopping.set()
         await self.grpc.set_serving(False)
@@ -247,7 +251,9 @@ class Gateway:
         logger.info("stopped")
 
     async def _watch_services(self) -> None:
-        """Health is SERVING once every service has answered; it is not taken back when one of them restarts."""
+        """Sets the gRPC health to SERVING once every service has answered. A later restart of a service does not reset
+        it.
+        """
         said: list[str] = []
         while not self._stopping.is_set():
             missing = self.parts.health.missing()
@@ -263,15 +269,15 @@ class Gateway:
         return named(self.parts.paths.hide(error))
 
     def _rest_config(self) -> uvicorn.Config:
-        # The other half is for gRPC, services, database and storage.
+        # The other half of the open files is for gRPC, services, database and storage.
         most = min(self.settings.max_connections, open_files() // 2)
         self.connections = Connections(most, self.settings.request_timeout_s)
         return uvicorn.Config(
             build_api(self.parts, self.settings, self._ready),
             http=partial(Connection, connections=self.connections),  # type: ignore[arg-type]
-            # uvicorn gives an upgraded transport to another protocol, so the limits above would never see it close.
+            # uvicorn hands an upgraded transport to another protocol, so `connections` would never see it close.
             ws="none",
-            # Each request begins without the identity of the requests before it on the same connection.
+            # Each request starts without the caller of earlier requests on the same connection.
             reset_contextvars=True,
             log_config=None,
             access_log=False,
@@ -283,9 +289,9 @@ class Gateway:
 
 
 class _RestServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own, since the process has one place that stops it, and without its waits.
+    """A uvicorn server without its own signal handlers and waits, since the process has one place that stops it.
 
-    uvicorn looks ten times a second whether it is to end, and then sleeps even if nobody is connected.
+    uvicorn checks ten times a second whether it is to end, and then sleeps even if no client is connected.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -297,12 +303,12 @@ class _RestServer(uvicorn.Server):
         yield
 
     def stop_soon(self) -> None:
-        """Takes no more requests, and ends once those in progress are answered."""
+        """Accepts no more requests, and ends once those in progress are answered."""
         self.should_exit = True
         self._asked.set()
 
     async def main_loop(self) -> None:
-        # Every tenth tick of uvicorn's, of which there are ten a second, sets the date that answers bear.
+        # uvicorn ticks ten times a second; every tenth tick sets the Date header of responses.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), 1.0)
@@ -316,14 +322,16 @@ class _RestServer(uvicorn.Server):
 
 
 def _die() -> None:
-    """What this process has in memory is no longer true: whatever it still did might be done twice."""
+    """Ends the process at once: another gateway has taken over, so the state in memory is stale and any work might run
+    twice.
+    """
     logging.shutdown()
     os._exit(1)
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off for sockets that say TCP only: else every answer waits 40 ms for an ACK.
+    # asyncio disables Nagle's algorithm only for sockets that name TCP; otherwise every answer waits 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))

@@ -1,12 +1,15 @@
-"""A few places that many owners want: start-time fair queueing over tokens (Goyal, Vin and Cheng, "Start-Time Fair
-Queueing", IEEE/ACM Transactions on Networking 5(5), 1997), with several places at once (Jin, Chase and Kaur,
-"Interposed Proportional Sharing for a Storage Service Utility", SIGMETRICS 2004).
+"""A queue that divides a few slots among many owners.
 
-A piece of work starts, in virtual time, where its owner's last one finished, or at the time of its arrival if that is
-later; it finishes as many tokens later as it costs, divided by the owner's weight. Whoever starts first is let in
-first, and virtual time is the start of whoever was let in last. So owners who want more than there is get tokens in
-proportion to their weights, whatever number of requests they send of whatever size; an owner who was away neither
-saves up a share nor owes one; and somebody's first request waits for places alone, not for what others have queued.
+The algorithm is start-time fair queueing over tokens (Goyal, Vin and Cheng, "Start-Time Fair Queueing", IEEE/ACM
+Transactions on Networking 5(5), 1997), with several slots at once (Jin, Chase and Kaur, "Interposed Proportional
+Sharing for a Storage Service Utility", SIGMETRICS 2004).
+
+In virtual time, a request starts where its owner's previous request finished, or when it arrives if that is later. It
+finishes as many tokens later as it costs, divided by the owner's weight. The queue admits the request with the earliest
+start first, and virtual time is the start of the request that was admitted last. It follows that owners that want more
+than there is get tokens in proportion to their weights, however many requests of whatever size they send; that an owner
+that was absent neither saves up a share nor owes one; and that an owner's first request waits only for a slot, not for
+the requests that others have queued.
 """
 
 import asyncio
@@ -18,41 +21,50 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 _PATIENCE_S = 1.0
-"""For which a place is kept: what comes next has only to be written down."""
+"""Seconds for which a slot is reserved for the owner's next request when that request is about to come: the gateway
+only has to write it to the database.
+"""
 _BRIEF_S = 0.1
 _LONG = 10.0
-"""A place is kept so briefly even for an owner of which nothing is about to come, if the next work of others takes so
-many times as long: a client that sends its next command once it has the answer would wait for that each time.
+"""A slot is also reserved, for `_BRIEF_S` seconds, when no next request is announced, if the next request of the others
+takes at least this many times as long. Otherwise a client that sends its next command after the answer to the last one
+would wait that long for each command.
 """
 _LEAD = 0.5
-"""A place is kept also for who is ahead of others by so much of its last piece: a step after a batch is small."""
+"""A slot is also reserved for an owner that is ahead of the others by up to this fraction of its last request: a step
+after a batch is small.
+"""
 _EVEN = 0.125
-"""Who comes back, ahead of others by no more than this part of its next piece, is taken to be even: to collect so
-little would let a whole further piece of theirs go first."""
+"""An owner that returns within this fraction of its next request of the others is treated as level with them; otherwise
+a tiny debt would cost it a whole turn.
+"""
 _LOOK_S = 1.0
-"""Between two looks whether work that gives way may go on."""
+"""Seconds between two checks whether a request that gave way may continue."""
 _RECENT_S = 30.0
-"""Who has left no longer ago is expected back, and finds no more work before its own than while it was there."""
+"""An owner that left less than this many seconds ago is expected back. While it is away, others do not fill the slots
+that it would need.
+"""
 _KEPT_FREE = 8
-"""At most one place of so many is kept free for those who are expected back: one for each of them."""
+"""At most one in this many slots is kept free for owners that are expected back, one slot for each of them."""
 
 
 @dataclass(eq=False)
 class Turn:
-    """One piece of work, before, in and after its place; for one place only.
+    """One request in the queue, before, during and after it has a slot. It can be used for one slot only.
 
     Attributes:
-        cost: Tokens that it is taken to need; `settle` corrects that. Of a timed turn, milliseconds.
-        is_timed: The turn is settled with its `seconds` at its end, however it ends.
-        size: Places that it takes, though one that is free is enough to begin.
-        is_followed: Says at its end whether the owner's next work is about to come, and waits for nothing else. Then
-            its place is kept for that, if that starts before all that waits (Iyer and Druschel, "Anticipatory
-            scheduling", SOSP 2001): else whoever sends one thing after another would get a third beside a flood, not a
-            half.
-        is_wanted: Says whether a client waits for the work. Work that none waits for gives way to work that one does.
-        gives_way: It gives way now.
-        seconds: Of the time in which any place was taken, its part: by tokens, among all that were in a place with it.
-            Those of all turns add up to the time in which the queue's places were not all empty.
+        cost: The estimated tokens of the request; `settle` corrects the estimate. For a timed turn, milliseconds.
+        is_timed: The turn is settled with its `seconds` when it ends, whether it succeeds or fails.
+        size: Slots that the request takes. One free slot is enough for it to begin.
+        is_followed: Returns, when the turn ends, whether the owner's next request is about to come and waits for
+            nothing else. The slot is then reserved for that request if it starts before all others that wait (Iyer and
+            Druschel, "Anticipatory scheduling", SOSP 2001). Without this, an owner that sends one request after another
+            would get a third beside an owner that floods the queue, not a half.
+        is_wanted: Returns whether a client waits for the request. A request without a waiting client gives way to those
+            that have one.
+        gives_way: Whether the request is giving way now.
+        seconds: The request's share, by tokens, of the time in which it shared the slots with others. The `seconds` of
+            all turns add up to the time in which at least one slot was in use.
     """
 
     owner: str
@@ -72,25 +84,26 @@ class Turn:
         self.cost = max(self.cost, 1.0)
 
     def settle(self, tokens: float) -> None:
-        """Says what it really used."""
+        """Records the cost that the request really had."""
         self.used = tokens
 
 
 @dataclass(eq=False)
 class _Flow:
-    """What one owner has: who waits, in order, how many places it has, and where in virtual time the last one who was
-    let in finishes."""
+    """The state of one owner: its waiting turns in order, the slots it has, and the virtual time at which its last
+    admitted turn finishes.
+    """
 
     waiting: deque[Turn] = field(default_factory=deque)
     finish: float = 0.0
     inside: int = 0
 
     def start(self) -> tuple[float, int]:
-        """Where the next one starts; of those that start together, who came first."""
+        """Returns the virtual start time of the next turn, and its number, which orders turns with equal starts."""
         return max(self.waiting[0].arrived, self.finish), self.waiting[0].number
 
     def forget_gone(self) -> bool:
-        """Drops those at the head that have given up; says whether there were any."""
+        """Drops cancelled turns at the head of the queue; returns whether there were any."""
         count = len(self.waiting)
         while self.waiting and self.waiting[0].admitted.done():
             self.waiting.popleft()
@@ -98,18 +111,18 @@ class _Flow:
 
 
 class FairQueue:
-    """Places, and those who wait for one.
+    """A number of slots, and the requests that wait for one.
 
     Args:
-        places: How much work goes on at once.
-        weight_of: An owner's weight, above 0.
-        alone: How much goes on at once while it is all one owner's, and no other was there lately, if that is more: so
-            that a server that does one thing at a time finds the next one when that ends, and yet nobody waits for what
-            others have sent ahead.
-        beside: How much goes on at once while somebody is there, or was lately, of whom nothing waits, if that is less:
-            for a server that does each thing more slowly the more it does at once. An equal part of it is everybody's,
-            whatever the others have. While something of everybody waits, each asks for as much as it can have, and all
-            get most out of all places.
+        places: The number of slots.
+        weight_of: Returns an owner's weight, which is above 0.
+        alone: The slots to use while all requests are one owner's and no other owner was there lately, if that is more
+            than `places`. A server that does one thing at a time then finds its next request when the last one ends,
+            and still no other owner has to wait for requests that were sent ahead.
+        beside: The slots to use while an owner with no waiting request is there, or was there lately, if that is less
+            than `places`. This is for a server that does each thing more slowly the more it does at once. Every owner
+            can have an equal share of these slots, whatever the others have. While every owner has waiting requests,
+            all slots are used, because that gives all of them the highest throughput.
     """
 
     def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0, beside: int = 0) -> None:
@@ -118,22 +131,22 @@ class FairQueue:
         self._inside = 0
         self._kept_for = ""
         self._flows: dict[str, _Flow] = {}
-        # Owners that wait or are inside, and those of them that do not wait.
+        # Owners with waiting or admitted turns, and the subset that has only admitted ones.
         self._present: set[str] = set()
         self._only_inside: set[str] = set()
-        # Absent owners by when they left, in seconds of the loop's time, the earliest first.
+        # When absent owners left, in seconds of the event loop's clock, the earliest first.
         self._left_at: dict[str, float] = {}
-        # Where flows start, and where absent ones finish. An entry that no longer holds is dropped when it comes up.
+        # Heaps of the starts of waiting flows and the finishes of absent ones. Stale entries are dropped when popped.
         self._starts: list[tuple[float, int, str]] = []
         self._finishes: list[tuple[float, str]] = []
         self._now = 0.0  # virtual
         self._numbers = itertools.count()
-        # Seconds that each token inside has had by now: the integral of 1 / (tokens inside).
+        # Seconds of service per admitted token so far: the integral of 1 / (admitted tokens) over time.
         self._clock = self._clock_at = self._tokens_inside = 0.0
 
     @asynccontextmanager
     async def place(self, turn: Turn) -> AsyncIterator[None]:
-        """Waits for a place, and holds it until the block ends. Raises what `dismiss` was given."""
+        """Waits for a slot and holds it until the block ends. Raises the error that `dismiss` was given."""
         await self._wait(turn)
         while not turn.is_wanted() and self._has_wanted():
             await self._give_way(turn)
@@ -151,25 +164,27 @@ class FairQueue:
             self._leave(turn)
 
     def describe(self, turn: Turn) -> str:
-        """Where a turn stands that waits, for whoever asks why."""
+        """Returns the position of a waiting turn, as a text for the client."""
         if turn.gives_way:
-            return "its client was not heard of for a while: it gives way to work that others wait for"
+            return "its client has not been heard from for a while: it gives way to requests with waiting clients"
         flow = self._flows.get(turn.owner)
         if flow is None or not flow.waiting or turn.admitted.done():
             return "it is next"
         others = len(self._present) - len(self._only_inside) - 1
         position = max(turn.number - flow.waiting[0].number, 0) + 1
-        beside = f", by turns with {others} other owner{'s' if others > 1 else ''}" if others else ""
-        return f"it is number {position} at most of the {len(flow.waiting)} that this owner has waiting{beside}"
+        beside = f", taking turns with {others} other owner{'s' if others > 1 else ''}" if others else ""
+        return (
+            f"it is at most number {position} of the {len(flow.waiting)} requests that this owner has waiting{beside}"
+        )
 
     def resize(self, places: int, beside: int = 0) -> None:
-        """Changes the number of places, and of those beside somebody of whom nothing waits."""
+        """Changes the number of slots, and the number used beside an owner with no waiting request."""
         self._alone += places - self._places
         self._places, self._beside = places, min(beside or places, places)
         self._admit()
 
     def free(self, turn: Turn, places: int) -> None:
-        """Lets others have some of a turn's places before it ends; it keeps one until then."""
+        """Returns some of a turn's slots before it ends; the turn keeps at least one until then."""
         places = min(places, turn.size - 1)
         turn.size -= places
         self._flows[turn.owner].inside -= places
@@ -177,7 +192,7 @@ class FairQueue:
         self._admit()
 
     def dismiss(self, error: Exception) -> None:
-        """Sends away all who wait."""
+        """Fails all waiting turns with an error."""
         for owner, flow in self._flows.items():
             flow.forget_gone()
             while flow.waiting:
@@ -191,7 +206,7 @@ class FairQueue:
         return any(not turn.admitted.done() and turn.is_wanted() for turn in waiting)
 
     async def _give_way(self, turn: Turn) -> None:
-        """Gives a place back that was just got, and waits for one again once that takes it from no client."""
+        """Returns a slot just acquired, and waits for one again once that takes it from no client."""
         turn.settle(0.0)
         turn.gives_way = True
         self._leave(turn)
@@ -218,12 +233,12 @@ class FairQueue:
             flow.forget_gone()
             self._note(turn.owner, flow)
             if turn.admitted.done() and not turn.admitted.cancelled() and turn.admitted.exception() is None:
-                turn.settle(0.0)  # let in and cancelled in the same moment
+                turn.settle(0.0)  # admitted and cancelled at the same moment
                 self._leave(turn)
             raise
 
     def _note(self, owner: str, flow: _Flow) -> None:
-        """Keeps what is counted of owners, after one of them has come, gone, been let in or been settled."""
+        """Updates the sets and heaps after a turn of an owner arrived, left, was admitted or was settled."""
         if flow.waiting:
             self._present.add(owner)
             self._only_inside.discard(owner)
@@ -237,7 +252,7 @@ class FairQueue:
             heapq.heappush(self._finishes, (flow.finish, owner))
 
     def _next_start(self) -> tuple[float, int, str] | None:
-        """The entry of the flow that starts first, of those that wait; it stays in the heap."""
+        """Returns the heap entry of the waiting flow that starts first, without removing it."""
         while self._starts:
             start, number, owner = self._starts[0]
             flow = self._flows.get(owner)
@@ -250,7 +265,7 @@ class FairQueue:
         return None
 
     def _admit(self) -> None:
-        """Lets in whatever starts first, while there are places."""
+        """Admits the turns that start first while there are free slots."""
         while (entry := self._next_start()) is not None:
             owner = entry[2]
             whole, each = self._room()
@@ -266,7 +281,7 @@ class FairQueue:
             self._let_in(owner)
 
     def _first_below(self, most: int) -> str:
-        """The owner that starts first of those with fewer than so many places; empty if there is none."""
+        """Returns the owner that starts first among those with fewer slots than `most`; empty if there is none."""
         passed, found = [], ""
         while most and not found and (entry := self._next_start()) is not None:
             if self._flows[entry[2]].inside < most:
@@ -278,7 +293,7 @@ class FairQueue:
         return found
 
     def _room(self) -> tuple[int, int]:
-        """How much may go on at once, and how much of each owner even above that."""
+        """Returns how many slots may be in use in total, and how many each owner may have even above that total."""
         now = asyncio.get_running_loop().time()
         while self._left_at and now - next(iter(self._left_at.values())) >= _RECENT_S:
             del self._left_at[next(iter(self._left_at))]
@@ -314,14 +329,14 @@ class FairQueue:
         if not flow.waiting and not flow.inside:
             loop = asyncio.get_running_loop()
             self._left_at[turn.owner] = loop.time()
-            loop.call_later(_RECENT_S + 0.1, self._admit)  # what waits then waits for no owner that is expected
+            loop.call_later(_RECENT_S + 0.1, self._admit)  # from then on no slot is kept free for this owner
         self._keep_place(turn, flow)
         self._admit()
         self._forget_absent()
 
     def _keep_place(self, turn: Turn, flow: _Flow) -> None:
-        """Keeps the place of an owner that leaves for its next work, if that would start before all that waits, or
-        hardly after.
+        """Reserves the slot of a turn that ends for its owner's next one, if that would start before all waiting turns
+        or hardly after them.
         """
         if self._kept_for or flow.waiting or turn.gives_way or (first := self._next_start()) is None:
             return
@@ -337,7 +352,7 @@ class FairQueue:
             asyncio.get_running_loop().call_later(patience_s, self._give_up, turn.owner)
 
     def _give_up(self, owner: str) -> None:
-        """Lets others have a place that was kept."""
+        """Releases a reserved slot to other owners."""
         if self._kept_for == owner:
             self._kept_for = ""
             self._note(owner, self._flows[owner])
@@ -345,7 +360,9 @@ class FairQueue:
             self._forget_absent()
 
     def _forget_absent(self) -> None:
-        """Drops owners whose past no longer matters: those level with the others; if none is there, all."""
+        """Drops owners that are level with the others, since their past no longer matters; if no owner is present,
+        drops all.
+        """
         if not self._present and not self._kept_for:
             self._now = max([self._now, *(flow.finish for flow in self._flows.values())])
             self._tokens_inside = 0.0

@@ -1,6 +1,4 @@
-"""How the gateway and its services are: what is served, what is missing; and gauges of queues, of how far samplers lag
-behind, of who answers, of room on the disk.
-"""
+"""The health of the gateway and its services, and the gauges of queues, sampler lag, replicas and disk space."""
 
 import shutil
 from collections import Counter
@@ -22,10 +20,10 @@ from fovea_gateway.sessions.sessions import Sessions
 
 
 class Health:
-    """Looks at the services and at what waits for them.
+    """Observes the services and the queues.
 
     Args:
-        state_dir: A folder on the volume whose room is told.
+        state_dir: A folder; the gauges report the free space of its volume.
     """
 
     def __init__(
@@ -45,15 +43,15 @@ class Health:
         self._trainer_instances: dict[str, str] = {}
 
     async def served_models(self) -> list[gateway_pb2.ServedModel]:
-        """The served models and their limits, as the services state them.
+        """Returns the served models and their limits, as the services report them.
 
-        Left out is one of which no renderer was ever seen. Raises Unavailable if that leaves none.
+        A base model of which no renderer was ever seen is left out. Raises Unavailable if that leaves none.
         """
         seen = [base for base in self._base_models if any(renderer.info for renderer in base.renderers.members)]
         return [await _served(base) for base in seen or self._base_models]
 
     def missing(self) -> list[str]:
-        """Which services do not answer, or have other files of the model than its trainer."""
+        """Returns the services that do not answer, or that have other model files than their trainer."""
         missing = []
         for base in self._base_models:
             of_model = "" if base is self._base_models.default else f" of {base.name}"
@@ -67,7 +65,7 @@ class Health:
         return missing
 
     async def set_gauges(self) -> None:
-        """Sets the gauges. Raises OSError if the state folder cannot be looked at."""
+        """Sets the gauges. Raises OSError if the disk usage of the state folder cannot be read."""
         self._depth.set(Counter(map(_labels, self._futures.unfinished())))
         metrics.SESSIONS.set(self._sessions.open_count)
         lags: dict[tuple[str, ...], float] = {}
@@ -89,7 +87,7 @@ class Health:
         metrics.STATE_BYTES.labels("free").set(usage.free)
 
     def clear_gauges(self) -> None:
-        """For the end: the gauges are the process's, and tell nothing of a gateway that is gone."""
+        """Resets the gauges, which belong to the process and would otherwise outlive this gateway."""
         for gauge in (self._depth, self._lag, self._waiting, self._replicas):
             gauge.set({})
         metrics.SESSIONS.set(0)
@@ -104,7 +102,7 @@ class Health:
 
 
 def _counted(base: BaseModel) -> dict[tuple[str, ...], float]:
-    """Replicas by service, base model and state; of a service that a base model is served without, none is missing."""
+    """Counts replicas by service, base model and state. A service that a base model does not use is left out."""
     counts = {"renderer": (len(base.renderers.members), len(base.renderers.up))}
     if base.is_sampled:
         counts["sampler"] = (len(base.samplers.members), len(base.samplers.up))
@@ -137,14 +135,14 @@ def _is_of_trainer(base: BaseModel, info: GetSamplerInfoResponse | GetRendererIn
 
 
 class LabelledGauge:
-    """A gauge whose series are those of the last `set`: what is gone leaves no series behind."""
+    """A gauge that shows only the series of the last `set`."""
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._shown: set[tuple[str, ...]] = set()
 
     def set(self, values: Mapping[tuple[str, ...], float]) -> None:
-        """Shows these values, by their labels in the gauge's order, and no other ones."""
+        """Sets the series to these values, keyed by labels in the gauge's order, and removes all others."""
         for gone in self._shown.difference(values):
             self._gauge.remove(*gone)
         for labels, value in values.items():

@@ -1,4 +1,4 @@
-"""The parts of the gateway, built bottom up: each is given those below it, and none is changed afterwards."""
+"""The components of the gateway, built bottom up: each receives those below it."""
 
 from collections.abc import Callable, Mapping
 
@@ -49,14 +49,14 @@ from fovea_gateway.training.weight_commands import CreationCommands, SaveCommand
 
 
 class Parts:
-    """All parts of one gateway. Nothing runs before they are opened and started.
+    """All components of one gateway. Nothing runs before they are opened and started.
 
     Args:
         on_superseded: Called once another gateway has taken over the state.
 
     Attributes:
-        base_models: Who renders, samples and trains each.
-        residences: By base model that has a trainer: which models are in it.
+        base_models: The served base models, each with its renderers, samplers and trainer.
+        residences: For each base model with a trainer, the models that are loaded in it.
     """
 
     def __init__(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
@@ -185,4 +185,4 @@ class Parts:
 
 
 def _check_nothing(who: str, files: Mapping[str, str]) -> None:
-    """Without a trainer, the renderers' files are what the samplers' are held against."""
+    """Accepts any files: without a trainer, the samplers' files are compared with the renderers'."""

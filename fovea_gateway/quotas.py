@@ -1,4 +1,4 @@
-"""What all owners draw on, and how much of it each may have."""
+"""Limits on resources that all owners share."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,13 +10,14 @@ from fovea.wire.errors import ResourceExhausted
 class Quota:
     """A number of things of which one owner may hold as many as are free for all.
 
-    So one owner alone takes half, two take a third each, and some are always free for whoever comes next: the dynamic
-    threshold by which switches share their buffers (Choudhury and Hahne, 1998). Nothing is set aside for those who do
-    not come.
+    A single owner can therefore take half, and two owners a third each, and some are always free for the next owner.
+    This is the dynamic threshold by which switches share their buffers (Choudhury and Hahne, 1998). Nothing is reserved
+    for owners that are absent.
 
     Args:
-        setting: The name of the setting that is the number.
-        what: The things, for whoever is refused.
+        setting: The name of the setting that holds the number.
+        capacity: The number.
+        what: A plural noun for the things, for the error message.
     """
 
     def __init__(self, setting: str, capacity: int, what: str) -> None:
@@ -25,29 +26,29 @@ class Quota:
         self._total = 0
 
     def check(self, owner: str, count: int = 1) -> None:
-        """Raises ResourceExhausted if an owner may not take so many more."""
+        """Raises ResourceExhausted if the owner may not take `count` more."""
         free = self._capacity - self._total - (count - 1)
         if self._held[owner] + count > free:
             raise ResourceExhausted(
                 f"this owner has {self._held[owner]} {self._what}, and all have {self._total} of {self._setting} "
-                f"{self._capacity}: an owner may have as many as are free; send this again later",
+                f"{self._capacity}: an owner may have as many as are free; send this request again later",
                 limit=self._setting,
             )
 
     def take(self, owner: str, count: int = 1) -> None:
-        """Notes so many more, whether they may be or not."""
+        """Records that the owner holds `count` more, without a check."""
         self._held[owner] += count
         self._total += count
 
     def give(self, owner: str, count: int = 1) -> None:
-        """Notes so many less."""
+        """Records that the owner holds `count` less."""
         self._held[owner] -= count
         self._total -= count
         if not self._held[owner]:
             del self._held[owner]
 
     def reset(self, held: Mapping[str, int]) -> None:
-        """Puts a new count in the place of what was noted."""
+        """Replaces all recorded counts."""
         self._held = Counter(held)
         self._total = sum(held.values())
 
@@ -61,18 +62,18 @@ class Quota:
         return (self._held[owner] + self._total - self._capacity + 1) // 2
 
     def holding(self, owner: str) -> "QuotaUse":
-        """A context that gives back at its end what was taken within it."""
+        """Returns a context manager. When it ends, it gives back the amount that `QuotaUse.take` took."""
         return QuotaUse(self, owner)
 
 
 class QuotaUse:
-    """What one piece of an owner's work has."""
+    """The amount that one request of an owner holds."""
 
     def __init__(self, quota: Quota, owner: str) -> None:
         self._quota, self._owner, self._count = quota, owner, 0
 
     def take(self, count: int) -> None:
-        """Takes so many more. Raises ResourceExhausted if the owner may not."""
+        """Takes `count` more. Raises ResourceExhausted if the owner may not have them."""
         self._quota.check(self._owner, count)
         self._quota.take(self._owner, count)
         self._count += count

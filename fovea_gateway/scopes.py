@@ -1,4 +1,4 @@
-"""Who calls, and what the key that was shown allows."""
+"""The caller of a request, and the permissions of its API key."""
 
 import enum
 from contextvars import ContextVar
@@ -8,30 +8,30 @@ from fovea.wire.errors import PermissionDenied
 
 
 class Scope(enum.StrEnum):
-    """What a key allows; each one includes those before it."""
+    """The permissions of a key; each scope includes those before it."""
 
     READ = "read"
     """Open sessions, look at models, checkpoints, results and the owner's usage."""
     SAMPLE = "sample"
     """Sample."""
     TRAIN = "train"
-    """Make, train, save and delete models and checkpoints."""
+    """Create, train, save and delete models and checkpoints."""
     ADMIN = "admin"
-    """Make and take back everybody's keys, set everybody's limits, see everybody's usage, end everybody's sessions."""
+    """Create and revoke keys, set limits, see usage and end sessions of all owners."""
 
     def includes(self, other: "Scope") -> bool:
-        """Whether whoever has this may do what needs the other."""
+        """Returns whether this scope permits what the other one permits."""
         order = list(Scope)
         return order.index(self) >= order.index(other)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whoever sent a request, by the key that came with it.
+    """The sender of a request, identified by its API key.
 
     Attributes:
-        owner: Whose the key is: all data belongs to an owner.
-        key_id: Which of the owner's keys; empty for work that no request brought.
+        owner: The owner of the key; all data belongs to an owner.
+        key_id: Which of the owner's keys was used; empty for work that no request started.
     """
 
     owner: str
@@ -39,23 +39,23 @@ class Caller:
     scope: Scope = Scope.TRAIN
 
     def require(self, scope: Scope, what: str) -> None:
-        """Raises PermissionDenied, naming `what`, if the key does not allow it."""
+        """Raises PermissionDenied, which names `what`, if the key lacks the scope."""
         if not self.scope.includes(scope):
             raise PermissionDenied(
                 f"this API key ({self.key_id}) has scope {self.scope}, and {what} needs {scope}: use another key of "
-                f"yours, or have one made (`fovea keys create --owner {self.owner} --scope {scope}`)",
+                f"yours, or ask the operator for one (`fovea keys create --owner {self.owner} --scope {scope}`)",
                 scope=scope.value,
             )
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller(""))  # noqa: B039 - frozen
-"""Who sent the request that this task answers."""
+"""The sender of the request that the current task answers."""
 
 
 def asked_owner(asked: str, what: str) -> str | None:
-    """Whose `what` a caller is told who asked about an owner: nobody named is the caller; None, for `*`, is everybody.
+    """Returns the owner to show `what` of: the caller if `asked` is empty, None for all owners if it is `*`.
 
-    Raises PermissionDenied for somebody else's without the scope admin.
+    Raises PermissionDenied for another owner if the caller lacks the scope admin.
     """
     caller = CALLER.get()
     owner = asked or caller.owner

@@ -1,1 +1,1 @@
-"""Who is let in, and how much of what all share each owner may take."""
+"""Authentication of callers, and the share of common resources that each owner may use."""

@@ -1,6 +1,6 @@
-"""API keys: their texts, their rows, and who is let in by them. Only their hashes are kept and compared.
+"""API keys: their text format, their database rows, and authentication with them. Only hashes are stored and compared.
 
-A key is an owner's; an owner is a name that outlives its keys.
+A key belongs to an owner. An owner is a name that outlives its keys.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from fovea_gateway.scopes import CALLER, Caller, Scope
 logger = logging.getLogger(__name__)
 
 PREFIX = "tml-"
-"""How the SDK wants keys to begin."""
+"""The prefix that the SDK requires of every key."""
 
 PUBLISHED = "tml-local"
-"""In every copy of the documentation, so good for programs of this machine only."""
+"""The key printed in the documentation, so it is accepted only from programs on this machine."""
 
 _LOOK_S = 1.0
 _KEY_BYTES = 32
@@ -39,38 +39,38 @@ _OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+@]{0,99}")
 
 
 class GivenKey(NamedTuple):
-    """A key as the settings give it. Without an owner it owns what it makes by itself."""
+    """A key from the settings. If `owner` is empty, the key is its own owner."""
 
     owner: str
     key: str
 
 
 def hash_key(key: str) -> str:
-    """SHA-256 of a key; keys are long random text, so no slow hash is needed."""
+    """Returns the SHA-256 of a key. Keys are long random text, so a slow hash is not needed."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def check_owner(owner: str) -> str:
-    """Returns an owner's name. Raises ValueError for what is none, a key above all."""
+    """Returns an owner's name. Raises ValueError if it is not a valid name, for example because it is a key."""
     if owner.startswith(PREFIX) or not _OWNER.fullmatch(owner):
         raise ValueError("an owner has 1 to 100 letters, digits or _ . - + @, and does not begin with tml-")
     return owner
 
 
 def parse_given(text: str) -> GivenKey:
-    """Reads `tml-KEY` or `OWNER=tml-KEY`. Raises ValueError, which does not repeat the key."""
+    """Reads `tml-KEY` or `OWNER=tml-KEY`. Raises ValueError with a message that does not contain the key."""
     owner, _, key = ("", "", text) if text.startswith(PREFIX) else text.rpartition(f"={PREFIX}")
     key = key if not owner else PREFIX + key
     if not _KEY.fullmatch(key):
         raise ValueError(
-            f"a key of {len(text)} characters is not tml-... or OWNER=tml-...: the SDK takes keys that begin with "
-            f"{PREFIX}, of letters, digits and signs"
+            f"a key of {len(text)} characters is not tml-... or OWNER=tml-...: the SDK accepts keys that begin with "
+            f"{PREFIX} and contain printable ASCII characters without spaces"
         )
     return GivenKey(check_owner(owner) if owner else "", key)
 
 
 def parse_scope(text: str) -> Scope:
-    """Reads a scope; an empty text means train. Raises InvalidInput."""
+    """Reads a scope; an empty text means `train`. Raises InvalidInput if the text is not a scope."""
     try:
         return Scope(text or Scope.TRAIN)
     except ValueError:
@@ -78,27 +78,27 @@ def parse_scope(text: str) -> Scope:
 
 
 class Source(enum.StrEnum):
-    """Where a key comes from."""
+    """The origin of a key."""
 
     CREATED = "created"
-    """Made by `fovea keys create`: valid until it expires or is revoked."""
+    """Created by `fovea keys create`: valid until it expires or is revoked."""
     CONFIGURED = "configured"
-    """Named by the gateway's settings: valid while they name it."""
+    """Listed in the gateway's settings: valid as long as they list it."""
     REMOVED = "removed"
-    """Named by the settings once, and no longer."""
+    """Listed in the settings once, but no longer."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key, without the key itself.
+    """The record of one key, without the key itself.
 
     Attributes:
-        key_id: The beginning of the hash, for people.
+        key_id: The first characters of the hash, for display.
         key_hash: SHA-256 of the key, in hex.
-        owner: Whose it is: all data belongs to an owner.
-        name: What it is for.
-        scope: What it allows.
-        expires_at: Seconds since the epoch; None for never.
+        owner: The owner that the key belongs to; all data belongs to an owner.
+        name: A description of its purpose.
+        scope: The operations that it permits.
+        expires_at: Seconds since the epoch; None means never.
     """
 
     key_id: str
@@ -113,12 +113,12 @@ class Key:
 
     @property
     def caller(self) -> Caller:
-        """Whoever shows it."""
+        """Returns the caller that this key authenticates."""
         return Caller(self.owner, self.key_id, self.scope)
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What administrators are told of it; absent times are 0."""
+        """Returns the record as JSON for administrators; a missing time is 0."""
         return {
             "key_id": self.key_id,
             "owner": self.owner,
@@ -132,7 +132,7 @@ class Key:
         }
 
     def problem(self, now: float) -> str:
-        """Why it is not valid, in words that end a sentence; empty if it is."""
+        """Returns why the key is not valid, as the end of a sentence; empty if it is valid."""
         if self.revoked_at is not None:
             return "has been revoked"
         if self.expires_at is not None and self.expires_at <= now:
@@ -141,27 +141,29 @@ class Key:
 
 
 def nameless(key_hash: str) -> str:
-    """The owner of a key that was given without one."""
+    """Returns the owner of a key that was given without one."""
     return f"key-{key_hash[:_ID_LENGTH]}"
 
 
 def new_key(key_hash: str, owner: str, **more: Any) -> Key:
+    """Returns the record of a key; without an owner, its hash names one."""
     return Key(key_hash[:_ID_LENGTH], key_hash, owner or nameless(key_hash), **more)
 
 
 def random_key(owner: str, **more: Any) -> tuple[str, Key]:
-    """A key that nobody guesses, 256 bits, and its record: only that is kept."""
+    """Returns a new random key of 256 bits, and its record. Only the record is stored."""
     text = PREFIX + secrets.token_hex(_KEY_BYTES)
     return text, new_key(hash_key(text), owner, **more)
 
 
 class KeyRing:
-    """The keys that are let in: those of the settings, and those that `fovea keys create` made.
+    """The keys that the gateway accepts: those in the settings, and those that `fovea keys create` made.
 
     Args:
-        given: The keys of the settings. Without any, the published one is let in if `host` is a loopback.
-        host: Where the gateway listens.
-        allowed_hosts: Names beside loopback ones under which the published key may be used.
+        given: The keys in the settings. If there are none, the published key is accepted when `host` is a loopback
+            address.
+        host: The address that the gateway listens on.
+        allowed_hosts: Host names, besides loopback ones, under which the published key may be used.
     """
 
     def __init__(
@@ -173,9 +175,9 @@ class KeyRing:
         self._keys: dict[str, Key] = {}
 
     async def load(self) -> None:
-        """Makes the settings' keys the only configured ones, and reads all.
+        """Makes the settings' keys the only configured ones, and reads all keys.
 
-        Raises InvalidInput if nobody could come in, or a key is given to two owners.
+        Raises InvalidInput if no key is valid, or if the settings give one key to two owners.
         """
         hashed = {hash_key(key): owner for owner, key in self._given}
         given = {each: new_key(each, owner, source=Source.CONFIGURED) for each, owner in hashed.items()}
@@ -183,8 +185,8 @@ class KeyRing:
         await self._read()
         if not any(not key.problem(time.time()) for key in self._keys.values()):
             raise InvalidInput(
-                f"host is {self._host}, which other machines reach, and there is no API key: make one with `fovea keys "
-                "create`, or give one by --api-key-file or FOVEA_GATEWAY_API_KEY",
+                f"host is {self._host}, which other machines reach, and there is no API key: create one with `fovea "
+                "keys create`, or give one by --api-key-file or FOVEA_GATEWAY_API_KEY",
                 field="host",
             )
         for key in self._keys.values():
@@ -192,24 +194,25 @@ class KeyRing:
                 logger.warning("key %s of the settings %s", key.key_id, problem)
 
     async def watch(self) -> None:
-        """Follows what `fovea keys` changes, until cancelled."""
+        """Reads the changes that `fovea keys` makes in the database, until it is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
                 await self._read()
             except Exception:
-                logger.exception("the API keys could not be read; those of before stay")
+                logger.exception("the API keys could not be read; the keys read before remain in use")
 
     def identify(self, key: str | None, addresses: Iterable[str] = ()) -> Caller:
-        """Returns the caller with this key, and makes it the caller of this task.
+        """Returns the caller that owns this key, and sets it as the current task's caller.
 
         Args:
             addresses: The Host and Origin headers of an HTTP request.
 
         Raises:
             Unauthenticated: The key is missing, unknown or no longer valid.
-            PermissionDenied: The published key came with an address that other sites can have. A page of any site can
-                send it by DNS rebinding: the browser takes the gateway for that site's own server.
+            PermissionDenied: The published key came with an address that another site can have. By DNS rebinding, a
+                page of any site can make the browser send requests to the gateway as if the gateway were that site's
+                server.
         """
         if not key:
             raise Unauthenticated(
@@ -217,7 +220,7 @@ class KeyRing:
             )
         known = self._keys.get(hash_key(key))
         if known is None:
-            raise Unauthenticated("this API key is not known here")
+            raise Unauthenticated("this API key is unknown to this gateway")
         if problem := known.problem(time.time()):
             raise Unauthenticated(f"this API key {problem}")
         if key == PUBLISHED:
@@ -229,19 +232,19 @@ class KeyRing:
         for address in addresses:
             if address and not is_loopback(host := host_of(address)) and host not in self._allowed_hosts:
                 raise PermissionDenied(
-                    f"the key {PUBLISHED} is published, so it works under loopback names alone, such as 127.0.0.1; the "
-                    f"request has the host or origin {address[:80]!r}. Use a loopback name, make a key with `fovea keys"
-                    " create`, or add the name to gateway.allowed_host"
+                    f"the key {PUBLISHED} is published, so it works only under loopback names such as 127.0.0.1; the "
+                    f"request has the host or origin {address[:80]!r}. Use a loopback name, create a key with `fovea"
+                    " keys create`, or add the name to gateway.allowed_host"
                 )
 
     def identify_call(self, metadata: Any) -> Caller:
-        """Who sent a gRPC call with this metadata, pairs of name and value. Raises Unauthenticated."""
+        """Returns the caller of a gRPC call with this metadata, pairs of name and value. Raises Unauthenticated."""
         return self.identify(dict(metadata or ()).get("x-api-key"))
 
     async def create(self, owner: str, name: str, scope: Scope, expires_at: float | None) -> tuple[str, Key]:
-        """Makes a key, which is valid at once; returns its text, told this once, and its record.
+        """Creates a key that is valid at once. Returns its text, which cannot be shown again, and its record.
 
-        Raises InvalidInput for a name that no owner can have.
+        Raises InvalidInput if `owner` is not a valid name.
         """
         try:
             text, key = random_key(check_owner(owner), name=name, scope=scope, expires_at=expires_at)
@@ -252,20 +255,20 @@ class KeyRing:
         return text, key
 
     def is_valid(self, key_id: str) -> bool:
-        """Returns whether a key with this id exists and has neither ended nor been revoked."""
+        """Returns whether a key with this id exists and has neither expired nor been revoked."""
         now = time.time()
         return any(key.key_id == key_id and not key.problem(now) for key in self._keys.values())
 
     def listed(self) -> list[Key]:
-        """All keys, valid or not, oldest first."""
+        """Returns all keys, valid or not, oldest first."""
         return list(self._keys.values())
 
     async def revoke(self, key_id: str) -> Key:
-        """Ends a key for good, at once. Raises NotFound."""
+        """Revokes a key permanently and at once. Raises NotFound."""
         return await self._changed(key_id, revoked_at=time.time())
 
     async def expire(self, key_id: str, expires_at: float | None) -> Key:
-        """Has a key end at a time, seconds since the epoch, or not at all by itself. Raises NotFound."""
+        """Sets when a key expires, in seconds since the epoch; None means never. Raises NotFound."""
         return await self._changed(key_id, expires_at=expires_at)
 
     async def _changed(self, key_id: str, **values: float | None) -> Key:
@@ -280,20 +283,20 @@ class KeyRing:
 
 
 def all_keys(connection: sa.Connection) -> list[Key]:
-    """All keys, valid or not, oldest first."""
+    """Returns all keys, valid or not, oldest first."""
     rows = connection.execute(sa.select(keys).order_by(keys.c.created_at)).mappings()
     return [_key(row) for row in rows]
 
 
 def insert_key(connection: sa.Connection, key: Key) -> bool:
-    """Keeps a new key; False if it is there already."""
+    """Stores a new key. Returns False if it exists already."""
     return insert_new(connection, keys, vars(key))
 
 
 def change_key(connection: sa.Connection, key_id: str, **values: float | None) -> Key | None:
-    """Writes columns of a key that is not revoked, which is for good; returns it, or None for an unknown id.
+    """Updates columns of a key, unless it is revoked, which is permanent. Returns the key, or None for an unknown id.
 
-    It holds for one too that the settings go on to name.
+    The change also applies to a key that the settings still list.
     """
     where = keys.c.key_id == key_id
     connection.execute(sa.update(keys).where(where, keys.c.revoked_at.is_(None)).values(**values))
@@ -302,7 +305,7 @@ def change_key(connection: sa.Connection, key_id: str, **values: float | None) -
 
 
 def configure_keys(connection: sa.Connection, given: Mapping[str, Key]) -> None:
-    """Makes the settings' keys, by hash, the only configured ones. One that was created stays as it was created.
+    """Makes the settings' keys, by hash, the only configured ones. A key that was created stays as it is.
 
     Raises InvalidInput if the settings give a created key to another owner.
     """
@@ -318,8 +321,8 @@ def configure_keys(connection: sa.Connection, given: Mapping[str, Key]) -> None:
             connection.execute(sa.update(keys).where(keys.c.key_hash == key_hash).values(owned))
         elif key.owner not in (known[key_hash].owner, nameless(key_hash)):
             raise InvalidInput(
-                f"api_key: key {key.key_id} was created for {known[key_hash].owner!r}, not {key.owner!r}; it is valid "
-                "without the settings: leave it out",
+                f"api_key: key {key.key_id} was created for {known[key_hash].owner!r}, not {key.owner!r}. It is valid "
+                "without being listed in the settings: remove it from them",
                 field="api_key",
             )
 

@@ -1,6 +1,6 @@
-"""`fovea keys create | list | revoke | expire`: the API keys in a gateway's database.
+"""`fovea keys create | list | revoke | expire`: manages the API keys in a gateway's database.
 
-It writes the database itself: the gateway may run or not, and follows within seconds.
+The command writes to the database directly, whether the gateway runs or not; a running gateway follows within seconds.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _DAY_S = 24 * 3600
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Runs the command that the command line gives."""
     arguments = _parse()
     try:
         arguments.run(arguments)
@@ -35,7 +35,7 @@ def _create(arguments: argparse.Namespace) -> None:
     scope = Scope(arguments.scope)
     text, key = random_key(arguments.owner, name=arguments.name, scope=scope, expires_at=expires_at)
     run(arguments, lambda connection: insert_key(connection, key))
-    print(f"key {key.key_id} of {key.owner}, scope {scope}; it is shown this once:", file=sys.stderr)
+    print(f"key {key.key_id} of {key.owner}, scope {scope}; it is shown only this once:", file=sys.stderr)
     print(text)
 
 
@@ -63,25 +63,33 @@ def _expire(arguments: argparse.Namespace) -> None:
 def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
     key = run(arguments, lambda connection: change_key(connection, arguments.key_id, **values))
     if key is None:
-        raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows them", field="KEY_ID")
+        raise NotFound(f"there is no key {arguments.key_id!r}; `fovea keys list` shows all keys", field="KEY_ID")
     return key
 
 
 def run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
-    """The job's result, committed. Raises FailedPrecondition for a database of another version, NotFound for none."""
+    """Runs a job in a committed transaction and returns its result.
+
+    Raises:
+        FailedPrecondition: The database has another schema version.
+        NotFound: There is no database.
+    """
     engine = make_engine(command_url(arguments.state_dir), 1)
     print(f"{describe(engine.url)}:", file=sys.stderr)
     with engine.begin() as connection:
         found = find_revision(connection)
         if found not in (None, REVISION):
-            raise FailedPrecondition(f"its schema is {found}, not {REVISION}: start this version's gateway on it first")
+            raise FailedPrecondition(
+                f"this database has schema {found}, and this version of Fovea uses {REVISION}: start this version's "
+                "gateway on it first"
+            )
         for table in (keys, owners, usage, checkpoints):
             table.create(connection, checkfirst=True)
         return job(connection)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints rows in columns."""
+    """Prints rows in aligned columns."""
     lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -91,8 +99,8 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "fovea keys",
-        description="API keys in a gateway's database: the one of FOVEA_GATEWAY_DATABASE_URL, or of a state folder."
-        " To rotate one, create another for the same owner, then revoke it: the data is the owner's.",
+        description="Manages the API keys in a gateway's database: at FOVEA_GATEWAY_DATABASE_URL, or in a state folder."
+        " To rotate a key, create another for the same owner, then revoke the old one: data belongs to the owner.",
     )
     commands = parser.add_subparsers(required=True)
 
@@ -102,21 +110,23 @@ def _parse() -> argparse.Namespace:
         add_state_dir(added)
         return added
 
-    create = command("create", _create, "Make a key and print it. Only its hash is kept.")
-    create.add_argument("--owner", type=_owner, required=True, help="whose it is; all keys of an owner see the same")
-    create.add_argument("--name", default="", help="what it is for")
-    create.add_argument("--days", type=_days, help="after which it is no longer valid; default: it stays valid")
+    create = command("create", _create, "Create a key and print it. Only its hash is stored.")
+    create.add_argument(
+        "--owner", type=_owner, required=True, help="owner of the key; all keys of an owner see the same data"
+    )
+    create.add_argument("--name", default="", help="description of the key's purpose")
+    create.add_argument("--days", type=_days, help="days until the key expires; default: never")
     create.add_argument(
         "--scope",
         choices=list(Scope),
         default=Scope.TRAIN,
-        help="what it allows: to read; to sample too; to train too; to administer all owners too. Default: train",
+        help="permissions, each including those before it: read, sample, train, administer all owners; default: train",
     )
     command("list", _list, "Show all keys.")
-    command("revoke", _revoke, "End a key for good.").add_argument("key_id", metavar="KEY_ID")
-    expire = command("expire", _expire, "Set the end of a key that is valid, or let it stay valid.")
+    command("revoke", _revoke, "Revoke a key permanently.").add_argument("key_id", metavar="KEY_ID")
+    expire = command("expire", _expire, "Set when a valid key expires, or remove its expiry.")
     expire.add_argument("key_id", metavar="KEY_ID")
-    expire.add_argument("--days", type=_days, help="from now on, after which it is no longer valid; default: none")
+    expire.add_argument("--days", type=_days, help="days from now until the key expires; default: never")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What each owner may have, as a record that administrators write: its share where work is done, and its limits."""
+"""Records that administrators write for owners: each owner's share of the services, and its limits."""
 
 import dataclasses
 import time
@@ -15,23 +15,25 @@ from fovea_gateway.database.schema import owners
 from fovea_gateway.database.sql_engine import insert_new
 
 LOOK_S = 1.0
-"""How often the records are read again, which a command may have written."""
+"""Seconds between two reads of the records, which a command may have changed."""
 _MOST = 2**62
 _MOST_WEIGHT = 1000.0
 
 
 @dataclass(frozen=True)
 class Owner:
-    """One owner's record; without one, an owner has these defaults.
+    """One owner's record. An owner without a record has these defaults.
 
-    A limit of 0 is none of its own: that of the setting `default_limits` holds, if it names one.
+    A limit of 0 means that the owner has no limit of its own; the setting `default_limits` then applies.
 
     Attributes:
-        weight: Its share of trainer, samplers and renderers, against the weights of all who want them at the time.
+        weight: Its share of trainer, samplers and renderers, relative to the weights of all owners that want them at
+            the time.
         max_models: Models in the trainer at once.
-        max_stored_bytes: Bytes of its checkpoints together: nothing is saved once they are reached.
-        max_tokens_in_flight: Tokens of its unfinished samples and losses together.
-        max_requests_per_s: Requests on average; as many again may come at once. Polls and heartbeats do not count.
+        max_stored_bytes: Total bytes of its checkpoints. Once they are reached, nothing more is saved.
+        max_tokens_in_flight: Total tokens of its unfinished samples and losses.
+        max_requests_per_s: Average requests per second; a burst may be as large as one second's worth. Polls and
+            heartbeats do not count.
     """
 
     owner: str
@@ -42,7 +44,7 @@ class Owner:
     max_requests_per_s: float = 0.0
 
     def checked(self) -> "Owner":
-        """The same. Raises InvalidInput for what is no name or out of range."""
+        """Returns the record itself. Raises InvalidInput if the name is invalid or a value is out of range."""
         try:
             check_owner(self.owner)
         except ValueError as error:
@@ -60,13 +62,13 @@ LIMITS = FIELDS[1:]
 
 
 class _Bucket:
-    """Requests that an owner may send now: it fills at the owner's rate, up to a second's worth, one at least."""
+    """A token bucket of requests. It fills at the owner's rate, up to one second's worth, at least one."""
 
     def __init__(self) -> None:
         self._level, self._at = float("inf"), 0.0
 
     def take(self, rate: float, now: float) -> bool:
-        """Takes one, if there is one."""
+        """Takes one request out of the bucket; returns False if it is empty."""
         self._level = min(self._level + (now - self._at) * rate, max(rate, 1.0))
         self._at = now
         if self._level < 1:
@@ -76,10 +78,10 @@ class _Bucket:
 
 
 class Owners:
-    """The records of all owners, and how many requests each sends.
+    """The records of all owners, and the request rate of each.
 
     Args:
-        limits: Of owners whose record names none, by the names of `LIMITS`.
+        limits: Limits of owners that have none of their own, keyed by the names in `LIMITS`.
     """
 
     def __init__(self, database: Database, limits: Mapping[str, float] | None = None) -> None:
@@ -89,35 +91,35 @@ class Owners:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     async def read(self) -> None:
-        """Reads the records; call it again to follow what commands write."""
+        """Reads the records. Call it again to pick up the changes that commands make."""
         self._owners = {owner.owner: owner for owner in await self._database.read(all_owners)}
 
     def of(self, owner: str) -> Owner:
-        """An owner's record, with the default limits where it names none."""
+        """Returns an owner's record, with the default limits filled in."""
         found = self._owners.get(owner) or Owner(owner)
         missing = {name: value for name, value in self._limits.items() if not getattr(found, name)}
         return dataclasses.replace(found, **missing) if missing else found
 
     def weight(self, owner: str) -> float:
-        """An owner's share."""
+        """Returns an owner's weight."""
         found = self._owners.get(owner)
         return 1.0 if found is None else found.weight
 
     def listed(self) -> list[Owner]:
-        """All records, by name."""
+        """Returns all records, sorted by owner."""
         return sorted(self._owners.values(), key=lambda owner: owner.owner)
 
     async def put(self, owner: Owner) -> None:
-        """Writes a record, which holds at once. Raises InvalidInput."""
+        """Writes a record, which takes effect at once. Raises InvalidInput."""
         owner.checked()
         await self._database.write(lambda connection: put_owner(connection, owner))
         await self.read()
 
     def check_rate(self, owner: str, use: str = "") -> None:
-        """Counts a request. Raises ResourceExhausted above the owner's rate, after which clients send it again.
+        """Counts a request. Raises ResourceExhausted above the owner's rate; clients then send the request again.
 
         Args:
-            use: Names a bucket of its own, so that the live page takes nothing from training.
+            use: A separate bucket to count in, so that requests of the live page do not use up the rate of training.
         """
         rate = self.of(owner).max_requests_per_s
         if rate and not self._buckets.setdefault((owner, use), _Bucket()).take(rate, time.monotonic()):
@@ -125,17 +127,19 @@ class Owners:
 
 
 def exceeded(limit: str, most: float, what: str) -> ResourceExhausted:
-    """What an owner is told who has reached a limit of its own."""
-    return ResourceExhausted(f"this owner's {limit} is {most:g}, and {what}; send this again later", limit=limit)
+    """Returns the error for an owner that has reached a limit of its own."""
+    return ResourceExhausted(
+        f"this owner's {limit} is {most:g}, and {what}; send this request again later", limit=limit
+    )
 
 
 def all_owners(connection: sa.Connection) -> list[Owner]:
-    """All records."""
+    """Returns all records."""
     return [Owner(**row) for row in connection.execute(sa.select(owners)).mappings()]
 
 
 def put_owner(connection: sa.Connection, owner: Owner) -> None:
-    """Writes a record, in place of the owner's earlier one."""
+    """Writes a record, replacing the owner's earlier one."""
     values: dict[str, Any] = dataclasses.asdict(owner)
     if not insert_new(connection, owners, values):
         connection.execute(sa.update(owners).where(owners.c.owner == owner.owner).values(values))

@@ -1,6 +1,6 @@
-"""`fovea owners list | set` and `fovea usage`: what owners may have, and what they have used, in a gateway's database.
+"""`fovea owners list | set` and `fovea usage`: owners' shares, limits and usage in a gateway's database.
 
-It works on the database itself, as `fovea keys` does.
+Like `fovea keys`, these commands work on the database directly.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _HEAD = ("OWNER", *(name.upper() for name in FIELDS))
 
 
 def main() -> None:
-    """Does what the command line says: its first word is the command of `fovea`."""
+    """Runs the command line. Its first word is the `fovea` subcommand."""
     arguments = _parse()
     try:
         arguments.run(arguments)
@@ -46,7 +46,7 @@ def _set(arguments: argparse.Namespace) -> None:
 
     changed = run(arguments, change)
     print_table(_HEAD, [_row(changed)])
-    print("a running gateway follows within a second", file=sys.stderr)
+    print("a running gateway applies this within a second", file=sys.stderr)
 
 
 def _usage(arguments: argparse.Namespace) -> None:
@@ -62,21 +62,29 @@ def _usage(arguments: argparse.Namespace) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser("fovea")
     commands = parser.add_subparsers(required=True)
-    words = "What each owner may have: its share of trainer and samplers, and limits; 0 is no limit of its own."
+    words = (
+        "Manages each owner's share of trainer and samplers, and its limits. A limit of 0 leaves the gateway's default."
+    )
     owners = commands.add_parser("owners", description=words).add_subparsers(required=True)
-    listing = owners.add_parser("list", description="Show all records. An owner without one has the defaults.")
+    listing = owners.add_parser("list", description="Show all records. An owner without a record has the defaults.")
     listing.set_defaults(run=_list)
-    setting = owners.add_parser("set", description="Change an owner's record; what is not named stays as it is.")
+    setting = owners.add_parser(
+        "set", description="Change an owner's record. Options that are not given keep their values."
+    )
     setting.set_defaults(run=_set)
     setting.add_argument("owner", metavar="OWNER")
-    setting.add_argument("--weight", type=float, help="of its share against others'; default: 1")
+    setting.add_argument("--weight", type=float, help="weight of its share relative to other owners; default: 1")
     for name in LIMITS:
         kind = float if name.endswith("_per_s") else int
-        setting.add_argument(f"--{name.replace('_', '-')}", type=kind, help="0 is no limit; default: 0")
-    usage = commands.add_parser("usage", description="Show what owners have used, by key and day.")
+        setting.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, help="0 leaves the gateway's default limit; default: 0"
+        )
+    usage = commands.add_parser("usage", description="Show the usage of owners, by key and day.")
     usage.set_defaults(run=_usage)
-    usage.add_argument("--owner", help="one owner alone")
-    usage.add_argument("--days", type=int, default=_DAYS, help=f"of the last days, today among them; default: {_DAYS}")
+    usage.add_argument("--owner", help="show only this owner")
+    usage.add_argument(
+        "--days", type=int, default=_DAYS, help=f"number of days to show, including today; default: {_DAYS}"
+    )
     for each in (listing, setting, usage):
         add_state_dir(each)
     return parser.parse_args()

@@ -1,5 +1,6 @@
-"""Usage of owners, by key and day: added in the transactions that keep outcomes, so that nothing counts twice or
-is forgotten. And the rows that the database keeps for them, which are forgotten after a time.
+"""Usage of owners by key and day, and removal of old rows from the database.
+
+Usage is added in the same transaction that stores an outcome, so that nothing is counted twice or lost.
 """
 
 import dataclasses
@@ -35,36 +36,39 @@ from fovea_gateway.scopes import asked_owner
 logger = logging.getLogger(__name__)
 
 MOST_TEXT_BYTES = 64 * 2**10
-"""The limit of all texts of a client that are kept with one thing, in a row of the database and in memory."""
+"""The limit on the total size of a client's texts that are stored with one thing, in a database row and in memory."""
 _FRESH_S = 60.0
-"""A session that ended no longer ago is not forgotten: it is being freed, and its client may ask how it ended."""
+"""A session that ended less than this many seconds ago is retained: the gateway is still freeing it, and its client may
+ask how it ended.
+"""
 _ROWS_PER_JOB = 500
 _MOST_PAUSE_S = 3600.0
-"""Between two looks for what is past its time: each reads all rows of sessions that are over."""
+"""The longest pause between two searches for expired rows. Each search reads all rows of ended sessions."""
 _DAY_S = 24 * 3600
 _MOST_DAYS = 3660
 ROW_BYTES = 1024
-"""The bytes of a row beside the texts in it, with its part of the indexes."""
+"""The assumed size of a row besides its texts, including its share of the indexes."""
 _TEXTS: dict[sa.Table, tuple[str, ...]] = {
     sessions: ("tags", "user_metadata", "display_name", "request_key", "end_detail"),
     models: ("user_metadata",),
     sampling_sessions: ("model_path",),
     checkpoints: ("user_metadata",),
 }
-"""The columns with texts of clients, by table."""
+"""The columns that contain clients' texts, by table."""
 
 
 @dataclass
 class Usage:
-    """What work used.
+    """The resources that a piece of work used.
 
     Attributes:
-        trained_tokens: Of losses with gradients.
-        scored_tokens: Of losses without.
-        prompt_tokens: Of samples, cached ones among them.
-        cached_tokens: Those that a sampler had computed before.
-        sampled_tokens: New ones.
-        gpu_seconds: The work's part of the time of trainer and samplers, by tokens, for each of their devices.
+        trained_tokens: Tokens of losses with gradients.
+        scored_tokens: Tokens of losses without gradients.
+        prompt_tokens: Prompt tokens of samples, including cached ones.
+        cached_tokens: Prompt tokens that a sampler had computed before.
+        sampled_tokens: Generated tokens.
+        gpu_seconds: The work's share, by tokens, of the time of trainer and samplers, multiplied by the number of their
+            devices.
     """
 
     trained_tokens: int = 0
@@ -79,7 +83,7 @@ FIGURES = tuple(each.name for each in dataclasses.fields(Usage))
 
 
 class Used(NamedTuple):
-    """Who used what."""
+    """Usage of one owner's key."""
 
     owner: str
     key_id: str
@@ -87,12 +91,12 @@ class Used(NamedTuple):
 
 
 def day_of(at: float) -> str:
-    """A day in UTC, such as 2026-01-31."""
+    """Returns a time's day in UTC, such as 2026-01-31."""
     return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
 def add_usage(connection: sa.Connection, all_used: Iterable[Used], at: float) -> None:
-    """Adds to the rows of a day."""
+    """Adds usage to the rows of the day of `at`."""
     sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0] * len(FIGURES))
     for owner, key_id, used in all_used:
         values = [getattr(used, name) for name in FIGURES]
@@ -116,10 +120,10 @@ def _adding(dialect: str) -> sa.Insert:
 
 
 def read_usage(connection: sa.Connection, owner: str | None, days: int) -> dict[str, Any]:
-    """Usage of the last days, today among them, by owner, key and day; and the bytes that each owner has stored.
+    """Returns usage of the last days, including today, by owner, key and day; and the bytes that each owner has stored.
 
     Args:
-        owner: None for all.
+        owner: None for all owners.
     """
     query = sa.select(usage).where(usage.c.day > day_of(time.time() - days * _DAY_S))
     stored = sa.select(checkpoints.c.owner, sa.func.sum(checkpoints.c.size_bytes)).group_by(checkpoints.c.owner)
@@ -133,25 +137,26 @@ def read_usage(connection: sa.Connection, owner: str | None, days: int) -> dict[
 
 
 async def usage_for(database: Database, asked: str, days: int) -> dict[str, Any]:
-    """What the caller is told who asked about an owner: nobody named is the caller, `*` is everybody.
+    """Returns the usage that the caller asked for. An empty `asked` means the caller's own; `*` means all owners.
 
-    Raises PermissionDenied for somebody else's without the scope admin.
+    Raises PermissionDenied for the usage of another owner if the caller lacks the scope admin.
     """
     owner = asked_owner(asked, "usage")
     return await database.read(lambda connection: read_usage(connection, owner, min(days, _MOST_DAYS)))
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """The bytes of an owner's checkpoints together, with those of the texts that the database keeps for it."""
+    """Returns the total bytes of an owner's checkpoints and of the texts that the database stores for it."""
     found: int = read_usage(connection, owner, 0)["stored_bytes"].get(owner, 0)
     return found + row_bytes(connection, owner, overhead=0)[owner]
 
 
 def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int = ROW_BYTES) -> Counter[str]:
-    """The bytes of rows of sessions, models, sampling sessions and checkpoints, by owner: of one, or of all.
+    """Returns the bytes of rows of sessions, models, sampling sessions and checkpoints, by owner.
 
     Args:
-        overhead: Of each row, beside its texts.
+        owner: Counts only this owner's rows; None for all owners.
+        overhead: Bytes to add for each row besides its texts.
     """
     sums: Counter[str] = Counter()
     for table, columns in _TEXTS.items():
@@ -165,14 +170,15 @@ def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int
 
 
 class KeptRows:
-    """Rows of sessions, models, sampling sessions and checkpoints: counted as bytes of their owners, and forgotten.
+    """Accounting and removal of the rows of sessions, models, sampling sessions and checkpoints.
 
-    What is over, and holds no checkpoint, is forgotten after its time; of an owner with more than its share, at once.
+    The bytes of the rows count against their owners. Rows of ended sessions and failed models that hold no checkpoint
+    are deleted after `ttl_s`, or at once if their owner has more than its share.
 
     Args:
-        capacity_bytes: Of the rows of all owners; one may have as much as is free.
-        ttl_s: Seconds for which a session that is over, or a model that failed, is kept.
-        remove_folder: Removes the folder of a model that is forgotten, which has no checkpoint any more.
+        capacity_bytes: The limit for the rows of all owners; one owner may have as much as is free.
+        ttl_s: Seconds for which the rows of an ended session or a failed model are retained.
+        remove_folder: Removes the folder of a deleted model, which has no checkpoint any more.
     """
 
     def __init__(
@@ -190,14 +196,14 @@ class KeptRows:
     def take(self, owner: str, texts: Mapping[str, Any]) -> None:
         """Counts a row that is about to be written.
 
-        Raises InvalidInput for too much text, ResourceExhausted for an owner that has its share of rows.
+        Raises InvalidInput for too much text, ResourceExhausted if the owner has no room left in its share of rows.
         """
         size_bytes = ROW_BYTES + check_text(texts)
         self._quota.check(owner, size_bytes)
         self._quota.take(owner, size_bytes)
 
     async def sweep(self) -> None:
-        """Forgets what is past its time, and of owners above their share what is over; counts rows that may be many."""
+        """Deletes expired rows, and ended ones of owners above their share. Recounts the rows if they may be many."""
         if (now := self._clock.now()) >= self._next_at:
             while await self._forget(now - self._ttl_s):
                 pass
@@ -212,14 +218,14 @@ class KeptRows:
                 return
 
     async def _forget(self, before: float, owner: str | None = None) -> int:
-        """Forgets some of what was over before a time, of one owner or of all; returns how many rows."""
+        """Deletes a batch of rows that ended before a time, of one owner or of all; returns the number of rows."""
         model_ids, count = await self._database.write(partial(forget_over, before=before, owner=owner))
         for model_id in model_ids:
             await self._remove_folder(model_id)
         if owner is not None:
             logger.warning(
-                "owner %s has more bytes of rows than are free of max_row_bytes: %d of its sessions and models, which "
-                "are over, are forgotten before their time",
+                "owner %s has more bytes of rows than are free of max_row_bytes: %d of its ended sessions and models "
+                "were deleted early",
                 owner,
                 count,
             )
@@ -227,27 +233,30 @@ class KeptRows:
 
 
 def check_text(texts: Mapping[str, Any]) -> int:
-    """The bytes, as JSON, of the texts that a client wants kept with one thing. Raises InvalidInput for too many.
+    """Returns the total bytes, as JSON, of texts that a client wants stored with one thing. Raises InvalidInput for too
+    many.
 
     Args:
-        texts: By field; empty ones take nothing.
+        texts: By field; empty ones count 0.
     """
     sizes = {field: len(json.dumps(value)) for field, value in texts.items() if value}
     if (total := sum(sizes.values())) > MOST_TEXT_BYTES:
         field = max(sizes, key=lambda name: sizes[name])
         others = f", {total} with {', '.join(name for name in sizes if name != field)}" if len(sizes) > 1 else ""
         raise InvalidInput(
-            f"{field} has {sizes[field]} bytes as JSON{others}; at most {MOST_TEXT_BYTES} are kept: shorten it",
+            f"{field} has {sizes[field]} bytes as JSON{others}; at most {MOST_TEXT_BYTES} are stored: shorten it",
             field=field,
         )
     return total
 
 
 def forget_over(connection: sa.Connection, before: float, owner: str | None) -> tuple[list[str], int]:
-    """Forgets some sessions that ended before a time and hold no checkpoint, with all that they own, and some models
-    that failed before it; the oldest first.
+    """Deletes a batch of ended sessions and failed models, the oldest first.
 
-    Returns the ids of the models, and how many rows of sessions and models are gone.
+    The sessions ended before a time and hold no checkpoint; all that belongs to them is deleted too. The models failed
+    before that time.
+
+    Returns the ids of the models, and how many rows of sessions and models were deleted.
     """
     has_checkpoint = sa.exists().where(checkpoints.c.model_id == models.c.model_id)
     of_session = models.c.session_id == sessions.c.session_id

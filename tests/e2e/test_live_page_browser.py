@@ -139,7 +139,7 @@ def test_a_wrong_key_is_told_in_a_line_and_the_right_one_opens_the_page(stack: S
     browser.wait_text("#link", "live")
     browser.click("#forget")
     browser.type("#key", "tml-wrong")
-    browser.wait_text("#wrong", "not known")
+    browser.wait_text("#wrong", "key is unknown")
     assert browser.run("return sessionStorage.length") == 0
     browser.type("#key", API_KEY)
     browser.wait_text("#link", "live")

@@ -29,7 +29,7 @@ async def test_on_a_full_disk_sessions_end_and_nothing_new_begins(small_disk: Pa
         assert statuses[-1] == 503
         assert "disk" in (await rest.post("optim_step", model_id=model_id, seq_id=1, adam_params={})).text
         await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
-        assert "is over" in (await rest.result(waits))["error"], "what was accepted has its outcome"
+        assert "has ended" in (await rest.result(waits))["error"], "what was accepted has its outcome"
         (small_disk / "junk").unlink()
         assert stand.gateway is not None
         await stand.gateway.parts.database.look_for_room()
@@ -101,7 +101,7 @@ async def test_a_session_that_ends_does_not_wait_for_room(stand: Stand, rest: Re
     saving = (await rest.ok("save_weights", model_id=model_id, seq_id=1, path="a"))["request_id"]
     await eventually(lambda: "SaveState" in stand.trainer.names())
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
-    assert "is over" in (await rest.result(saving))["error"]
+    assert "has ended" in (await rest.result(saving))["error"]
 
 
 async def test_a_client_of_chaos_notes_every_answer_though_a_save_fails(

@@ -215,7 +215,7 @@ async def test_base_path_and_flags(stand: Stand) -> None:
 
 
 async def test_wrong_key_is_refused_at_once(stand: Stand) -> None:
-    with pytest.raises(tinker.AuthenticationError, match="API key is not known"):
+    with pytest.raises(tinker.AuthenticationError, match="API key is unknown"):
         await stand.sdk(lambda client: client.create_sampling_client(base_model=MODEL).result(), key="tml-wrong")
     async with stand.http(key=None) as http:
         response = await http.post("create_session", json={})

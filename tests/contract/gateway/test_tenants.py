@@ -223,7 +223,8 @@ async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bo
     told = [(await rest.poll(request_id)).json() for rest, request_id in ((alice, ids[2]), (bob, last))]
     assert [answer["queue_state"] for answer in told] == ["paused_capacity"] * 2
     words = (
-        "waiting for a place in a sampler: it is number {0} at most of the {0} that this owner has waiting, by turns"
+        "waiting for a place in a sampler: it is at most number {0} of the {0} requests that this owner has waiting, "
+        "taking turns"
     )
     reasons = [answer["queue_state_reason"] for answer in told]
     assert reasons == [f"{words.format(count)} with 1 other owner" for count in (2, 1)]
@@ -245,7 +246,7 @@ async def test_owners_share_the_trainer_and_are_told_why_they_wait(stand: Stand,
         return answer
 
     async def is_told() -> bool:
-        return str((await told())["queue_state_reason"]).startswith("waiting for the trainer: it is number 1")
+        return str((await told())["queue_state_reason"]).startswith("waiting for the trainer: it is at most number 1")
 
     await eventually(is_told)
     assert (await told())["queue_state"] == "paused_capacity"

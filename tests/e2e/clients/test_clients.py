@@ -46,7 +46,7 @@ async def test_it_speaks_tls(client: list[str], stack: Stack, asked: list[Questi
     ("options", "image", "said"),
     [
         (["--model", "nobody"], "square.png", ["NOT_FOUND", "'nobody' is not served", "field: base_model"]),
-        (["--api-key", "tml-wrong"], "square.png", ["UNAUTHENTICATED", "this API key is not known"]),
+        (["--api-key", "tml-wrong"], "square.png", ["UNAUTHENTICATED", "this API key is unknown"]),
         ([], "broken.png", ["INVALID_ARGUMENT", "no supported format", "field: chunks[1]"]),
         (["--timeout", "0.001"], "square.png", ["DEADLINE_EXCEEDED"]),
     ],

@@ -71,7 +71,7 @@ async def test_ten_thousand_of_one_delay_one_of_another_by_a_round() -> None:
     await line.send("a", 10_000, cost=100)
     await line.end(10)
     (turn,) = await line.send("b", 1)
-    assert "number 1 at most of the 1" in line.queue.describe(turn)
+    assert "at most number 1 of the 1" in line.queue.describe(turn)
     await line.end()
     assert line.begun[-1] is turn, "the next place is its own"
     for task in line.tasks:

@@ -170,7 +170,7 @@ def test_where_nobody_has_a_key_the_first_one_is_made_and_shown_once(
     out, told = capfd.readouterr()
     (key,) = out.split()
     assert key.startswith("tml-")
-    assert "of admin, scope admin; it is shown this once" in told
+    assert "of admin, scope admin; it is shown only this once" in told
     assert key.encode() not in (tmp_path / "gateway.db").read_bytes()
     assert may_have_keys(tmp_path)
 
