@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 from fovea.runtime.model_files import read_json
 from fovea.wire.conventions import EXPERTS_NOTE, PEFT_READS_EXPERTS_OF
 from fovea.wire.errors import InvalidInput
-from fovea_data.base_model import copy_small_files
+from fovea_data.base_model import copy_small_files, is_tied
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -166,8 +166,7 @@ def notes_of(adapter: pathlib.Path, base: pathlib.Path) -> dict[str, str]:
     notes = {}
     if any(map(_EXPERT.fullmatch, modules)) and config.model_type not in PEFT_READS_EXPERTS_OF:
         notes["experts"] = EXPERTS_NOTE
-    is_tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
-    if is_tied and any(name.endswith("lm_head") for name in modules):
+    if is_tied(config) and any(name.endswith("lm_head") for name in modules):
         notes["tied"] = (
             "The adapter changes the unembedding, which the base model shares with its embeddings. PEFT's "
             "merge_and_unload would change both: merge it with `fovea export --merged`, or give the loaded base model "

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pathlib
 import shutil
 from collections.abc import Container
+from typing import TYPE_CHECKING
 
 from fovea.wire.errors import NotFound, ResourceExhausted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 """What a checkpoint has besides its weights: configuration, tokenizer, processor, chat template, generation."""
@@ -35,6 +39,11 @@ def base_directory(name: str, *, with_weights: bool) -> pathlib.Path:
             f" base (--base), its directory or hub name ({' '.join(str(error).split())[:200]})",
             field="base",
         ) from error
+
+
+def is_tied(config: PreTrainedConfig) -> bool:
+    """Returns whether a model uses its embeddings as its unembedding too, by its configuration."""
+    return bool(config.tie_word_embeddings or config.get_text_config().tie_word_embeddings)
 
 
 def copy_small_files(base: pathlib.Path, out: pathlib.Path, *, but: Container[str] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,10 +10,13 @@ import tinker
 
 from fovea.runtime.model_files import language_entries, read_json
 from fovea.wire.errors import FailedPrecondition, NotFound
+from fovea_data.base_model import is_tied
 from fovea_data.encoder import Encoder
 from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
 from fovea_data.served_limits import ServedLimits, ask_limits
 from fovea_rollout.default_rate import FINE_TUNING_RATE, rate_at
+
+logger = logging.getLogger(__name__)
 
 SupportedModel = tinker.types.SupportedModel
 
@@ -67,8 +71,21 @@ class Connection:
     learning_rate: float
 
     @classmethod
-    def open(cls, server: Server, model: SupportedModel, state: str, *, rank: int, seed: int) -> Connection:
+    def open(
+        cls,
+        server: Server,
+        model: SupportedModel,
+        state: str,
+        *,
+        rank: int,
+        seed: int,
+        train_unembed: bool | None = None,
+    ) -> Connection:
         """Makes a LoRA of a model, or goes on from a saved state if there is one. Raises what the SDK raises.
+
+        Args:
+            train_unembed: Whether a new LoRA adapts the unembedding. None adapts it unless the model ties it to its
+                embeddings.
 
         The checkpoint's small files, which lie where the tokenizer's do, tell how many tokens pictures take; where they
         do not, a sampling client of the base model is asked, which is made for the first picture.
@@ -77,7 +94,11 @@ class Connection:
         if state:
             training = service.create_training_client_from_state_with_optimizer(state).result()
         else:
-            training = service.create_lora_training_client(base_model=name, rank=rank, seed=seed).result()
+            if train_unembed is None:
+                train_unembed = rank == 0 or not _ties_embeddings(server.limits(model).tokenizer_id or name)
+            training = service.create_lora_training_client(
+                base_model=name, rank=rank, seed=seed, train_unembed=train_unembed
+            ).result()
         tokenizer = training.get_tokenizer()
         files = checkpoint_directory(str(tokenizer.name_or_path))
         text = language_entries(read_json(files / "config.json"))
@@ -93,3 +114,18 @@ class Connection:
     def delete(self, path: str) -> None:
         """Deletes a checkpoint that is not needed any more."""
         self.server.rest.delete_checkpoint_from_tinker_path(path).result()
+
+
+def _ties_embeddings(files: str) -> bool:
+    """Returns whether a model ties its unembedding to its embeddings; False if its configuration cannot be read.
+
+    Args:
+        files: Directory or hub name of the model's small files.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return is_tied(AutoConfig.from_pretrained(checkpoint_directory(files)))
+    except (OSError, ValueError) as error:
+        logger.warning("the configuration of %s cannot be read, so the unembedding is trained: %s", files, error)
+        return False

@@ -49,6 +49,8 @@ class FineTuneSettings:
         learning_rate: At its peak; None takes one by the model's width.
         warm_up: Share of all steps in which the rate rises; then it falls on a half cosine to nothing.
         rank: Of the LoRA, at most what the server takes; 0 trains all parameters.
+        train_unembed: Whether the LoRA adapts the unembedding. None adapts it unless the model ties it to its
+            embeddings: PEFT's `merge_and_unload` would change both (docs/guides/first-fine-tune.md).
         weight_decay: Of AdamW.
         grad_clip_norm: The longest gradient; 0 does not clip.
         evaluate_every: Steps between evaluations, each of which is a point to resume from; None is an epoch.
@@ -64,6 +66,7 @@ class FineTuneSettings:
     learning_rate: float | None = None
     warm_up: float = 0.1
     rank: int = 32
+    train_unembed: bool | None = None
     weight_decay: float = 0.0
     grad_clip_norm: float = 1.0
     evaluate_every: int | None = None
@@ -153,7 +156,14 @@ def fine_tune(
         state_file = folder / "state.json"
         state = FineTuneState.begin_or_resume(state_file, identity, later=_ROWS)
         try:
-            connection = Connection.open(server, served, state.state, rank=settings.rank, seed=settings.seed)
+            connection = Connection.open(
+                server,
+                served,
+                state.state,
+                rank=settings.rank,
+                seed=settings.seed,
+                train_unembed=settings.train_unembed,
+            )
             encoder = RowEncoder(connection.encoder, limits)
             train, held_out = _checked(train, held_out, encoder, settings, state, state_file, progress)
             with ExitStack() as closing:

@@ -23,9 +23,10 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 
 @dataclass(frozen=True)
 class ServedLimits:
-    """Limits of one served model. None stands for a limit that the server does not report.
+    """Limits and files of one served model. None stands for what the server does not report.
 
     Attributes:
+        tokenizer_id: Directory or hub name of the tokenizer, beside which the model's configuration is.
         max_lora_rank: The largest rank of an adapter.
         max_image_bytes: Bytes of the file of one picture.
         max_image_pixels: Width times height of one picture.
@@ -33,6 +34,7 @@ class ServedLimits:
         max_body_bytes: Bytes of a request, before compression: a row is sent whole.
     """
 
+    tokenizer_id: str | None = None
     max_lora_rank: int | None = None
     max_image_bytes: int | None = None
     max_image_pixels: int | None = None

@@ -32,6 +32,7 @@ from fovea_gateway.live.live_routes import LiveRoutes
 from fovea_gateway.openai.openai_answers import OpenAIAnswers
 from fovea_gateway.openai.openai_routes import OPENAI, OpenAIRoutes
 from fovea_gateway.parts import Parts
+from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling import sample_wire
 from fovea_gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
 from fovea_gateway.scopes import Scope
@@ -92,7 +93,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
             parts.checkpoints,
             settings.max_body_bytes,
         ),
-        ServerRoutes(parts.health, settings.sdk_flags, settings.max_body_bytes),
+        ServerRoutes(parts.health, parts.base_models, settings.sdk_flags, settings.max_body_bytes),
         SessionRoutes(parts.sessions),
         TrainingRoutes(
             parts.training, parts.models, parts.custom_losses, parts.base_models, parts.checkpoints, settings
@@ -125,8 +126,9 @@ class ServerRoutes:
         max_body_bytes: The largest body of samples and losses.
     """
 
-    def __init__(self, health: Health, flags: dict[str, Any], max_body_bytes: int) -> None:
-        self._health, self._flags, self._max_body_bytes = health, flags, max_body_bytes
+    def __init__(self, health: Health, base_models: BaseModels, flags: dict[str, Any], max_body_bytes: int) -> None:
+        self._health, self._base_models = health, base_models
+        self._flags, self._max_body_bytes = flags, max_body_bytes
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
@@ -158,7 +160,8 @@ class ServerRoutes:
                 "max_context_length": served.max_context_length,
                 "trainable": served.is_trained,
                 "sampleable": served.is_sampled,
-                # Fovea's own fields: fovea_data checks rows against these limits before the first step.
+                # Fovea's own fields, for fovea_data: the model's files, and limits to check rows against.
+                "tokenizer_id": self._base_models.get(served.name).tokenizer_id,
                 "max_lora_rank": served.max_lora_rank,
                 "max_image_bytes": MAX_IMAGE_BYTES,
                 "max_image_pixels": MAX_IMAGE_PIXELS,

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import pathlib
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 import tinker
 from PIL import Image
 
+import fovea_tinyvlm
 from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_data import Dataset, FineTuneSettings, TunedModel, fine_tune, image_folder, load_chats
 from fovea_data.evaluate import read_sources
 from fovea_data.fine_tuning import Stopped
 from fovea_data.served_limits import picture_side
-from tests.contract.gateway.conftest import KEY, Stand
+from tests.contract.gateway.conftest import KEY, Stand, running
 
 Rows = list[dict[str, Any]]
 TEXT = {"prompt": "Is it?", "completion": "yes"}
@@ -217,3 +219,26 @@ def test_what_is_evaluated_is_shrunk_too(tmp_path: pathlib.Path) -> None:
         _, (source,) = read_sources(tmp_path, max_side=side)
         (message,) = source().reset()  # type: ignore[operator]
         assert message.pictures[0].size == size
+
+
+@pytest.mark.parametrize(("asked", "trained"), [(None, False), (True, True), (False, False)])
+async def test_a_tied_unembedding_is_trained_only_if_asked_for(
+    stand: Stand, tmp_path: pathlib.Path, asked: bool | None, trained: bool
+) -> None:
+    settings = FineTuneSettings(epochs=1, batch_size=4, rank=4, train_unembed=asked)
+    await tuned(stand, tmp_path / "run", [TEXT], None, settings)
+    (request,) = stand.trainer.of("CreateModel")
+    assert (request.lora.train_unembedding, request.lora.train_mlp) == (trained, True)
+
+
+async def test_an_unembedding_of_its_own_is_trained(stand: Stand, tmp_path: pathlib.Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(fovea_tinyvlm.ensure(), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    (model / "config.json").write_text(json.dumps(config))
+    await stand.stop()
+    async with running(Stand(tmp_path / "untied"), model=str(model)) as untied:
+        await tuned(untied, tmp_path / "run", [TEXT])
+        (request,) = untied.trainer.of("CreateModel")
+    assert request.lora.train_unembedding
