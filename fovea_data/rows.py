@@ -73,7 +73,7 @@ class JsonLines(Rows):
             return json.loads(line)
         except ValueError as error:
             where = self.where(index)
-            raise InvalidInput(f"{where}: this is not JSON: {error}", field=where) from None
+            raise InvalidInput(f"{where}: the line is not JSON: {error}", field=where) from None
 
     def where(self, index: int) -> str:
         return f"{self._path}:{self._numbers[index]}"
@@ -229,5 +229,5 @@ def _is_picture(file: pathlib.Path) -> bool:
 
 def _existing(path: pathlib.Path) -> pathlib.Path:
     if not path.is_file():
-        raise NotFound(f"there is no file {path}", field="path")
+        raise NotFound(f"{path} does not exist", field="path")
     return path

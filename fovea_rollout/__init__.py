@@ -1,7 +1,7 @@
 """Multi-turn reinforcement learning of vision-language models against any server that speaks the Tinker API.
 
-Names are imported when they are first used, since the Tinker SDK takes seconds to load: environments and templates work
-without it, and everything but `GymnasiumEnvironment` works without gymnasium.
+Names are imported on first use, because the Tinker SDK takes seconds to load. Environments and templates work without
+it, and everything except `GymnasiumEnvironment` works without gymnasium.
 """
 
 import importlib

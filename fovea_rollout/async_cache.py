@@ -1,4 +1,4 @@
-"""Values that are asked for once and shared, such as how many tokens pictures of a size take."""
+"""A cache of values that concurrent callers request once, such as the number of tokens of a picture size."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ Value = TypeVar("Value")
 
 
 class AsyncCache(Generic[Key, Value]):
-    """Values by key, each made by one call that all concurrent callers await; a call that failed is made again."""
+    """Stores values by key. One call makes each value, and all concurrent callers await it.
+
+    A call that fails is made again by the next caller.
+    """
 
     def __init__(self) -> None:
         self._values: dict[Key, Value] = {}
         self._calls: dict[Key, asyncio.Task[Value]] = {}
 
     async def get(self, key: Key, call: Callable[[], Awaitable[Value]]) -> Value:
-        """The value of a key, from `call` if there is none yet. Raises what the call raises."""
+        """Returns the value of a key, from `call` if there is none yet. Raises what the call raises."""
         if key in self._values:
             return self._values[key]
         if key not in self._calls:
             self._calls[key] = asyncio.create_task(self._call(key, call))
-        # One caller that is cancelled must not take the value away from the others.
+        # Cancelling one caller must not cancel the call that the others await.
         return await asyncio.shield(self._calls[key])
 
     def forget(self, key: Key) -> None:
-        """Drops a value: the next caller asks anew."""
+        """Drops a value, so that the next caller makes it again."""
         self._values.pop(key, None)
 
     async def _call(self, key: Key, call: Callable[[], Awaitable[Value]]) -> Value:

@@ -1,4 +1,4 @@
-"""Environments: what a model talks to, what they get of its answers, and the registry that names them."""
+"""The interface of environments, the answers that they receive, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re
 class ToolCall:
     """A call that the model wrote: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    The arguments may be a text of JSON, and name and arguments may stand within `function`, as OpenAI has them; or the
-    name itself may.
+    The arguments may be JSON as text. Name and arguments may be inside `function`, as in OpenAI's format, or `function`
+    may be the name itself.
     """
 
     name: str
@@ -32,14 +32,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said in one turn.
+    """The model's answer in one turn.
 
     Attributes:
-        text: Without the end of turn, thinking left out.
-        thinking: What it thought before, empty if nothing.
-        tool_calls: Those that could be read.
+        text: The answer without the thinking and without the token that ends the turn.
+        thinking: The thinking before the answer; empty without any.
+        tool_calls: The tool calls that could be read.
         malformed: Why a tool call could not be read; empty if all could.
-        is_cut: Whether max_tokens ended it.
+        is_cut: Whether `max_tokens` cut the answer off.
     """
 
     text: str
@@ -51,12 +51,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers.
+    """The environment's response to an answer.
 
     Attributes:
-        messages: What the model reads next; ignored if `is_done`.
+        messages: The messages that the model reads next; ignored if `is_done`.
         reward: Reward of this step.
-        metrics: Numbers to be averaged over rollouts.
+        is_done: Whether the episode is over.
+        metrics: Numbers that are averaged over rollouts.
     """
 
     messages: Sequence[MessageLike] = ()
@@ -66,34 +67,34 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode. Methods are async or plain: plain ones are run in a thread."""
+    """One episode. Its methods are async or plain functions; plain functions run in a thread."""
 
     def reset(self) -> Awaitable[Sequence[MessageLike]] | Sequence[MessageLike]:
-        """Begins the episode; returns what the model reads first."""
+        """Begins the episode; returns the messages that the model reads first."""
         ...
 
     def step(self, answer: Answer) -> Awaitable[Step] | Step:
-        """Takes what the model said."""
+        """Takes the model's answer; returns the response."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """Frees what the episode holds; called once, whatever happened."""
+        """Frees the resources of the episode. It is called once, also after a failure."""
         ...
 
 
 EnvironmentFactory = Callable[[Mapping[str, Any]], Environment]
-"""Makes an environment from a dataset's record."""
+"""Makes an environment from a record of a dataset."""
 
 _FACTORIES: dict[str, EnvironmentFactory] = {}
 _OWN = {
     "geometry3k": "fovea_rollout.geometry3k_environment:geometry3k_environment",
     "visgym": "fovea_rollout.visgym_environment:visgym_environment",
 }
-"""Kinds that this library has, unless another is registered under the name; imported when one is made."""
+"""Environments of this library, unless another is registered under the name. Imported when the first one is made."""
 
 
 def register(name: str, factory: EnvironmentFactory) -> None:
-    """Names a kind of environment. Raises InvalidInput if the name is taken by another one."""
+    """Registers a kind of environment. Raises InvalidInput if another one has the name."""
     if _FACTORIES.setdefault(name, factory) is not factory:
         raise InvalidInput(f"env_class {name!r} is registered already: unregister it first", field="env_class")
 
@@ -122,13 +123,14 @@ def make(name: str, record: Mapping[str, Any]) -> Environment:
 
 
 def read_answer(text: str, is_cut: bool) -> Answer:
-    """Splits what a model wrote in one turn, its end of turn removed.
+    """Splits the text of one turn into thinking, answer and tool calls.
 
-    Thinking is all before the last `</think>`, as chat templates have it; all after a `<think>` at the start that is
-    never closed. Tool calls are left in `Answer.text`, where the model wrote them.
+    The thinking ends at the last `</think>`, as in chat templates. If the text begins with a `<think>` that is never
+    closed, all of it is thinking. Tool calls stay in `Answer.text`, where the model wrote them.
 
     Args:
-        is_cut: Whether max_tokens ended it.
+        text: The text without the token that ends the turn.
+        is_cut: Whether `max_tokens` cut it off.
     """
     thinking, close, rest = text.rpartition(THINK_CLOSE)
     if not close and rest.lstrip().startswith(THINK_OPEN):
@@ -147,7 +149,7 @@ def read_answer(text: str, is_cut: bool) -> Answer:
 
 
 def _read_tool_call(body: str, is_closed: bool) -> ToolCall:
-    """Raises ValueError with what is wrong, for the model to read."""
+    """Reads one call. Raises ValueError with a message for the model to read."""
     if not is_closed:
         raise ValueError("has no </tool_call>")
     try:

@@ -1,4 +1,4 @@
-"""One environment of whatever kind, called as if all of its methods were async."""
+"""Runs one environment, async or not, behind async methods."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Outcome]", Callable[...,
 
 
 LARGEST = 1e30
-"""The largest magnitude of a reward or a metric, so that sums over turns and groups stay finite."""
+"""The largest magnitude of a reward or a metric. The bound keeps sums over turns and groups finite."""
 
 
 class EnvironmentHost:
     """Makes an environment and calls it, one call after the other.
 
-    Plain functions run in a thread that is this environment's alone: graphics contexts belong to a thread, and one that
-    hangs keeps nobody else from a place in a pool. The thread is a daemon, so that a hanging one ends with the program.
+    Plain functions run in a thread of this environment's own, for two reasons. A graphics context belongs to one
+    thread, and an environment that hangs must not occupy a thread of a shared pool. The thread is a daemon, so that a
+    hanging environment does not keep the program alive.
 
     Args:
-        factory: Makes the environment, in its thread too.
+        factory: Makes the environment, in the same thread.
     """
 
     def __init__(self, factory: Callable[[], Environment]) -> None:
@@ -40,23 +41,26 @@ class EnvironmentHost:
         self._thread.start()
 
     async def make(self) -> None:
-        """Makes the environment. Raises what its factory raises."""
+        """Makes the environment. Raises what the factory raises."""
         await self._call(self._make)
 
     async def reset(self) -> tuple[Message, ...]:
-        """Begins the episode. Raises what the environment raises, InvalidInput for messages of another shape."""
+        """Begins the episode; returns its first messages.
+
+        Raises what the environment raises, and InvalidInput for messages in another format.
+        """
         return parse_messages(await self._call(self._method("reset")), "reset()")
 
     async def step(self, answer: Answer) -> tuple[Step, tuple[Message, ...]]:
-        """Takes an answer; returns what the environment says, and its messages, read.
+        """Hands over an answer; returns the environment's step and its parsed messages.
 
-        Raises what the environment raises, InvalidInput if it returned something else than a `Step` should be.
+        Raises what the environment raises, and InvalidInput if it did not return a valid `Step`.
         """
         step = await self._call(self._method("step"), answer)
         if not isinstance(step, Step):
             raise InvalidInput(f"step() returned {type(step).__name__}; return a Step", field="step()")
         for name, value in (("reward", step.reward), *((f"metrics[{key!r}]", m) for key, m in step.metrics.items())):
-            if not abs(value) <= LARGEST:  # NaN is not either
+            if not abs(value) <= LARGEST:  # false for NaN, too
                 raise InvalidInput(
                     f"step().{name} is {value}; it must be a finite number of at most {LARGEST:g} in magnitude",
                     field=f"step().{name}",
@@ -64,7 +68,7 @@ class EnvironmentHost:
         return step, () if step.is_done else parse_messages(step.messages, "step().messages")
 
     async def close(self) -> None:
-        """Closes the environment, if there is one, behind whatever still runs in it; call it once."""
+        """Closes the environment, if there is one, after the calls before it. Call it once."""
         try:
             await self._call(self._close)
         finally:
@@ -95,9 +99,9 @@ def _work(calls: queue.SimpleQueue[Call | None]) -> None:
         result: Outcome
         try:
             result = function(*arguments), None
-        except BaseException as error:  # a library that calls sys.exit() must not end the thread in silence
+        except BaseException as error:  # a library that calls sys.exit() must not end the thread silently
             result = None, error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so no caller waits for the result
             loop.call_soon_threadsafe(_settle, outcome, result)
 
 
@@ -105,4 +109,4 @@ def _settle(outcome: asyncio.Future[Outcome], result: Outcome) -> None:
     if not outcome.done():
         outcome.set_result(result)
     elif inspect.iscoroutine(result[0]):
-        result[0].close()  # whoever wanted it was cancelled meanwhile
+        result[0].close()  # the caller was cancelled, so the coroutine is never awaited

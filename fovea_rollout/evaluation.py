@@ -1,4 +1,4 @@
-"""How good a policy is on environments that it was not trained on."""
+"""Evaluation of a policy on environments that it was not trained on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metr
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was seen.
+    """The results of an evaluation.
 
     Attributes:
-        reward_mean: Mean reward of the rollouts that did not fail; NaN if all did.
-        metrics: The environments' own, averaged over rollouts.
-        failures: (conversation, what went wrong).
+        reward_mean: Mean reward of the rollouts that did not fail; NaN if all failed.
+        metrics: The environments' metrics, averaged over the rollouts that did not fail.
+        failures: Pairs of conversation and failure.
         trajectories: One per source, in the same order.
     """
 
@@ -39,11 +39,12 @@ async def evaluate(
     progress: bool | None = False,
     name: str = "evaluation",
 ) -> Evaluation:
-    """Plays one episode per source; pass settings with temperature 0 for the greedy policy.
+    """Plays one episode per source. For the greedy policy, pass settings with temperature 0.
 
     Args:
-        progress: As `run_rollouts` has it; leave it off within `train`, whose own lines are on the terminal then.
-        name: Begins the conversations' ids.
+        concurrency: The most episodes that run at once.
+        progress: As in `run_rollouts`. Leave it off inside `train`, which shows its own lines on the terminal.
+        name: Prefix of the conversations' ids.
     """
     trajectories = await run_rollouts(
         policy,

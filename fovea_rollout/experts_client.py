@@ -1,4 +1,4 @@
-"""Router replay through the Tinker API: which experts computed a sequence, fetched by its id."""
+"""Router replay through the Tinker API: fetches the experts that computed a sequence, by the sequence's id."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 EXPERTS_HEADERS = {"X-Fovea-Routed-Experts": "1"}
-"""`tinker.ServiceClient(default_headers_overrides=EXPERTS_HEADERS)`: whose samples know their experts."""
+"""Headers of a client that asks for the experts of its samples:
+`tinker.ServiceClient(default_headers_overrides=EXPERTS_HEADERS)`."""
 
 ExpertSource = Callable[[str], Awaitable[npt.NDArray[np.integer]]]
-"""Of a sequence by its id: [P + C - 1, layers, k]."""
+"""Returns the experts of a sequence by its id, [P + C - 1, layers, k], for P prompt tokens and C sampled ones."""
 
 _TIMEOUT_S = 60.0
 
 
 def expert_source(base_url: str, api_key: str) -> ExpertSource:
-    """Asks a Fovea for what its client, made with `EXPERTS_HEADERS`, has sampled. It raises httpx.HTTPError."""
+    """Returns a function that fetches experts from a Fovea server, and raises httpx.HTTPError if it cannot.
+
+    The sequence must have been sampled by a client with `EXPERTS_HEADERS`.
+    """
 
     async def fetch(sequence_id: str) -> npt.NDArray[np.integer]:
         async with httpx.AsyncClient(headers={"X-API-Key": api_key}, timeout=_TIMEOUT_S) as client:

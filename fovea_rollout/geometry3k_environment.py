@@ -1,4 +1,4 @@
-"""Geometry-3K: a problem with pictures, and a tool that scores an answer before it is given.
+"""Geometry-3K: problems with pictures, and a tool that scores an answer before it is given.
 
 A row is a record with `env_class` "geometry3k" and the answer:
 
@@ -47,19 +47,19 @@ _LAST = "This is the last turn: give only the final answer within \\boxed{}."
 
 
 class Geometry3kEnvironment:
-    """One problem, at most three turns.
+    """One problem with at most three turns.
 
-    A call of `calc_score` with the right answer ends the episode; with a wrong one the model hears so and tries again.
-    An answer without a call is the final one: what `\\boxed{}` has, else its last line. The reward is 1 or 0, at the
-    end. Answers are compared as mathematics: see `is_same_answer`.
+    A call of `calc_score` with the right answer ends the episode. After a call with a wrong answer, the model reads
+    so and tries again. An answer without a call is final: the content of `\\boxed{}`, or else its last line. The reward
+    is 1 or 0, at the end. Answers are compared as mathematics (see `is_same_answer`).
 
-    Metrics of each turn: `right` (1 if its answer was), `is_called` (1 if it was a call).
+    Metrics of each turn: `right` (1 if the answer was right), `is_called` (1 if it was a call).
 
     Args:
-        prompt: What the model reads first.
+        prompt: The messages that the model reads first.
         truth: The right answer.
-        max_turns: The most answers.
-        asks: Whether the tool and the box are explained behind the prompt; else the prompt does so.
+        max_turns: The most answers of the model.
+        asks: Whether to add an explanation of the tool and the box to the prompt.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Geometry3kEnvironment:
         self._turns = 0
 
     def reset(self) -> Sequence[Message]:
-        """The problem."""
+        """Returns the problem."""
         return self._prompt
 
     def step(self, answer: Answer) -> Step:
-        """Scores what the model called or gave."""
+        """Scores the answer of the model's call, or its final answer."""
         self._turns += 1
         called = _called(answer.tool_calls)
         is_call = bool(answer.tool_calls or answer.malformed)
@@ -90,16 +90,16 @@ class Geometry3kEnvironment:
         feedback = _WRONG if called is not None else f"No answer was scored: {flaw}."
         if self._turns == self._max_turns - 1:
             feedback = f"{feedback} {_LAST}"
-        # What Qwen's templates make of the role `tool`, which others lack.
+        # Qwen's templates write the role `tool` like this; other templates do not have that role.
         heard = Message("user", (f"<tool_response>\n{feedback}\n</tool_response>",), has_markup=True)
         return Step([heard], 0.0, False, metrics)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: the environment has no resources."""
 
 
 def final_answer(text: str) -> str:
-    """What the last `\\boxed{}` has, whose braces may nest, else the last line that is not empty."""
+    """Returns the content of the last `\\boxed{}`, with nested braces, or else the last line that is not empty."""
     start = text.rfind(_BOXED)
     if start >= 0:
         depth, begin = 1, start + len(_BOXED)
@@ -113,18 +113,18 @@ def final_answer(text: str) -> str:
 def geometry3k_environment(
     record: Mapping[str, Any], *, max_turns: int = MAX_TURNS, asks: bool = False
 ) -> Geometry3kEnvironment:
-    """Makes a row's environment; `env_class` "geometry3k" is this. Raises InvalidInput if the row has no answer."""
+    """Makes the environment of a row with `env_class` "geometry3k". Raises InvalidInput if the row has no answer."""
     truth = record.get("reward_spec", {}).get("ground_truth")
     if not isinstance(truth, str | int | float):
         raise InvalidInput(
-            f"reward_spec.ground_truth is {truth!r}; it must be the answer, as a text or a number",
+            f"reward_spec.ground_truth is {truth!r}; it must be the answer, as text or number",
             field="reward_spec.ground_truth",
         )
     return Geometry3kEnvironment(record["prompt"], str(truth), record.get("max_turns", max_turns), asks=asks)
 
 
 def _called(calls: Sequence[ToolCall]) -> str | None:
-    """The answer of the last call; None if there is none."""
+    """Returns the answer of the last call; None if there is none."""
     scored = [call.arguments["answer"] for call in calls if call.name == TOOL and "answer" in call.arguments]
     return str(scored[-1]) if scored else None
 

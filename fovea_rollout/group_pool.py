@@ -1,4 +1,4 @@
-"""Groups of rollouts that run while others are trained on."""
+"""A pool of groups of rollouts, which run while the loop trains on other groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fovea_rollout.policy import Policy
 from fovea_rollout.trajectory import Trajectory
 
 Play = Callable[[Policy, int], Coroutine[Any, Any, Sequence[Trajectory]]]
-"""Plays the group of an index, with a policy."""
+"""Plays the group with an index, with a policy."""
 
 
 @dataclass(frozen=True)
@@ -21,39 +21,39 @@ class _Begun:
 
 
 class GroupPool:
-    """Keeps groups running.
+    """Runs groups in the background.
 
     Args:
         play: Plays one group.
-        total: How many groups there are in all.
-        begun: How many of them there were before: indices go on from there.
+        total: The number of groups in the whole run.
+        begun: The number of groups that an earlier part of the run has begun; indices continue from there.
     """
 
     def __init__(self, play: Play, total: int, begun: int = 0) -> None:
         self._play = play
         self._total = total
         self._count = begun
-        # In the order in which they began.
+        # In the order in which the groups began.
         self._tasks: dict[asyncio.Task[Sequence[Trajectory]], _Begun] = {}
 
     def fill(self, policy: Policy, version: int, count: int) -> None:
-        """Begins groups until `count` have begun that nobody took, or none is left."""
+        """Begins groups until `count` are in the pool, or the run has no more groups."""
         while len(self._tasks) < count and self._count < self._total:
             begun = _Begun(self._count, version)
             self._tasks[asyncio.create_task(self._play(policy, begun.index), name=f"group {begun.index}")] = begun
             self._count += 1
 
     async def take(self, count: int, overdue: int) -> list[Sequence[Trajectory]]:
-        """Waits for `count` groups, and for all that began with weights of version `overdue` or before.
+        """Waits for `count` groups, and for all groups that began with weights of version `overdue` or older.
 
-        With at most twice `count` groups running, of which `count` began with each version but the first, no more than
-        `count` are ever overdue: so none that is taken is older.
+        At most twice `count` groups run, and `count` of them began with each version except the first. So at most
+        `count` groups are ever overdue, and no returned group is older than `overdue`.
 
         Returns:
-            The groups that began first of those that are done.
+            The finished groups that began first.
 
         Raises:
-            Exception: Whatever playing a group raised.
+            Exception: An error that playing a group raised.
         """
         while True:
             done = [task for task in self._tasks if task.done()]
@@ -69,7 +69,7 @@ class GroupPool:
         return [task.result() for task in taken]
 
     async def close(self) -> None:
-        """Cancels what runs, and waits until it has ended."""
+        """Cancels the running groups, and waits until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Samples from Fovea over gRPC: a picture travels once, and each sample says which weights made it."""
+"""Samples from Fovea over gRPC. Each picture is sent once, and each sample names the weights that made it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STOP_REASONS: dict[int, Literal["stop", "length"]] = {
 
 
 class GrpcPolicy:
-    """A sampling session as a policy. Whoever opened its session keeps it alive by heartbeats.
+    """A sampling session as a policy. The code that opened the session must send its heartbeats.
 
     Args:
         client: Client of the gateway.
-        sampling_session_id: Names the weights.
-        version: Training steps that they have taken.
-        routed_experts: Whether samples say which experts computed them; for mixtures of experts only.
+        sampling_session_id: The session to sample from.
+        version: Number of training steps of the session's weights.
+        routed_experts: Whether samples include the experts that computed them; for mixtures of experts only.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class GrpcPolicy:
         self._uploads: AsyncCache[str, str] = AsyncCache()
 
     def set_version(self, version: int, snapshot_id: str = "") -> None:
-        """Notes newer weights, to which an in-flight update has moved the session.
+        """Sets the version of newer weights, to which an in-flight update has moved the session.
 
         Args:
-            snapshot_id: Their snapshot, as the save returned it: samples that name it are known to be of this version.
+            snapshot_id: The snapshot of these weights, as returned by the save. Samples that name it are known to be
+                of this version.
         """
         self._version = version
         if snapshot_id:
@@ -58,7 +59,7 @@ class GrpcPolicy:
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
     ) -> Sampled:
-        """See `Policy`. Raises a FoveaError; being cancelled cancels it in the engine too."""
+        """See `Policy`. Raises FoveaError. Cancelling the call cancels the request in the engine too."""
         oldest = self._version
         request = gateway_pb2.SampleTokensRequest(
             sampling_session_id=self._session_id,
@@ -68,7 +69,7 @@ class GrpcPolicy:
         )
         deltas = [event.delta for event in await self._ask(request, prompt) if event.WhichOneof("event") == "delta"]
         if not deltas or deltas[-1].finish_reason not in _STOP_REASONS:
-            raise Internal("the gateway ended a sample before its sequence did")
+            raise Internal("the gateway closed the stream of a sample before the sequence was complete")
         versions = WeightVersions(oldest, self._version)
         if (exact := self._snapshots.get(deltas[-1].snapshot_id)) is not None:
             versions = WeightVersions(exact, exact)
@@ -81,7 +82,7 @@ class GrpcPolicy:
         )
 
     async def token_count(self, picture: Picture) -> int:
-        """See `Policy`. The server is asked once per picture size."""
+        """See `Policy`. Asks the server once per picture size."""
         return await self._token_counts.get(picture.size, lambda: self._ask_token_count(picture))
 
     async def _ask_token_count(self, picture: Picture) -> int:
@@ -94,17 +95,17 @@ class GrpcPolicy:
         for event in await self._ask(request, [picture]):
             if event.WhichOneof("event") == "prompt":
                 return len(decode_floats(event.prompt.logprobs))
-        raise Internal("the gateway sent no scores of a prompt")
+        raise Internal("the gateway returned no log-probabilities of a prompt")
 
     async def _ask(
         self, request: gateway_pb2.SampleTokensRequest, prompt: Sequence[Chunk]
     ) -> list[gateway_pb2.SampleTokensResponse]:
-        """Samples. A picture that the gateway has dropped meanwhile is sent again, once."""
+        """Samples. Sends pictures again, once, if the gateway has dropped one of them."""
         for is_last in (False, True):
             del request.prompt.chunks[:]
             request.prompt.chunks.extend([await self._chunk(chunk) for chunk in prompt])
             try:
-                # It is a generator: left early, it must be closed at once, since that cancels the call.
+                # Closing the generator cancels the call, so it must be closed at once if this task is cancelled.
                 async with aclosing(cast(Any, self._client.sample(request))) as events:
                     return [event async for event in events]
             except NotFound as error:

@@ -1,4 +1,4 @@
-"""Any `gymnasium.Env` that draws itself, played by words: each turn the model sees a new frame."""
+"""Plays any `gymnasium.Env` that renders itself: the model sees a new frame each turn, and answers with a word."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from fovea_rollout.messages import Message, Picture
 if TYPE_CHECKING:
     import gymnasium
 
-# The first frame makes an environment import and set up its graphics library, which threads must not do at once.
+# The first frame imports and sets up the graphics library, which several threads must not do at the same time.
 FIRST_FRAME = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What an environment means in words.
+    """The translation between an environment and words.
 
     Attributes:
-        question: Stands under every frame.
-        actions: From the word that the model says to the action, as in `{"left": 0}`. Case and blanks do not matter.
-        max_steps: The most frames that the model answers; 0 leaves it to the environment, which may truncate by itself.
-        discount: What a reward is multiplied with for each answer before the one that earned it; below 1 the model
-            had better hurry.
-        invalid_reward: Reward of an answer that is no action.
-        invalid_feedback: The text that an answer which is no action gets; the frame stays what it was. `{actions}` in
-            it stands for the words. None ends the episode instead.
-        least_side: Frames with a shorter side are enlarged by the least integer factor that brings it to this, in
-            pixels, so that no row or column is drawn twice as often as another.
+        question: Text after every frame.
+        actions: The action of each word that the model may say, as in `{"left": 0}`. The model's case and blanks do not
+            matter.
+        max_steps: The most frames that the model answers. 0 leaves the limit to the environment, which may truncate.
+        discount: Factor of a reward for each answer before the one that earned it. A value below 1 rewards speed.
+        invalid_reward: Reward of an answer that is not an action.
+        invalid_feedback: Response to an answer that is not an action; the frame does not change. `{actions}` in the
+            text is replaced by the words. None ends the episode instead.
+        least_side: Smallest length of a frame's shorter side in pixels. Smaller frames are enlarged by the smallest
+            sufficient integer factor, so that all rows and columns are repeated equally often.
     """
 
     question: str
@@ -48,7 +48,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         if not self.actions:
-            raise InvalidInput("actions is empty: give at least one word", field="actions")
+            raise InvalidInput("actions is empty; give at least one word", field="actions")
         for word in self.actions:
             if word != word.strip().lower():
                 raise InvalidInput(f"actions has {word!r}; write it as {word.strip().lower()!r}", field="actions")
@@ -63,12 +63,12 @@ class GymnasiumEnvironment:
     (1 if it terminated with a reward above 0).
 
     Args:
-        env: Made with `render_mode="rgb_array"`.
-        rules: What it means in words.
-        seed: Seed of its reset; the members of a group share one.
+        env: An environment with `render_mode="rgb_array"`.
+        rules: The words of the environment.
+        seed: Seed of the reset, which the members of a group share.
 
     Raises:
-        InvalidInput: It draws in another mode.
+        InvalidInput: The environment has another render mode.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], rules: Rules, seed: int | None = None) -> None:
@@ -81,13 +81,13 @@ class GymnasiumEnvironment:
         self._answers = 0
 
     def reset(self) -> list[Message]:
-        """The first frame."""
+        """Returns the first frame."""
         self._env.reset(seed=self._seed)
         with FIRST_FRAME:
             return [self._frame()]
 
     def step(self, answer: Answer) -> Step:
-        """Does what the model said."""
+        """Takes the action that the model named."""
         self._answers += 1
         is_over = self._answers == self._rules.max_steps
         word = answer.text.strip().lower()
@@ -119,18 +119,19 @@ class GymnasiumEnvironment:
 
 
 def enlarged(frame: Any, least_side: int) -> npt.NDArray[np.uint8]:
-    """A frame, each pixel repeated until its shorter side has `least_side` pixels.
+    """Returns a frame with each pixel repeated until the shorter side has at least `least_side` pixels.
 
     Args:
         frame: uint8 [height, width, 3].
 
     Raises:
-        InvalidInput: It is something else.
+        InvalidInput: The frame has another type or shape.
     """
     pixels = np.asarray(frame)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise InvalidInput(
-            f"render() gave {pixels.dtype} {pixels.shape}; it must give uint8 [height, width, 3]", field="render()"
+            f"render() returned {pixels.dtype} {pixels.shape}; it must return uint8 [height, width, 3]",
+            field="render()",
         )
     factor = max(1, -(-least_side // min(pixels.shape[:2])))
     return np.ascontiguousarray(pixels.repeat(factor, axis=0).repeat(factor, axis=1))

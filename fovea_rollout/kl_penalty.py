@@ -1,4 +1,4 @@
-"""A penalty for leaving the base model, put into the advantages."""
+"""A penalty for the distance to the base model, which is added to the advantages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Penalty:
-    """What is added to advantages.
+    """The terms of a KL penalty.
 
     Attributes:
-        terms: One array per datum, float64 [N], 0 where nothing was sampled.
-        kl: Mean over all sampled tokens of log p_sampler - log p_base: an estimate of KL(policy || base), in nats per
-            token, which may be below 0 on few tokens.
+        terms: The terms to add to the advantages, one float64 [N] array per datum; 0 for targets that were not sampled.
+        kl: Mean of log p_sampler - log p_base over all sampled tokens, in nats per token. It estimates
+            KL(policy || base), and can be negative for few tokens.
     """
 
     terms: list[Floats]
@@ -34,21 +34,25 @@ class Penalty:
 def kl_penalty(
     logprobs: Sequence[Floats], base: Sequence[Floats], masks: Sequence[Mask], coefficient: float
 ) -> Penalty:
-    """term_t = coefficient * (mean(d) - d_t) with d_t = log p_sampler(t) - log p_base(t), the mean over the batch's
-    sampled tokens; so the terms of a batch add up to 0, and tokens that are likelier than the base has them lose.
+    """Returns term_t = coefficient * (mean(d) - d_t) with d_t = log p_sampler(t) - log p_base(t).
 
-    It is the gradient of the reverse KL with a baseline, the form of tinker-cookbook's `incorporate_kl_penalty`.
-    Valid at temperature 1, at which the base is scored.
+    The mean is over the batch's sampled tokens, so the terms of a batch add up to 0. A token that the sampler finds
+    likelier than the base model does, relative to the mean, gets a negative term.
+
+    This is the gradient of the reverse KL with a baseline, as in tinker-cookbook's `incorporate_kl_penalty`. It is
+    valid at temperature 1, at which the base model is scored.
 
     Args:
-        logprobs: The sampler's, float64 [N] per datum.
-        base: The base model's, likewise.
-        masks: bool [N], true where a token was sampled.
+        logprobs: Log-probabilities of the sampler, float64 [N] per datum.
+        base: Log-probabilities of the base model, float64 [N] per datum.
+        masks: bool [N] per datum, true for sampled tokens.
         coefficient: Beta, in reward per nat.
     """
     if not len(logprobs) == len(base) == len(masks):
         raise InvalidInput(
-            f"logprobs, base and masks are of {len(logprobs)}, {len(base)} and {len(masks)} datums", field="logprobs"
+            f"logprobs, base and masks have {len(logprobs)}, {len(base)} and {len(masks)} datums; they must have"
+            " the same number",
+            field="logprobs",
         )
     differences = [np.where(mask, ours - theirs, 0.0) for ours, theirs, mask in zip(logprobs, base, masks, strict=True)]
     count = sum(int(mask.sum()) for mask in masks)
@@ -64,18 +68,18 @@ async def base_logprobs(
 ) -> list[Floats | Exception]:
     """Returns the base model's log-probabilities of all targets, float64 [N] per datum.
 
-    A datum that cannot be scored has the error in its place: what the server raised, or InvalidInput for a score of
-    another length than its targets and for a sampled token whose score is not finite.
+    For a datum that cannot be scored, the list contains the error instead. It is the server's error, or InvalidInput if
+    the number of scores is not the number of targets, or if the score of a sampled token is not finite.
 
-    Rollouts that read and said the same are scored once. A scoring takes one token more than the rollout did:
-    `RolloutSettings.max_context` must be below the server's own.
+    Identical rollouts are scored once. Scoring a rollout needs one token more than sampling it did, so
+    `RolloutSettings.max_context` must be below the server's context length.
 
     Args:
-        masks: bool [N] per datum, true where a token was sampled.
+        masks: bool [N] per datum, true for sampled tokens.
 
     Raises:
-        Exception: The first datum's error, if there are several and none can be scored: then a setting or the server
-            is wrong, not a rollout.
+        Exception: The first datum's error, if there are several datums and none can be scored. Then a setting or the
+            server is wrong, not a rollout.
     """
     scored: AsyncCache[tuple[Hashable, ...], list[float | None]] = AsyncCache()
 
@@ -97,7 +101,7 @@ async def base_logprobs(
 
 
 def _identity(read: tinker.ModelInput) -> tuple[Hashable, ...]:
-    """Equal for inputs that a model reads alike."""
+    """Returns a key that is equal for inputs with the same tokens and pictures."""
     return tuple(
         tuple(chunk.tokens) if isinstance(chunk, tinker.EncodedTextChunk) else tuple(chunk.model_dump().values())
         for chunk in read.chunks
@@ -109,7 +113,7 @@ def _of_targets(scores: list[float | None], mask: Mask, index: int) -> Floats:
     if len(scores) != count + 1:
         raise InvalidInput(
             f"data[{index}] has {count} targets, but the base model scored {max(len(scores) - 1, 0)}: "
-            "its pictures take another number of tokens",
+            "the base model's pictures have another number of tokens",
             field=f"data[{index}].target_tokens",
         )
     found = np.array(scores[1:], dtype=np.float64)

@@ -1,5 +1,7 @@
-"""Line charts as inline SVG, for the page of `viewer.py`: it takes the page's colours, light and dark, names each point
-where the pointer rests, and spares whoever trains an installation of matplotlib."""
+"""Line charts as inline SVG for the page of `viewer.py`, without matplotlib.
+
+The charts use the page's colours, light and dark, and show the value of a point under the pointer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 336, 132, 44, 8, 18
 
 
 def line_chart(name: str, values: Sequence[float]) -> str:
-    """An HTML figure of one number per step; steps without a finite one are passed over. Colours are the page's."""
+    """Returns an HTML figure of one number per step. Steps without a finite number are skipped."""
     points = [(step, value) for step, value in enumerate(values) if math.isfinite(value)]
     label = html.escape(name)
     if not points:
@@ -45,7 +47,7 @@ def line_chart(name: str, values: Sequence[float]) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """From 0 where it is near, so that a curve does not look steeper than it is."""
+    """Returns the range of the axis. It begins at 0 if that is near, so that a curve does not look too steep."""
     low, high = min(values), max(values)
     if low > 0 and low < 0.7 * high:
         low = 0.0
@@ -62,7 +64,7 @@ def _grid_line(y: float, value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits: 0.982, 12.5, 2.1e-8."""
+    """Writes a number with three digits: 0.982, 12.5, 2.1e-8."""
     if value != 0 and not 1e-3 <= abs(value) < 1e4:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"

@@ -1,4 +1,4 @@
-"""What only the client of a training knows, told to the live page of a Fovea: rewards, KL, and right answers."""
+"""Reports to the live page of a Fovea server what only the training client knows: rewards, KL and right answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _MOST_CHARACTERS = 4096
 
 
 class LiveReports:
-    """Tells each step of one model. What cannot be told costs nobody a training: it is said once, and given up.
+    """Reports the steps of one model. The first report that fails is logged and is the last one; training goes on.
 
     Args:
-        base_url: Of a Fovea.
+        base_url: Address of a Fovea server.
+        api_key: API key of the model's owner.
+        model_id: Id of the model in training.
     """
 
     def __init__(self, base_url: str, api_key: str, model_id: str) -> None:
@@ -33,16 +35,19 @@ class LiveReports:
 
     @classmethod
     def from_environment(cls, model_id: str) -> LiveReports | None:
-        """By TINKER_BASE_URL and TINKER_API_KEY, as the SDK reads them; None without them."""
+        """Reads TINKER_BASE_URL and TINKER_API_KEY, as the SDK does; returns None without them."""
         base_url, api_key = os.environ.get("TINKER_BASE_URL"), os.environ.get("TINKER_API_KEY")
         return cls(base_url, api_key, model_id) if base_url and api_key else None
 
     async def tell(self, report: StepReport, truths: Mapping[str, str]) -> None:
-        """Tells a step: mean reward, held out too if it was evaluated; KL of the base model if it is known, else of
-        sampler and trainer; of each rollout its reward and right answer.
+        """Reports a step: its metrics, and the reward and right answer of each rollout.
+
+        The metrics are the mean reward, the held-out reward after an evaluation, the share of groups with a signal, the
+        lag, and the KL. The KL is the distance to the base model if it is known, else that of sampler and trainer.
+        Numbers that are not finite are left out.
 
         Args:
-            truths: By conversation; those that are known.
+            truths: The known right answers, by conversation.
         """
         if self._is_over:
             return
@@ -52,7 +57,7 @@ class LiveReports:
             answer.raise_for_status()
         except httpx.HTTPError as error:
             self._is_over = True
-            logger.info("no live page is told of rewards: %s", error)
+            logger.info("rewards are no longer reported to the live page: %s", error)
 
 
 def _body(model_id: str, report: StepReport, truths: Mapping[str, str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where figures of a run go: JSON lines always, TensorBoard, Weights & Biases and MLflow where they are installed."""
+"""Loggers of a run's metrics: JSON lines, and TensorBoard, Weights & Biases or MLflow where they are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LoggerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Logger(Protocol):
-    """Takes figures, by name, of a step. A run that is resumed logs steps after the saved one again."""
+    """Logs metrics by step. A resumed run logs the steps after its saved state again."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -22,11 +22,11 @@ class Logger(Protocol):
 
 
 class JsonLinesLogger:
-    """One line per call: `{"step": 3, "loss": 0.52, ...}`.
+    """Writes one line per call: `{"step": 3, "loss": 0.52, ...}`.
 
     Args:
-        path: The file. What it has of steps after `last_step` is dropped: those are taken again.
-        last_step: The last step that is kept.
+        path: The file. Its lines of steps after `last_step` are removed, because the run takes these steps again.
+        last_step: The last step to retain.
     """
 
     def __init__(self, path: pathlib.Path, last_step: int) -> None:
@@ -38,7 +38,7 @@ class JsonLinesLogger:
         self._file = path.open("a")
 
     def rows(self) -> list[dict[str, float]]:
-        """What it has. A last line that a kill cut off is left out."""
+        """Returns the rows of the file, without a last line that is incomplete because the process was killed."""
         lines = self.path.read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
@@ -51,7 +51,7 @@ class JsonLinesLogger:
 
 
 class TensorboardLogger:
-    """Event files in a folder."""
+    """Writes event files to a folder."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         from tensorboard.summary import Writer  # type: ignore[import-not-found, import-untyped]
@@ -67,7 +67,7 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """A run of Weights & Biases; project and mode are read from its own environment variables."""
+    """Logs to a run of Weights & Biases, which reads project and mode from its own environment variables."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         import wandb  # type: ignore[import-not-found, import-untyped]
@@ -82,7 +82,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run of MLflow; server and experiment are read from its own environment variables."""
+    """Logs to a run of MLflow, which reads server and experiment from its own environment variables."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         import mlflow  # type: ignore[import-not-found, import-untyped]
@@ -105,14 +105,15 @@ _KINDS: Mapping[str, Callable[[pathlib.Path], Logger]] = {
 
 
 def open_loggers(wanted: Sequence[LoggerName | Logger], folder: pathlib.Path) -> list[Logger]:
-    """Loggers by name, and those that are given as they are.
+    """Opens the named loggers, and returns them with those that are given as objects.
 
     Args:
-        folder: Each gets a folder of its name in it.
+        wanted: Names and objects.
+        folder: Each named logger writes to a folder with its name in this one.
 
     Raises:
         InvalidInput: A name is unknown.
-        FailedPrecondition: Its package is not installed.
+        FailedPrecondition: A logger's package is not installed.
     """
     loggers: list[Logger] = []
     for one in wanted:

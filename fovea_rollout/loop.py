@@ -1,4 +1,4 @@
-"""Reinforcement learning over the Tinker API: groups of rollouts, advantages, a step, new weights, and again."""
+"""The loop of reinforcement learning over the Tinker API: rollouts, advantages, a training step, new weights."""
 
 from __future__ import annotations
 
@@ -42,40 +42,45 @@ Schedule = Literal["constant", "linear"]
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How to train. The defaults are what the examples learn with; those that differ say why.
+    """Settings of the training loop. The examples learn with the defaults, and explain each setting that they change.
 
     Attributes:
-        groups_per_step: Groups that a step trains on, each from one source (record or environment factory).
+        steps: Number of training steps.
+        groups_per_step: Groups that a step trains on. Each group plays one source (a record or environment factory).
         group_size: Rollouts of one group.
-        learning_rate: Of the first step; None takes one by the model's width, and twice that if it falls, so that both
-            schedules have about the same one on average.
-        schedule: What becomes of the rate: `linear` falls by the same amount a step and would be 0 after the last, so
-            that no late step undoes what was learnt; `constant` keeps it.
+        learning_rate: Rate of the first step. None takes a rate by the model's width, doubled for the `linear`
+            schedule, so that both schedules have about the same rate on average.
+        schedule: `linear` lowers the rate by the same amount each step, to 0 after the last step, so that no late step
+            undoes what was learnt. `constant` keeps the rate.
         mode: When rollouts run.
-            `on_policy`: before each step, with the very weights that the step trains.
-            `one_step_off`: those of the next step while a step trains, with weights one step older.
-            `inflight`: always; those that run while weights change go on with the new ones. Each datum's `versions`
-            are the bounds of what sampled it.
-        max_lag: For `inflight`: the most steps by which weights that sampled may be older than those trained.
-        discount: Factor of later rewards, 0 to 1: each turn is then judged by what came of it, among the rollouts of
-            its group at that turn (they differ in how they got there; rewards for each step tell more). None: all turns
-            of a rollout are judged by its total reward.
-        substeps: Optimizer steps of one step: its datums are split into that many parts. More than one is off-policy
-            after the first, so it needs a loss that clips, as `ppo` does. With 64 rollouts a step four learn faster
-            than one (docs/lab/learning.md); with several hundred one is enough.
-        target_kl: About how far a step of several substeps moves the model, in nats per token: where one goes further,
-            the next has a lower rate, `learning_rate` at most (`StepSize`). None keeps the rate.
-        loss: Name of the server's loss; `loss_config` goes with it. A temperature other than 1 is in it too, unless it
-            names one: ratios are those of the distribution that was drawn from.
-        filter_groups: Leave out groups in which all rewards are the same. With a KL penalty these teach too: one that
-            is sure and wrong is brought back by nothing else.
-        kl_coefficient: Weight of the penalty for leaving the base model, in reward per nat; above 0 it needs a
-            temperature of 1. It keeps what a model does and is not rewarded for yet, such as looking before it answers.
+            `on_policy`: before each step, with the weights that the step trains.
+            `one_step_off`: the rollouts of the next step run while a step trains, with weights one step older.
+            `inflight`: all the time. Rollouts that run while the weights change continue with the new weights. Each
+            datum's `versions` are the bounds of the weights that sampled it.
+        max_lag: For `inflight`: the most steps by which the weights of a sample may be older than the trained weights.
+        estimator: How advantages are computed from the rewards of a group.
+        discount: Factor of later rewards, 0 to 1. Each turn then gets the advantage of its own discounted return among
+            the rollouts of its group at that turn. These rollouts have different histories, so rewards at each step
+            are more informative. None gives all turns of a rollout the advantage of its total reward.
+        substeps: Optimizer steps of one step, for which its datums are split into as many parts. All after the first
+            are off-policy, so several substeps need a loss that clips, such as `ppo`. With 64 rollouts per step, four
+            substeps learn faster than one (docs/lab/learning.md); with several hundred rollouts one is enough.
+        target_kl: About how far a step of several substeps should move the model, in nats per token. After a step that
+            moved it further, the next step has a lower rate, and never more than `learning_rate` (see `StepSize`). None
+            leaves the rate alone.
+        loss: Name of the server's loss.
+        loss_config: Settings of the loss. A sampling temperature other than 1 is added unless it is given, because
+            importance ratios refer to the distribution that was sampled from.
+        filter_groups: Leaves out groups in which all rewards are the same. With a KL penalty such groups have a
+            gradient too, and it is the only one that corrects a model that is certain and wrong.
+        kl_coefficient: Weight of the penalty for the distance to the base model, in reward per nat. Above 0 it needs a
+            temperature of 1. It preserves behaviour that is not rewarded yet, such as looking before answering.
         adam: Other fields of `tinker.AdamParams`.
-        evaluate_every: Steps between evaluations of held-out sources, each of which is a point to resume from; so is
+        rollout: Settings of the rollouts.
+        evaluate_every: Steps between evaluations of the held-out sources. The run can resume at each evaluation and at
             the last step.
         concurrency: The most rollouts that run at once.
-        seed: Decides the order of sources, which are gone through again and again.
+        seed: Seed of the order of the sources. Each epoch plays all sources once.
     """
 
     steps: int = 120
@@ -105,7 +110,7 @@ class LoopSettings:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more", field=name)
         if self.group_size < 2:
             raise InvalidInput(
-                f"group_size is {self.group_size}; advantages compare rollouts of a group: use 2 or more",
+                f"group_size is {self.group_size}; advantages compare the rollouts of a group, so it must be 2 or more",
                 field="group_size",
             )
         if self.discount is not None and not 0.0 <= self.discount <= 1.0:
@@ -117,44 +122,44 @@ class LoopSettings:
             raise InvalidInput(f"target_kl is {self.target_kl:g}; it must be above 0, or None", field="target_kl")
         if self.substeps > 1 and self.loss == "importance_sampling":
             raise InvalidInput(
-                f"substeps is {self.substeps}, and importance_sampling does not clip: set it to 1, or loss to ppo",
+                f"substeps is {self.substeps}, but loss importance_sampling does not clip: use substeps=1 or ppo",
                 field="substeps",
             )
         if self.kl_coefficient and self.rollout.sampling.temperature != 1.0:
             raise InvalidInput(
-                f"kl_coefficient needs temperature 1, at which the base is scored; temperature is "
-                f"{self.rollout.sampling.temperature:g}: set one of the two, kl_coefficient to 0",
+                f"temperature is {self.rollout.sampling.temperature:g}, but kl_coefficient needs 1, at which the base "
+                "model is scored: set temperature to 1 or kl_coefficient to 0",
                 field="kl_coefficient",
             )
 
     @property
     def allowed_lag(self) -> int:
-        """The most steps between sampling and training."""
+        """The most steps by which the sampling weights may be older than the trained weights."""
         return {"on_policy": 0, "one_step_off": 1, "inflight": self.max_lag}[self.mode]
 
     @property
     def whole_loss_config(self) -> dict[str, float]:
-        """`loss_config`, and the temperature of sampling if the loss must know it."""
+        """`loss_config`, with the sampling temperature if the loss needs it."""
         temperature = self.rollout.sampling.temperature
         implied = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
         return {**implied, **self.loss_config}
 
     @property
     def greedy(self) -> RolloutSettings:
-        """`rollout` at temperature 0: how held-out sources are played."""
+        """`rollout` at temperature 0, for held-out sources."""
         return replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
 
     def is_evaluated(self, step: int) -> bool:
-        """Whether there is an evaluation, and a point to resume from, after a step."""
+        """Returns whether a step is followed by an evaluation, at which the run can resume."""
         return (step + 1) % self.evaluate_every == 0 or step + 1 == self.steps
 
     def first_rate(self, mean_rate: float) -> float:
-        """What the first step has if all of them have about `mean_rate` on average."""
+        """Returns the rate of the first step for an average of about `mean_rate` over all steps."""
         return 2.0 * mean_rate if self.schedule == "linear" else mean_rate
 
     def adam_params(self, step: int, share: float = 1.0) -> tinker.AdamParams:
-        """The optimizer's parameters of one step, with a share of its learning rate: `train` has set a rate of None."""
-        assert self.learning_rate is not None, "train() has set it"
+        """Returns the optimizer's parameters of a step, with a share of its rate."""
+        assert self.learning_rate is not None, "train() sets it"
         left = 1.0 - step / self.steps if self.schedule == "linear" else 1.0
         return tinker.AdamParams(learning_rate=self.learning_rate * left * share, **self.adam)
 
@@ -176,33 +181,37 @@ async def train(
 ) -> Policy:
     """Trains a model by reinforcement learning.
 
-    Rollouts that fail are reported and left out. Being cancelled (Ctrl-C in `asyncio.run`) cancels what runs, on the
-    server too, and closes the environments before it is raised. Called again with the same folder after it was
-    killed, and with what `resumed_training_client` makes of that, it goes on at the last evaluation.
+    Rollouts that fail are reported and left out. Cancelling the task (Ctrl-C in `asyncio.run`) cancels running
+    requests, on the server too, and closes the environments. A run that was killed resumes at its last evaluation: call
+    `train` again with the same folder and the client from `resumed_training_client`.
 
     Args:
-        on_step: Gets each step's report as soon as there is one; may be async. The next step waits for it.
-        held_out: Played once each, greedily, after every `evaluate_every` steps and the last: `evaluation` of a report.
-        out: Folder of `state.json`, `metrics.jsonl` and what loggers write; None keeps nothing.
-        loggers: Names of installed packages, and objects of your own, besides `metrics.jsonl`.
-        base: The model that a KL penalty is measured from; None is the one in training as it begins, warmed up or not.
-        experts: Tells which experts computed a sample, so that training follows them: an `expert_source`.
-        live: Tells a Fovea's live page of rewards, KL and right answers; by default the server that the environment
-            names to the SDK.
-        progress: Whether two lines show how far it is; None shows them on a terminal only.
+        training_client: Client of the model to train.
+        template: The model's chat template.
+        sources: Records or environment factories to play.
+        settings: Settings of the loop.
+        on_step: Called with each step's report; may be async. The next step waits for it.
+        held_out: Sources to play once each, greedily, after every `evaluate_every` steps and after the last. Reports
+            contain the results as `evaluation`.
+        out: Folder of `state.json`, `metrics.jsonl` and the loggers' files. None writes no files.
+        loggers: Names of installed packages, or own objects, to log to besides `metrics.jsonl`.
+        base: Model from which the KL penalty is measured. None takes the model in training as it is at the beginning.
+        experts: Source of the experts that computed each sample, for training to follow: an `expert_source`.
+        live: Reporter to a live page of Fovea. None uses the server that TINKER_BASE_URL names.
+        progress: Whether to show two lines of progress; None shows them on a terminal only.
 
     Returns:
-        What samples with the last weights.
+        A policy that samples with the last weights.
 
     Raises:
-        InvalidInput: Naming the setting that is wrong, or with which `out` is another run's.
+        InvalidInput: A setting is wrong, or `out` belongs to a run with other settings or data. The message names it.
         FailedPrecondition: A logger's package is not installed.
-        tinker.TinkerError: What the server refuses.
+        tinker.TinkerError: The server refuses a request.
     """
     if not sources:
-        raise InvalidInput("sources is empty: give at least one record or factory", field="sources")
+        raise InvalidInput("sources is empty; give at least one record or environment factory", field="sources")
     if loggers and out is None:
-        raise InvalidInput("loggers are given without a folder: give out too", field="out")
+        raise InvalidInput("loggers need a folder: give out too", field="out")
     with ExitStack() as exits:
         folder = None
         if out is not None:
@@ -212,7 +221,7 @@ async def train(
         if settings.kl_coefficient and base is None:
             if folder is not None:
                 base = await folder.base(training_client)
-            else:  # not the client that samples first: in flight, its weights move on
+            else:  # a client of its own: the weights of an in-flight sampling client change
                 base = await training_client.save_weights_and_get_sampling_client()
         if settings.learning_rate is None:
             mean_rate = await learning_rate_of(training_client, REINFORCING_RATE)
@@ -244,7 +253,7 @@ def _identity(
     settings: LoopSettings,
     held_out: Sequence[Source],
 ) -> dict[str, Any]:
-    """What a run must have in common with the one that it goes on from. Of sources, factories are not told apart."""
+    """Returns what a resumed run must have in common with the run before. Factories cannot be distinguished."""
     model = training_client.get_info().model_data
     return {
         "model": model.model_name,
@@ -255,7 +264,7 @@ def _identity(
 
 
 class _Loop:
-    """What the steps of one training share."""
+    """The state that the steps of one training run share."""
 
     policy: Policy
 
@@ -283,13 +292,13 @@ class _Loop:
         self.pool = GroupPool(self._play, settings.steps * settings.groups_per_step, taken * settings.groups_per_step)
 
     async def begin(self, taken: int) -> None:
-        """Publishes the weights that have taken so many steps; before the first one, keeps them too."""
+        """Publishes the current weights, of version `taken`. A new run with a folder saves them too."""
         self.policy = await self._publisher.publish(taken)
         if self._folder is not None and not self._folder.state.state:
             await self._folder.save(self._client, 0, self._step_size.share)
 
     async def step(self, step: int) -> StepReport:
-        """Takes groups, trains on them, publishes the new weights, and evaluates them if it is time to."""
+        """Waits for groups, trains on them, publishes the new weights, and evaluates them if an evaluation is due."""
         settings, self._seconds = self._settings, {}
         with self._timed("rollout"):
             ahead = 0 if settings.mode == "on_policy" else settings.groups_per_step
@@ -325,7 +334,7 @@ class _Loop:
         return await penalised_batch(groups, made, self._base, settings.kl_coefficient)
 
     async def keep(self, report: StepReport) -> None:
-        """Logs a step, and keeps its weights if it is time to."""
+        """Logs a step, and saves its weights after an evaluation."""
         if self._folder is None:
             return
         self._folder.log(report)
@@ -333,7 +342,7 @@ class _Loop:
             await self._folder.save(self._client, report.step + 1, self._step_size.share)
 
     def truths(self, report: StepReport) -> dict[str, str]:
-        """What the right answer was, by conversation, of those whose record tells it."""
+        """Returns the right answers by conversation, for records that contain one."""
         found = {}
         for trajectory in (one for group in report.trajectories for one in group):
             index = trajectory.conversation.removeprefix("group-").partition("/")[0]
@@ -381,7 +390,7 @@ class _Loop:
         return [member.result() for member in members]
 
     def _source(self, index: int) -> Source:
-        """Each epoch goes through all sources, in an order of its own."""
+        """Returns the source of a group. Each epoch plays all sources, in its own order."""
         epoch, place = divmod(index, len(self._sources))
         return self._sources[_order(self._settings.seed, epoch, len(self._sources))[place]]
 

@@ -1,4 +1,4 @@
-"""What a loop keeps in a folder: figures of its steps, and what a run that was killed goes on from."""
+"""The folder of a training loop: metrics of its steps, and the state from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _STATE_FILE = "state.json"
 
 @dataclass
 class LoopState(RunState):
-    """Where a loop is.
+    """The state of a loop.
 
     Attributes:
-        base: Checkpoint that a KL penalty is measured from; empty if there is none, or the caller gave the base.
-        rate_share: Of the learning rate, what the next step has.
+        base: Checkpoint from which the KL penalty is measured. Empty without a penalty, or if the caller gave the base.
+        rate_share: Share of the learning rate that the next step uses.
     """
 
     base: str = ""
@@ -31,16 +31,16 @@ class LoopState(RunState):
 
 
 _made_from: dict[str, str] = {}
-"""The state that a model in training was made from and still has, by the model's id."""
+"""The saved state that a model in training was created from, by the model's id, until `check` uses it."""
 
 
 async def resumed_training_client(
     service: tinker.ServiceClient, out: str | pathlib.Path
 ) -> tinker.TrainingClient | None:
-    """What goes on with the run that `train` kept in a folder; None if there is none.
+    """Returns a client with the weights from which the run in a folder resumes; None if the folder has no run.
 
     Raises:
-        tinker.TinkerError: What the server refuses: it may not have the checkpoint any more.
+        tinker.TinkerError: The server refuses, for instance because the checkpoint was deleted.
     """
     file = pathlib.Path(out) / _STATE_FILE
     if not file.exists():
@@ -52,15 +52,15 @@ async def resumed_training_client(
 
 
 class LoopFolder:
-    """The folder of a loop: `state.json`, `metrics.jsonl`, and what loggers write.
+    """The folder of a loop: `state.json`, `metrics.jsonl`, and the loggers' files.
 
     Args:
         out: The folder.
-        identity: Of the run.
-        loggers: As `open_loggers` takes them.
+        identity: What a resumed run must have in common with the run before.
+        loggers: See `open_loggers`.
 
     Raises:
-        InvalidInput: `out` is of a run of another identity, or a logger is unknown.
+        InvalidInput: `out` belongs to a run with another identity, or a logger is unknown.
         FailedPrecondition: A logger's package is not installed.
     """
 
@@ -75,30 +75,30 @@ class LoopFolder:
         self._loggers.append(JsonLinesLogger(folder / "metrics.jsonl", self.state.step))
 
     def check(self, training_client: tinker.TrainingClient) -> None:
-        """Raises InvalidInput if there is a run to go on with, and the client does not have its weights."""
+        """Raises InvalidInput if the folder has a run to resume, and the client does not have its weights."""
         made_from = _made_from.pop(training_client.model_id, "")
         if self.state.state and made_from != self.state.state:
             raise InvalidInput(
-                f"{self._file} is of a run that has taken {self.state.step} steps, whose weights the training client"
-                " does not have: make it with resumed_training_client(service, out), or give another folder",
+                f"{self._file} belongs to a run of {self.state.step} steps, and the training client does not have its"
+                " weights: create the client with resumed_training_client(service, out), or give another folder",
                 field="out",
             )
 
     async def base(self, training_client: tinker.TrainingClient) -> tinker.SamplingClient:
-        """What a KL penalty is measured from: the weights as the run began. Raises what the SDK raises."""
+        """Returns a client of the weights at the beginning of the run. Raises what the SDK raises."""
         if not self.state.base:
             self.state.base = (await training_client.save_weights_for_sampler("base")).path
         client: tinker.SamplingClient = await training_client.create_sampling_client(self.state.base)
         return client
 
     async def save(self, training_client: tinker.TrainingClient, step: int, rate_share: float) -> None:
-        """Keeps what the run can go on from, after `step` steps. Raises what the SDK raises."""
+        """Saves the state after `step` steps, from which the run can resume. Raises what the SDK raises."""
         saved = await training_client.save_state(self.state.next_name, overwrite=True)
         self.state.state, self.state.step, self.state.rate_share = saved.path, step, rate_share
         self.state.save(self._file)
 
     def log(self, report: StepReport) -> None:
-        """Logs a step. Steps are counted from 1 here: they are those that the weights have taken."""
+        """Logs a step under its number plus 1, which is the number of steps that the weights have taken."""
         figures = figures_of(report)
         for one in self._loggers:
             one.log(report.step + 1, figures)
@@ -109,7 +109,7 @@ class LoopFolder:
 
 
 def figures_of(report: StepReport) -> dict[str, float]:
-    """What a report says in numbers; what it does not know is left out."""
+    """Returns the numbers of a report. Unknown ones and NaN are left out."""
     figures: dict[str, float | None] = {
         **report.metrics,
         "reward": report.reward_mean,

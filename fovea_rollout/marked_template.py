@@ -1,4 +1,4 @@
-"""A chat template run on text, with marks in the places of sampled turns; and what probes of it tell."""
+"""Runs a chat template on text with marks in place of the sampled turns, and probes how the template behaves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fovea_rollout.messages import Role
 
 _MARK = "⟦fovea:"
 MARK = re.compile(r"(⟦fovea:(?:thinking|answer):\d+⟧)")
-"""As a group, so that `split` keeps the marks."""
+"""Has a group, so that `split` returns the marks too."""
 TEXT_MARK = f"{_MARK}text⟧"
-"""Stands inside a control token that a message has as text, so that no tokenizer reads it as that token."""
+"""Inserted into a control token that a message contains as text, so that the tokenizer does not read the token."""
 _PART = re.compile(r"""["']type["']""")
 _OPENING = re.compile(re.escape(THINK_OPEN) + r"\s*\Z")
 
 
 class TurnEntry(NamedTuple):
-    """All that a template's output depends on, of a sampled turn.
+    """The properties of a sampled turn on which a template's output depends.
 
     Attributes:
-        is_thinking: Whether it has a `</think>`.
+        is_thinking: Whether the turn contains a `</think>`.
         is_ended: Whether its last token ends a turn.
     """
 
@@ -34,7 +34,7 @@ class TurnEntry(NamedTuple):
 
 
 class MessageEntry(NamedTuple):
-    """A message as the template sees it: a picture is None, a name that it lacks is empty."""
+    """A message as the template sees it. A picture is None; a missing name is empty."""
 
     role: Role
     parts: tuple[str | None, ...]
@@ -44,13 +44,13 @@ class MessageEntry(NamedTuple):
 
     @property
     def names(self) -> dict[str, str]:
-        """Those that it has, by key."""
+        """The names that are not empty, by key."""
         both = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {key: value for key, value in both.items() if value}
 
     @property
     def texts(self) -> dict[str, str]:
-        """All that is written of it, by place."""
+        """All texts of the message, by field."""
         return {f"parts[{place}]": part for place, part in enumerate(self.parts) if part is not None} | self.names
 
 
@@ -63,10 +63,10 @@ class MarkedTemplate:
     """A chat template that renders text, with a mark for each sampled turn.
 
     Attributes:
-        placeholder: The token that stands for a picture, as text; empty if the template takes none.
-        opening: What the generation prompt gives the model of its thinking: `<think>` and newlines, or nothing.
-        end: What the template writes after an answer, up to the token that ends the turn.
-        end_id: That token; None if there is none.
+        placeholder: The token that represents a picture, as text; empty if the template accepts no pictures.
+        opening: The beginning of the thinking that the generation prompt contains: `<think>` and newlines, or nothing.
+        end: The text that the template writes after an answer, up to the token that ends the turn.
+        end_id: The token that ends the turn; None if there is none.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MarkedTemplate:
         answered = self._apply([_QUESTION, TurnEntry(is_thinking=False, is_ended=False)], is_prompt=False)
         self.end, self.end_id = self._first_control(answered.partition(mark("answer", 1))[2])
         self.placeholder = placeholder or self._find_placeholder()
-        # Around turns alone: where it tells of tools, a template writes the <tool_call> that an answer may have.
+        # Tools are left out here: a description of tools contains the <tool_call> that an answer may have.
         self._arguments["tools"], told_tools = None, self._arguments["tools"]
         around = self._apply([_QUESTION, TurnEntry(is_thinking=False, is_ended=False)])
         said = ("question", mark("answer", 1), THINK_OPEN, THINK_CLOSE)
@@ -97,13 +97,14 @@ class MarkedTemplate:
         self._arguments["tools"] = self._guarded(told_tools)
 
     def guard(self, text: str, keeps_markup: bool = False) -> str:
-        """Returns a text with a mark inside each control token, `TEXT_MARK`, which keeps the token from being read.
+        """Returns a text with `TEXT_MARK` inside each control token, so that the tokenizer does not read the token.
 
-        These are the tokenizer's special tokens, those that the template writes around turns, the placeholder, and all
-        other markup among the added tokens, such as `<think>`, `<tool_call>` and `<|fim_prefix|>`.
+        Control tokens are the tokenizer's special tokens, the tokens that the template writes around turns, the
+        placeholder, and all other markup among the added tokens, such as `<think>`, `<tool_call>` and `<|fim_prefix|>`.
 
         Args:
-            keeps_markup: Whether that other markup is left as it is, as in an answer of the model with tool calls.
+            text: The text.
+            keeps_markup: Whether to leave that other markup alone, as in an answer of the model with tool calls.
         """
         guarded = text
         while (
@@ -113,7 +114,7 @@ class MarkedTemplate:
         return guarded if keeps_markup else replace_markup(guarded, self._markup, _broken)
 
     def _guarded(self, value: Any) -> Any:
-        """A value of JSON with each of its texts guarded."""
+        """Returns a JSON value with each of its texts guarded."""
         if isinstance(value, str):
             return self.guard(value)
         if isinstance(value, Mapping):
@@ -121,10 +122,11 @@ class MarkedTemplate:
         return [self._guarded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def render(self, entries: Sequence[Entry]) -> str:
-        """The prompt, generation prompt included, with marks and placeholders in it.
+        """Returns the prompt with its generation prompt, in which marks and placeholders replace turns and pictures.
 
         Raises:
-            InvalidInput: Naming the entry of the history that the template refuses, leaves out or would confuse.
+            InvalidInput: The template refuses or leaves out an entry of the history, which the error names, or the
+                entry contains a mark.
         """
         self._refuse_marks(entries)
         text = self._apply(entries)
@@ -135,11 +137,11 @@ class MarkedTemplate:
     def _apply(self, entries: Sequence[Entry], is_prompt: bool = True) -> str:
         try:
             return self._run(entries, is_prompt)
-        except Exception as error:  # A template is a program: whatever it raises is how it refuses.
+        except Exception as error:  # a template is a program, and refuses an input by raising any error
             index = self._first_refused(entries, is_prompt)
             role = _role(entries[index])
             raise InvalidInput(
-                f"history[{index}].role {role!r} is refused by the chat template at this place: {error}",
+                f"history[{index}].role {role!r}: the chat template refuses this message at this position: {error}",
                 field=f"history[{index}].role",
             ) from error
 
@@ -167,17 +169,17 @@ class MarkedTemplate:
         return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
 
     def _first_refused(self, entries: Sequence[Entry], is_prompt: bool) -> int:
-        """The entry behind the longest history that the template takes."""
+        """Returns the index of the entry after the longest history that the template accepts."""
         for count in range(len(entries) - 1, 0, -1):
             try:
                 self._run(entries[:count], is_prompt)
-            except Exception:  # Whatever a template raises; the caller has the error of the whole history.
+            except Exception:  # of any class; the caller already has the error of the whole history
                 continue
             return count
         return 0
 
     def _keeps_texts(self) -> bool:
-        """Whether a content may be a text: some templates only go through parts, and lose it or fail."""
+        """Returns whether a content may be a text. Some templates only iterate over parts, and lose a text or fail."""
         self._takes_texts = True
         try:
             return "question" in self._run([_QUESTION], True)
@@ -209,7 +211,8 @@ class MarkedTemplate:
             return ""
         if len(brought) % 2 == 0:
             raise InvalidInput(
-                f"a picture is written as {brought}: say which of these is its placeholder=", field="placeholder"
+                f"the chat template writes a picture as {brought}: give the token that represents it as placeholder=",
+                field="placeholder",
             )
         return brought[len(brought) // 2]
 
@@ -226,10 +229,10 @@ class MarkedTemplate:
             for place, part in (entry.texts if isinstance(entry, MessageEntry) else {}).items():
                 if _MARK in part:
                     where = f"history[{index}].{place}"
-                    raise InvalidInput(f"{where} contains {_MARK!r}, which is reserved: take it out", field=where)
+                    raise InvalidInput(f"{where} contains {_MARK!r}, which is reserved: remove it", field=where)
 
     def _refuse_lost_pictures(self, entries: Sequence[Entry], text: str) -> None:
-        # Without a placeholder nothing is written: no text contains a mark of this name.
+        # A template without a placeholder writes no pictures, and no text contains a mark with this name.
         placeholder = self.placeholder or f"{_MARK}picture"
         if text.count(placeholder) == _picture_count(entries):
             return
@@ -243,24 +246,24 @@ class MarkedTemplate:
         )
 
     def _refuse_lost_messages(self, entries: Sequence[Entry]) -> None:
-        """Some templates leave out roles that they do not expect, such as a second system message."""
+        """Refuses messages that the template leaves out. Some ignore a second system message, for instance."""
         for index, entry in enumerate(entries):
             if index == 0 or isinstance(entry, TurnEntry) or entry.role in self._kept_roles:
                 continue
             before, after = (self._apply(entries[:count], is_prompt=False) for count in (index, index + 1))
             if before == after:
                 where = f"history[{index}].role"
-                raise InvalidInput(f"{where} {entry.role!r} is left out by the chat template here", field=where)
+                raise InvalidInput(f"{where} {entry.role!r}: the chat template leaves this message out", field=where)
             self._kept_roles.add(entry.role)
 
 
 def mark(kind: str, index: int) -> str:
-    """What stands for the thinking or the answer of the sampled turn at `index`."""
+    """Returns the mark of the thinking or the answer of the sampled turn at `index`."""
     return f"{_MARK}{kind}:{index}⟧"
 
 
 def read_mark(text: str) -> tuple[str, int] | None:
-    """`mark`, reversed; None for other texts."""
+    """Returns kind and index of a mark; None for other texts."""
     if not text.startswith(_MARK):
         return None
     _, kind, index = text[:-1].split(":")
@@ -268,9 +271,9 @@ def read_mark(text: str) -> tuple[str, int] | None:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str] | None:
-    """Matches each of the texts, the longest first, that a mark can stand inside of.
+    """Returns a pattern of the texts of two or more characters, the longest first; None if there are none.
 
-    White space is left out: Gemma has added tokens of several line feeds, which control nothing.
+    White space is left out: Gemma has added tokens of several line feeds, which are not control tokens.
     """
     longest_first = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -281,7 +284,7 @@ def _broken(token: str) -> str:
 
 
 def without_opening(text: str) -> str:
-    """A text without the `<think>` and the newlines that it ends with."""
+    """Returns a text without the `<think>` and newlines at its end."""
     return _OPENING.sub("", text)
 
 

@@ -1,7 +1,7 @@
-"""Whether two answers are the same as mathematics: fractions, roots, degrees, units and LaTeX spelling do not matter.
+"""Compares two answers as mathematics: the form of fractions, roots, degrees, units and LaTeX does not matter.
 
-math-verify decides (https://github.com/huggingface/Math-Verify), in a process of its own: what a model writes can keep
-a computer algebra system busy without end, and neither a thread nor a signal stops it.
+math-verify decides (https://github.com/huggingface/Math-Verify), in a process of its own. A model's answer can keep a
+computer algebra system busy forever, and neither a thread nor a signal handler can stop it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fovea.wire.errors import FailedPrecondition
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""Seconds of processor time that one comparison may take: on a busy machine a right answer stays right."""
+"""Limit of one comparison in seconds of processor time, so that a right answer stays right on a busy machine."""
 LONGEST = 1000
-"""Characters of an answer: a longer one is wrong."""
+"""The most characters of an answer. A longer answer is wrong."""
 _MEMORY_BYTES = 2 << 30
 _KEPT = ("PATH", "PYTHON", "LANG", "LC_", "LD_LIBRARY_PATH", "TMPDIR")
-"""Beginnings of the environment's variables that the process is given."""
+"""Prefixes of the environment variables that the process receives."""
 
 _SPELLINGS = (
     (re.compile(r"√\s*\(?([\w.]+)\)?"), r"\\sqrt{\1}"),
@@ -36,7 +36,7 @@ _SPELLINGS = (
     (re.compile(r"°|\^\s*\{?\s*\\circ\s*\}?|\\degree"), ""),
     (re.compile(r"\$|\\[,;!]|\\ "), " "),
     (
-        # A unit behind a number, a bracket or a blank, and its power.
+        # A unit after a number, a bracket or a blank, with its power.
         re.compile(
             r"(?<=[\d)}\s])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}|(?:square |sq\.? ?|cubic )?"
             r"(?:mm|cm|km|m|in|inch(?:es)?|ft|feet|yd|yards?|mi|miles?|met(?:er|re)s?|units?|deg(?:rees?)?))\.?"
@@ -48,11 +48,11 @@ _SPELLINGS = (
 
 
 def is_same_answer(truth: str, answer: str) -> bool:
-    """Whether an answer is right.
+    """Returns whether an answer is right.
 
     Args:
-        truth: The right one, as a dataset has it: `3 \\sqrt { 2 }`.
-        answer: As a model wrote it: an expression, or a line of text that ends with one.
+        truth: The right answer in the form of a dataset: `3 \\sqrt { 2 }`.
+        answer: The model's answer: an expression, or a line of text that ends with one.
 
     Raises:
         FailedPrecondition: math-verify is not installed.
@@ -75,14 +75,14 @@ def _spelt(text: str) -> str:
 
 
 class _Grader:
-    """The process, started when it is first needed and anew after one that hung."""
+    """The process that compares answers. It starts at the first comparison, and again after one that hung."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def compare(self, truth: str, answer: str) -> bool:
-        """See `is_same_answer`; one that takes too long is wrong."""
+        """See `is_same_answer`. An answer that takes too long to compare is wrong."""
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(
@@ -90,7 +90,7 @@ class _Grader:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
-                    # What a model writes is evaluated there: no API key may be within its reach.
+                    # The process evaluates text of a model, so it must not see API keys.
                     env={name: value for name, value in os.environ.items() if name.startswith(_KEPT)},
                 )
             reply = _asked(self._process, json.dumps([truth, answer, TIMEOUT_S]))
@@ -104,7 +104,7 @@ class _Grader:
         return bool(said)
 
     def stop(self) -> None:
-        """Ends the process, if there is one."""
+        """Kills the process, if there is one."""
         if self._process is not None:
             with self._process:
                 self._process.kill()
@@ -112,7 +112,7 @@ class _Grader:
 
 
 def _asked(process: subprocess.Popen[str], question: str) -> str | None:
-    """A line for a line; None if the process has ended."""
+    """Sends a line and returns the reply, one line; None if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -128,7 +128,7 @@ atexit.register(_GRADER.stop)
 
 
 def _serve() -> None:
-    """Answers lines until there are none: true, false, or a text that says why it cannot."""
+    """Replies to each line with true, false, or a text that says why answers cannot be compared."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
@@ -136,21 +136,21 @@ def _serve() -> None:
         from math_verify import parse, verify
     except ImportError:
         for _ in sys.stdin:
-            print(json.dumps("answers are graded by math-verify: install it"), flush=True)
+            print(json.dumps("math-verify is not installed: install it to grade answers"), flush=True)
         return
-    logging.disable()  # it warns that without its own timeout nothing ends it
+    logging.disable()  # math-verify warns that its own time limit is off
 
     @lru_cache(maxsize=4096)
     def compare(truth: str, answer: str) -> bool:
         gold = parse(f"${truth}$", parsing_timeout=None)
-        # As one expression; if it is none, the last one of the text.
+        # As one expression, or else the last expression in the text.
         return any(
             verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None) for text in (f"${answer}$", answer)
         )
 
     for line in sys.stdin:
         truth, answer, timeout_s = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # whose signal ends the process, whatever it is in
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # its signal ends the process, even inside C code
         is_same = compare(truth, answer)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps(is_same), flush=True)

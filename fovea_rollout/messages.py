@@ -1,4 +1,4 @@
-"""Messages in OpenAI's shape, and what they consist of: text and pictures."""
+"""Messages in OpenAI's format, which consist of texts and pictures."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PictureFormat = Literal["png", "jpeg"]
 
 _EXIF_ORIENTATION = 0x0112
 _QUARTER_TURNS = (5, 6, 7, 8)
-"""Values of the EXIF orientation at which width and height change places."""
+"""Values of the EXIF orientation that swap width and height."""
 
 _SIGNATURES: dict[bytes, PictureFormat] = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded picture. Conversations share it by reference: a history never copies its bytes.
+    """An encoded picture. Conversations share it by reference, so histories never copy its bytes.
 
     Attributes:
-        data: The file.
-        format: What it is encoded as.
+        data: The bytes of the file.
+        format: Format of the file.
     """
 
     data: bytes = field(repr=False)
@@ -45,7 +45,7 @@ class Picture:
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Width and height in pixels as shown, from the file's header. Raises InvalidInput if it cannot be read."""
+        """Width and height in pixels as displayed, from the file's header. Raises InvalidInput if it cannot be read."""
         from PIL import Image, UnidentifiedImageError
 
         try:
@@ -58,23 +58,23 @@ class Picture:
 
     @classmethod
     def of_bytes(cls, data: bytes, where: str = "image") -> Picture:
-        """From a PNG, JPEG or WebP file; the API takes the first two, so WebP becomes a PNG with the same pixels.
+        """Makes a picture from a PNG, JPEG or WebP file.
+
+        The API accepts PNG and JPEG, so a WebP file becomes a PNG with the same pixels.
 
         Raises:
-            InvalidInput: Naming `where`, for anything else and for a WebP file that cannot be read.
+            InvalidInput: The file has another format, or is a WebP file that cannot be read. The error names `where`.
         """
         for signature, kind in _SIGNATURES.items():
             if data.startswith(signature):
                 return cls(data, kind)
         if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
             return cls(_png_of_webp(data, where), "png")
-        raise InvalidInput(
-            f"{where} is neither a PNG nor a JPEG nor a WebP file: encode it as one of them", field=where
-        )
+        raise InvalidInput(f"{where} is not a PNG, JPEG or WebP file: encode it as one of them", field=where)
 
     @classmethod
     def of_pixels(cls, pixels: npt.NDArray[np.uint8]) -> Picture:
-        """From uint8 [height, width, 3], as a PNG."""
+        """Makes a PNG from uint8 [height, width, 3]."""
         from PIL import Image
 
         buffer = io.BytesIO()
@@ -83,7 +83,7 @@ class Picture:
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """uint8 [height, width, 3], as the file has them: not turned by its EXIF orientation."""
+        """The pixels of the file, uint8 [height, width, 3], not rotated by the EXIF orientation."""
         from PIL import Image
 
         with Image.open(io.BytesIO(self.data)) as image:
@@ -91,7 +91,7 @@ class Picture:
 
     @property
     def data_uri(self) -> str:
-        """As `image_url` has it."""
+        """The picture as a data URI, for `image_url`."""
         return f"data:image/{self.format};base64,{base64.b64encode(self.data).decode()}"
 
 
@@ -100,15 +100,16 @@ Part = str | Picture
 
 @dataclass(frozen=True)
 class Message:
-    """What somebody other than the sampled model says.
+    """A message that the sampled model did not write.
 
     Attributes:
+        role: Role of the author.
         parts: Texts and pictures in order.
-        name: Who speaks, or which tool answers, for templates that write it; empty for none.
-        tool_call_id: Which call a tool answers, for templates that write it; empty for none.
-        has_markup: Whether `<tool_response>`, `<think>` and other markup in its texts are the model's tokens, for what
-            an environment writes itself. False for what others typed: their markup stays text. Special tokens such as
-            `<|im_end|>` stay text either way.
+        name: Name of the author or tool, for templates that write it; may be empty.
+        tool_call_id: Id of the call that a tool responds to, for templates that write it; may be empty.
+        has_markup: Whether markup in the texts, such as `<tool_response>` and `<think>`, becomes the model's tokens.
+            True for text that an environment writes itself. False for text of others, in which markup stays text.
+            Special tokens such as `<|im_end|>` stay text in both cases.
     """
 
     role: Role
@@ -119,12 +120,12 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Its texts, joined."""
+        """The texts of the message, joined."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Its pictures."""
+        """The pictures of the message."""
         return tuple(part for part in self.parts if isinstance(part, Picture))
 
 
@@ -133,12 +134,13 @@ _NAMES = ("name", "tool_call_id")
 
 
 def parse_message(message: MessageLike, where: str = "message") -> Message:
-    """Reads `{"role": ..., "content": text or parts}`, parts being `{"type": "text", "text": ...}` and
-    `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`; `name` and `tool_call_id` may stand
-    beside them.
+    """Parses a message in OpenAI's format: `{"role": ..., "content": text or parts}`.
+
+    A part is `{"type": "text", "text": ...}` or `{"type": "image_url", "image_url": {"url":
+    "data:image/png;base64,..."}}`. The message may also have a `name` and a `tool_call_id`.
 
     Raises:
-        InvalidInput: Naming the field. URLs that are not data URIs are refused: fetch the picture first.
+        InvalidInput: A field is wrong; the error names it. Only data URIs are accepted: download other pictures first.
     """
     if isinstance(message, Message):
         return message
@@ -161,7 +163,7 @@ def parse_message(message: MessageLike, where: str = "message") -> Message:
 
 
 def parse_messages(messages: Sequence[MessageLike], where: str = "messages") -> tuple[Message, ...]:
-    """`parse_message` of each."""
+    """Parses each message with `parse_message`."""
     return tuple(parse_message(message, f"{where}[{index}]") for index, message in enumerate(messages))
 
 
@@ -196,7 +198,7 @@ def _png_of_webp(data: bytes, where: str) -> bytes:
     try:
         with Image.open(io.BytesIO(data), formats=["WEBP"]) as image:
             if (frames := getattr(image, "n_frames", 1)) != 1:
-                raise InvalidInput(f"{where} is a film of {frames} pictures: send the one that is meant", field=where)
+                raise InvalidInput(f"{where} is animated and has {frames} frames: send one frame", field=where)
             ImageOps.exif_transpose(image).save(buffer, "PNG")
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InvalidInput(f"{where} is a WebP file that cannot be read: {error}", field=where) from error
@@ -205,4 +207,4 @@ def _png_of_webp(data: bytes, where: str) -> bytes:
 
 def _refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> None:
     if unknown := sorted(set(found) - known):
-        raise InvalidInput(f"{where} has the unknown field {unknown[0]!r}; known are {sorted(known)}", field=where)
+        raise InvalidInput(f"{where} has an unknown field {unknown[0]!r}; it may have {sorted(known)}", field=where)

@@ -1,4 +1,4 @@
-"""OpenEnv's environments, played over their client: `reset` and `step` of a server, a session for each episode.
+"""Plays OpenEnv environments through their client, with one session of the server for each episode.
 
     from openenv.core import GenericEnvClient
 
@@ -6,7 +6,8 @@
         client = GenericEnvClient(base_url="http://127.0.0.1:8000")
         return OpenEnvEnvironment(client, lambda answer: {"message": answer.text}, reset={"seed": 7})
 
-Nothing here imports OpenEnv: whatever has these three methods can play. Source: https://github.com/meta-pytorch/OpenEnv.
+This module does not import OpenEnv, and accepts any client with these three methods. Source:
+https://github.com/meta-pytorch/OpenEnv.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class OpenEnvResult(Protocol):
 
 
 class OpenEnvClient(Protocol):
-    """OpenEnv's `EnvClient`, which is async: not what its `sync()` returns."""
+    """OpenEnv's async `EnvClient`, not the client that its `sync()` returns."""
 
     def reset(self, **options: Any) -> Awaitable[OpenEnvResult]: ...
 
@@ -43,16 +44,15 @@ class OpenEnvClient(Protocol):
 
 
 class OpenEnvEnvironment:
-    """One episode of an OpenEnv server, which ends when the server says so.
+    """One episode of an OpenEnv server. It ends when the server sets `done`.
 
     Metrics of each turn: `steps`.
 
     Args:
-        client: One for each episode; it is closed at the end.
-        to_action: What an answer does, in the server's terms: a mapping for `GenericEnvClient`, else the client's own
-            type of action.
-        to_message: What the model reads of an observation.
-        reset: Options of `reset`, such as a seed; the members of a group share them.
+        client: A client for this episode only. It is closed at the end.
+        to_action: Makes an action of an answer: a mapping for `GenericEnvClient`, else the client's own type of action.
+        to_message: Makes a message of an observation; `observation_message` by default.
+        reset: Options of `reset`, such as a seed, which the members of a group share.
 
     Raises:
         InvalidInput: The client is not async.
@@ -68,21 +68,21 @@ class OpenEnvEnvironment:
     ) -> None:
         if not inspect.iscoroutinefunction(client.step):
             raise InvalidInput(
-                "client is not async: give the client itself, not what its sync() returns", field="client"
+                "client is not async: give the client itself, not the result of its sync()", field="client"
             )
         self._client, self._to_action, self._options = client, to_action, dict(reset or {})
         self._to_message = observation_message if to_message is None else to_message
         self._steps = 0
 
     async def reset(self) -> list[Message]:
-        """The first observation. Raises InvalidInput if the episode is over before it began."""
+        """Returns the first observation. Raises InvalidInput if the episode is already over."""
         result = await self._client.reset(**self._options)
         if result.done:
-            raise InvalidInput("the environment is done after reset(): there is nothing to answer", field="reset()")
+            raise InvalidInput("the environment is done after reset(), so there is nothing to answer", field="reset()")
         return [parse_message(self._to_message(result.observation))]
 
     async def step(self, answer: Answer) -> Step:
-        """Does what the model said."""
+        """Takes the action of the model's answer."""
         self._steps += 1
         result = await self._client.step(self._to_action(answer))
         messages = () if result.done else (self._to_message(result.observation),)
@@ -94,15 +94,15 @@ class OpenEnvEnvironment:
 
 
 def observation_message(observation: Any) -> Message:
-    """An observation in order of its fields, empty ones left out: pictures as pictures, the rest as text.
+    """Makes a message of an observation: its fields in order, without empty ones, pictures as pictures, others as text.
 
-    A text alone stands as it is, else each is named: `name: value`. A picture is a data URI, the bytes of a file, or
-    pixels, uint8 [height, width, 3], also as nested lists.
+    A single text is not changed. Several texts are named: `name: value`. A picture is a data URI, the bytes of a file,
+    or pixels as uint8 [height, width, 3], also as nested lists.
 
     Raises:
-        InvalidInput: Nothing is in it, or a picture cannot be read.
+        InvalidInput: The observation is empty, or a picture cannot be read.
     """
-    if hasattr(observation, "model_dump"):  # a pydantic model: what a client with types of its own returns
+    if hasattr(observation, "model_dump"):  # a pydantic model, from a client with its own types
         observation = observation.model_dump(exclude={"done", "reward", "metadata"})
     fields = observation if isinstance(observation, Mapping) else {"observation": observation}
     found = {
@@ -119,7 +119,7 @@ def observation_message(observation: Any) -> Message:
             parts.append(f"{name}: {part}" + ("" if name == texts[-1] else "\n"))
     if not parts:
         raise InvalidInput(
-            f"the observation {observation!r} has nothing to show: give `to_message`", field="observation"
+            f"the observation {observation!r} has no text or picture: give to_message", field="observation"
         )
     return Message("user", tuple(parts))
 
@@ -140,6 +140,6 @@ def _read(value: Any, where: str) -> Part:
 
 
 def _is_nested(value: list[Any]) -> bool:
-    """Whether it may be pixels: [[[...]]]."""
+    """Returns whether a list may be pixels: [[[r, g, b], ...], ...]."""
     row = value[0]
     return isinstance(row, list) and bool(row) and isinstance(row[0], list) and len(row[0]) == 3

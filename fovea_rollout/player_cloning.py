@@ -1,6 +1,6 @@
-"""A beginning for reinforcement learning: a model clones a player, so that it answers in the form that is rewarded.
+"""A warm-up for reinforcement learning: the model clones a player, so that it answers in the form that is rewarded.
 
-Of a player that answers at random it learns what an answer looks like, and nothing of what is right.
+From a player that answers at random, the model learns the form of an answer, but not which answer is right.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from fovea_rollout.training_batch import training_datums
 from fovea_rollout.trajectory import Trajectory, reward_mean
 
 _AHEAD = 2
-"""Steps that are asked for and not done."""
+"""The most steps that are submitted and not finished."""
 
 
 @dataclass(frozen=True)
 class WarmUpSettings:
-    """How to clone.
+    """Settings of the warm-up.
 
     Attributes:
-        steps: Optimizer steps.
-        episodes: The most that the player plays; steps draw from them again and again.
-        answers_per_step: About as many; fewer episodes where these have several.
-        learning_rate: Of every step; None takes one by the model's width. A higher one soon makes a model blind that
-            clones answers at random: they teach it that pictures do not matter.
+        steps: Number of optimizer steps.
+        episodes: The most episodes that the player plays. Steps draw from them with replacement.
+        answers_per_step: About the number of answers of a step. If episodes have several answers, a step has fewer
+            episodes.
+        learning_rate: Rate of every step; None takes a rate by the model's width. A higher rate soon makes a model
+            blind that clones random answers, because they teach it that pictures do not matter.
         adam: Other fields of `tinker.AdamParams`.
-        rollout: How the player plays.
-        seed: Decides which episodes a step has.
+        rollout: Settings of the player's rollouts.
+        seed: Seed of the draws of episodes.
     """
 
     steps: int = 100
@@ -57,12 +58,12 @@ class WarmUpSettings:
 
 
 class ScriptedPlayer:
-    """A policy that is no model.
+    """A policy that a function plays instead of a model.
 
     Args:
         policy: Counts the tokens of pictures.
-        tokenizer: Of the model that is to be taught.
-        answer: Writes an answer to a prompt: from the pictures in it, or whatever they show.
+        tokenizer: Tokenizer of the model that will clone the player.
+        answer: Writes an answer to a prompt, whether or not it looks at the prompt's pictures.
     """
 
     def __init__(self, policy: Policy, tokenizer: Any, answer: Callable[[Sequence[Chunk]], str]) -> None:
@@ -71,7 +72,7 @@ class ScriptedPlayer:
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
     ) -> Sampled:
-        """See `Policy`. Log-probabilities are 0: whoever learns from these answers needs none."""
+        """See `Policy`. All log-probabilities are 0, because cloning does not use them."""
         ids = (*self._tokenizer.encode(self._answer(prompt), add_special_tokens=False), stop_ids[0])
         return Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
 
@@ -87,17 +88,23 @@ async def warm_up(
     player: Policy,
     settings: WarmUpSettings,
 ) -> float:
-    """Trains a model on what a player says; an answer counts alike, whatever came of it.
+    """Trains a model on a player's answers. All answers count the same, whatever their reward.
+
+    Rollouts that fail are left out.
 
     Args:
-        player: Such as a `ScriptedPlayer`, or a teacher's `TinkerPolicy`.
+        training_client: Client of the model to train.
+        template: The model's chat template.
+        sources: Environment factories to play.
+        player: The policy to clone, such as a `ScriptedPlayer` or a teacher's `TinkerPolicy`.
+        settings: Settings of the warm-up.
 
     Returns:
-        The mean reward of the player itself, which is where a perfect clone begins.
+        The mean reward of the player, which is also the reward of a perfect clone.
 
     Raises:
-        InvalidInput: No episode could be played; the message has the first failure.
-        tinker.TinkerError: What the server refuses.
+        InvalidInput: All episodes failed. The message contains the first failure.
+        tinker.TinkerError: The server refuses a request.
     """
     most = min(settings.episodes, settings.answers_per_step * settings.steps)
     played = await run_rollouts(player, template, sources[:most], settings.rollout, name="cloned", progress=False)
@@ -105,7 +112,7 @@ async def warm_up(
     data = [datum for trajectory in learnt for datum in await _datums(trajectory, player)]
     if not data:
         failure = next((one.failure for one in played if one.failure), None)
-        raise InvalidInput(f"the player played no episode to learn from: {failure}", field="sources")
+        raise InvalidInput(f"all episodes of the player failed; the first failure: {failure}", field="sources")
     answers = float(np.mean([len(trajectory.turns) for trajectory in learnt]))
     size = max(4, round(settings.answers_per_step / answers))
     rate = settings.learning_rate
@@ -115,7 +122,7 @@ async def warm_up(
     asked: deque[Awaitable[object]] = deque()
     for _ in range(settings.steps):
         batch = [data[index] for index in rng.choice(len(data), size)]
-        # The next step is asked for before the last one is waited for: the server need not wait for us in between.
+        # The next step is submitted before the last one is awaited, so that the server never waits for this client.
         asked.append(training_client.forward_backward(batch, "cross_entropy"))
         asked.append(training_client.optim_step(tinker.AdamParams(learning_rate=rate, **settings.adam)))
         while len(asked) > 2 * _AHEAD:
@@ -126,7 +133,7 @@ async def warm_up(
 
 
 async def _datums(trajectory: Trajectory, player: Policy) -> list[tinker.Datum]:
-    """For `cross_entropy`: weight 1 where the player spoke."""
+    """Returns datums for `cross_entropy`, with weight 1 for the player's tokens."""
     return [
         tinker.Datum(
             model_input=one.datum.model_input,

@@ -1,4 +1,4 @@
-"""What samples: the model under training behind any server that speaks the Tinker API, or behind Fovea's gRPC front."""
+"""The interface of policies, which sample from a model behind a Tinker server or behind Fovea's gRPC front."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ class Tokens:
 
 
 Chunk = Tokens | Picture
-"""What a prompt is a list of. Neighbouring `Tokens` mean the same as one."""
+"""A part of a prompt. Adjacent `Tokens` are equivalent to one."""
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a turn is sampled.
+    """Settings of sampling a turn.
 
     Attributes:
         max_tokens: The most tokens of one turn.
-        temperature: 0 is greedy. Log-probabilities are those of the distribution that was drawn from.
-        stop: Texts that end a turn, besides the template's own end of turn. Kept in the turn when they end it.
-        seed: What every turn of every rollout derives its own seed from; None draws without one.
+        temperature: Sampling temperature; 0 is greedy. Log-probabilities are those of the tempered distribution.
+        top_p: Samples from the likeliest tokens that have this probability together; 1 from all tokens.
+        top_k: Samples from this many of the likeliest tokens; -1 from all tokens.
+        stop: Texts that end a turn, in addition to the template's end of turn. The turn contains the text that ends it.
+        seed: Seed from which the seed of each turn of each rollout is derived; None samples without seeds.
     """
 
     max_tokens: int = 256
@@ -44,10 +46,11 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class WeightVersions:
-    """Which weights sampled, as training steps: `oldest` and `newest` are equal if the server tells or nothing moved.
+    """Bounds of the weights that sampled, as numbers of training steps.
 
-    A sample names exactly one snapshot, but the Tinker API does not tell which one an in-flight update gave it; then
-    the versions current at submission and at return are the bounds.
+    `oldest` and `newest` are equal if the weights did not change, or if the server reports the snapshot. The Tinker API
+    does not report which snapshot an in-flight update gave a sample. The bounds then are the versions at submission and
+    at return.
     """
 
     oldest: int
@@ -56,15 +59,16 @@ class WeightVersions:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one call sampled.
+    """The result of sampling one turn.
 
     Attributes:
-        ids: The tokens, a closing one (end of turn, or the one that completes a stop text) included.
-        logprobs: One per token, in nats.
-        stop_reason: `length` if max_tokens ended it.
-        experts: Those that computed each token of prompt and `ids` but the last, [P + C - 1, layers, k], for training
-            to follow (router replay); None if nobody asked for them.
-        sequence_id: What the server calls it; empty if it does not say.
+        ids: The tokens, including the last one, which ends the turn or completes a stop text.
+        logprobs: Log-probability of each token, in nats.
+        stop_reason: `length` if `max_tokens` ended the turn.
+        versions: Bounds of the weights that sampled.
+        experts: The experts that computed each token of prompt and `ids` except the last, [P + C - 1, layers, k], for
+            training to follow (router replay); None if they were not requested.
+        sequence_id: The server's id of the sequence; empty if the server does not report it.
     """
 
     ids: tuple[int, ...]
@@ -76,7 +80,7 @@ class Sampled:
 
 
 class Policy(Protocol):
-    """Samples, and knows how many tokens a picture takes."""
+    """Samples turns, and counts the tokens of pictures."""
 
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
@@ -84,10 +88,11 @@ class Policy(Protocol):
         """Samples one turn.
 
         Args:
-            prompt: All that the model reads.
+            prompt: The whole input of the model.
+            settings: Settings of sampling.
             stop_ids: Tokens that end the turn.
-            conversation: Same for all turns of one rollout, so that a server can keep them on one sampler.
+            conversation: Id of the rollout, so that a server can send all of its turns to one sampler.
         """
 
     async def token_count(self, picture: Picture) -> int:
-        """Placeholder tokens that a picture takes in this model's prompts."""
+        """Returns the number of placeholder tokens of a picture in this model's prompts."""

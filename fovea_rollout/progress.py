@@ -1,4 +1,4 @@
-"""Progress on the terminal: one line for a batch of rollouts, two for a training loop."""
+"""Progress on the terminal: one line for a batch of rollouts, two lines for a training loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ProgressLines:
-    """Lines of a bar and words on standard error. A context manager.
+    """Lines with a bar and text on standard error. A context manager.
 
     Args:
-        is_shown: Whether anything is shown; None shows it on a terminal only.
+        is_shown: Whether to show the lines; None shows them on a terminal only.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
@@ -47,12 +47,12 @@ class ProgressLines:
 
 
 class BatchProgress(ProgressLines):
-    """A policy that counts what it samples, and shows it. A context manager.
+    """A policy that counts its samples and shows the count. A context manager.
 
     Args:
-        policy: What samples.
+        policy: The policy that samples.
         total: The number of rollouts.
-        is_shown: Whether anything is shown; None shows it on a terminal only.
+        is_shown: Whether to show the line; None shows it on a terminal only.
     """
 
     def __init__(self, policy: Policy, total: int, is_shown: bool | None) -> None:
@@ -75,7 +75,7 @@ class BatchProgress(ProgressLines):
         return await self._policy.token_count(picture)
 
     def count(self, trajectory: Trajectory) -> None:
-        """Counts a rollout that has ended."""
+        """Counts a finished rollout."""
         self._failed += trajectory.end == "failed"
         self._bar.advance(self._task)
         self._show()
@@ -88,13 +88,13 @@ class BatchProgress(ProgressLines):
 
 
 class LoopProgress(ProgressLines):
-    """Steps, and the rollouts of the coming one. A context manager.
+    """Lines of the steps, and of the rollouts for the next step. A context manager.
 
     Args:
-        steps: The number of steps in all.
+        steps: The total number of steps.
         rollouts: The number of rollouts of one step.
-        is_shown: Whether anything is shown; None shows it on a terminal only.
-        taken: Steps that a run that is resumed has taken.
+        is_shown: Whether to show the lines; None shows them on a terminal only.
+        taken: The number of steps that a resumed run has already taken.
     """
 
     def __init__(self, steps: int, rollouts: int, is_shown: bool | None, taken: int = 0) -> None:
@@ -106,15 +106,15 @@ class LoopProgress(ProgressLines):
         self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
 
     def count_rollout(self, trajectory: Trajectory) -> None:
-        """Counts one that has ended."""
+        """Counts a finished rollout."""
         self._finished += 1
         self._note_failures([trajectory])
         self._show_rollouts()
 
     def count_step(self, report: StepReport) -> None:
-        """Counts a step; its rollouts are off the second line, those that ran ahead stay on it."""
+        """Counts a step. Removes its rollouts from the second line, on which rollouts for later steps stay."""
         self._finished -= sum(len(group) for group in report.trajectories)
-        for group in report.trajectories:  # some fail only when they are trained on
+        for group in report.trajectories:  # some rollouts fail only when they are trained on
             self._note_failures(group)
         agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
         if report.evaluation is not None:

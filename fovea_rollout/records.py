@@ -4,15 +4,15 @@
                                              {"type": "text", "text": "How many?"}]}],
      "env_class": "count", "reward_spec": {"method": "rule", "ground_truth": 7}}
 
-An environment that makes its own prompt and reward needs no more than a ticket:
+An environment that makes its own prompt and reward needs only a ticket:
 
     {"prompt": [{"role": "user", "content": "placeholder"}], "env_class": "visgym", "visgym_env_id": "maze_2d/easy"}
 
-Pictures of a column `images` or `image` (files' bytes, `{"bytes": ...}`, paths) take the places of `<image>` in the
-prompt's texts; without that mark they come first in the first user message.
+Pictures of a column `images` or `image` (bytes of files, `{"bytes": ...}`, paths) replace `<image>` in the prompt's
+texts. In a prompt without that mark they come first in the first user message.
 
-Further columns are kept: they are the environment's business. A field that is null is one that is not there, since
-parquet gives all rows of a column the same fields.
+Further columns are passed on to the environment. A null field is the same as a missing field, because parquet gives all
+rows of a column the same fields.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fovea_rollout.pictures import PictureColumn, read_picture
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt and what becomes of it.
+    """A prompt, its environment and its reward.
 
     Attributes:
-        prompt: What the model reads first. Every rollout shares its pictures.
+        prompt: The messages that the model reads first. All rollouts share their pictures.
         env_class: Name of a registered kind of environment, or `module:factory`.
-        reward_spec: `{"method": "rule", "ground_truth": ...}`, for the environment; empty if it rewards by itself.
+        reward_spec: `{"method": "rule", "ground_truth": ...}` for the environment; empty if the environment needs none.
         extra: All other columns.
     """
 
@@ -51,13 +51,13 @@ class Record:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """As an environment's factory gets it: `prompt` has been read, `reward_spec` is there if it was given."""
+        """The record for the environment's factory, with a parsed `prompt`, and `reward_spec` if it is given."""
         spec = {"reward_spec": self.reward_spec} if self.reward_spec else {}
         return {**self.extra, "prompt": self.prompt, "env_class": self.env_class, **spec}
 
 
 Source = Record | Callable[[], Environment]
-"""Where a rollout's environment comes from."""
+"""A source of environments for rollouts."""
 
 
 def load_records(path: pathlib.Path) -> list[Record]:
@@ -65,22 +65,24 @@ def load_records(path: pathlib.Path) -> list[Record]:
 
     Raises:
         NotFound: There is no such file.
-        InvalidInput: Naming file, line (parquet: row, from 1) and field.
-        FailedPrecondition: Parquet without pyarrow.
+        InvalidInput: A record is wrong. The error names the file, the line (in parquet the row, from 1) and the field.
+        FailedPrecondition: The file is parquet, and pyarrow is not installed.
     """
     readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise InvalidInput(f"{path} is neither .jsonl nor .parquet: convert it to one of the two", field="path")
+        raise InvalidInput(f"{path} is not a .jsonl or .parquet file: convert it to one of the two", field="path")
     if not path.is_file():
-        raise NotFound(f"there is no file {path}", field="path")
+        raise NotFound(f"{path} does not exist", field="path")
     return [parse_record(row, where, path.parent) for where, row in readers[path.suffix](path)]
 
 
 def parse_record(row: Any, where: str = "record", folder: pathlib.Path | None = None) -> Record:
-    """Checks one record. Raises InvalidInput naming `where` and the field.
+    """Parses one record. Raises InvalidInput, which names `where` and the field, if it is wrong.
 
     Args:
-        folder: The folder that relative paths of pictures begin at; the working directory by default.
+        row: The columns.
+        where: Name of the record in errors.
+        folder: Folder of relative paths of pictures; the working directory by default.
     """
     if not isinstance(row, Mapping):
         raise InvalidInput(f"{where}: a record must be an object, not {type(row).__name__}", field=where)
@@ -104,7 +106,7 @@ def parse_record(row: Any, where: str = "record", folder: pathlib.Path | None = 
 def _pictured(
     prompt: Sequence[Message], row: Mapping[str, Any], where: str, folder: pathlib.Path | None
 ) -> tuple[Message, ...]:
-    """Puts the pictures of a row's column into the places of `<image>` in its prompt, or first. Raises InvalidInput."""
+    """Puts the pictures of a row's column in place of `<image>` in its prompt, or first. Raises InvalidInput."""
     column = PictureColumn(row, f"{where}: prompt", partial(read_picture, folder=folder))
     spliced = [replace(message, parts=tuple(_spliced(message.parts, column))) for message in prompt]
     return tuple(column.placed(spliced))
@@ -116,22 +118,22 @@ def _spliced(parts: Sequence[Part], column: PictureColumn) -> Iterator[Part]:
 
 
 def environment_of(record: Record) -> Environment:
-    """A fresh environment for one rollout of a record. Raises InvalidInput if its class is unknown."""
+    """Makes an environment for one rollout of a record. Raises InvalidInput if its class is unknown."""
     return make(record.env_class, record.columns)
 
 
 def environment_factory(source: Source) -> Callable[[], Environment]:
-    """What makes a source's environments."""
+    """Returns the function that makes a source's environments."""
     return partial(environment_of, source) if isinstance(source, Record) else source
 
 
 def shuffled(records: Sequence[Record], seed: int) -> list[Record]:
-    """The same records in an order that the seed decides."""
+    """Returns the records in an order that depends on the seed."""
     return [records[index] for index in np.random.default_rng(seed).permutation(len(records))]
 
 
 def fingerprint(sources: Sequence[Source]) -> str:
-    """Changes with the number of sources and with the content of records; factories are not told apart."""
+    """Returns a text that depends on the number of sources and the content of records. All factories count the same."""
     digest = hashlib.sha256()
     for source in sources:
         content = source.columns if isinstance(source, Record) else None
@@ -140,7 +142,7 @@ def fingerprint(sources: Sequence[Source]) -> str:
 
 
 def _digestible(value: Any) -> Any:
-    """What stands for a value that JSON does not have. Raises no error: of an unknown kind it is the type's name."""
+    """Returns a JSON value for a value that JSON does not have; the name of the type for an unknown type."""
     if isinstance(value, Picture):
         return value.digest
     if isinstance(value, Message):
@@ -163,7 +165,7 @@ def _read_json_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, json.loads(line)
             except ValueError as error:
-                raise InvalidInput(f"{where}: this is not JSON: {error}", field=where) from None
+                raise InvalidInput(f"{where}: the line is not JSON: {error}", field=where) from None
 
 
 def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""One episode: the model and an environment take turns until one of them, or the clock, ends it."""
+"""Plays episodes: the model and an environment alternate until one of them, or a deadline, ends the episode."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-"""How long a rollout waits for its environment to close; closing itself goes on."""
+"""Seconds that a rollout waits for its environment to close. After that, closing continues in the background."""
 _closing: set[asyncio.Task[Failure | None]] = set()
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How an episode runs.
+    """Settings of an episode.
 
     Attributes:
-        sampling: How each turn is sampled.
+        sampling: Settings of sampling each turn.
         max_turns: The most turns of the model.
-        max_context: Tokens that a prompt and its answer may have; an observation that would pass it is left out whole.
-        deadline_s: Seconds for the whole episode.
+        max_context: The most tokens of a prompt and its answer. An observation that does not fit ends the episode, and
+            is left out whole.
+        deadline_s: Limit of the whole episode in seconds.
     """
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -55,17 +56,21 @@ async def run_rollout(
     """Plays one episode.
 
     Args:
-        conversation: Its id. Seeds of its turns are derived from it and from `settings.sampling.seed`.
+        policy: The policy that samples the turns.
+        template: The model's chat template.
+        environment_factory: Makes the environment.
+        settings: Settings of the episode.
+        conversation: Id of the rollout. The seeds of its turns are derived from it and from `settings.sampling.seed`.
 
     Returns:
-        What happened. What the environment, the template or the server raises, and a deadline that passes, is in
-        `failure`; turns until then are kept. Only being cancelled from outside is raised.
+        The trajectory. If the environment, the template or the server raises an error, or the deadline passes, its
+        `failure` describes that, and the turns until then are kept. Only a cancellation from outside is raised.
     """
     trajectory = Trajectory(conversation)
     start = time.monotonic()
     try:
         host = EnvironmentHost(environment_factory)
-    except RuntimeError as error:  # the machine has no further thread
+    except RuntimeError as error:  # the machine cannot start another thread
         trajectory.finish("failed", Failure.of("make", error), time.monotonic() - start)
         return trajectory
     try:
@@ -89,12 +94,16 @@ async def run_rollouts(
     """Plays one episode per factory.
 
     Args:
+        policy: The policy that samples the turns.
+        template: The model's chat template.
+        factories: Each makes the environment of one episode.
+        settings: Settings of the episodes.
         concurrency: The most episodes that run at once.
-        progress: Whether a line shows how far they are; None shows it on a terminal only.
-        name: Conversations are called `<name>/<index>`, and seeds derive from that: name the batches of a run apart.
+        progress: Whether to show a line of progress; None shows it on a terminal only.
+        name: Prefix of the ids, `<name>/<index>`. Seeds are derived from ids, so name each batch of a run differently.
 
     Returns:
-        One trajectory per factory, in the same order, failed ones included: see `run_rollout`.
+        One trajectory per factory, in the same order, including failed ones (see `run_rollout`).
     """
     if concurrency < 1:
         raise InvalidInput(f"concurrency is {concurrency}; it must be 1 or more", field="concurrency")
@@ -114,7 +123,7 @@ async def run_rollouts(
 
 
 async def _play(episode: _Episode) -> tuple[End, Failure | None]:
-    """Plays to the end, the deadline or an error. Raises CancelledError if it is cancelled from outside."""
+    """Plays until the end, the deadline or an error. Raises CancelledError if the task is cancelled from outside."""
     deadline_s = episode.settings.deadline_s
     deadline = asyncio.timeout(deadline_s)
     task = asyncio.current_task()
@@ -125,11 +134,11 @@ async def _play(episode: _Episode) -> tuple[End, Failure | None]:
             return await episode.play(), None
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # extensions in Rust and time-out libraries raise classes of their own
+    except BaseException as error:  # Rust extensions and timeout libraries raise their own classes
         if task.cancelling() > cancellations:
-            raise  # the whole batch is cancelled, not just something inside an environment
+            raise  # the whole task is cancelled, not only a call inside the environment
         if deadline.expired():
-            seen = f"TimeoutError: not done after {deadline_s:g} s, in stage {episode.stage!r} of turn {episode.turn}"
+            seen = f"TimeoutError: {deadline_s:g} s have passed in stage {episode.stage!r} of turn {episode.turn}"
             failure = Failure("deadline", seen)
         else:
             failure = Failure.of(episode.stage, error)
@@ -145,7 +154,7 @@ async def _close(host: EnvironmentHost, conversation: str) -> Failure | None:
     if closing.done():
         return closing.result()
     closing.add_done_callback(_log_late)
-    return Failure("close", f"TimeoutError: still closing after {_CLOSE_S:g} s")
+    return Failure("close", f"TimeoutError: close() has not returned after {_CLOSE_S:g} s")
 
 
 async def _closed(host: EnvironmentHost) -> Failure | None:
@@ -165,10 +174,10 @@ def _log_late(closing: asyncio.Task[Failure | None]) -> None:
 
 @dataclass
 class _Episode:
-    """Where an episode is.
+    """An episode that runs.
 
     Attributes:
-        stage: Who is being waited for, in the words of `Failure`.
+        stage: The current stage, as in `Failure`.
         turn: Index of the model's turn.
     """
 
@@ -181,7 +190,7 @@ class _Episode:
     turn: int = 0
 
     async def play(self) -> End:
-        """Plays to the end; returns which one. Raises whatever is raised within."""
+        """Plays the episode; returns how it ended. Raises what the environment, the template or the policy raises."""
         await self.host.make()
         self.stage = "reset"
         messages = await self.host.reset()
@@ -207,7 +216,7 @@ class _Episode:
     async def _step(
         self, prompt: tuple[Chunk, ...], messages: tuple[Message, ...], sampled: Sampled
     ) -> tuple[Message, ...] | None:
-        """Hands an answer to the environment; returns what it says, None if it is done. The turn is kept either way."""
+        """Hands an answer to the environment; returns its messages, or None if it is done. Always keeps the turn."""
         self.stage = "render"
         turn = Turn(prompt, messages, sampled, self.template.read(sampled), 0.0, {})
         self.stage = "step"
@@ -232,6 +241,6 @@ class _Episode:
 
 
 def turn_seed(seed: int, conversation: str, turn: int) -> int:
-    """The seed of one turn of one rollout, 31 bits, which every server takes."""
+    """Returns the seed of one turn of one rollout. It has 31 bits, which every server accepts."""
     digest = hashlib.sha256(f"{seed}/{conversation}/{turn}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1

@@ -1,4 +1,4 @@
-"""Where a run is, as a small JSON file: what a run that was killed goes on from."""
+"""The state of a run in a small JSON file, from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fovea.wire.errors import InvalidInput
 
 @dataclass
 class RunState:
-    """Where a run is. What a step trains on follows from the run's seed and the step's number.
+    """The state of a run. The data of a step depends only on the run's seed and the step's number.
 
     Attributes:
-        identity: What a run must have in common with the one that it goes on from: model, settings, data.
-        step: Steps that the saved state has taken.
-        state: Checkpoint of weights and optimizer, `tinker://...`; empty before the first one.
+        identity: What a resumed run must have in common with the run before: model, settings and data.
+        step: Number of steps of the saved state.
+        state: Checkpoint of weights and optimizer, `tinker://...`; empty before the first checkpoint.
     """
 
     identity: dict[str, Any]
@@ -28,12 +28,14 @@ class RunState:
 
     @property
     def next_name(self) -> str:
-        """The checkpoint's name that `state` has next: of two in turn, so that a kill before the file is written leaves
-        the checkpoint that it names as it is."""
+        """Name of the next checkpoint.
+
+        Two names alternate, so that a kill before the file is written does not touch the checkpoint that it names.
+        """
         return "resume-even" if self.state.endswith("resume-odd") else "resume-odd"
 
     def save(self, path: pathlib.Path) -> None:
-        """Writes the file as a whole: a kill or a power cut leaves the old one or the new one."""
+        """Writes the file atomically: after a kill or a power cut there is the old file or the new one."""
         fresh = path.with_suffix(".new")
         with fresh.open("w") as file:
             file.write(json.dumps(asdict(self), indent=1) + "\n")
@@ -46,7 +48,7 @@ class RunState:
         """Reads the file.
 
         Raises:
-            InvalidInput: The file is empty, or is not one that `save` wrote.
+            InvalidInput: The file is empty, or `save` did not write it.
         """
         text = path.read_text(errors="replace")
         try:
@@ -63,14 +65,16 @@ class RunState:
 
     @classmethod
     def begin_or_resume(cls, path: pathlib.Path, identity: Mapping[str, Any], later: Collection[str] = ()) -> Self:
-        """Reads the file, or makes a fresh state if there is none.
+        """Reads the file, or makes a new state if there is none.
 
         Args:
-            identity: Of the run that begins or resumes.
-            later: Names of the identity that only `confirm` will tell.
+            path: The file.
+            identity: Identity of the run that begins or resumes.
+            later: Names in the identity that only `confirm` compares.
 
         Raises:
-            InvalidInput: The file is of a run of other settings or data, the first of which it names, or is broken.
+            InvalidInput: The file belongs to a run with other settings or data, and the message names the first
+                difference; or the file is broken.
         """
         if not path.exists():
             return cls(_as_json(identity))
@@ -79,10 +83,10 @@ class RunState:
         return found
 
     def confirm(self, path: pathlib.Path, further: Mapping[str, Any]) -> None:
-        """Adds to the identity of a fresh run, and compares with that of a resumed one.
+        """Adds entries to the identity of a new run, or compares them with those of a resumed run.
 
         Raises:
-            InvalidInput: The resumed run had other values, the first of which it names.
+            InvalidInput: The resumed run had other values. The message names the first difference.
         """
         if path.exists():
             self._compare(path, further, sorted(further))
@@ -94,13 +98,13 @@ class RunState:
             was, now = self.identity.get(name), identity.get(name)
             if was != now:
                 raise InvalidInput(
-                    f"{path} is of a run whose {name} is {was!r}, not {now!r}: give another folder, or the same"
-                    " settings and data to resume it",
+                    f"{path} belongs to a run with {name} {was!r}, not {now!r}: give another folder, or the same"
+                    " settings and data to resume the run",
                     field=name,
                 )
 
 
 def _as_json(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON has it, so that tuples and lists are the same."""
+    """Converts an identity to JSON and back, so that tuples and lists are equal."""
     found: dict[str, Any] = json.loads(json.dumps(identity))
     return found

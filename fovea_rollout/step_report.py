@@ -1,4 +1,4 @@
-"""What one training step did."""
+"""The report of one training step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metr
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the sampler's log-probabilities of the sampled tokens are from the trainer's, before weights change.
+    """The distance between the sampler's and the trainer's log-probabilities of the sampled tokens.
 
     Attributes:
-        kl: mean(r - 1 - log r), r = p_trainer / p_sampler: an estimate of KL(sampler || trainer) that is never
-            negative (http://joschu.net/blog/kl-approx.html), in nats per token. On-policy it is rounding alone.
-        largest_log_ratio: max |log r|; on-policy every r is 1.
+        kl: mean(r - 1 - log r) with r = p_trainer / p_sampler, in nats per token: an estimate of KL(sampler || trainer)
+            that is never negative (http://joschu.net/blog/kl-approx.html). On-policy it contains only rounding.
+        largest_log_ratio: max |log r|. On-policy every r is 1.
     """
 
     kl: float
@@ -31,29 +31,31 @@ class Agreement:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of a loop.
+    """The report of one step of a training loop.
 
     Attributes:
-        step: From 0.
-        reward_mean: Mean reward of the rollouts that did not fail; NaN if all did.
+        step: Number of the step, from 0.
+        reward_mean: Mean reward of the rollouts that did not fail; NaN if all failed.
         signal_share: Share of groups in which rewards differ.
-        lag: step - version of the oldest weights that sampled what was trained on; 0 is on-policy.
-        sampled_tokens: Tokens that all rollouts sampled.
-        trained_tokens: Sampled tokens that were trained on.
-        agreement: Of sampler and trainer on the first substep. None if nothing was trained on, since no group had a
-            signal; the weights stay.
-        moved_kl: Of the weights that a substep met from those that sampled, on its tokens, as in `Agreement`: the
-            largest of all substeps but the first, which says how far those before it went. None with one substep.
-        rate_share: Of the settings' learning rate, what the step had.
-        base_kl: Distance of sampler and base model in nats per token, if there is a KL penalty.
-        metrics: The environments' own, averaged over rollouts; the trainer's, over substeps, as `trainer/...`.
-        seconds: By part: `rollout` (waiting for groups), `batch` (with the base's scores), `train`, `publish`, and
-            `evaluate` if there was an evaluation.
-        failures: (conversation, what went wrong); those rollouts are left out.
-        trajectories: All of the step, by group.
-        data: What was trained on; each datum says which weights sampled it.
-        policy: Samples with the weights after the step, for an evaluation of your own.
-        evaluation: Of these weights on held-out sources; None after most steps.
+        lag: step - version of the oldest weights that sampled the training data; 0 is on-policy.
+        sampled_tokens: Number of tokens that all rollouts sampled.
+        trained_tokens: Number of sampled tokens that were trained on.
+        agreement: Agreement of sampler and trainer on the first substep, before weights change. None if nothing was
+            trained on, for instance because no group had a signal; the weights then do not change.
+        moved_kl: KL between the sampling weights and the weights at the start of a substep, on the substep's tokens, as
+            in `Agreement`. It measures how far the earlier substeps moved the model. The largest value of all substeps
+            after the first; None with one substep.
+        rate_share: Share of the settings' learning rate that the step used.
+        base_kl: Distance of sampler and base model in nats per token; None without a KL penalty.
+        metrics: The environments' metrics, averaged over rollouts, and the trainer's, as `trainer/...`, averaged over
+            substeps.
+        seconds: Seconds by part: `rollout` (waiting for groups), `batch` (with the base model's scores), `train`,
+            `publish`, and `evaluate` if there was an evaluation.
+        failures: Pairs of conversation and failure; these rollouts are left out.
+        trajectories: All trajectories of the step, by group.
+        data: The datums that were trained on, with the versions of the weights that sampled them.
+        policy: A policy that samples with the weights after the step, for evaluations by the caller.
+        evaluation: Evaluation of these weights on the held-out sources; None after most steps.
     """
 
     step: int
@@ -85,10 +87,17 @@ def step_report(
     rate_share: float,
     evaluation: Evaluation | None = None,
 ) -> StepReport:
-    """Puts a report together.
+    """Makes the report of a step.
 
     Args:
-        outputs: For each substep what it trained on and what forward_backward returned.
+        step: Number of the step, from 0.
+        groups: All trajectories of the step.
+        batch: The datums that were trained on.
+        outputs: The batch of each substep, and the result of its forward_backward.
+        seconds: Seconds by part.
+        policy: A policy that samples with the weights after the step.
+        rate_share: Share of the learning rate that the step used.
+        evaluation: Evaluation after the step, if there was one.
     """
     rewards = rewards_of(groups)
     trajectories = [trajectory for group in groups for trajectory in group]

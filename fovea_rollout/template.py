@@ -1,4 +1,4 @@
-"""Conversations as prompts: the model's own chat template, around the very tokens that were sampled."""
+"""Renders conversations as prompts: the model's chat template around exactly the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
 
 
 class Splice(NamedTuple):
-    """Where the sampled turn at `entry` of the history goes: all of it, or what follows its thinking."""
+    """The position of the sampled turn at `entry` of the history; without its thinking if `is_stripped`."""
 
     entry: int
     is_stripped: bool
 
 
 Piece = Tokens | Splice | None
-"""A part of a prompt: tokens of the template's own, a sampled turn, or (None) the next picture."""
+"""A part of a prompt: tokens that the template writes, a sampled turn, or None for the next picture."""
 
 
 class _Known(NamedTuple):
-    """An entry of a history, read once.
+    """An entry of a history in the form that rendering needs.
 
     Attributes:
-        entry: As the template sees it.
-        text: What a sampled turn says, without its end.
-        whole: A sampled turn's tokens.
-        answer: Those behind its thinking.
-        pictures: Those of a message.
+        entry: The entry as the template sees it.
+        text: Text of a sampled turn, without the token that ends the turn.
+        whole: Tokens of a sampled turn.
+        answer: Tokens of a sampled turn after its thinking.
+        pictures: Pictures of a message.
     """
 
     entry: Entry
@@ -55,10 +55,10 @@ class _Known(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders histories by a tokenizer's chat template.
+    """Renders histories with a tokenizer's chat template.
 
-    Marks stand for the sampled turns while the template runs; then the sampled ids take their places. So nothing
-    sampled is tokenized again, and what the template does to earlier turns (stripping their thinking) is done.
+    The template runs on marks in place of the sampled turns. The sampled ids then replace the marks. So sampled text is
+    never tokenized again, and the template's changes to earlier turns, such as stripping their thinking, apply.
 
     Attributes:
         stop_ids: Tokens that end a turn.
@@ -70,9 +70,9 @@ class ChatTemplate:
         """
         Args:
             tokenizer: A Hugging Face tokenizer with a chat template.
-            tools: In OpenAI's shape, as `apply_chat_template` takes them.
-            placeholder: The token that stands for a picture, where rendering one does not tell.
-            arguments: For `apply_chat_template`, as in `enable_thinking=False`.
+            tools: Tools in OpenAI's format, as `apply_chat_template` accepts them.
+            placeholder: The token that represents a picture. Needed only if it cannot be found by rendering a picture.
+            arguments: Further arguments of `apply_chat_template`, such as `enable_thinking=False`.
 
         Raises:
             InvalidInput: The template cannot render a question and its answer.
@@ -82,19 +82,19 @@ class ChatTemplate:
         named = tokenizer.special_tokens_map.values()
         ends = [self._template.end_id, tokenizer.eos_token_id]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(token for token in ends if token is not None))
-        # Servers also stop at the checkpoint's own ends, which tokenizers know as padding at best.
+        # Servers also stop at the end tokens of the checkpoint, which a tokenizer may know only as its padding token.
         self._ends = {
             *self.stop_ids,
             *(tokenizer.convert_tokens_to_ids(name) for name in named if isinstance(name, str)),
         }
         self._encode = lru_cache(maxsize=8192)(self._encode_run)
-        # Rollouts of one environment often differ in nothing but what was sampled, and so share their pieces.
+        # Rollouts of one environment often differ only in the sampled tokens, so their pieces are the same.
         self._pieces = lru_cache(maxsize=2048)(self._render_pieces)
         self._known: dict[int, tuple[weakref.ref[Message | Sampled], _Known]] = {}
 
     @cached_property
     def is_append_only(self) -> bool:
-        """Whether a later prompt begins with the earlier one and what was sampled, thinking and all."""
+        """True if a later prompt begins with the earlier prompt and the whole sampled turn, its thinking included."""
         question = Message("user", ("question",))
         opening = "" if self._template.opening else f"{THINK_OPEN}\n"
         for text in (f"{opening}thinking\n{THINK_CLOSE}\n\nanswer", "answer"):
@@ -106,12 +106,12 @@ class ChatTemplate:
         return True
 
     def render(self, history: Sequence[Message | Sampled]) -> tuple[Chunk, ...]:
-        """What the model reads next: the history and the beginning of its turn.
+        """Returns the model's next prompt: the history and the beginning of its turn.
 
-        Chunks are shared between calls: those of the turns that were there before are the same objects.
+        Calls share chunks: those of earlier turns are the same objects.
 
         Raises:
-            InvalidInput: Naming the entry of the history that the template refuses, leaves out or would confuse.
+            InvalidInput: The template refuses, leaves out or repeats an entry of the history, which the error names.
         """
         known = [self._read_once(one) for one in history]
         pictures = (picture for one in known for picture in one.pictures)
@@ -127,12 +127,12 @@ class ChatTemplate:
         return tuple(chunks)
 
     def read(self, sampled: Sampled) -> Answer:
-        """What was said in a sampled turn."""
+        """Returns the answer in a sampled turn."""
         text = self._template.opening + self._read_once(sampled).text
         return read_answer(text, is_cut=sampled.stop_reason == "length")
 
     def _read_once(self, one: Message | Sampled) -> _Known:
-        # By identity: to hash thousands of numbers again and again would cost more than all the rest.
+        # The key is the identity: hashing thousands of ids each time would cost more than all the rest.
         key = id(one)
         found = self._known.get(key)
         if found is not None and found[0]() is one:
@@ -149,10 +149,10 @@ class ChatTemplate:
         return _Known(TurnEntry(is_thinking, is_ended), text, whole, self._answer(ids) if is_thinking else whole)
 
     def _answer(self, ids: tuple[int, ...]) -> tuple[Tokens, ...]:
-        """The ids behind the last `</think>` and the newlines that follow it.
+        """Returns the ids after the last `</think>` and the newlines that follow it.
 
-        A token with both newlines and other text in it is kept whole. Only where one token holds the end of the tag
-        and the beginning of the answer is that beginning tokenized anew.
+        A token that contains both newlines and other text is kept whole. If one token contains the end of the tag and
+        the beginning of the answer, that beginning is tokenized again.
         """
         total = self._decode(ids).count(THINK_CLOSE)
         border = bisect_left(range(len(ids)), total, key=lambda count: self._decode(ids[:count]).count(THINK_CLOSE))
@@ -167,7 +167,7 @@ class ChatTemplate:
         for part in MARK.split(self._template.render(entries)):
             found = read_mark(part)
             if found is None:
-                # What a turn ended with itself is not written again.
+                # The turn contains its own end, so the template's end is removed.
                 literal = part.removeprefix(self._template.end) if is_ended else part
                 is_ended = False
                 continue
@@ -175,7 +175,7 @@ class ChatTemplate:
             turn = entries[index]
             assert isinstance(turn, TurnEntry)
             if kind == "thinking":
-                # The tag is in the sampled ids, unless the generation prompt gave it.
+                # The sampled ids contain the tag, unless the generation prompt does.
                 literal, thinking = without_opening(literal) + self._template.opening, index
                 pieces += [*self._split_pictures(literal), Splice(index, is_stripped=False)]
             elif thinking == index:
@@ -200,11 +200,11 @@ class ChatTemplate:
         return pieces
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of a text of the model's own, in which control tokens are ordinary characters.
+        """Returns the ids of a text of the model, with its control tokens encoded as ordinary characters.
 
-        Thinking and tool calls are those of the model: `<think>` and `<tool_call>` are tokens.
+        Thinking and tool calls are the model's own, so `<think>` and `<tool_call>` become tokens.
 
-        Raises InvalidInput if it has a control token that this tokenizer cannot write as text.
+        Raises InvalidInput if the tokenizer cannot encode a control token as ordinary characters.
         """
         return self._encode(self._template.guard(text, keeps_markup=True)).ids
 
@@ -215,8 +215,8 @@ class ChatTemplate:
         ids = tuple(token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False))
         if self._decode(ids) != "".join(pieces):
             raise InvalidInput(
-                "a message has a control token of this model in its text, and the tokenizer cannot write it as text:"
-                f" take it out of {''.join(pieces)[-200:]!r}",
+                "the text of a message contains a control token of this model, which the tokenizer cannot write as text"
+                f": remove it from {''.join(pieces)[-200:]!r}",
                 field="messages",
             )
         return Tokens(ids)
@@ -245,4 +245,6 @@ def _refuse_lost_turns(entries: Sequence[Entry], pieces: Sequence[Piece]) -> Non
     lost = [index for index, entry in enumerate(entries) if isinstance(entry, TurnEntry) and kept.count(index) != 1]
     if lost:
         where, count = f"history[{lost[0]}]", kept.count(lost[0])
-        raise InvalidInput(f"{where}: the chat template writes this answer {count} times, not once", field=where)
+        raise InvalidInput(
+            f"{where}: the chat template writes this answer {count} times; it must do so once", field=where
+        )

@@ -1,4 +1,4 @@
-"""Sampling from any server that speaks the Tinker API, through its SDK, and publishing the weights to sample from."""
+"""Samples from any Tinker server through the SDK, and publishes the weights to sample from."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, Token
 
 
 class TinkerPolicy:
-    """A sampling client as a policy. The SDK repeats by itself what may be repeated.
+    """A sampling client as a policy. The SDK retries requests that may be retried.
 
     Args:
-        sampling_client: Made by the SDK.
-        version: Training steps that its weights have taken.
-        token_counts: What is known of pictures, by size; pass it on between policies of one model.
-        experts: Tells which experts computed a sequence, by its id; None if training does not follow them.
+        sampling_client: Client of the SDK.
+        version: Number of training steps of its weights.
+        token_counts: Known token counts of pictures by size, for policies of one model to share.
+        experts: Returns the experts that computed a sequence, by its id; None if training does not follow them.
     """
 
     def __init__(
@@ -38,15 +38,16 @@ class TinkerPolicy:
         self._token_counts = AsyncCache() if token_counts is None else token_counts
 
     def set_version(self, version: int) -> None:
-        """Notes newer weights, to which an in-flight update has moved the client."""
+        """Sets the version of newer weights, to which an in-flight update has moved the client."""
         self._version = version
 
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
     ) -> Sampled:
-        """See `Policy`. Raises what the SDK raises; being cancelled cancels it on the server too.
+        """See `Policy`. Raises what the SDK raises. Cancelling the call cancels the request on the server too.
 
-        A server that keeps prefixes finds a conversation by its prompt: the API has no field for its id.
+        The API has no field for the conversation's id. A server with a prefix cache finds the conversation by its
+        prompt.
         """
         oldest = self._version
         params = tinker.SamplingParams(
@@ -61,18 +62,18 @@ class TinkerPolicy:
         answer = await self._client.sample(model_input, num_samples=1, sampling_params=params)
         (sequence,) = answer.sequences
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
-            raise ValueError(f"the server sent {len(sequence.tokens)} tokens without a log-probability for each")
+            raise ValueError(f"the server returned {len(sequence.tokens)} tokens without a log-probability for each")
         return Sampled(
             tuple(sequence.tokens),
             tuple(sequence.logprobs),
             sequence.stop_reason,
             WeightVersions(oldest, self._version),
             None if self._experts is None else await self._experts(sequence.sequence_id),
-            getattr(sequence, "sequence_id", None) or "",  # not of every server, nor of every SDK
+            getattr(sequence, "sequence_id", None) or "",  # missing from some servers and SDK versions
         )
 
     async def token_count(self, picture: Picture) -> int:
-        """See `Policy`. The server is asked once per picture size."""
+        """See `Policy`. Asks the server once per picture size."""
         return await self._token_counts.get(picture.size, lambda: self._ask_token_count(picture))
 
     async def _ask_token_count(self, picture: Picture) -> int:
@@ -80,7 +81,7 @@ class TinkerPolicy:
         return len(scores)
 
     async def _stop(self, texts: Sequence[str], stop_ids: Sequence[int]) -> list[str] | list[int] | None:
-        """The API takes either texts or ids: next to texts, the ids are written as texts too."""
+        """Returns the stop condition. The API accepts either texts or ids, so ids beside texts become texts."""
         if not texts:
             return list(stop_ids) or None
         if not stop_ids:
@@ -93,9 +94,9 @@ class WeightPublisher:
     """Saves weights for sampling, and makes policies of them.
 
     Args:
-        training_client: Whose weights.
-        is_inflight: Whether rollouts that run already move to the newest weights too.
-        experts: As `TinkerPolicy` takes it.
+        training_client: Client of the model to save.
+        is_inflight: Whether running rollouts move to the newest weights too.
+        experts: See `TinkerPolicy`.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class WeightPublisher:
         self.newest = 0
 
     async def publish(self, version: int) -> Policy:
-        """Publishes the current weights; returns what samples with them. Raises what the SDK raises."""
-        # Noted before the server is asked: it may sample with the new weights before we know that it does.
+        """Publishes the current weights; returns a policy that samples with them. Raises what the SDK raises."""
+        # Set before the request, because the server may sample with the new weights before it responds.
         self.newest = version
         kind: tinker.types.SamplingClientKind = "inflight" if self._is_inflight else "snapshot"
         client = await self._training_client.save_weights_and_get_sampling_client(kind=kind)
@@ -118,10 +119,10 @@ class WeightPublisher:
 
 
 class _MovingPolicy:
-    """A policy whose weights move while it samples.
+    """A policy with weights that change while it samples.
 
-    The Tinker API promises weights no older than those published when the client was made, and does not tell which
-    newer ones a sample got: the stamps are those bounds.
+    The Tinker API guarantees weights no older than those published when the client was made, and does not report which
+    newer weights made a sample. So each sample has the oldest and the newest possible version.
     """
 
     def __init__(self, policy: TinkerPolicy, oldest: int, publisher: WeightPublisher) -> None:

@@ -1,6 +1,6 @@
-"""Trajectories as training examples: exactly the tokens that were read and written, loss on the latter only.
+"""Makes training examples of trajectories: exactly the tokens that the model read and wrote, with loss on the latter.
 
-A rollout becomes a datum per segment; the groups of a step become one batch, with advantages.
+A rollout becomes one datum per segment. The groups of a step become one batch with advantages.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _DTYPES = {"target_tokens": np.int64, "logprobs": np.float32, "advantages": np.f
 
 @dataclass(frozen=True)
 class TrainingDatum:
-    """A datum, and where it comes from.
+    """A datum and its origin.
 
     Attributes:
-        datum: For `importance_sampling` and `ppo`.
+        datum: A datum for `importance_sampling`, `ppo` and the like.
         versions: Bounds of the weights that sampled its tokens.
         conversation: Id of the rollout.
-        turns: Indices of the turns that its loss is on.
-        pictures: Their digests, in order.
-        mask: bool [N]: which targets were sampled.
+        turns: Indices of the turns of which the tokens have a loss.
+        pictures: Digests of its pictures, in order.
+        mask: bool [N], true for sampled targets.
     """
 
     datum: tinker.Datum
@@ -47,22 +47,24 @@ class TrainingDatum:
 async def training_datums(
     trajectory: Trajectory, advantages: Sequence[float] | Sequence[npt.ArrayLike], policy: Policy
 ) -> list[TrainingDatum]:
-    """One datum per segment.
+    """Makes one datum per segment of a trajectory.
 
-    Each has `target_tokens` (int64 [N], 0 where nothing was sampled), `logprobs` and `advantages` (float32 [N], 0
-    there), N being the input's tokens: all but the last sampled one, pictures counted by their placeholders; and
-    `routed_experts` (int64 [N, words], packed bytes) if all its turns know theirs.
+    Each datum has `target_tokens` (int64 [N]), `logprobs` and `advantages` (float32 [N]), which are 0 for targets that
+    were not sampled. N is the number of input tokens: all but the last sampled one, with the placeholders of pictures.
+    If all turns have their experts, the datum also has `routed_experts` (int64 [N, words], packed bytes).
 
     Args:
-        advantages: One per turn, or for each turn one per sampled token.
-        policy: Says how many tokens a picture takes.
+        trajectory: The trajectory.
+        advantages: One number per turn, or one array per turn with a number per sampled token.
+        policy: Counts the tokens of pictures.
 
     Raises:
-        InvalidInput: If `advantages` has another shape than what was sampled.
+        InvalidInput: The shape of `advantages` is not that of the turns.
     """
     if len(advantages) != len(trajectory.turns):
         raise InvalidInput(
-            f"advantages has {len(advantages)} rows; the rollout has {len(trajectory.turns)} turns", field="advantages"
+            f"advantages has {len(advantages)} rows, but the rollout has {len(trajectory.turns)} turns",
+            field="advantages",
         )
     lengths = [len(turn.sampled.ids) for turn in trajectory.turns]
     rows = [_row(value, length, i) for i, (value, length) in enumerate(zip(advantages, lengths, strict=True))]
@@ -80,7 +82,7 @@ async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats
             values = (chunk.ids, segment.sampled[index], rows[turn_of[index]], np.ones(len(chunk.ids)))
         for column, value in zip(columns.values(), values, strict=True):
             column.append(np.asarray(value))
-    # What is left of the last chunk is what predicts its last token.
+    # The last sampled token is only a target: the rest of its chunk predicts it.
     last = chunks.pop()
     assert isinstance(last, tinker.EncodedTextChunk), "only tokens are sampled"
     if last.length > 1:
@@ -101,9 +103,9 @@ async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats
 
 
 def _experts(samples: Sequence[Sampled]) -> npt.NDArray[np.int64] | None:
-    """int64 [N, words]: of each token those of the turn that read or wrote it first, their bytes filled up to words.
+    """Returns int64 [N, words]: the experts of each token, from the first turn that read or wrote it, padded to words.
 
-    Each turn's begin with those of all that it read, which is all that was before.
+    The rows of each turn begin with those of its whole prompt, which contains all earlier turns.
     """
     rows: npt.NDArray[np.integer] | None = None
     for sampled in samples:
@@ -117,7 +119,7 @@ def _experts(samples: Sequence[Sampled]) -> npt.NDArray[np.int64] | None:
 
 
 async def model_input_chunk(chunk: Chunk, policy: Policy) -> tinker.EncodedTextChunk | ImageChunk:
-    """A chunk as the SDK sends it; pictures say how many tokens they take, so that their length is known."""
+    """Converts a chunk for the SDK. A picture gets its number of tokens, so that the SDK knows its length."""
     if isinstance(chunk, Tokens):
         return tinker.EncodedTextChunk(tokens=list(chunk.ids))
     return ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=await policy.token_count(chunk))
@@ -127,7 +129,7 @@ def _row(value: npt.ArrayLike, length: int, turn: int) -> Floats:
     row = np.asarray(value, np.float32)
     if row.shape not in ((), (length,)):
         raise InvalidInput(
-            f"advantages[{turn}] has shape {row.shape}; give one number, or one for each of its {length} tokens",
+            f"advantages[{turn}] has shape {row.shape}; it must be one number, or one for each of its {length} tokens",
             field=f"advantages[{turn}]",
         )
     return np.broadcast_to(row, (length,))
@@ -138,11 +140,11 @@ Groups = Sequence[Sequence[Trajectory]]
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What one step trains on.
+    """The training data of one step.
 
     Attributes:
-        data: In the order of groups and trajectories; a trajectory has one datum per segment.
-        base_kl: Distance to the base model in nats per token; None if it was not asked for.
+        data: Datums in the order of groups and trajectories, one per segment.
+        base_kl: Distance to the base model in nats per token; None without a KL penalty.
     """
 
     data: list[TrainingDatum]
@@ -150,15 +152,15 @@ class TrainingBatch:
 
     @property
     def masks(self) -> list[npt.NDArray[np.bool_]]:
-        """For each datum bool [N]: which targets were sampled."""
+        """Which targets were sampled, bool [N] per datum."""
         return [datum.mask for datum in self.data]
 
     def logprobs(self) -> list[npt.NDArray[np.float64]]:
-        """The sampler's log-probabilities, float64 [N] per datum."""
+        """Returns the sampler's log-probabilities, float64 [N] per datum."""
         return [_column(datum, "logprobs") for datum in self.data]
 
     def split(self, count: int, seed: Sequence[int]) -> list[TrainingBatch]:
-        """At most `count` parts of nearly one size, in which the seed puts each datum somewhere."""
+        """Splits the batch into at most `count` parts of nearly equal size, at random if there are several."""
         order = np.random.default_rng(seed).permutation(len(self.data)) if count > 1 else np.arange(len(self.data))
         return [
             TrainingBatch([self.data[i] for i in part], self.base_kl)
@@ -185,16 +187,16 @@ class TrainingBatch:
 
 
 def rewards_of(groups: Groups) -> Rewards:
-    """Total rewards, float64 [groups, size]; NaN where a rollout failed or did not get to its first turn."""
+    """Returns total rewards, float64 [groups, size]; NaN for rollouts that failed or have no turn."""
     return np.array(
         [[one.reward if one.is_scored else np.nan for one in group] for group in groups], dtype=np.float64
     ).reshape(len(groups), len(groups[0]) if groups else 0)
 
 
 def returns_of(group: Sequence[Trajectory], discount: float) -> Rewards:
-    """What came of each turn: its reward, and later ones discounted. float64 [turns, size].
+    """Returns the discounted return of each turn, float64 [turns, size].
 
-    A row compares the rollouts at one turn; NaN where a rollout failed or was over before.
+    A row compares the rollouts at one turn. It has NaN for rollouts that failed or ended before that turn.
     """
     returns = np.full((max((len(one.turns) for one in group), default=0), len(group)), np.nan)
     for place, trajectory in enumerate(group):
@@ -211,10 +213,11 @@ async def training_batch(
     """Makes datums of all rollouts that did not fail. A rollout of which no datum can be made is marked as failed.
 
     Args:
-        groups: All of one size.
-        filter_groups: Leaves out groups in which all rewards (with `discount`: all returns of each turn) are the
-            same: they have no gradient.
-        policy: Says how many tokens pictures take.
+        groups: Groups of equal size.
+        estimator: How advantages are computed.
+        filter_groups: Leaves out groups without a gradient, in which all rewards are the same. With a `discount`, these
+            are groups in which the returns of each turn are the same.
+        policy: Counts the tokens of pictures.
         discount: Factor of later rewards, 0 to 1: each turn gets the advantage of its own return among the group's
             rollouts at that turn. None: all turns of a rollout get the advantage of its total reward.
 
@@ -254,7 +257,7 @@ async def _group_data(
         rows = np.broadcast_to(advantages[:, place], turns) if discount is None else advantages[:turns, place]
         try:
             data += await training_datums(trajectory, rows.tolist(), policy)
-        except Exception as error:  # of any class: the policy may ask a server, and a sample may be malformed
+        except Exception as error:  # of any class: the policy may call a server, and a sample may be malformed
             errors[trajectory.conversation] = error
     return data, errors
 
@@ -276,8 +279,11 @@ async def penalised_batch(
     """Returns a batch with a KL penalty. A rollout that the base model cannot score is marked as failed.
 
     Args:
-        make: Makes the batch of those of the groups that did not fail, without a penalty. It is called again after
-            rollouts were marked, so that they are left out of their groups' statistics too.
+        groups: All rollouts of the step.
+        make: Makes the batch of the rollouts that did not fail, without a penalty. It is called again after rollouts
+            were marked as failed, so that their groups' statistics leave them out too.
+        base: Client of the base model.
+        coefficient: Beta, in reward per nat.
 
     Raises what `base_logprobs` raises.
     """

@@ -1,4 +1,4 @@
-"""What happened in a rollout, as the tokens that the model read and wrote."""
+"""Trajectories: the tokens that the model read and wrote in a rollout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
 logger = logging.getLogger(__name__)
 
 End = Literal["done", "max_turns", "context", "failed"]
-"""How a rollout ended: by the environment, after its last turn, before a prompt that would not fit, or by a failure."""
+"""How a rollout ended: by the environment, after the last turn, before a prompt that did not fit, or by a failure."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Turn:
     """One turn of the model.
 
     Attributes:
-        prompt: All that it read.
-        new_messages: Those that were not in the prompt of the turn before.
-        sampled: What it wrote.
-        answer: The same, read.
-        reward: What the environment gave for it; 0 if it crashed over it.
-        metrics: As the environment named them.
+        prompt: The whole input of the model.
+        new_messages: The messages that were not in the prompt of the turn before.
+        sampled: The sampled tokens.
+        answer: The parsed answer.
+        reward: Reward of the environment for the answer; 0 if the environment failed.
+        metrics: Metrics of the environment.
     """
 
     prompt: tuple[Chunk, ...]
@@ -44,13 +44,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rollout ended before its time.
+    """The reason for which a rollout failed.
 
     Attributes:
         stage: `make`, `reset`, `render`, `sample`, `step`, `close` or `deadline`; or after the episode `batch` (making
             datums of it), `score` (by the base model) or `train` (refused by the server).
-        error: Type and message of what was raised.
-        traceback: Its traceback; empty for a deadline.
+        error: Type and message of the error.
+        traceback: Traceback of the error; empty for a deadline.
     """
 
     stage: str
@@ -59,18 +59,18 @@ class Failure:
 
     @classmethod
     def of(cls, stage: str, error: BaseException) -> Failure:
-        """Describes an error that was raised, or could have been, in a stage."""
+        """Describes an error of a stage."""
         return cls(stage, f"{type(error).__name__}: {error}", "".join(tracebacks.format_exception(error)))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens that grew by appending only: becomes one datum.
+    """A sequence of tokens that grew only by appending. It becomes one datum.
 
     Attributes:
         chunks: Tokens and pictures, in order.
-        sampled: For each `Tokens` chunk that was sampled, by its place in `chunks`: its log-probabilities.
-        turns: Index of the turn that sampled each of them, in the same order.
+        sampled: Log-probabilities of each sampled `Tokens` chunk, by its index in `chunks`.
+        turns: Index of the turn that sampled each of these chunks, in the same order.
     """
 
     chunks: tuple[Chunk, ...]
@@ -79,11 +79,11 @@ class Segment:
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Its pictures, in order."""
+        """The pictures of the segment, in order."""
         return tuple(chunk for chunk in self.chunks if isinstance(chunk, Picture))
 
     def grown(self, appended: Sequence[Chunk], sampled: Sampled, turn: int) -> Segment:
-        """With what a turn read in addition, and what it wrote."""
+        """Returns the segment with the chunks that a turn read in addition, and the tokens that it wrote."""
         if not sampled.ids:
             return Segment((*self.chunks, *appended), self.sampled, self.turns)
         chunks = (*self.chunks, *appended, Tokens(sampled.ids))
@@ -92,14 +92,19 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """One rollout.
+    """The trajectory of one rollout.
 
     Attributes:
         conversation: Id of the rollout.
-        end: How it ended; None while it runs.
-        failure: What went wrong. An environment that only failed to close leaves `end` as it was.
-        prefix_breaks: Turns whose prompt did not begin with all that came before though the template only appends: 0.
-        rewrites: Turns before which the template rewrote the history (stripped thinking): each began a segment.
+        turns: The turns of the model.
+        segments: The tokens of the turns, in sequences that only grew by appending.
+        end: How the rollout ended; None while it runs.
+        failure: What went wrong; None without a failure. If only closing the environment failed, `end` is unaffected.
+        prefix_breaks: Number of turns with a prompt that did not begin with all earlier tokens, although the template
+            only appends. It must be 0.
+        rewrites: Number of turns before which the template rewrote the history, for instance without its thinking. Each
+            began a new segment.
+        seconds: Duration of the rollout.
     """
 
     conversation: str
@@ -113,24 +118,25 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """Sum over its turns."""
+        """Sum of the rewards of all turns."""
         return sum(turn.reward for turn in self.turns)
 
     @property
     def is_scored(self) -> bool:
-        """Whether its reward counts: it did not fail and got to its first turn."""
+        """True if the reward counts: the rollout did not fail and has a turn."""
         return self.end != "failed" and bool(self.turns)
 
     @property
     def versions(self) -> WeightVersions | None:
-        """Bounds of the weights that sampled it; None without a turn."""
+        """Bounds of the weights that sampled the turns; None without a turn."""
         return joined_versions(self.turns) if self.turns else None
 
     def append(self, turn: Turn, is_append_only: bool) -> None:
-        """Takes a turn: the last segment grows if the prompt begins with all of it, else a new one begins.
+        """Adds a turn. The last segment grows if the prompt begins with it; otherwise a new segment begins.
 
         Args:
-            is_append_only: Whether the template only ever appends: then a new segment is a break of the prefix.
+            turn: The turn.
+            is_append_only: Whether the template only appends. Then a new segment counts as a prefix break.
         """
         last = self.segments[-1] if self.segments else None
         added = None if last is None else after_prefix(turn.prompt, last.chunks)
@@ -145,7 +151,7 @@ class Trajectory:
         self.turns.append(turn)
 
     def finish(self, end: End, failure: Failure | None, seconds: float) -> None:
-        """Notes how it ended, once."""
+        """Sets how the rollout ended."""
         self.end, self.failure, self.seconds = end, failure, seconds
 
     def fail(self, failure: Failure) -> None:
@@ -155,13 +161,13 @@ class Trajectory:
 
 
 def reward_mean(trajectories: Sequence[Trajectory]) -> float:
-    """Over rollouts that did not fail; NaN if there is none."""
+    """Returns the mean reward of the rollouts that did not fail; NaN if there are none."""
     rewards = [one.reward for one in trajectories if one.is_scored]
     return float(np.mean(rewards)) if rewards else float("nan")
 
 
 def failures_of(trajectories: Sequence[Trajectory]) -> tuple[tuple[str, Failure], ...]:
-    """Each failure with its conversation, environments that only failed to close included."""
+    """Returns pairs of conversation and failure, including failures to close an environment."""
     return tuple((one.conversation, one.failure) for one in trajectories if one.failure is not None)
 
 
@@ -176,15 +182,15 @@ def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def joined_versions(turns: Sequence[Turn]) -> WeightVersions:
-    """The bounds of all weights that sampled at least one turn."""
+    """Returns the bounds of the weights that sampled the turns."""
     versions = [turn.sampled.versions for turn in turns]
     return WeightVersions(min(one.oldest for one in versions), max(one.newest for one in versions))
 
 
 def after_prefix(prompt: Sequence[Chunk], prefix: Sequence[Chunk]) -> tuple[Chunk, ...] | None:
-    """What a prompt has after a prefix; None if it does not begin with it, token by token and picture by picture.
+    """Returns the rest of a prompt after a prefix; None if the prompt does not begin with the prefix.
 
-    How tokens are cut into chunks does not matter.
+    Tokens and pictures are compared; the boundaries of chunks do not matter.
     """
     remaining = deque(chunk for chunk in prompt if isinstance(chunk, Picture) or chunk.ids)
     for chunk in prefix:

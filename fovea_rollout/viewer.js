@@ -5,7 +5,7 @@ const rewards = run.trajectories.filter((t) => !t.failure).map((t) => t.reward);
 const low = Math.min(0, ...rewards), high = Math.max(...rewards, low + 1e-9);
 let visible = [], selected = 0, view = "conversation";
 
-// Everything a run says becomes text nodes: nothing of it is ever parsed as HTML.
+// Output of a run becomes text nodes only, and is never parsed as HTML.
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -103,13 +103,13 @@ function look(name) {
   select(selected);
 }
 
-// scrollIntoView would scroll the page as well.
+// scrollIntoView is not used, because it would scroll the page as well.
 function reveal(list, row) {
   if (!row) return;
   const top = row.offsetTop - list.offsetTop, bottom = top + row.offsetHeight;
   if (top < list.scrollTop) list.scrollTop = top;
   else if (bottom > list.scrollTop + list.clientHeight) list.scrollTop = bottom - list.clientHeight;
-  // Below the header the list reaches past the window's end until the page is scrolled.
+  // Below the header, the list extends past the end of the window until the page is scrolled.
   list.scrollTop += Math.max(0, row.getBoundingClientRect().bottom + 8 - innerHeight);
 }
 
@@ -170,7 +170,7 @@ document.addEventListener("mousemove", (event) => {
   tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
   tip.style.top = `${event.clientY + 22 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 22}px`;
 });
-// The address names what is shown, so that it can be sent to somebody: page.html#17/tokens.
+// The address contains what is shown, so that it can be shared: page.html#17/tokens.
 const asked = /^#(\d+)\/(conversation|tokens)$/.exec(location.hash);
 refresh();
 if (asked) {

@@ -1,5 +1,7 @@
-"""A run of rollouts as one static page, with everything inside it: nothing is fetched, nothing is executed but our own
-script, and whatever a model or an environment said is shown as text."""
+"""Writes rollouts as one static page that contains everything it shows.
+
+The page fetches nothing and executes only its own script. Output of models and environments is shown as text.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ def write_viewer(
     """Writes the page.
 
     Args:
-        trajectories: Those to show; each picture is stored once however often it was read.
-        decode: The tokenizer's, with special tokens kept.
-        curves: By name, one number per step; NaN where there is none.
+        path: The file to write.
+        trajectories: The trajectories to show. Each picture is stored once.
+        title: Title of the page.
+        decode: Decodes ids with the tokenizer, including special tokens.
+        curves: One number per step for each named curve; NaN for steps without a number.
     """
     pictures: dict[str, str] = {}
     texts: dict[int, str] = {}
@@ -71,13 +75,13 @@ def _figures(trajectories: Sequence[Trajectory]) -> str:
 
 
 class _Tokens:
-    """Texts of tokens, each id looked up once."""
+    """Returns the texts of tokens, and decodes each id once."""
 
     def __init__(self, decode: Decode, known: dict[int, str]) -> None:
         self._decode, self._known = decode, known
 
     def rows(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Row]:
-        """[id, text, logprob or null] of each. A character of several tokens is shown by the last of them."""
+        """Returns [id, text, logprob or null] per token. The last token of a character has the character as text."""
         scores = [None] * len(ids) if logprobs is None else [round(one, 5) for one in logprobs]
         return [[token, text, score] for token, text, score in zip(ids, self._texts(ids), scores, strict=True)]
 
@@ -117,7 +121,7 @@ def _trajectory(one: Trajectory, tokens: _Tokens, pictures: dict[str, str]) -> d
 def _turn(turn: Turn, tokens: _Tokens, pictures: dict[str, str]) -> dict[str, Any]:
     answer, sampled = turn.answer, turn.sampled
     notes = [
-        answer.malformed and f"tool call not readable: {answer.malformed}",
+        answer.malformed and f"malformed tool call: {answer.malformed}",
         answer.is_cut and "cut off by max_tokens",
         answer.tool_calls and "called " + ", ".join(call.name for call in answer.tool_calls),
     ]

@@ -1,14 +1,14 @@
-"""VisGym's tickets: any `gymnasium.Env` of its shape, a new picture after every answer, a reward at the end.
+"""Plays VisGym tickets: a `gymnasium.Env` with a new picture after every answer and a reward at the end.
 
-A ticket is a record with `env_class` "visgym" and, of the environment, its registered id and more:
+A ticket is a record with `env_class` "visgym", the environment's registered id and its options:
 
     {"prompt": [{"role": "user", "content": "placeholder"}], "env_class": "visgym", "visgym_env_id": "maze_2d/easy",
      "seed": 7, "max_turns": 10, "visgym_kwargs": {}}
 
-The environment needs `get_prompt()` for the task in words, `render()` for uint8 [height, width, 3] and `step(action)`
-for an action written as a Python pair, such as "('move', 0)"; what it says of an action is `info["env_feedback"]`.
-Source: VisGym (https://github.com/visgym/VisGym). It takes gymnasium's place, so that nothing here imports it: whoever
-has it, or registers environments of the same shape, can play.
+The environment needs three methods: `get_prompt()` returns the task in words, `render()` returns uint8 [height, width,
+3], and `step(action)` takes an action written as a Python pair, such as "('move', 0)". Its feedback to an action is
+`info["env_feedback"]`. Source: VisGym (https://github.com/visgym/VisGym). This module does not import VisGym: any
+registered environment with these methods works.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import gymnasium
 
 Answering = Literal["instruct", "tagged"]
-"""How the model says what it does: `instruct` reasons freely and names a direction, `tagged` writes a Python pair."""
+"""The format of answers: free reasoning and the name of an action (`instruct`), or a Python pair (`tagged`)."""
 
 WORDS: Mapping[str, tuple[str, Any]] = {
     "right": ("move", 0),
@@ -40,13 +40,13 @@ WORDS: Mapping[str, tuple[str, Any]] = {
     "down": ("move", 3),
     "stop": ("stop", "stop"),
 }
-"""VisGym's actions that have a name."""
+"""Names of VisGym's actions."""
 MAX_TURNS = 10
 TASK_SHARE, FORMAT_SHARE = 0.8, 0.2
-"""Of the reward, for tagged answers."""
+"""Shares of the task and of the format in the reward of tagged answers."""
 _EXECUTED = "Action executed."
 _LONGEST_ACTION = 2000
-"""Characters: longer ones are not read, since a literal may be nested without end."""
+"""The most characters of an action. Longer ones are not parsed, because literals may be nested deeply."""
 
 _ACTION = re.compile(r"<action>(.*?)(?:</action>|(?=<action>)|\Z)", re.DOTALL | re.IGNORECASE)
 _TAGGED = re.compile(
@@ -57,11 +57,11 @@ _BARE_NAME = re.compile(r"\(\s*([A-Za-z_]\w*)\s*,")
 
 @dataclass(frozen=True)
 class Move:
-    """What an answer does.
+    """The action of an answer.
 
     Attributes:
-        action: A Python pair, as the environment reads it; None if the answer has none.
-        is_formatted: Whether the answer is written as was asked, reasoning included.
+        action: A Python pair in the environment's format; None if the answer has no action.
+        is_formatted: Whether the whole answer has the requested format.
     """
 
     action: str | None
@@ -69,9 +69,10 @@ class Move:
 
 
 def read_word(text: str) -> Move:
-    """`<action>left</action>` after any reasoning: one of `WORDS`, whatever its case, alone or among other words.
+    """Reads `<action>left</action>` after any reasoning.
 
-    The last tag counts, and may be left open.
+    The tag contains exactly one of `WORDS`, in any case, alone or among other words. The last tag counts, and may be
+    left open.
     """
     found = _ACTION.findall(text)
     named = {word for word in re.findall(r"[a-z]+", found[-1].lower()) if word in WORDS} if found else set()
@@ -79,10 +80,10 @@ def read_word(text: str) -> Move:
 
 
 def read_tagged(text: str) -> Move:
-    """`<observation>..</observation><justification>..</justification><action>('move', 0)</action>`.
+    """Reads `<observation>..</observation><justification>..</justification><action>('move', 0)</action>`.
 
-    The pair may nest, and its name may lack quotes; it is read as a literal and never executed. The last action counts,
-    also where the other tags are missing.
+    The pair may be nested, and its name may lack quotes. It is parsed as a literal and never executed. The last action
+    counts, even if the other tags are missing.
     """
     found = _ACTION.findall(text)
     pair = _read_pair(found[-1].strip()) if found else None
@@ -103,7 +104,7 @@ def _read_pair(text: str) -> tuple[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Way:
-    """One of the ways of acting: how answers are read, what is asked, and what is said of one without an action."""
+    """A format of answers: its parser, its description, and the response to an answer without an action."""
 
     read: Callable[[str], Move]
     asked: str
@@ -128,22 +129,23 @@ _WAYS: Mapping[Answering, _Way] = {
 class VisgymEnvironment:
     """One episode of a ticket.
 
-    The first message has the task and the frame, the later ones the environment's feedback and the new frame: by turn
-    N the model has seen N + 1 pictures. An answer without an action costs its turn, and brings an error message with
-    the same frame. Only the step that ends the episode is rewarded: with the environment's reward; for tagged answers
-    with 0.8 of it and 0.2 of the share of answers that were well formed.
+    The first message has the task and the frame, and later messages have the environment's feedback and the new frame.
+    So the model has seen N + 1 pictures by turn N. An answer without an action uses up its turn, and the model gets an
+    error message with the same frame. Only the last step has a reward. It is the environment's reward; for tagged
+    answers it is 0.8 times that reward plus 0.2 times the share of well-formed answers.
 
     Metrics of each turn: `is_valid`, `is_formatted`; at the end `success` (1 if the task's reward is above 0).
 
     Args:
-        env: Of VisGym's shape.
-        seed: Of its reset; the members of a group share one, or each plays another game.
-        max_turns: The most answers.
-        asks: Whether the first message says how to answer; else the environment's own prompt does.
+        env: An environment with VisGym's methods.
+        answering: Format of answers.
+        seed: Seed of the reset. The members of a group must share it to play the same game.
+        max_turns: The most answers of the model.
+        asks: Whether the first message describes the format of answers; otherwise the environment's prompt must.
         least_side: See `Rules`.
 
     Raises:
-        InvalidInput: It has no `get_prompt`, or a setting is out of range.
+        InvalidInput: The environment has no `get_prompt`, or a setting is out of range.
     """
 
     def __init__(
@@ -161,21 +163,21 @@ class VisgymEnvironment:
         if max_turns < 1:
             raise InvalidInput(f"max_turns is {max_turns}; it must be 1 or more", field="max_turns")
         if not env.has_wrapper_attr("get_prompt"):
-            raise InvalidInput(f"{env} has no get_prompt(): an environment of VisGym's shape has one", field="env")
+            raise InvalidInput(f"{env} has no get_prompt(), which VisGym's environments have", field="env")
         self._env, self._way, self._seed, self._asks = env, _WAYS[answering], seed, asks
         self._max_turns, self._least_side = max_turns, least_side
         self._has_format_reward = answering == "tagged"
         self._answers = self._well_formed = 0
 
     def reset(self) -> list[Message]:
-        """The task and the first frame."""
+        """Returns the task and the first frame."""
         self._env.reset(seed=self._seed)
         prompt = str(self._env.get_wrapper_attr("get_prompt")())
         with FIRST_FRAME:
             return [self._look(f"{prompt}\n\n{self._way.asked}" if self._asks else prompt)]
 
     def step(self, answer: Answer) -> Step:
-        """Does what the model said."""
+        """Takes the action of the model's answer."""
         self._answers += 1
         move = self._way.read(answer.text)
         self._well_formed += move.is_formatted
@@ -214,16 +216,20 @@ def visgym_environment(
     asks: bool = True,
     least_side: int = 0,
 ) -> VisgymEnvironment:
-    """Makes a ticket's environment; `env_class` "visgym" is this. To play in another way, register it anew:
-    `register("visgym", partial(visgym_environment, answering="tagged"))`.
+    """Makes the environment of a ticket with `env_class` "visgym".
+
+    To change its arguments, register it again: `register("visgym", partial(visgym_environment, answering="tagged"))`.
 
     Args:
-        record: With `visgym_env_id` (`module:id` imports the module that registers it), and optionally `seed`,
-            `max_turns` and `visgym_kwargs`, which go to `gymnasium.make`.
-        max_turns: Where the ticket has none.
+        record: A ticket with `visgym_env_id` (`module:id` imports the module that registers the id), and optionally
+            `seed`, `max_turns` and `visgym_kwargs`, the arguments of `gymnasium.make`.
+        answering: Format of answers.
+        max_turns: The most answers for tickets without `max_turns`.
+        asks: Whether the first message describes the format of answers.
+        least_side: See `Rules`.
 
     Raises:
-        InvalidInput: Naming the field of the ticket.
+        InvalidInput: A field of the ticket is wrong; the error names it.
     """
     import gymnasium
 
@@ -237,15 +243,15 @@ def visgym_environment(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise InvalidInput(f"{field} is {value!r}; it must be a whole number", field=field)
     try:
-        # Its actions are texts that no action space knows: gymnasium's checker would refuse them.
+        # VisGym's actions are texts outside the action space, which gymnasium's checker would refuse.
         env = gymnasium.make(name, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise InvalidInput(f"visgym_env_id {name!r} cannot be made: {error}", field="visgym_env_id") from error
+        raise InvalidInput(f"gymnasium cannot make visgym_env_id {name!r}: {error}", field="visgym_env_id") from error
     return VisgymEnvironment(env, answering, seed=seed, max_turns=turns, asks=asks, least_side=least_side)
 
 
 def with_seeds(tickets: Sequence[Record], seed: int) -> list[Record]:
-    """The same tickets, those without a seed given one each, so that the rollouts of a group play one game."""
+    """Returns the tickets, with a seed for each that has none, so that the rollouts of a group play the same game."""
     drawn = np.random.default_rng(seed).integers(2**31, size=len(tickets))
     return [
         replace(ticket, extra={"seed": int(own), **ticket.extra}) for ticket, own in zip(tickets, drawn, strict=True)

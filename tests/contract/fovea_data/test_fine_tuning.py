@@ -68,17 +68,17 @@ async def test_other_rows_in_the_same_folder_are_refused_by_name(stand: Stand, t
     weights = await tuned(stand, out, [TEXT] * 8, [TEXT])
     assert await tuned(stand, out, [TEXT] * 8, [TEXT]) == weights
     other = {**TEXT, "completion": "no"}
-    with pytest.raises(InvalidInput, match=r"of a run whose rows is .*: give another folder, or the same"):
+    with pytest.raises(InvalidInput, match=r"to a run with rows .*: give another folder, or the same"):
         await tuned(stand, out, [TEXT] * 7 + [other], [TEXT])
-    with pytest.raises(InvalidInput, match="of a run whose held-out rows is"):
+    with pytest.raises(InvalidInput, match="to a run with held-out rows"):
         await tuned(stand, out, [TEXT] * 8, [other])
-    with pytest.raises(InvalidInput, match="of a run whose epochs is 1, not 2"):
+    with pytest.raises(InvalidInput, match="to a run with epochs 1, not 2"):
         await tuned(stand, out, [TEXT] * 8, [TEXT], FineTuneSettings(epochs=2, batch_size=4, rank=4))
 
 
 async def test_another_picture_is_another_row(stand: Stand, tmp_path: pathlib.Path) -> None:
     await tuned(stand, tmp_path / "run", [SEEN] * 4)
-    with pytest.raises(InvalidInput, match="of a run whose rows is"):
+    with pytest.raises(InvalidInput, match="to a run with rows"):
         await tuned(stand, tmp_path / "run", [SEEN] * 3 + [{**SEEN, "image": picture(red=10)}])
 
 

@@ -50,5 +50,5 @@ async def test_turns_of_failed_rollouts_are_not_cloned(tmp_path: Path) -> None:
         datums = [datum for _, batch in stand.trainer.of("ForwardBackward") for datum in batch]
         whole = len(ids_of("u:right?|a:yes|")) - 1
         assert {len(datum.input.tokens) // 4 for datum in datums} == {whole}
-        with pytest.raises(InvalidInput, match=r"played no episode to learn from.*the simulator is gone"):
+        with pytest.raises(InvalidInput, match=r"all episodes of the player failed; .*the simulator is gone"):
             await asyncio.to_thread(use, True, True)

@@ -135,7 +135,7 @@ def check(trajectory: Trajectory, fault: str | None) -> None:
         return
     assert trajectory.failure is not None
     assert trajectory.failure.stage == STAGES[fault]
-    words = f"not done after {DEADLINE_S:g} s, in stage 'step' of turn 1" if fault == "hang" else f"crashed in {fault}"
+    words = f"{DEADLINE_S:g} s have passed in stage 'step' of turn 1" if fault == "hang" else f"crashed in {fault}"
     assert words in trajectory.failure.error
     assert bool(trajectory.failure.traceback) == (fault != "hang")
 

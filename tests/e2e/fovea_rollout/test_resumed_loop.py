@@ -62,5 +62,5 @@ async def test_a_killed_loop_goes_on(stack: Stack, tmp_path: pathlib.Path, servi
     template = ChatTemplate(fresh.get_tokenizer())
     with pytest.raises(InvalidInput, match="has taken 6 steps, whose weights the training client does not have: make"):
         await train(fresh, template, [Watched] * 3, SETTINGS, **asked)
-    with pytest.raises(InvalidInput, match="of a run whose steps is 6, not 7: give another folder"):
+    with pytest.raises(InvalidInput, match="to a run with steps 6, not 7: give another folder"):
         await train(fresh, template, [Watched] * 3, replace(SETTINGS, steps=7), **asked)

@@ -93,10 +93,10 @@ def test_reasoning_comes_before_the_answer() -> None:
         ({"messages": [{"role": "assistant", "content": [URL]}]}, "assistant's message has a picture"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "content is empty"),
         (asked({"type": "video_url"}), r"content\[0\].type is 'video_url'; use 'text' or 'image_url'"),
-        (asked({"type": "image"}), r"content\[0\].image is missing: the row has 0 pictures"),
-        (asked({"type": "image"}, images=[RED, BLUE]), "leaves 1 pictures of the row without a place"),
+        (asked({"type": "image"}), r"content\[0\].image has no picture: the column of the row has only 0"),
+        (asked({"type": "image"}, images=[RED, BLUE]), "does not use 1 pictures of the row"),
         (asked({"type": "image", "image": b"no"}), r"content\[0\].image cannot be read as a picture"),
-        ({"messages": [CAT], "images": [RED]}, "has no user message, to which its pictures belong"),
+        ({"messages": [CAT], "images": [RED]}, "has no user message for the pictures of the row"),
     ],
 )
 def test_a_broken_row_is_refused_by_name(row: Any, message: str) -> None:

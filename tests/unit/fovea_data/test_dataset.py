@@ -131,7 +131,7 @@ def test_broken_rows_are_named_by_line_and_all_at_once(tmp_path: pathlib.Path) -
     path.write_text(json.dumps(chat(0)) + '\n\n{"messages": \n' + json.dumps(chat(1, images=["lost.png"])) + "\n[1]\n")
     dataset = load_chats(path)
     assert len(dataset) == 4
-    with pytest.raises(InvalidInput, match=rf"^{path}:3: this is not JSON"):
+    with pytest.raises(InvalidInput, match=rf"^{path}:3: the line is not JSON"):
         dataset[1]
     problems = dataset.problems()
     assert [problem.split(": ")[0] for problem in problems] == [f"{path}:3", f"{path}:4", f"{path}:5"]
@@ -149,9 +149,9 @@ def test_broken_rows_of_other_sources_are_named(tmp_path: pathlib.Path) -> None:
 
 
 def test_sources_that_cannot_be_read_are_refused_by_name(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(NotFound, match=r"there is no file .*missing\.jsonl"):
+    with pytest.raises(NotFound, match=r"missing\.jsonl does not exist"):
         load_chats(tmp_path / "missing.jsonl")
-    with pytest.raises(InvalidInput, match=r"a\.csv is neither \.jsonl nor \.parquet"):
+    with pytest.raises(InvalidInput, match=r"a\.csv is not a \.jsonl or \.parquet file"):
         load_chats(tmp_path / "a.csv")
     with pytest.raises(InvalidInput, match=r"a\.parquet is not a Parquet file"):
         load_chats(write(tmp_path / "a.parquet", b"PK"))

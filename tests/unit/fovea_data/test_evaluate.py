@@ -76,7 +76,7 @@ async def test_broken_and_too_long_rows_are_counted_named_and_left_out(tmp_path:
     )
     report = await seen(path, lambda _: "a|")
     assert (report.mean, report.standard_error, report.rows, report.failed) == (1.0, None, 1, 2)
-    assert f"{path}:2: this is not JSON" in report.first_failure
+    assert f"{path}:2: the line is not JSON" in report.first_failure
     assert "2 rows left out" in str(report)
 
 
@@ -98,5 +98,5 @@ def test_other_files_and_missing_ones_are_refused(tmp_path: pathlib.Path) -> Non
         read_sources(tmp_path / "chats.csv")
     with pytest.raises(NotFound):
         read_sources(tmp_path / "chats.jsonl")
-    with pytest.raises(InvalidInput, match=":1: this is not JSON"):
+    with pytest.raises(InvalidInput, match=":1: the line is not JSON"):
         read_sources(chats(tmp_path / "broken.jsonl", "{"))

@@ -84,14 +84,14 @@ def film() -> bytes:
     [
         (PNG[:40], "rows:3 cannot be read as a picture"),
         (b"not a picture", "rows:3 cannot be read as a picture"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "rows:3 is a HEIC file, which Pillow does not read: convert it to JPEG"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "rows:3 is a HEIC file, which Pillow cannot read: convert it to JPEG"),
         (film(), "rows:3 is animated: give one of its 2 frames"),
         ("missing.png", "rows:3: .*No such file"),
-        ("https://example.org/a.png", "rows:3 is an address, https://example.org/a.png: download"),
+        ("https://example.org/a.png", "rows:3 is a web address, https://example.org/a.png: download"),
         ("data:image/png;base64,***", "rows:3 is not base64"),
-        ("data:image/svg+xml,<svg/>", "rows:3 is a data: URL without base64"),
-        (17, "rows:3 is int; give a path"),
-        ({"bytes": None, "path": None}, "rows:3 is NoneType; give a path"),
+        ("data:image/svg+xml,<svg/>", "rows:3 is a data: URL that is not base64"),
+        (17, "rows:3 has type int; give a path"),
+        ({"bytes": None, "path": None}, "rows:3 has type NoneType; give a path"),
     ],
 )
 def test_what_is_no_picture_is_refused_by_name(value: object, message: str, tmp_path: pathlib.Path) -> None:
@@ -102,10 +102,10 @@ def test_what_is_no_picture_is_refused_by_name(value: object, message: str, tmp_
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (Image.fromarray(np.zeros((4, 4), np.int32)), "32 bits, mode I"),
-        (Image.fromarray(np.zeros((4, 4), np.float32)), "32 bits, mode F"),
-        (np.zeros((4, 4), np.float32), "32 bits, mode F"),
-        (np.zeros((4, 4, 3), np.float32), r"array of float32 \[4, 4, 3\]: give uint8"),
+        (Image.fromarray(np.zeros((4, 4), np.int32)), r"32-bit pixels \(mode I\)"),
+        (Image.fromarray(np.zeros((4, 4), np.float32)), r"32-bit pixels \(mode F\)"),
+        (np.zeros((4, 4), np.float32), r"32-bit pixels \(mode F\)"),
+        (np.zeros((4, 4, 3), np.float32), r"array of float32 \[4, 4, 3\]; it must be uint8"),
         (np.zeros((4, 4, 5), np.uint8), r"array of uint8 \[4, 4, 5\]"),
     ],
 )
@@ -142,5 +142,5 @@ def test_metadata_that_is_too_large_is_named() -> None:
     info.add_text("workflow", "x" * 2_000_000, zip=True)
     buffer = io.BytesIO()
     image(200).save(buffer, "PNG", pnginfo=info)
-    with pytest.raises(InvalidInput, match=r"metadata .* too large"):
+    with pytest.raises(InvalidInput, match=r"too much metadata"):
         read_picture(buffer.getvalue())

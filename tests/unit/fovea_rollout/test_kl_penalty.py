@@ -32,5 +32,5 @@ def test_nothing_sampled_is_nothing_penalised() -> None:
 
 
 def test_unequal_counts_are_named() -> None:
-    with pytest.raises(InvalidInput, match="are of 1, 0 and 1 datums"):
+    with pytest.raises(InvalidInput, match="have 1, 0 and 1 datums"):
         kl_penalty([np.zeros(1)], [], [np.ones(1, bool)], 1.0)

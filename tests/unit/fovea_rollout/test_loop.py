@@ -16,14 +16,14 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
     ("changes", "said"),
     [
         ({"steps": 0}, "steps is 0; it must be 1 or more"),
-        ({"group_size": 1}, "group_size is 1; advantages compare rollouts of a group: use 2 or more"),
+        ({"group_size": 1}, "group_size is 1; advantages compare the rollouts of a group, so it must be 2 or more"),
         ({"max_lag": 0}, "max_lag is 0"),
         ({"evaluate_every": 0}, "evaluate_every is 0; it must be 1 or more"),
         ({"schedule": "cosine"}, "schedule is 'cosine'; it must be constant or linear"),
         ({"target_kl": 0.0}, "target_kl is 0; it must be above 0, or None"),
-        ({"loss": "importance_sampling"}, "substeps is 4, and importance_sampling does not clip: set it to 1"),
-        ({"kl_coefficient": 0.1, "rollout": WARM}, "needs temperature 1, .* temperature is 0.7"),
-        ({"rollout": WARM}, "temperature is 0.7: set one of the two, kl_coefficient to 0"),
+        ({"loss": "importance_sampling"}, "substeps is 4, but loss importance_sampling does not clip: use substeps=1"),
+        ({"kl_coefficient": 0.1, "rollout": WARM}, "temperature is 0.7, but kl_coefficient needs 1"),
+        ({"rollout": WARM}, "set temperature to 1 or kl_coefficient to 0"),
     ],
 )
 def test_bad_settings_are_named(changes: dict[str, Any], said: str) -> None:

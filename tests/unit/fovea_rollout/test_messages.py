@@ -56,8 +56,8 @@ def test_a_webp_that_is_shown_turned_is_turned() -> None:
     ("data", "said"),
     [
         (webp()[:30], "image is a WebP file that cannot be read"),
-        (webp(save_all=True, append_images=[Image.new("RGB", (8, 4))]), "image is a film of 2 pictures"),
-        (b"GIF89a", "image is neither a PNG nor a JPEG nor a WebP file"),
+        (webp(save_all=True, append_images=[Image.new("RGB", (8, 4))]), "image is animated and has 2 frames"),
+        (b"GIF89a", "image is not a PNG, JPEG or WebP file"),
     ],
 )
 def test_other_files_are_refused(data: bytes, said: str) -> None:

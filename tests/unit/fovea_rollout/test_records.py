@@ -172,11 +172,11 @@ def test_a_bad_record_is_named_by_file_line_and_field(tmp_path: pathlib.Path, ba
 
 def test_bad_files(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n{]\n")
-    with pytest.raises(InvalidInput, match=r"a\.jsonl:2: this is not JSON"):
+    with pytest.raises(InvalidInput, match=r"a\.jsonl:2: the line is not JSON"):
         load_records(tmp_path / "a.jsonl")
-    with pytest.raises(NotFound, match=r"there is no file .*b\.jsonl"):
+    with pytest.raises(NotFound, match=r"b\.jsonl does not exist"):
         load_records(tmp_path / "b.jsonl")
-    with pytest.raises(InvalidInput, match=r"a\.csv is neither \.jsonl nor \.parquet"):
+    with pytest.raises(InvalidInput, match=r"a\.csv is not a \.jsonl or \.parquet file"):
         load_records(tmp_path / "a.csv")
 
 
@@ -249,9 +249,9 @@ def test_pictures_of_a_column_take_the_places_of_marks() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (_marked("<image><image>", images=[PICTURE.data]), "<image> is missing: the row has 1 pictures"),
-        (_marked("<image>", images=[PICTURE.data, WIDE.data]), "leaves 1 pictures of the row without a place"),
-        (_marked("<image>Find x.", images=[]), "<image> is missing: the row has 0 pictures"),
+        (_marked("<image><image>", images=[PICTURE.data]), "<image> has no picture: the column of the row has only 1"),
+        (_marked("<image>", images=[PICTURE.data, WIDE.data]), "does not use 1 pictures of the row"),
+        (_marked("<image>Find x.", images=[]), "<image> has no picture: the column of the row has only 0"),
         (_marked("<image>", images=[b"no picture"]), "picture 0 of the row cannot be read"),
         (_marked("x", images=[PICTURE.data], image=WIDE.data), "both images and image"),
     ],

@@ -240,7 +240,7 @@ async def test_the_deadline_cancels_a_sample() -> None:
     trajectory = await play(environment, policy, SHORT)
     assert trajectory.failure is not None
     assert trajectory.failure.stage == "deadline"
-    assert trajectory.failure.error == "TimeoutError: not done after 1 s, in stage 'sample' of turn 0"
+    assert trajectory.failure.error == "TimeoutError: 1 s have passed in stage 'sample' of turn 0"
     assert policy.is_cancelled
     assert environment.calls == ["reset", "close"]
 

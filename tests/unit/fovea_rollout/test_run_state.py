@@ -36,7 +36,7 @@ def test_two_checkpoints_have_the_name_in_turn() -> None:
 
 def test_a_run_of_other_settings_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     RunState.begin_or_resume(tmp_path / "state.json", IDENTITY).save(tmp_path / "state.json")
-    with pytest.raises(InvalidInput, match="of a run whose epochs is 3, not 4: give another folder"):
+    with pytest.raises(InvalidInput, match="to a run with epochs 3, not 4: give another folder"):
         RunState.begin_or_resume(tmp_path / "state.json", {**IDENTITY, "epochs": 4})
 
 
@@ -56,7 +56,7 @@ def test_what_is_known_later_is_confirmed(tmp_path: pathlib.Path) -> None:
     state.save(path)
     resumed = RunState.begin_or_resume(path, IDENTITY, later=("rows",))
     resumed.confirm(path, {"rows": "3 rows, a"})
-    with pytest.raises(InvalidInput, match="of a run whose rows is '3 rows, a', not '3 rows, b'"):
+    with pytest.raises(InvalidInput, match="to a run with rows '3 rows, a', not '3 rows, b'"):
         resumed.confirm(path, {"rows": "3 rows, b"})
 
 

@@ -310,16 +310,21 @@ def test_an_answer_is_read(name: str, text: str, answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("name", "history", "field", "message"),
     [
-        ("tiny/qwen3_vl", [user("Hi"), Message("tool", ("7",))], "history[1].role", "'tool' is refused.*no tools"),
+        (
+            "tiny/qwen3_vl",
+            [user("Hi"), Message("tool", ("7",))],
+            "history[1].role",
+            "'tool': the chat template refuses.*no tools",
+        ),
         (
             "released/qwen3_vl_instruct",
             [user("Hi"), Message("system", ("Be brief",)), user("Hi")],
             "history[1].role",
-            "'system' is left out",
+            "'system': the chat template leaves this message out",
         ),
         ("released/qwen3", [user("Look", RED)], "history[0]", "writes no picture in a 'user' message"),
         ("released/qwen3", [user("Hi"), user("Look", RED)], "history[1]", "no picture in a 'user'"),
-        ("tiny/qwen3", [user("Hi"), user("Look", RED)], "history[1].role", "refused"),
+        ("tiny/qwen3", [user("Hi"), user("Look", RED)], "history[1].role", "refuses"),
         ("tiny/qwen3_vl", [Message("system", ("Hi", RED)), user("Hi")], "history[0]", "no picture in a 'system'"),
         ("tiny/qwen3_vl", [user("⟦fovea:answer:0⟧")], "history[0].parts[0]", "reserved"),
         ("tiny/qwen3_vl", [Message("user", ("Hi",), name="⟦fovea:text⟧")], "history[0].name", "reserved"),

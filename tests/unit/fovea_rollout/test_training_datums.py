@@ -63,7 +63,7 @@ async def test_what_was_not_sampled_is_cut_off_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("advantages", "words"),
-    [([1.0], "1 rows; the rollout has 2 turns"), ([1.0, [1.0, 2.0, 3.0]], r"advantages\[1\] has shape \(3,\)")],
+    [([1.0], "1 rows, but the rollout has 2 turns"), ([1.0, [1.0, 2.0, 3.0]], r"advantages\[1\] has shape \(3,\)")],
 )
 async def test_advantages_of_another_shape_are_refused(advantages: list, words: str) -> None:
     rollout = trajectory(((Tokens((1,)),), (2,)), ((Tokens((1, 2)),), (3, 4)))

@@ -75,7 +75,7 @@ async def play(env: Any, script: Any, **options: Any) -> list[Trajectory]:
 
 @pytest.mark.skipif(IS_HERE, reason="verifiers is installed")
 async def test_without_verifiers_the_message_says_so() -> None:
-    with pytest.raises(FailedPrecondition, match="needs verifiers"):
+    with pytest.raises(FailedPrecondition, match="install verifiers"):
         await VerifiersEnvironment(object(), {}).reset()
 
 

@@ -193,9 +193,9 @@ def test_only_the_step_that_ends_it_is_rewarded() -> None:
     ("columns", "said"),
     [
         ({"visgym_env_id": 3}, "visgym_env_id is 3; it must be a registered id"),
-        ({"visgym_env_id": "nothing/here"}, "visgym_env_id 'nothing/here' cannot be made"),
-        ({"visgym_env_id": "no.module:here"}, "visgym_env_id 'no.module:here' cannot be made"),
-        ({"visgym_kwargs": {"colour": 3}}, "cannot be made: .*colour"),
+        ({"visgym_env_id": "nothing/here"}, "gymnasium cannot make visgym_env_id 'nothing/here'"),
+        ({"visgym_env_id": "no.module:here"}, "gymnasium cannot make visgym_env_id 'no.module:here'"),
+        ({"visgym_kwargs": {"colour": 3}}, "cannot make visgym_env_id .*colour"),
         ({"visgym_kwargs": "size=3"}, "visgym_kwargs is 'size=3'; it must be an object"),
         ({"seed": "7"}, "seed is '7'; it must be a whole number"),
         ({"max_turns": True}, "max_turns is True; it must be a whole number"),
@@ -209,7 +209,7 @@ def test_a_bad_ticket_is_refused_by_field(columns: dict[str, Any], said: str) ->
 
 
 def test_a_frame_of_another_shape_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"render\(\) gave uint8 \(4, 8\)"):
+    with pytest.raises(InvalidInput, match=r"render\(\) returned uint8 \(4, 8\)"):
         played(ticket("odd/one", visgym_kwargs={"shape": (4, 8)})).reset()
 
 
