@@ -1,6 +1,7 @@
 """Our own patches are the Hugging Face processor's, bit for bit."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from fovea_services.renderer import image_processor
-from fovea_services.renderer.image_processor import ImagePatcher, QwenPatches, anywhere
+from fovea_services.renderer.image_processor import ImagePatcher, QwenPatches, anywhere, open_processor
+from tests.families import ensure_family
 from tests.unit.renderer.pictures import picture
 
 QWEN3 = {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 1_000_000}}
@@ -83,3 +85,18 @@ def test_what_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(image_processor, "QwenPatches", Wrong)
     found = ImagePatcher(directory).tensors(image, anywhere)
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_line_feeds_around_an_image_are_no_part_of_it() -> None:
+    tensors = open_processor(ensure_family("gemma3")).tensors(picture(64, 48), anywhere)
+    tokens = AutoTokenizer.from_pretrained(ensure_family("gemma3")).convert_ids_to_tokens(tensors["input_ids"].tolist())
+    assert tokens == ["<start_of_image>", *["<image_soft_token>"] * 16, "<end_of_image>"]
+
+
+def test_a_processor_that_does_not_write_the_line_feeds_of_its_class_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(ensure_family("internvl"), directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": "Gemma3Processor"}))
+    with pytest.raises(ValueError, match=r"InternVLProcessor does not write .* around an image"):
+        open_processor(directory)
