@@ -1,6 +1,7 @@
-"""What tokens of packed documents see: their document up to themselves, within a window, and their own image whole.
+"""Attention masks for packed documents.
 
-Each token sees all tokens between a first and a last one.
+A token sees the tokens of its own document up to itself, or up to a window back. Some families also let the tokens of
+an image see all of that image. Either way the visible tokens form one range: from a first to a last token.
 
 Shapes: T tokens of all documents, N documents of one length L, B blocks of tokens, R tokens of a block.
 """
@@ -17,7 +18,9 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 _MASK_BLOCK = 128
-"""Tokens on either side of what flex attention skips, or computes without looking at the mask."""
+"""Edge length of a mask block in tokens. Flex attention skips blocks that are fully masked, and applies no mask in
+blocks that are fully visible.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,10 @@ class LengthGroup:
     """All documents of one length.
 
     Args:
-        length: Tokens of each.
-        start: First token if the documents stand side by side, else None.
-        count: How many.
-        index: int64 [count * length], positions of their tokens; None if they stand side by side.
+        length: Tokens of each document.
+        start: Position of the first token if the documents are adjacent, else None.
+        count: Number of documents.
+        index: int64 [count * length], positions of their tokens; None if they are adjacent.
     """
 
     length: int
@@ -39,7 +42,13 @@ class LengthGroup:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Documents by length. `restore` is int64 [T], where each token's output stands, or None if in order already."""
+    """Documents grouped by length.
+
+    Args:
+        groups: The groups.
+        restore: int64 [T]: for each packed token its row in the concatenated outputs of all groups. None if that order
+            is already the packed order.
+    """
 
     groups: tuple[LengthGroup, ...]
     restore: Tensor | None
@@ -47,7 +56,11 @@ class Grouping:
 
 @lru_cache(maxsize=256)
 def group_by_length(bounds: tuple[int, ...]) -> Grouping:
-    """Groups the documents that `bounds` (0, end of first, ..., T) delimits."""
+    """Groups the documents of a micro-batch by length.
+
+    Args:
+        bounds: 0, the end of the first document, ..., T.
+    """
     starts: dict[int, list[int]] = {}
     for start, end in pairwise(bounds):
         if end > start:
@@ -66,14 +79,15 @@ def group_by_length(bounds: tuple[int, ...]) -> Grouping:
 
 
 class Packing:
-    """The documents of one micro-batch and its images that see themselves whole; masks are made once, for all layers.
+    """The documents of one micro-batch, and its images if their tokens see each other. Masks are made once for all
+    layers.
 
     Args:
         bounds: int32 [documents + 1].
         token_count: T.
-        blocks_T: int64, the block of each token, whose members see also those after them; -1 for a token of none. No
-            block has gaps. None if there are none.
-        only_windows: Whether they do so only in layers with a window (Gemma 4).
+        blocks_T: int64, the block of each token, or -1 for a token outside blocks. Tokens of a block also see later
+            tokens of that block. Each block is contiguous. None if there are no blocks.
+        only_windows: True if blocks apply only in layers with a sliding window (Gemma 4).
     """
 
     def __init__(
@@ -89,18 +103,23 @@ class Packing:
 
     @cached_property
     def grouping(self) -> Grouping:
-        """The documents by length. Has the host wait for the GPU."""
+        """The documents grouped by length. Reading the bounds makes the host wait for the GPU."""
         return group_by_length(tuple(self.bounds.tolist()))
 
     def has_blocks(self, window: int | None) -> bool:
-        """Whether blocks count in layers of this window."""
+        """Returns True if blocks apply in layers with this window."""
         return self._blocks(window) is not None
 
     def _blocks(self, window: int | None) -> Tensor | None:
         return None if self._only_windows and window is None else self.blocks_T
 
     def mask(self, group: LengthGroup, window: int | None) -> Tensor | None:
-        """bool [N, 1, L, L], or one for all N; what causal documents of one length see. None for all that is causal."""
+        """Returns the mask of causal attention for the documents of one length.
+
+        Returns:
+            bool [N, 1, L, L], or [1, 1, L, L] if all N have the same mask, True where a query (row) sees a key
+            (column). None if plain causal attention is correct.
+        """
         key = (group.length, window)
         if key not in self._masks:
             self._masks[key] = self._mask(group, window)
@@ -113,7 +132,7 @@ class Packing:
         if not has_blocks and not is_cut:
             return None
         index_T = torch.arange(self.token_count, device=self.bounds.device)
-        # Without blocks all documents of a length see the same.
+        # Without blocks all documents of one length have the same mask, so one suffices.
         count = group.count if has_blocks else 1
         first_NL, last_NL, index_NL = (
             _take_rows(bound_T, group)[:count] for bound_T in (*self._bounds_of(True, window), index_T)
@@ -122,14 +141,17 @@ class Packing:
         return ((keys_N1L >= first_NL[..., None]) & (keys_N1L <= last_NL[..., None]))[:, None]
 
     def block_mask(self, causal: bool, window: int | None) -> BlockMask:
-        """The same of all documents, for flex attention."""
+        """Returns the mask of all documents in flex attention's block-sparse form."""
         key = (causal, window)
         if key not in self._block_masks:
             self._block_masks[key] = _block_mask(*self._bounds_of(causal, window))
         return self._block_masks[key]
 
     def _bounds_of(self, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-        """The first and the last token that each token sees, int64 [T] both: it sees all between them."""
+        """Returns the first and the last token that each token sees, both int64 [T].
+
+        It sees all tokens between them.
+        """
         key = (causal, window)
         if key not in self._seen:
             self._seen[key] = self._find_bounds(causal, window)
@@ -141,6 +163,8 @@ class Packing:
         first_T, ends_T = self.bounds[documents_T].long(), self.bounds[documents_T + 1].long() - 1
         last_T = index_T if causal else ends_T
         if (blocks_T := self._blocks(window)) is not None:
+            # The end of a token's block is the nearest position at or after it where the document or block changes: a
+            # minimum over suffixes, computed as a running minimum from the back.
             is_last_T = (index_T == ends_T) | (blocks_T != blocks_T.roll(-1))
             block_ends_T = torch.where(is_last_T, index_T, self.token_count).flip(0).cummin(0).values.flip(0)
             last_T = torch.where(blocks_T >= 0, block_ends_T, last_T)
@@ -150,17 +174,26 @@ class Packing:
 
 
 def _block_mask(first_T: Tensor, last_T: Tensor) -> BlockMask:
-    """For flex attention, which sees first and last as tensors: all layers and sizes share one compiled kernel."""
+    """Builds flex attention's mask from the visible range of each token.
+
+    The mask function reads the ranges from tensors, so all layers and sizes share one compiled kernel.
+
+    Args:
+        first_T: int64, first visible token of each query.
+        last_T: int64, last visible token of each query.
+    """
     count = len(first_T)
     block_count = -(-count // _MASK_BLOCK)
     padding = (0, block_count * _MASK_BLOCK - count)
     starts_B = torch.arange(block_count, device=first_T.device) * _MASK_BLOCK
     ends_B = starts_B + _MASK_BLOCK - 1
-    # Rows that fill up the last block see nothing.
+    # Padding rows of the last block get an empty range.
     first_BR = functional.pad(first_T, padding, value=count).view(block_count, _MASK_BLOCK)
     last_BR = functional.pad(last_T, padding, value=-1).view(block_count, _MASK_BLOCK)
     first_B1, highest_first_B1 = first_BR.aminmax(dim=1, keepdim=True)
     lowest_last_B1, last_B1 = last_BR.aminmax(dim=1, keepdim=True)
+    # A block pair is visible if some query of the row block may see some key of the column block. It is fully visible
+    # if every query sees every key; flex attention then skips the mask function.
     is_seen_BB = (ends_B >= first_B1) & (starts_B <= last_B1)
     is_whole_BB = (starts_B >= highest_first_B1) & (ends_B <= lowest_last_B1)
 
@@ -177,18 +210,25 @@ def _block_mask(first_T: Tensor, last_T: Tensor) -> BlockMask:
 
 
 def _ordered(marked_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, int32 [1, 1, B], and which: their numbers come first, [1, 1, B, B]."""
+    """Converts block marks to flex attention's format.
+
+    Args:
+        marked_BB: bool, marked column blocks of each row block.
+
+    Returns:
+        The number of marked blocks per row, int32 [1, 1, B], and their column indices first, int32 [1, 1, B, B].
+    """
     places_BB = torch.argsort(marked_BB.int(), dim=1, descending=True, stable=True)
     return marked_BB.sum(dim=1, dtype=torch.int32)[None, None], places_BB.int()[None, None]
 
 
 def _take_rows(values_T: Tensor, group: LengthGroup) -> Tensor:
-    """[N, L]."""
+    """Returns the values of the tokens of one group, [N, L]."""
     return take(values_T[None, None, :, None], group)[:, 0, :, 0]
 
 
 def take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
-    """The documents of one length, [N, H, L, D], of [1, H, T, D]."""
+    """Returns the documents of one length as [N, H, L, D]."""
     heads_HTD = packed_1HTD.squeeze(0)
     if group.index is None:
         assert group.start is not None

@@ -1,9 +1,11 @@
-"""Kernels of Triton's around the products of a mixture of experts: what torch does in many passes over memory, in one.
+"""Triton kernels around the matrix products of a mixture of experts.
 
-They round where torch's operators round and sum in float32, in an order that is always the same: nothing is added
-atomically. Importing this needs Triton; `kernels_compute` of `experts.py` decides where they are used.
+Each kernel does in one pass over memory what torch's operators do in many. The kernels round intermediate values to the
+model's dtype where torch's operators do, and sum in float32 in a fixed order. No atomic additions are used, so results
+are reproducible. Importing this module needs Triton; `kernels_compute` in `experts.py` decides when it is used.
 
-Shapes: T tokens, K experts of a token, S = T K copies of tokens sorted by expert, I size of an expert, G = 2 I, R rank.
+Shapes: T tokens, K experts per token, S = T K copies of tokens sorted by expert, I intermediate size of an expert, G =
+2 I, R LoRA rank.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape; Triton's constants are in capitals
@@ -17,18 +19,19 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_RANK = 64
-"""Adapters of a higher one do not fit into a program's registers."""
+"""The highest LoRA rank of the kernels. Adapters of a higher rank do not fit into a program's registers."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a kernel around the gate divides its work.
+    """Tiling of a gate kernel.
 
     Args:
-        copies: Of a program. Those of several experts cost a product for each.
-        columns: That it takes at a time.
-        warps: Of a program.
-        registers: The most of a thread; None leaves it to the compiler.
+        copies: Rows (token copies) per program. A program whose rows belong to several experts multiplies once for
+            each.
+        columns: Columns of the intermediate size that a program processes per iteration.
+        warps: Warps per program.
+        registers: Maximum registers per thread; None lets the compiler decide.
     """
 
     copies: int
@@ -37,11 +40,12 @@ class Blocks:
     registers: int | None = None
 
     def constants(self, rank: int, dtype: torch.dtype) -> dict[str, Any]:
-        """What the kernel is compiled for.
+        """Returns the compile-time constants of a kernel.
 
         Args:
-            dtype: Of the factors of products: that of the tensors, but for Triton's interpreter, which multiplies
-                bfloat16 as if it were an integer.
+            rank: LoRA rank; 0 without an adapter.
+            dtype: Dtype of the operands of matrix products: the tensors' dtype on a GPU, but float32 for Triton's
+                interpreter, which multiplies bfloat16 bit patterns as integers.
         """
         return {
             "RANK": rank,
@@ -57,17 +61,19 @@ FORWARD, BACKWARD = Blocks(64, 64, 8, 128), Blocks(64, 64, 8, 128)
 
 @dataclass(frozen=True)
 class GateAdapter:
-    """What an adapter has around the gate: it adds to gate and up, and takes x A' of what comes out.
+    """The parts of an adapter that are fused into the gate kernels.
+
+    The kernel adds scale * low B' to gate and up, and computes x A' of the down projection from the result.
 
     Args:
-        scale: What is added is scale * low B'.
-        token_S: The token of each copy.
-        expert_S: The expert of each copy, in order.
-        gate_low_TR: x A' of the gate, of each token.
-        up_low_TR: Likewise.
+        scale: alpha / rank.
+        token_S: int64, the token of each copy.
+        expert_S: int64, the expert of each copy, ascending.
+        gate_low_TR: x A' of the gate, per token.
+        up_low_TR: x A' of up, per token.
         gate_b_EIR: B of the gate.
-        up_b_EIR: Likewise.
-        down_a_ERI: A of the product that comes next.
+        up_b_EIR: B of up.
+        down_a_ERI: A of the down projection.
     """
 
     scale: float
@@ -81,20 +87,21 @@ class GateAdapter:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The LoRA rank R."""
         return self.down_a_ERI.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """In the order in which kernels take them."""
+        """The tensors in the order of the kernels' parameters."""
         low = [self.gate_low_TR, self.up_low_TR, self.gate_b_EIR, self.up_b_EIR, self.down_a_ERI]
         return [one.contiguous() for one in (self.expert_S, self.token_S, *low)]
 
 
 def copies(rows_TN: Tensor, place_S: Tensor) -> Tensor:
-    """A row of each token to each of its places, [S, N]: each row is read once.
+    """Copies the row of each token to its K slots, [S, N]. Each row is read once.
 
     Args:
-        place_S: Where each of [T, K] is among the copies.
+        rows_TN: The rows.
+        place_S: int64, the slot of each entry of [T, K] among the sorted copies.
     """
     found = rows_TN.new_empty(len(place_S), rows_TN.shape[1])
     _for_rows(_copy_kernel, rows_TN.contiguous(), place_S, found, len(rows_TN))
@@ -102,7 +109,7 @@ def copies(rows_TN: Tensor, place_S: Tensor) -> Tensor:
 
 
 def sums(rows_SN: Tensor, place_S: Tensor, top_k: int) -> Tensor:
-    """The sum of the rows of each token's copies, [T, N], in float32, rounded once."""
+    """Returns the sum of the copies of each token, [T, N]. Sums are computed in float32 and rounded once."""
     found = rows_SN.new_empty(len(place_S) // top_k, rows_SN.shape[1])
     _for_rows(_sum_kernel, rows_SN.contiguous(), place_S, found, len(found))
     return found
@@ -111,7 +118,17 @@ def sums(rows_SN: Tensor, place_S: Tensor, top_k: int) -> Tensor:
 def gated(
     inner_SG: Tensor, weight_S1: Tensor, adapter: GateAdapter | None, blocks: Blocks = FORWARD
 ) -> tuple[Tensor, Tensor | None]:
-    """silu(gate) * up * weight, [S, I], with what an adapter adds to gate and up; and x A' of it, [S, R]."""
+    """Returns silu(gate) * up * weight, [S, I], and x A' of the down projection, [S, R].
+
+    Args:
+        inner_SG: Gate and up side by side, without the adapter's contribution.
+        weight_S1: Router weight of each copy.
+        adapter: The adapter's tensors, or None.
+        blocks: Tiling.
+
+    Returns:
+        Both in the dtype of `inner_SG`; the second is None without an adapter.
+    """
     found_SI = inner_SG.new_empty(len(inner_SG), inner_SG.shape[1] // 2)
     low_SR = None if adapter is None else inner_SG.new_empty(len(inner_SG), adapter.rank)
     _for_blocks(_gate_kernel, [inner_SG, weight_S1], adapter, [found_SI, low_SR], blocks)
@@ -126,7 +143,19 @@ def gated_gradients(
     adapter: GateAdapter | None,
     blocks: Blocks = BACKWARD,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of inner_SG and weight_S1, and those of x A' of gate and up for each copy, [S, R]."""
+    """Returns the gradients of the inputs of `gated`.
+
+    Args:
+        d_gated_SI: Gradient of the first output.
+        d_low_SR: Gradient of the second output; None without an adapter.
+        inner_SG: As for `gated`.
+        weight_S1: As for `gated`.
+        adapter: As for `gated`.
+        blocks: Tiling.
+
+    Returns:
+        The gradients of inner_SG and weight_S1, and those of x A' of gate and of up for each copy, [S, R] or None.
+    """
     d_inner_SG, d_weight_S1 = torch.empty_like(inner_SG), torch.empty_like(weight_S1)
     lows: list[Tensor | None] = [None, None] if d_low_SR is None else [torch.empty_like(d_low_SR) for _ in range(2)]
     given: list[Tensor | None] = [
@@ -140,7 +169,7 @@ def gated_gradients(
 
 
 def _for_rows(kernel: Any, rows: Tensor, place_S: Tensor, found: Tensor, token_count: int) -> None:
-    """Runs a kernel for each token and each block of a row."""
+    """Launches a kernel with one program per token and block of columns."""
     size = rows.shape[1]
     if not found.numel():
         return
@@ -153,7 +182,9 @@ def _for_rows(kernel: Any, rows: Tensor, place_S: Tensor, found: Tensor, token_c
 def _for_blocks(
     kernel: Any, given: list[Tensor | None], adapter: GateAdapter | None, found: list[Tensor | None], blocks: Blocks
 ) -> None:
-    """Runs a kernel for each block of copies; without an adapter it looks at no tensor that is not there."""
+    """Launches a kernel with one program per block of copies. Absent tensors are replaced by one that the kernel
+    ignores.
+    """
     inner_SG = given[0]
     assert inner_SG is not None
     if not len(inner_SG):
@@ -170,18 +201,19 @@ def _for_blocks(
             **blocks.constants(rank, inner_SG.dtype if inner_SG.is_cuda else torch.float32),
             num_warps=blocks.warps,
             maxnreg=blocks.registers,
-            num_stages=1,  # loops over experts mostly run once: to load ahead for them takes registers in vain
+            num_stages=1,  # most expert loops run once, so prefetching would only cost registers
         )
 
 
 def _device(rows: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device."""
+    """Returns a context with the tensors' device as current device, on which Triton launches."""
     return torch.cuda.device(rows.device if rows.is_cuda else -1)
 
 
 def _copy(
     rows: tl.tensor, place_of: tl.tensor, found: tl.tensor, size: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    # One program per token and block of columns. The row is loaded once and stored to all K slots of the token.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + token * size + column, mask=column < size)
@@ -193,6 +225,8 @@ def _copy(
 def _sum(
     rows: tl.tensor, place_of: tl.tensor, found: tl.tensor, size: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    # One program per token and block of columns. The K copies are added in the order of the token's experts, in
+    # float32.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -223,9 +257,17 @@ def _gate(
     BLOCK_R: tl.constexpr,
     FACTOR: tl.constexpr,
 ) -> None:
-    """A block of copies, sorted by expert, so that it has few: each multiplies all rows, those of others as zeros."""
+    """Computes `gated` for a block of BLOCK_S copies.
+
+    Layout: all tensors are row-major. A program owns BLOCK_S consecutive rows and loops over the intermediate size in
+    steps of BLOCK_I columns. Rows are sorted by expert, so a block usually has one expert, first == last. For each
+    expert of the block the kernel multiplies all rows and masks the rows of other experts to zero: adding the products
+    then selects the right expert for each row.
+
+    Rounding: `.to(TYPE).to(tl.float32)` rounds exactly where torch's separate operators would store a tensor.
+    """
     TYPE: tl.constexpr = inner.dtype.element_ty
-    # Of 64 bits are only where the block begins: places in it are of 32, which take half the registers.
+    # Only the block base needs int64; offsets inside a block fit in int32, which halves the registers for addresses.
     start_row = tl.program_id(0).to(tl.int64) * BLOCK_S
     inner += start_row * (2 * size)
     weight += start_row
@@ -237,23 +279,28 @@ def _gate(
     row_inside = row < count - tl.program_id(0) * BLOCK_S
     share = tl.load(weight + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
     if RANK > 0:
+        # Experts first .. last occur in this block. Rows past the end get expert -1, which no iteration matches.
         expert = tl.load(expert_of + row, mask=row_inside, other=-1).to(tl.int32)
         last = tl.max(expert, 0)
         first = tl.min(tl.where(row_inside, expert, last), 0)
         rank = tl.arange(0, BLOCK_R)
         low_inside = row_inside[:, None] & (rank < RANK)[None, :]
+        # x A' is stored per token, not per copy: gather the rows [BLOCK_S, BLOCK_R] of this block's tokens.
         token = tl.load(token_of + row, mask=row_inside, other=0)
         low_place = token[:, None] * RANK + rank[None, :]
         gate_x = tl.load(gate_low + low_place, mask=low_inside, other=0.0).to(FACTOR)
         up_x = tl.load(up_low + low_place, mask=low_inside, other=0.0).to(FACTOR)
         low_sum = tl.zeros([BLOCK_S, BLOCK_R], dtype=tl.float32)
     for start in range(0, size, BLOCK_I):
+        # Gate and up are the two halves of a row of inner [S, 2 I].
         column = start + tl.arange(0, BLOCK_I)
         inside = row_inside[:, None] & (column < size)[None, :]
         place = row[:, None] * (2 * size) + column[None, :]
         gate = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(inner + place + size, mask=inside, other=0.0).to(tl.float32)
         if RANK > 0:
+            # The adapter's part: gate += scale * low B' and up likewise. B is [E, I, R], read transposed as
+            # [BLOCK_R, BLOCK_I].
             b_inside = (rank < RANK)[:, None] & (column < size)[None, :]
             gate_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
             up_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
@@ -266,11 +313,14 @@ def _gate(
                 up_more += tl.dot(tl.where(own, up_x, 0.0).to(FACTOR), factor, input_precision="ieee")
             gate = (gate + scale * gate_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
             up = (up + scale * up_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
+        # silu(gate) * up * weight, rounded after each factor.
         silu = (gate * tl.sigmoid(gate)).to(TYPE).to(tl.float32)
         product = (silu * up).to(TYPE).to(tl.float32)
         out = (product * share).to(TYPE)
         tl.store(found + row[:, None] * size + column[None, :], out, mask=inside)
         if RANK > 0:
+            # x A' of the down projection from the rounded output. A is [E, R, I], read transposed as
+            # [BLOCK_I, BLOCK_R]. The sum over I runs over the column steps in ascending order, in float32.
             a_inside = (column < size)[:, None] & (rank < RANK)[None, :]
             rows = out.to(FACTOR)
             for one in range(first, last + 1):
@@ -307,9 +357,25 @@ def _gate_gradient(
     BLOCK_R: tl.constexpr,
     FACTOR: tl.constexpr,
 ) -> None:
-    """As `_gate` for all that it computes, which is computed again: to read it would take as long."""
+    """Computes `gated_gradients` for a block of BLOCK_S copies.
+
+    The layout is that of `_gate`. The forward values are computed again from `inner`, because reading stored ones would
+    take as long. With s = sigmoid(gate), u = up, w = router weight and g = gradient of the output:
+
+        product  = silu(gate) u
+        d_weight = sum over columns of g product
+        d_up     = g w silu(gate)
+        d_gate   = g w u s (1 + gate (1 - s))
+
+    The adapter contributes in two places. The output also feeds x A' of the down projection, so g first gets d_low A.
+    Gate and up contain scale * low B', so the gradients of low are scale * d_gate B and scale * d_up B.
+
+    All sums over columns (d_weight, and the gradients of low) are accumulated in float32 over the column steps in
+    ascending order, by one program per row. No other program adds to them, so the result does not depend on scheduling.
+    They are rounded once at the end. Products are rounded to TYPE first where torch would store them.
+    """
     TYPE: tl.constexpr = inner.dtype.element_ty
-    # Of 64 bits are only where the block begins: places in it are of 32, which take half the registers.
+    # Only the block base needs int64; offsets inside a block fit in int32, which halves the registers for addresses.
     start_row = tl.program_id(0).to(tl.int64) * BLOCK_S
     inner += start_row * (2 * size)
     weight += start_row
@@ -324,13 +390,15 @@ def _gate_gradient(
     row = tl.arange(0, BLOCK_S)
     row_inside = row < count - tl.program_id(0) * BLOCK_S
     share = tl.load(weight + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
-    share_sum = tl.zeros([BLOCK_S], dtype=tl.float32)
+    share_sum = tl.zeros([BLOCK_S], dtype=tl.float32)  # accumulates d_weight
     if RANK > 0:
+        # Experts first .. last occur in this block. Rows past the end get expert -1, which no iteration matches.
         expert = tl.load(expert_of + row, mask=row_inside, other=-1).to(tl.int32)
         last = tl.max(expert, 0)
         first = tl.min(tl.where(row_inside, expert, last), 0)
         rank = tl.arange(0, BLOCK_R)
         low_inside = row_inside[:, None] & (rank < RANK)[None, :]
+        # low is stored per token and gathered here; d_low and the gradients of low are stored per copy.
         token = tl.load(token_of + row, mask=row_inside, other=0)
         low_place = token[:, None] * RANK + rank[None, :]
         gate_x = tl.load(gate_low + low_place, mask=low_inside, other=0.0).to(FACTOR)
@@ -340,6 +408,7 @@ def _gate_gradient(
         gate_sum = tl.zeros([BLOCK_S, BLOCK_R], dtype=tl.float32)
         up_sum = tl.zeros([BLOCK_S, BLOCK_R], dtype=tl.float32)
     for start in range(0, size, BLOCK_I):
+        # Load one [BLOCK_S, BLOCK_I] tile of gate, up and the gradient of the output.
         column = start + tl.arange(0, BLOCK_I)
         inside = row_inside[:, None] & (column < size)[None, :]
         place = row[:, None] * (2 * size) + column[None, :]
@@ -347,6 +416,9 @@ def _gate_gradient(
         up = tl.load(inner + place + size, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(d_found + row[:, None] * size + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if RANK > 0:
+            # Recompute what the adapter added to gate and up, and add d_low A to the gradient of the output. B is
+            # [E, I, R] and A is [E, R, I]; both are read as [BLOCK_R, BLOCK_I]. Masking the rows of other experts
+            # to zero makes the sum over the block's experts pick each row's own expert.
             b_inside = (rank < RANK)[:, None] & (column < size)[None, :]
             gate_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
             up_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
@@ -364,6 +436,7 @@ def _gate_gradient(
             gate = (gate + scale * gate_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
             up = (up + scale * up_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
             grad = (grad + grad_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
+        # The pointwise gradients of the docstring, rounded where torch's operators would round.
         sigmoid = tl.sigmoid(gate)
         silu = (gate * sigmoid).to(TYPE).to(tl.float32)
         product = (silu * up).to(TYPE).to(tl.float32)
@@ -375,6 +448,7 @@ def _gate_gradient(
         tl.store(d_inner + place, d_gate, mask=inside)
         tl.store(d_inner + place + size, d_up, mask=inside)
         if RANK > 0:
+            # Gradients of low: this tile's d_gate B and d_up B, with B read as [BLOCK_I, BLOCK_R].
             a_inside = (column < size)[:, None] & (rank < RANK)[None, :]
             gate_rows = d_gate.to(FACTOR)
             up_rows = d_up.to(FACTOR)
@@ -385,6 +459,7 @@ def _gate_gradient(
                 gate_sum += tl.dot(tl.where(own, gate_rows, 0.0).to(FACTOR), factor, input_precision="ieee")
                 factor = tl.load(up_b + b_place, mask=a_inside, other=0.0).to(FACTOR)
                 up_sum += tl.dot(tl.where(own, up_rows, 0.0).to(FACTOR), factor, input_precision="ieee")
+    # All columns are summed: round and store. `scale` is applied to the rounded sum, as torch's operators do.
     tl.store(d_weight + row, share_sum.to(TYPE), mask=row_inside)
     if RANK > 0:
         d_gate_x = (scale * gate_sum.to(TYPE).to(tl.float32)).to(TYPE)

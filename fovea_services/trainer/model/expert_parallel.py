@@ -1,11 +1,11 @@
-"""Experts spread over ranks: tokens go to the rank that holds their expert, and what it makes of them comes back.
+"""Expert parallelism: tokens are sent to the rank that holds their expert, and the results are sent back.
 
-Ranks form a mesh of two dimensions: along EXPERTS each rank holds other experts, along DATA those of one place are
-sharded by FSDP as everything else is by all ranks. Parameters say so themselves: gathered, those of experts are
-DTensors over EXPERTS.
+Ranks form a two-dimensional mesh. Along EXPERTS each rank holds different experts. Along DATA the ranks hold the same
+experts, sharded by FSDP; all other parameters are sharded over all ranks. A parameter's type shows which case applies:
+after FSDP has gathered it, an expert parameter is a DTensor over EXPERTS.
 
-Shapes: T tokens, K experts of a token, S = T K copies of tokens sorted by expert, C copies that this rank receives, N
-ranks over which experts are spread, E experts in all, L = E / N of them here, D hidden size.
+Shapes: T tokens, K experts per token, S = T K copies of tokens sorted by expert, C copies that this rank receives, N
+ranks over which experts are distributed, E experts in total, L = E / N of them on this rank, D hidden size.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
@@ -25,32 +25,38 @@ EXPERTS = "experts"
 
 
 def expert_mesh(device_type: str, world_size: int, spread: int, expert_count: int) -> DeviceMesh | None:
-    """[DATA, EXPERTS] of ranks, neighbours holding different experts; None where experts are not spread. Collective.
+    """Returns the mesh [DATA, EXPERTS] of all ranks, or None if experts are not distributed. Collective.
+
+    Neighbouring ranks hold different experts.
 
     Args:
-        spread: Ranks over which experts are spread.
-        expert_count: Of the model's layers; 0 without experts.
+        device_type: `cuda` or `cpu`.
+        world_size: Number of ranks.
+        spread: Number of ranks over which experts are distributed.
+        expert_count: Experts per layer; 0 for a model without experts.
 
-    Raises ValueError for a model whose experts cannot be spread so.
+    Raises:
+        ValueError: The experts cannot be distributed this way.
     """
     if spread == 1:
         return None
     if not expert_count:
-        raise ValueError(f"--expert-parallel is {spread}, but the model has no experts; take 1")
+        raise ValueError(f"--expert-parallel is {spread}, but the model has no experts; set it to 1")
     if expert_count % spread:
         raise ValueError(f"--expert-parallel is {spread}, which does not divide the model's {expert_count} experts")
     if expert_count % world_size:
         raise ValueError(
             f"--expert-parallel is {spread}: {expert_count // spread} experts of each rank cannot be sharded evenly "
-            f"over the {world_size // spread} that hold the same; take a number of ranks that divides {expert_count}"
+            f"over the {world_size // spread} ranks that hold them; use a number of ranks that divides {expert_count}"
         )
     return init_device_mesh(device_type, (world_size // spread, spread), mesh_dim_names=(DATA, EXPERTS))
 
 
 def spread_parameters(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves a rank its experts alone, of a module on the meta device.
+    """Replaces each parameter by one that holds only this rank's experts.
 
     Args:
+        experts: Module on the meta device.
         mesh: One dimension, EXPERTS.
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -61,12 +67,12 @@ def spread_parameters(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """The experts that this rank computes, of a gathered parameter."""
+    """Returns this rank's experts of a gathered parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def laid_out_as(parameter: Tensor, own: Tensor) -> Tensor:
-    """A gradient of `own_part` as one of the parameter."""
+    """Wraps a gradient of `own_part` in the layout of the parameter."""
     if not isinstance(parameter, DTensor):
         return own
     return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False)
@@ -74,13 +80,13 @@ def laid_out_as(parameter: Tensor, own: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How many copies of tokens go from each rank to each other one.
+    """The number of token copies that each rank sends to each other rank.
 
     Args:
         mesh: One dimension, EXPERTS.
-        sent: How many this rank sends to each.
-        received: How many it gets from each.
-        index_C1: Which of its own experts each is for that it gets.
+        sent: Number of copies that this rank sends to each rank.
+        received: Number of copies that this rank receives from each rank.
+        index_C1: int64, the local expert of each received copy.
     """
 
     mesh: DeviceMesh
@@ -90,24 +96,28 @@ class Exchange:
 
     @classmethod
     def of(cls, ends_E: Tensor, mesh: DeviceMesh) -> Self:
-        """For copies that are sorted by expert; waits for the device. Collective.
+        """Exchanges the counts for copies that are sorted by expert. Waits for the device. Collective.
 
         Args:
-            ends_E: Where each expert's copies end.
+            ends_E: int32, end of each expert's copies.
+            mesh: One dimension, EXPERTS.
         """
         counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).long()
         counts_NL = _to_all(counts_E, None, None, mesh).view(mesh.size(), -1)
+        # all_to_all needs the sizes as Python numbers: one transfer to the host for both lists.
         sent, received = torch.stack([counts_E.view(mesh.size(), -1).sum(1), counts_NL.sum(1)]).tolist()
         own_L = torch.arange(counts_NL.shape[1], device=ends_E.device)
         index_C = own_L.repeat(mesh.size()).repeat_interleave(counts_NL.flatten(), output_size=sum(received))
         return cls(mesh, sent, received, index_C.unsqueeze(1))
 
     def send(self, rows_SD: Tensor) -> Tensor:
-        """What this rank gets of all ranks' rows, [C, D]. Collective, its backward pass too."""
+        """Sends rows to the ranks of their experts; returns the received rows [C, D]. Collective, also in the backward
+        pass.
+        """
         return _to_all(rows_SD, self.received, self.sent, self.mesh)
 
     def send_back(self, rows_CD: Tensor) -> Tensor:
-        """The way back: [S, D]. Likewise."""
+        """Sends processed rows back, [S, D]: the inverse of `send`. Collective, also in the backward pass."""
         return _to_all(rows_CD, self.sent, self.received, self.mesh)
 
 
@@ -118,7 +128,7 @@ def _to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, me
 
 
 def parts_of_all(own: Tensor, mesh: DeviceMesh) -> list[Tensor]:
-    """The tensors of the ranks that hold different experts, in order. Collective."""
+    """Returns the tensors of the ranks that hold different experts, in rank order. Collective."""
     found = [torch.empty_like(own) for _ in range(mesh[EXPERTS].size())]
     dist.all_gather(found, own, group=mesh.get_group(EXPERTS))
     return found

@@ -1,11 +1,11 @@
-"""Mixtures of experts: products over tokens sorted by expert, with what is trained of the experts.
+"""Mixtures of experts: matrix products over tokens sorted by expert, with the trained tensors of the experts.
 
-Modules are transformers' own: a router's `forward` decides which experts a token takes and with what weights,
-`experts_forward` computes them. Adapters are "shared outer", as hosted Tinker's: the A of gate and up and the B of down
-are one for all experts, so that x A' is a product for each token, not for each of its copies.
+The modules are transformers' own: a router's `forward` chooses experts and weights for each token, and
+`experts_forward` computes the experts. Adapters are "shared outer", as in hosted Tinker: the A of gate and up and the B
+of down are shared by all experts. x A' is then one product per token instead of one per copy.
 
-Shapes: T tokens, K experts of a token, S = T K copies of tokens sorted by expert, E experts, D hidden size, I size of
-an expert, G = 2 I, R rank; of any product N inputs, O outputs.
+Shapes: T tokens, K experts per token, S = T K copies of tokens sorted by expert, E experts, D hidden size, I
+intermediate size of an expert, G = 2 I, R LoRA rank; for a generic product N inputs, O outputs.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
@@ -30,30 +30,31 @@ from fovea_services.trainer.model.fused_layers import weighted_swiglu
 from fovea_services.trainer.model.lora_linear import add_product, gradient_of
 
 EXPERTS_IMPLEMENTATION = "fovea"
-"""The name of `experts_forward` among transformers' implementations."""
+"""Name under which `experts_forward` is registered with transformers."""
 
 
 class ExpertLayout(StrEnum):
-    """How the files of a checkpoint hold the experts of a layer, which a module has as [E, O, N]."""
+    """Layout of a layer's experts in checkpoint files. A module always has [E, O, N]."""
 
     ONE_BY_ONE = "one by one"
-    """A matrix [O, N] for each expert and projection, `experts.7.gate_proj.weight`."""
+    """One matrix [O, N] per expert and projection, for example `experts.7.gate_proj.weight`."""
     TRANSPOSED = "transposed"
     """[E, N, O]."""
     AS_IN_MODULE = "as in the module"
 
 
 _ALIGNMENT_BYTES = 16
-"""Of rows, for torch's grouped products."""
+"""Alignment of rows that torch's grouped products require, in bytes."""
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float32)
 _forced: list[bool] = []
-"""Of whom `computed_with_kernels` serves, the last decides."""
+"""Overrides by `computed_with_kernels`; the last entry applies."""
 
 
 def kernels_compute(rows: Tensor) -> bool:
-    """Whether `expert_kernels.py` computes what lies between products, not torch's operators: on a GPU, where that is
-    faster (`benchmarks/experts.py`).
+    """Returns True if `expert_kernels.py` computes the steps between matrix products, and False for torch's operators.
+
+    The kernels are used on a GPU, where they are faster (`benchmarks/experts.py`).
     """
     if _forced:
         return _forced[-1]
@@ -62,7 +63,7 @@ def kernels_compute(rows: Tensor) -> bool:
 
 @contextmanager
 def computed_with_kernels(wanted: bool) -> Iterator[None]:
-    """Has all threads, for so long, compute with kernels or without: to measure and to compare them."""
+    """Forces the kernels on or off for all threads within a block, to measure or compare them."""
     _forced.append(wanted)
     try:
         yield
@@ -76,18 +77,18 @@ def _triton_is_here() -> bool:
 
 
 def _kernels() -> ModuleType:
-    from fovea_services.trainer.model import expert_kernels  # not before a GPU asks: it imports Triton
+    from fovea_services.trainer.model import expert_kernels  # imported late, because it imports Triton
 
     return expert_kernels
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of the adapters of a layer's experts: [E, O, N], or [1, O, N] where all experts share it.
+    """One factor of the adapters of a layer's experts: [E, O, N], or [1, O, N] if all experts share it.
 
     Args:
-        value: float32, what is trained.
-        cast: What is computed with: `value` in the type of the model.
+        value: float32, the trained tensor.
+        cast: `value` in the dtype of the model, used in products.
         grad: float32, to which backward passes add.
     """
 
@@ -98,10 +99,10 @@ class Factor:
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """LoRA of a layer's experts: of gate (w1), up (w3) and down (w2), y += scale * B (A x).
+    """LoRA of a layer's experts, for gate (w1), up (w3) and down (w2): y += scale * B (A x).
 
     Args:
-        factors: By name, `w1.lora_A`. Shapes: those of `factor_shapes`.
+        factors: Factors keyed by `w1.lora_A` and so on. Their shapes are those of `factor_shapes`.
         scale: alpha / rank.
     """
 
@@ -109,12 +110,12 @@ class ExpertAdapter:
     scale: float
 
     def low(self, name: str, x: Tensor, ends_E: Tensor | None) -> Tensor:
-        """x A'."""
+        """Returns x A' of one projection. Without `ends_E` the factor is shared by all experts."""
         factor = self.factors[name]
         return _product(x, factor.cast, ends_E, factor.grad, factor.value)
 
     def add(self, output: Tensor, names: Sequence[str], lows: Sequence[Tensor], ends_E: Tensor | None) -> Tensor:
-        """Adds scale * low B', of each name to one of the equal parts of the output, in place."""
+        """Adds scale * low B' in place. The output is split into equal parts, one for each of `names`."""
         apply: Any = _AddProducts.apply
         factors = [self.factors[name] for name in names]
         found: Tensor = apply(output, self.scale, ends_E, factors, *lows)
@@ -123,18 +124,23 @@ class ExpertAdapter:
 
 @dataclass(frozen=True)
 class ExpertMasters:
-    """The float32 masters of a layer's experts, to whose `grad` backward passes add."""
+    """The float32 masters of a layer's experts. Backward passes add to their `grad`."""
 
     gate_up_EGD: Tensor
     down_EDI: Tensor
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Of both, zeros where there are none yet."""
+        """Returns the gradients of both, which are zeros if there were none yet."""
         return gradient_of(self.gate_up_EGD), gradient_of(self.down_EDI)
 
 
 def factor_shapes(experts: Any, rank: int) -> dict[str, tuple[int, int, int]]:
-    """What an adapter trains of the experts of a layer, in order."""
+    """Returns the shapes of an adapter's factors for the experts of a layer, in order.
+
+    Args:
+        experts: transformers' experts module.
+        rank: LoRA rank.
+    """
     (count, hidden_size, inner_size) = experts.down_proj.shape
     inner_shapes = {"lora_A": (1, rank, hidden_size), "lora_B": (count, inner_size, rank)}
     outer_shapes = {"lora_A": (count, rank, inner_size), "lora_B": (1, hidden_size, rank)}
@@ -147,14 +153,14 @@ def factor_shapes(experts: Any, rank: int) -> dict[str, tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the copies of tokens are once they are sorted by expert.
+    """Positions of token copies after sorting by expert.
 
     Args:
-        token_S: The token of each copy.
-        expert_S: The expert of each copy, in order.
-        order_S: The place of each copy in [T, K].
-        place_S: The inverse: where each of [T, K] is among the copies.
-        ends_E: int32, where each expert's copies end.
+        token_S: int64, the token of each copy.
+        expert_S: int64, the expert of each copy, ascending.
+        order_S: int64, the position of each copy in the flattened [T, K].
+        place_S: int64, the inverse: the slot of each entry of [T, K] among the copies.
+        ends_E: int32, the end of each expert's copies.
         top_k: K.
     """
 
@@ -167,7 +173,7 @@ class Routing:
 
     @classmethod
     def of(cls, index_TK: Tensor, expert_count: int) -> Self:
-        """Of the experts that were chosen."""
+        """Sorts the copies for the chosen experts, int64 [T, K]."""
         top_k = index_TK.shape[-1]
         sorted_S, order_S = torch.sort(index_TK.flatten(), stable=True)
         places_S = torch.arange(len(order_S), device=order_S.device)
@@ -177,28 +183,29 @@ class Routing:
         return cls(order_S // top_k, sorted_S, order_S, place_S, ends_E, top_k)
 
     def copies(self, rows_TN: Tensor) -> Tensor:
-        """A row of each token for each of its copies, [S, N]."""
+        """Copies the row of each token to all its copies, [S, N]."""
         apply: Any = _Copies.apply
         found: Tensor = apply(rows_TN, self)
         return found
 
     def sums(self, rows_SN: Tensor) -> Tensor:
-        """The sum of the rows of each token's copies, [T, N]; without atomic additions, so always the same."""
+        """Returns the sum of the copies of each token, [T, N]. Uses no atomic additions, so it is reproducible."""
         apply: Any = _Sums.apply
         found: Tensor = apply(rows_SN, self)
         return found
 
 
 def experts_forward(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """The weighted sum of what the experts of each token make of it, [T, D].
+    """Computes the experts of each token; returns their weighted sum, [T, D].
+
+    Collective, also in the backward pass, if experts are distributed over ranks. Each copy is then sent to the rank of
+    its expert, which treats it as a token with a single expert.
 
     Args:
-        experts: transformers' module; its `trained` says what is trained of it, as a LoraInjector has it.
-        index_TK: The experts of each token.
-        weight_TK: Their weights, of the type of the model.
-
-    Collective where experts are spread over ranks, backward passes too: to the rank that has a token's expert the copy
-    for it is a token of one expert.
+        experts: transformers' experts module. A LoraInjector sets its `trained` to the trained tensors.
+        hidden_TD: Hidden states.
+        index_TK: int64, the experts of each token.
+        weight_TK: Router weights in the model's dtype.
     """
     if not isinstance(experts.gate_up_proj, DTensor):
         return _computed(experts, hidden_TD, index_TK, weight_TK)
@@ -210,7 +217,7 @@ def experts_forward(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK
 
 
 def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """The same, of the experts that this rank has."""
+    """Computes `experts_forward` for the experts of this rank."""
     trained: ExpertAdapter | ExpertMasters | None = experts.trained()
     adapter = trained if isinstance(trained, ExpertAdapter) else None
     totals = trained.gradients() if isinstance(trained, ExpertMasters) else (None, None)
@@ -228,13 +235,17 @@ def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tens
 def gated(
     inner_SG: Tensor, weight_S1: Tensor, lows_TR: Sequence[Tensor], routing: Routing, adapter: ExpertAdapter | None
 ) -> tuple[Tensor, Tensor | None]:
-    """silu(gate) * up * weight, [S, I], and what an adapter makes of it for its B of down, [S, R].
+    """Returns silu(gate) * up * weight, [S, I], and x A' of the down projection, [S, R], or None without an adapter.
 
-    Weighted before the last product, which is as wide as the model: it is linear.
+    The router weight is applied here, not after the last product: the product is linear, and its output is as wide as
+    the model.
 
     Args:
-        inner_SG: Gate and up, to which an adapter's part is yet to be added; may be overwritten.
-        lows_TR: x A' of gate and up, where there is an adapter.
+        inner_SG: Gate and up without the adapter's contribution; may be overwritten.
+        weight_S1: Router weights.
+        lows_TR: x A' of gate and up; empty without an adapter.
+        routing: Positions of the copies.
+        adapter: The adapter, or None.
     """
     if kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= _kernels().MOST_RANK):
         apply: Any = _Gated.apply
@@ -248,17 +259,17 @@ def gated(
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a layer, in transformers' common form."""
+    """Returns True if a module is a layer's experts in transformers' common form."""
     return hasattr(module, "_is_expert_parallel")
 
 
 def use_experts(decoder: Any) -> None:
-    """Has the experts of a language model computed by `experts_forward`."""
+    """Makes a language model compute its experts with `experts_forward`."""
     decoder.config._experts_implementation = EXPERTS_IMPLEMENTATION
 
 
 class ExpertLoads:
-    """How many tokens each expert has had in the latest forward pass.
+    """Number of tokens per expert in the latest forward pass.
 
     Attributes:
         layers: Numbers of the layers with experts.
@@ -273,12 +284,12 @@ class ExpertLoads:
                 module.register_forward_pre_hook(partial(self._note, number))
 
     def counts(self) -> Tensor | None:
-        """int64 [L, E], on the device, without waiting for it; None for a model without experts."""
+        """Returns int64 [layers, E] on the device, without waiting for it; None for a model without experts."""
         return torch.stack([self._counts[number] for number in self.layers]) if self.layers else None
 
     def _note(self, number: int, experts: Any, given: tuple[Tensor, ...]) -> None:
         index_S = given[1].flatten()
-        # bincount would wait for the device.
+        # bincount would make the host wait for the device.
         counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=index_S.device)
         self._counts[number] = counts_E.scatter_add_(0, index_S, torch.ones_like(index_S))
 
@@ -314,11 +325,14 @@ class _Sums(torch.autograd.Function):
 def _product(
     x: Tensor, weight: Tensor, ends_E: Tensor | None, total: Tensor | None = None, leaf: Tensor | None = None
 ) -> Tensor:
-    """x W', of each expert's rows with its own W [E, O, N], or, without `ends_E`, of all rows with the only one.
+    """Returns x W', each row with the W of its expert; rows are sorted by expert.
 
     Args:
-        total: float32, to which the gradient of W is added; without it the gradient is handed on.
-        leaf: Makes the output part of the graph where x is not.
+        x: [rows, N].
+        weight: [E, O, N].
+        ends_E: int32, the end of each expert's rows. None if there is a single W for all rows.
+        total: float32 [E, O, N], to which the gradient of W is added. None returns the gradient to autograd.
+        leaf: A tensor that makes the output part of the graph even if x is not.
     """
     apply: Any = _Product.apply
     found: Tensor = apply(x, weight, ends_E, total, leaf)
@@ -326,9 +340,9 @@ def _product(
 
 
 class _Product(torch.autograd.Function):
-    """x W' of each expert's rows. The gradient of W is added to a float32 tensor, or handed on in float32.
+    """The autograd function of `_product`. The gradient of W is float32, added to `total` or returned to autograd.
 
-    On a GPU, torch sums that of each expert in float32 and rounds it to the type of the model once.
+    On a GPU, torch sums each expert's gradient in float32 and rounds it once to the model's dtype.
     """
 
     @staticmethod
@@ -355,7 +369,7 @@ class _Product(torch.autograd.Function):
 
 
 class _AddProducts(torch.autograd.Function):
-    """Adds scale * x W' to each of the equal parts of the outputs, in place."""
+    """Adds scale * x W' in place to the equal parts of the output."""
 
     @staticmethod
     def forward(
@@ -379,7 +393,7 @@ class _AddProducts(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """`gated` in one kernel, and all of its gradients but those of the factors in another."""
+    """`gated` as one kernel. A second kernel computes all gradients except those of the factors."""
 
     @staticmethod
     def forward(
@@ -424,28 +438,31 @@ def _around_gate(routing: Routing, adapter: ExpertAdapter | None, lows_TR: Seque
 
 
 def _times(x: Tensor, weight_ENO: Tensor, ends_E: Tensor | None) -> Tensor:
-    """x W of each expert's rows; without `ends_E` all rows are of the one expert that there is."""
+    """Returns x W, each row with the W of its expert. Without `ends_E` all rows use the only W."""
     if ends_E is None:
         return x @ weight_ENO[0]
     found = functional.grouped_mm(_padded(x, 1), _padded(weight_ENO, 2), offs=ends_E)
     if found.shape[1] == weight_ENO.shape[2]:
         return found
-    # A view could not be added to in place, and without rows that is what `contiguous` would give.
+    # Return a copy: a view could not be added to in place, and for zero rows `contiguous` would return the view.
     return found[:, : weight_ENO.shape[2]].clone(memory_format=torch.contiguous_format)
 
 
 def _add_outer(total_EON: Tensor, grad: Tensor, x: Tensor, ends_E: Tensor | None, scale: float = 1.0) -> None:
-    """total += scale * grad' x, of each expert's rows, summed in float32."""
+    """Adds scale * grad' x of each expert's rows to `total_EON`, summed in float32."""
     if ends_E is None:
         return add_product(total_EON[0], grad.T, x, scale)
-    if not grad.is_cuda:
+    if not grad.is_cuda:  # the CPU kernel would sum in the operands' dtype
         grad, x = grad.float(), x.float()
     found = functional.grouped_mm(_padded(grad, 1).T, _padded(x, 1), offs=ends_E)
     total_EON.add_(found[:, : total_EON.shape[1], : total_EON.shape[2]], alpha=scale)
 
 
 def _padded(tensor: Tensor, count: int) -> Tensor:
-    """With zeros, so that each of the last dimensions is aligned: ranks of adapters may be odd."""
+    """Pads the last `count` dimensions with zeros to the required alignment.
+
+    The rank of an adapter need not be aligned.
+    """
     unit = _ALIGNMENT_BYTES // tensor.itemsize
     missing = [-size % unit for size in tensor.shape[-count:]]
     if any(missing):

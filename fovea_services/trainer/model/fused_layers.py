@@ -1,9 +1,9 @@
-"""Faster forms of Hugging Face's layers, which compute what the layers compute but for rounding.
+"""Faster versions of Hugging Face layers, equal up to rounding.
 
-The pointwise parts of a language layer are one kernel each on a GPU; left to themselves they are some fifty passes over
-memory per layer, as much time as the matrix products. Nothing depends on them: a family without them is only slower.
+On a GPU each pointwise part of a language layer runs as one kernel. Unfused, those parts make about fifty passes over
+memory per layer, which takes as long as the matrix products. They are optional: a family without them is only slower.
 
-Shapes: T tokens of all documents, H heads, D head size, I intermediate size, P patches, W bytes of a patch.
+Shapes: T tokens of all documents, H heads, D head size, I intermediate size, P patches, W bytes per patch.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
@@ -24,13 +24,17 @@ Result = TypeVar("Result")
 
 
 def fused(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorates a pure function of tensors, the first of which says where it runs. Any sizes share one kernel."""
+    """Decorates a pure function of tensors: compiled on a GPU, run eagerly on a CPU.
+
+    The first argument decides the device. One compiled kernel serves all sizes.
+    """
 
     @cache
-    def compiled() -> Any:  # not before a GPU asks: the compiler takes a second to import
-        # Adapters and full parameters, with gradients and without, are kernels of their own; above the limit none is.
+    def compiled() -> Any:  # only when a GPU needs it: importing the compiler takes a second
+        # Adapters, full parameters, and passes with and without gradients compile separately. Above the limit torch
+        # would stop compiling.
         torch._dynamo.config.recompile_limit = 32
-        # Rounding between steps stays as written: the sampler rounds there too, and agrees better for it.
+        # Keep the rounding between steps as written: the sampler rounds there too, so both agree better.
         return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
     @wraps(function)
@@ -45,14 +49,14 @@ LLAMA_LIKE = (
     *("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text"),
     *("qwen3_moe", "qwen3_vl_moe_text"),
 )
-"""Types of language models, alone or of a vision model, whose layers are as Llama has them.
+"""Model types of language models with Llama's layers, on their own or within a vision model.
 
-RMSNorm without an offset, then a gated MLP with SiLU, or experts; with Qwen3's normalised queries and keys or without.
+That means RMSNorm without an offset and a gated SiLU MLP or experts, with or without Qwen3's query and key norms.
 """
 
 
 def fuse_language(model: Any) -> None:
-    """For the language layers of `LLAMA_LIKE`."""
+    """Fuses the language layers of a `LLAMA_LIKE` model."""
     for layer in model.get_decoder().layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.forward = MethodType(_norm, norm)
@@ -63,15 +67,15 @@ def fuse_language(model: Any) -> None:
 
 
 def fuse_qwen_tower(model: Any) -> None:
-    """Patches as one product."""
+    """Replaces the patch embedding of a Qwen tower by a single matrix product."""
     patch_embed = model.model.visual.patch_embed
     patch_embed.forward = MethodType(_embed_patches, patch_embed)
 
 
 def _embed_patches(patch_embed: Any, pixels_PW: Tensor) -> Tensor:
-    """What the module's Conv3d computes on patches of exactly its kernel's size, as the matrix product that it is.
+    """Computes the module's Conv3d as a matrix product, since each patch has exactly the size of the kernel.
 
-    torch's convolution takes five times as long for it on a CPU.
+    On a CPU, torch's convolution takes five times as long.
     """
     weight = patch_embed.proj.weight
     return functional.linear(pixels_PW.to(weight.dtype), weight.flatten(1), patch_embed.proj.bias)
@@ -112,19 +116,27 @@ def _attention(
 
 @fused
 def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, 2020)."""
+    """Returns silu(gate) * up (Shazeer, 2020)."""
     return functional.silu(gate_TI) * up_TI
 
 
 @fused
 def weighted_swiglu(gate_SI: Tensor, up_SI: Tensor, weight_S1: Tensor) -> Tensor:
-    """silu(gate) * up, times a weight of each row."""
+    """Returns silu(gate) * up * weight, with one weight per row."""
     return functional.silu(gate_SI) * up_SI * weight_S1
 
 
 @fused
 def norm_and_rotate(heads_THD: Tensor, weight_D: Tensor, epsilon: float, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """RMSNorm over each head, then rotary position embedding of its two halves (Su et al., 2021)."""
+    """Applies RMSNorm to each head, then rotary position embedding (Su et al., 2021).
+
+    Args:
+        heads_THD: Queries or keys.
+        weight_D: Weight of the norm.
+        epsilon: Added to the mean square.
+        cos_TD: Cosines of the rotation angles.
+        sin_TD: Sines of the rotation angles.
+    """
     values_THD = heads_THD.float()
     values_THD = values_THD * torch.rsqrt(values_THD.square().mean(-1, keepdim=True) + epsilon)
     normed_THD = weight_D * values_THD.to(heads_THD.dtype)

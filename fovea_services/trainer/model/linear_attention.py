@@ -1,8 +1,8 @@
-"""Layers that carry a state from token to token, on packed documents: each document begins with an empty one.
+"""Layers with a recurrent state, on packed documents. The state is reset at the start of each document.
 
-Gated delta nets (Yang et al., 2024) as Qwen3.5 has them, and LFM2's gated short convolutions. The delta rule is
-flash-linear-attention's on a GPU that has that package, and elsewhere transformers', which does not look at where
-documents end: it is called with each document by itself. The short convolutions are a few products, fused on a GPU.
+They are gated delta nets (Yang et al., 2024) as in Qwen3.5, and the gated short convolutions of LFM2. On a GPU with
+flash-linear-attention installed, that package computes the delta rule. Elsewhere transformers does; its version ignores
+document bounds, so it is called with documents apart. The short convolutions are a few products, fused on a GPU.
 
 Shapes: T tokens of all documents, D channels, K taps of a convolution, H heads, N documents of L tokens.
 """
@@ -36,10 +36,12 @@ from fovea_services.trainer.model.packed_attention import HARMLESS
 logger = logging.getLogger(__name__)
 
 _CHUNK = 64
-"""Tokens that the delta rule takes in one go; what it pads documents to."""
+"""Chunk length of the delta rule in tokens. Documents are padded to a multiple of it."""
 
 _SOUND_TRITON = Version("3.7.1")
-"""The first since 3.4 that compiles the delta rule's backward pass rightly for Hopper (flash-linear-attention #640)."""
+"""The first Triton since 3.4 that compiles the backward pass of the delta rule correctly on Hopper GPUs
+(flash-linear-attention #640).
+"""
 
 _HAS_KERNELS = (
     is_flash_linear_attention_available()
@@ -49,7 +51,7 @@ _HAS_KERNELS = (
 
 
 def pack(decoder: nn.Module) -> None:
-    """Has the layers of a language model keep to documents."""
+    """Makes the stateful layers of a language model respect document bounds."""
     if (
         torch.cuda.is_available()
         and not _HAS_KERNELS
@@ -62,11 +64,11 @@ def pack(decoder: nn.Module) -> None:
 
 
 def kept_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
-    """What a gated delta net keeps of one token for its backward pass.
+    """Returns the bytes that a gated delta net retains per token for its backward pass.
 
-    In torch 22 float32 tensors as wide as all heads, measured, and a quarter more, if documents are longer than a
-    chunk. With kernels 3.5 times what they get and give: what Qwen3.5 9B took on an H200, by the trainer's peak of
-    72.0 GB in micro-batches of 4,096 tokens.
+    In torch these are 22 float32 tensors as wide as all heads, as measured for documents longer than a chunk, plus a
+    quarter. With kernels it is 3.5 times their inputs and outputs. That factor was measured with Qwen3.5 9B on an H200:
+    a peak of 72.0 GB with micro-batches of 4,096 tokens.
     """
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
@@ -85,13 +87,16 @@ def _gated_delta_net(
     seq_idx: Tensor,
     **others: Any,
 ) -> Tensor:
-    """What Qwen3_5GatedDeltaNet computes, [1, T, D], of each document by itself.
+    """Computes Qwen3_5GatedDeltaNet's forward pass per document, [1, T, D].
 
-    Its own steps, but for the two that mix tokens.
+    All steps are the module's own, except the two that mix tokens: the convolution and the delta rule.
 
     Args:
+        module: The module.
+        hidden_states: [1, T, D].
         cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
-        seq_idx: int32 [1, T], the number of each token's document.
+        seq_idx: int32 [1, T], the document number of each token.
+        others: Options of transformers' models that have no effect here.
     """
     _refuse_unknown(module, others)
     mixed_1TD = _convolve(module.in_proj_qkv(hidden_states), module.conv1d.weight, module.conv1d.bias, seq_idx, True)
@@ -112,12 +117,15 @@ def _gated_delta_net(
 
 @fused
 def _decay(steps_1TH: Tensor, log_rate_H: Tensor, bias_H: Tensor) -> Tensor:
-    """The logarithm of what is left of the state, float32 [1, T, H]."""
+    """Returns the logarithm of the state's decay, float32 [1, T, H]."""
     return -log_rate_H.float().exp() * functional.softplus(steps_1TH.float() + bias_H)
 
 
 def _delta_rule_kernel(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
-    """As `_delta_rule`, by flash-linear-attention. It remembers what it made of `bounds` from layer to layer."""
+    """Computes `_delta_rule` with flash-linear-attention.
+
+    The package caches what it derives from `bounds`, which all layers share.
+    """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
     query, key, value, decay, beta = packed
@@ -129,16 +137,19 @@ def _delta_rule_kernel(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
 
 
 def _delta_rule(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
-    """Values [T, H, D] of transformers' own rule, one call for all documents of as many chunks.
+    """Computes the delta rule with transformers' implementation, in one call per number of chunks.
 
     Args:
-        packed: Queries and keys [1, T, G, D], of which each counts for H / G heads; values [1, T, H, D], decays and
-            betas [1, T, H].
+        packed: Queries and keys [1, T, G, D], each shared by H / G heads; values [1, T, H, D]; decays and betas [1, T,
+            H].
         bounds: int32 [documents + 1].
+
+    Returns:
+        [T, H, D].
     """
     repeats = packed[2].shape[2] // packed[0].shape[2]
     packed = (*(tensor.repeat_interleave(repeats, dim=2) for tensor in packed[:2]), *packed[2:])
-    # A row of zeros at the end: tokens that fill up a chunk, which change nothing.
+    # Append a row of zeros, which serves as padding token for chunks: it does not change the state.
     padded = [functional.pad(tensor.squeeze(0), (0, 0) * (tensor.dim() - 2) + (0, 1)) for tensor in packed]
     rule: Any = unwrap(torch_chunk_gated_delta_rule)
     outputs = []
@@ -155,11 +166,11 @@ def _delta_rule(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _group_by_chunks(bounds: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Documents by how many chunks they take.
+    """Groups documents by their number of chunks.
 
     Returns:
-        int64 [N, L] a group: the packed positions of its documents' tokens, T after their ends; and int64 [T]: where
-        each token then stands in all groups, one after another.
+        Per group int64 [N, L], the packed positions of its documents' tokens, with T as padding; and int64 [T], the row
+        of each token in the concatenation of all groups.
     """
     groups: dict[int, list[Tensor]] = {}
     for start, end in pairwise(bounds):
@@ -170,10 +181,13 @@ def _group_by_chunks(bounds: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tenso
 
 
 def _short_convolution(module: Any, hidden_states: Tensor, *, seq_idx: Tensor, **others: Any) -> Tensor:
-    """What Lfm2ShortConv computes, [1, T, D], of each document by itself.
+    """Computes Lfm2ShortConv's forward pass per document, [1, T, D].
 
     Args:
-        seq_idx: int32 [1, T], the number of each token's document.
+        module: The module.
+        hidden_states: [1, T, D].
+        seq_idx: int32 [1, T], the document number of each token.
+        others: Options of transformers' models that have no effect here.
     """
     _refuse_unknown(module, others)
     gate_in, gate_out, values = module.in_proj(hidden_states).chunk(3, dim=-1)
@@ -186,10 +200,14 @@ def _short_convolution(module: Any, hidden_states: Tensor, *, seq_idx: Tensor, *
 def _convolve(
     values_1TD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, seq_idx: Tensor, activated: bool
 ) -> Tensor:
-    """A causal convolution of each channel, [1, T, D], that sees nothing of earlier documents; summed in float32.
+    """Applies a causal convolution per channel that does not cross document bounds, [1, T, D]. Sums in float32.
 
     Args:
-        activated: Whether SiLU follows.
+        values_1TD: The input.
+        weight_D1K: Taps of each channel; the last is that of the token itself.
+        bias_D: Bias of each channel, or None.
+        seq_idx: int32 [1, T], the document number of each token.
+        activated: True to apply SiLU to the result.
     """
     weight_DK = weight_D1K.squeeze(1).float()
     summed_1TD = values_1TD.float() * weight_DK[:, -1]
@@ -205,7 +223,7 @@ def _convolve(
 
 def _refuse_unknown(module: nn.Module, others: Mapping[str, Any]) -> None:
     if refused := [name for name in others if others[name] is not None and name not in (*HARMLESS, "max_length_q")]:
-        raise ValueError(f"packed layers do not know {', '.join(refused)}, which {type(module).__name__} is given")
+        raise ValueError(f"packed layers do not support {', '.join(refused)}, which {type(module).__name__} receives")
 
 
 _FORWARDS = {

@@ -1,7 +1,7 @@
-"""LoRA adapters: small float32 tensors beside the sharded base, injected by hooks, many of them on one base.
+"""LoRA adapters: small float32 tensors beside the sharded base, injected by hooks. Many adapters share one base.
 
-All tensors of an adapter are views of one flat buffer, and so are their gradients: one all-reduce, one optimizer
-parameter, one copy for a snapshot. Every rank holds the same values.
+All tensors of an adapter are views of one flat buffer, and their gradients are views of another. So there is one
+all-reduce, one optimizer parameter, and one copy per snapshot. Every rank holds the same values.
 """
 
 import math
@@ -27,13 +27,13 @@ from fovea_services.trainer.model.optimizer import LARGEST_WEIGHT
 PEFT_PREFIX = "base_model.model."
 DEFAULT_ALPHA = 32.0
 _LARGEST_SCALE = 1024.0
-"""The largest alpha / rank. With it factors may still be as large as 64."""
+"""The largest alpha / rank. At this scale factors may still be as large as 64."""
 UNEMBEDDING = "lm_head"
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What an adapter adapts; as `LoraConfig` on the wire."""
+    """The settings of an adapter, as `LoraConfig` on the wire."""
 
     rank: int
     alpha: float
@@ -45,12 +45,12 @@ class LoraSettings:
 
     @classmethod
     def of(cls, given: weights_pb2.LoraConfig) -> Self:
-        """What a message says; an alpha of 0 is the default."""
+        """Reads the settings from a message. An alpha of 0 means the default."""
         settings = cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
         return settings if settings.alpha else replace(settings, alpha=DEFAULT_ALPHA)
 
     def message(self) -> weights_pb2.LoraConfig:
-        """The same on the wire."""
+        """Returns the settings as a message."""
         return weights_pb2.LoraConfig(**asdict(self))
 
     @property
@@ -60,14 +60,23 @@ class LoraSettings:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of a factor: as of any weight, also after B was multiplied by the scale."""
+        """The largest allowed magnitude of a factor: the limit for any weight must also hold for B times the scale."""
         return LARGEST_WEIGHT / max(1.0, self.scale)
 
     def check(self, max_rank: int, adapts_vision: bool) -> None:
-        """Raises InvalidInput for settings that cannot be honoured; a `max_rank` of 0 is a model's without adapters."""
+        """Checks that the trainer can honour the settings.
+
+        Args:
+            max_rank: Highest supported rank; 0 if the model supports no adapters.
+            adapts_vision: True if the model has a vision tower that adapters can reach.
+
+        Raises:
+            InvalidInput: A setting is not supported.
+        """
         if not max_rank:
             raise InvalidInput(
-                "lora is set, but vLLM has no LoRA for this model; create one of full parameters", field="lora"
+                "lora is set, but vLLM does not support LoRA for this model; train full parameters instead",
+                field="lora",
             )
         if not 1 <= self.rank <= max_rank:
             raise InvalidInput(f"lora.rank {self.rank} is not in 1 .. {max_rank}", field="lora.rank")
@@ -75,7 +84,7 @@ class LoraSettings:
             raise InvalidInput(f"lora.alpha {self.alpha} must be positive and finite", field="lora.alpha")
         if self.scale > _LARGEST_SCALE:
             raise InvalidInput(
-                f"lora.alpha {self.alpha:g} is {self.scale:g} times the rank; up to {_LARGEST_SCALE:g} times are taken",
+                f"lora.alpha {self.alpha:g} is {self.scale:g} times the rank; the limit is {_LARGEST_SCALE:g} times",
                 field="lora.alpha",
             )
         if not (self.train_attention or self.train_mlp or self.train_unembedding):
@@ -94,7 +103,7 @@ class LoraSettings:
             )
 
     def adapts(self, target: LoraTarget) -> bool:
-        """Whether a module is adapted."""
+        """Returns True if these settings adapt the module."""
         if target.vision and not self.train_vision:
             return False
         return {
@@ -104,7 +113,12 @@ class LoraSettings:
         }[target.role]
 
     def shapes(self, targets: Iterable[LoraTarget], spread: int = 1) -> dict[str, tuple[int, ...]]:
-        """Of all trained tensors, by name, on one of the ranks over which experts are spread."""
+        """Returns the shapes of all trained tensors, keyed by tensor name, on one rank.
+
+        Args:
+            targets: All modules that can be adapted.
+            spread: Number of ranks over which experts are distributed.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for target in targets:
             if self.adapts(target):
@@ -115,15 +129,16 @@ class LoraSettings:
 class LoraWeights:
     """The trained tensors of one adapter.
 
-    Args:
-        settings: What to adapt.
-        targets: All modules that could be.
-        device: Where the tensors live.
-        dtype: The type of the model that it is computed with.
-        mesh: Over which experts are spread: the flat buffers hold the factors of this rank's experts after all else.
+    A is uniform within 1/sqrt(in), as kaiming_uniform_(a=sqrt(5)). It depends only on the seed and the module's name,
+    not on the number of ranks or the other modules. B is zero.
 
-    A is uniform within 1/sqrt(in), as kaiming_uniform_(a=sqrt(5)), from the seed and the module's name alone, so that
-    neither the number of ranks nor the other modules change it. B is zero.
+    Args:
+        settings: The adapter's settings.
+        targets: All modules that can be adapted.
+        device: Device of the tensors.
+        dtype: Dtype of the model, in which the adapter is applied.
+        mesh: Mesh over which experts are distributed, or None. The flat buffers then end with the factors of this
+            rank's experts.
     """
 
     def __init__(
@@ -166,24 +181,24 @@ class LoraWeights:
                 self.pairs[target.name] = _pair(views, target.name, settings.scale)
 
     def cast(self) -> None:
-        """Has the next passes compute with the weights as they are now."""
+        """Updates the copies in the model's dtype, so that the next passes use the current weights."""
         if self._cast is not self.flat:
             self._cast.copy_(self.flat)
 
     @property
     def whole_size(self) -> int:
-        """Numbers of the adapter, the factors of other ranks' experts included."""
+        """Number of parameters of the adapter, including the factors of other ranks' experts."""
         return sum(map(math.prod, self._whole_shapes.values()))
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The parts of a buffer that `whole` made, or laid out as it does, under PEFT's names, in order."""
+        """Yields PEFT name and view of each tensor in a buffer laid out as by `whole`, in order."""
         for (name, shape), offset in zip(
             self._whole_shapes.items(), _offsets(self._whole_shapes.values()), strict=True
         ):
             yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, math.prod(shape)).view(shape)
 
     def initial(self) -> Tensor:
-        """A new buffer of the whole adapter as it began: its B is zero, so it changes nothing."""
+        """Returns a new buffer of the whole adapter at its initialization. Its B is zero, so it has no effect."""
         found = self.flat.new_zeros(self.whole_size)
         for (name, shape), (_, part) in zip(self._whole_shapes.items(), self.named(found), strict=True):
             if name.endswith("lora_A"):
@@ -191,9 +206,9 @@ class LoraWeights:
         return found
 
     def whole(self, flat: Tensor) -> Tensor:
-        """The buffer of the whole adapter of which each rank has one laid out as `flat`; that very one if it is whole.
+        """Returns the buffer of the whole adapter, assembled from the ranks' buffers laid out as `flat`. Collective.
 
-        Collective.
+        Without distributed experts it returns `flat` itself.
         """
         if self._mesh is None:
             return flat
@@ -205,7 +220,7 @@ class LoraWeights:
         return found
 
     def part(self, whole: Tensor) -> Tensor:
-        """The way back from `whole`: what of it this rank holds. Not collective."""
+        """Returns this rank's part of a whole buffer: the inverse of `whole`. Not collective."""
         if self._mesh is None:
             return whole
         found, wholes = torch.empty_like(self.flat), dict(self.named(whole))
@@ -215,7 +230,13 @@ class LoraWeights:
         return found
 
     def sum_over_ranks(self, flat: Tensor) -> Tensor:
-        """Sums a buffer laid out as `flat`, in place; the squared norm of the whole, float32 scalar. Collective."""
+        """Sums a buffer laid out as `flat` over the ranks, in place. Collective.
+
+        Returns:
+            The squared norm of the whole, a float32 scalar.
+        """
+        # Shared tensors are summed over all ranks. Factors of experts exist once per EXPERTS coordinate, so they are
+        # summed over DATA only, and only their squared norms over EXPERTS.
         shared, own = flat.tensor_split([self._shared_size])
         dist.all_reduce(shared)
         squares: Tensor = torch.linalg.vector_norm(shared).square()
@@ -234,7 +255,7 @@ class LoraWeights:
 
 
 def _is_spread(shape: tuple[int, ...]) -> bool:
-    """Whether a factor is one for each expert."""
+    """Returns True for a factor with one matrix per expert."""
     return len(shape) == 3 and shape[0] > 1
 
 
@@ -263,17 +284,17 @@ def _initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class LoraInjector:
-    """Makes what is trained part of the linear modules and experts of the base model; placed once.
+    """Adds the trained tensors to the linear modules and experts of the base model. Created once per base.
 
     Attributes:
-        parameters: Names of the parameters of these modules, whose gradients the modules can add to masters.
+        parameters: Names of these modules' parameters. The modules can add their gradients to float32 masters directly.
     """
 
     def __init__(self, targets: Iterable[LoraTarget]) -> None:
         self._trained: dict[str, Trained | ExpertAdapter | ExpertMasters] = {}
         self._targets: list[LoraTarget] = []
         for target in targets:
-            # The unembedding is no module call: logits are made in chunks, see target_logprobs.py.
+            # The unembedding is not called as a module: target_logprobs.py computes logits in chunks.
             if target.role is not Role.UNEMBEDDING:
                 self._targets.append(target)
                 module: Any = target.module
@@ -283,13 +304,13 @@ class LoraInjector:
         self.parameters = [name for target in self._targets for name in target.parameters]
 
     def activate(self, weights: LoraWeights | None) -> None:
-        """Makes an adapter take part in all forward passes from now on; None for the bare base."""
+        """Applies an adapter in all following forward passes; None means the bare base."""
         self._trained = {**weights.pairs, **weights.experts} if weights else {}
         if weights is not None:
             weights.cast()
 
     def activate_full(self, masters: Mapping[str, Tensor]) -> None:
-        """Sums the gradients of parameters, by name, into those of their float32 masters from now on."""
+        """Makes the following passes add gradients to the `grad` of these float32 masters, keyed by parameter name."""
         self._trained = {}
         for target in self._targets if masters else ():
             own = [masters[name] for name in target.parameters]

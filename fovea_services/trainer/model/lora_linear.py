@@ -1,7 +1,7 @@
-"""Linear modules with LoRA: products with what is trained of them, and all gradients, in one go.
+"""Linear modules with LoRA: the product, the adapter's contribution and all gradients in one autograd function.
 
-What an adapter's gradients are added to is float32 and lies ready, likewise for weights that are whole on this rank:
-they go past autograd and FSDP. Other weights' gradients are handed to FSDP in float32.
+Gradients of an adapter are added to preallocated float32 buffers, bypassing autograd and FSDP. The same holds for a
+weight that this rank holds whole. Gradients of other weights are passed to FSDP in float32.
 
 Shapes: T rows of input, R rank, V vocabulary, D hidden size.
 """
@@ -19,15 +19,15 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class LoraPair:
-    """y += scale * B (A x).
+    """The two LoRA factors of a linear module: y += scale * B (A x).
 
     Args:
-        a: float32 [rank, in], what is trained.
-        b: float32 [out, rank], likewise.
-        a_cast: What is computed with: `a` in the type of the model.
-        b_cast: Likewise.
+        a: float32 [rank, in], trained.
+        b: float32 [out, rank], trained.
+        a_cast: `a` in the dtype of the model, used in products.
+        b_cast: `b` in the dtype of the model, used in products.
         a_grad: float32 [rank, in], to which backward passes add.
-        b_grad: Likewise.
+        b_grad: float32 [out, rank], to which backward passes add.
         scale: alpha / rank.
     """
 
@@ -40,17 +40,23 @@ class LoraPair:
     scale: float
 
     def project(self, x: Tensor) -> Tensor:
-        """x A', [T, R]."""
+        """Returns x A', [T, R]."""
         return functional.linear(x, self.a_cast)
 
     def add_output(self, output: Tensor, low_TR: Tensor) -> Tensor:
-        """output += scale * low B', in place; `low_TR` is x A'."""
+        """Adds scale * low B' to the output in place, where `low_TR` is x A'."""
         return output.addmm_(low_TR, self.b_cast.T, alpha=self.scale)
 
     def add_gradients(self, grad: Tensor, x: Tensor, low_TR: Tensor, d_x: Tensor | None) -> None:
-        """Adds what follows from the gradient of the output: to `d_x`, and to the gradients of A and B.
+        """Adds the gradients that follow from the gradient of the output: to `d_x`, and to the gradients of A and B.
 
-        Sums are made in float32; those of A and B are not rounded to the type of the model in between.
+        Sums are computed in float32. Those of A and B are never rounded to the model's dtype.
+
+        Args:
+            grad: [T, out], gradient of the output.
+            x: [T, in], the input.
+            low_TR: x A'.
+            d_x: [T, in], gradient of the input, or None if not needed.
         """
         d_low_TR = torch.empty_like(low_TR).addmm_(grad, self.b_cast, beta=0, alpha=self.scale)
         if d_x is not None:
@@ -60,14 +66,14 @@ class LoraPair:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left right, summed and given in float32, without a float32 copy of the factors on a GPU."""
+    """Returns left right in float32. On a GPU this makes no float32 copies of the operands."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """total += scale * left right, summed in float32, without a float32 copy of the factors on a GPU."""
+    """Adds scale * left right to `total`, summed in float32. On a GPU this makes no float32 copies of the operands."""
     if total.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, alpha=scale, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
     else:
@@ -75,13 +81,13 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) 
 
 
 Trained = LoraPair | Tensor | None
-"""What is trained of a module: an adapter; the float32 master of its weight, whose `grad` is added to; or None: the
-weight itself gets the gradient, if it needs one.
+"""The trained tensor of a module: an adapter; or the float32 master of its weight, to the `grad` of which gradients are
+added; or None, in which case the weight itself receives a gradient if it requires one.
 """
 
 
 def shared_products(x: Tensor, *modules: Any) -> Sequence[Tensor]:
-    """The outputs of linear modules for one input, with what is trained of them as a LoraInjector says."""
+    """Returns the outputs of linear modules for one input, with the trained tensors that a LoraInjector activated."""
     trained = [module.trained() for module in modules]
     frozen = [one is None and not module.weight.requires_grad for module, one in zip(modules, trained, strict=True)]
     if any(frozen):
@@ -93,14 +99,15 @@ def shared_products(x: Tensor, *modules: Any) -> Sequence[Tensor]:
 
 
 def products(x: Tensor, modules: Sequence[nn.Linear], trained: Sequence[Trained]) -> tuple[Tensor, ...]:
-    """x W' + bias of each module, plus scale * (x A') B' where an adapter is trained.
+    """Returns x W' + bias of each module, plus scale * (x A') B' for a module with an adapter.
 
     Args:
-        x: [..., in], of the type of the weights.
-        trained: Of each module. A weight with an adapter gets no gradient.
+        x: [..., in], in the dtype of the weights.
+        modules: The modules.
+        trained: The trained tensor of each module. A weight with an adapter receives no gradient.
     """
     apply: Any = _Products.apply
-    # A's only make the outputs part of the graph where x is not.
+    # Passing A to autograd makes the outputs part of the graph even if x is not.
     leaves = [one.a for one in trained if isinstance(one, LoraPair)]
     weights, biases = [module.weight for module in modules], [module.bias for module in modules]
     found: tuple[Tensor, ...] = apply(x.reshape(-1, x.shape[-1]), trained, *weights, *biases, *leaves)
@@ -108,7 +115,9 @@ def products(x: Tensor, modules: Sequence[nn.Linear], trained: Sequence[Trained]
 
 
 class _Products(torch.autograd.Function):
-    """Adds in place where autograd would make and sum separate tensors: a tenth of a training step, measured."""
+    """Accumulates in place where autograd would allocate and sum separate tensors. This saves a tenth of a training
+    step.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, trained: Sequence[Trained], *given: Tensor | None) -> tuple[Tensor, ...]:
@@ -151,7 +160,9 @@ class _Products(torch.autograd.Function):
 
 
 def embedding(tokens_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """Rows of the weight, [T, D]; its gradient is summed in float32, where a token that is frequent adds up many."""
+    """Returns the rows of the weight, [T, D]. Its gradient is summed in float32, since a frequent token adds many
+    terms.
+    """
     apply: Any = _Embedding.apply
     found: Tensor = apply(tokens_T, weight_VD)
     return found
@@ -172,7 +183,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def gradient_of(master: Tensor) -> Tensor:
-    """The gradient of a float32 tensor, zeros if it has none yet."""
+    """Returns the gradient of a float32 tensor; sets it to zeros if there is none yet."""
     if master.grad is None:
         master.grad = torch.zeros_like(master)
     return master.grad

@@ -1,7 +1,7 @@
-"""Memory of a rank's device: what is free, how large a micro-batch may be, and who is refused where it does not fit.
+"""Memory of a rank's device: free memory, sizes of micro-batches, and refusal of what does not fit.
 
-It is counted before it is taken. Large micro-batches keep a GPU busy, larger ones do not fit. Decisions are the same on
-all ranks: what counts is the rank that has least.
+Memory is estimated before it is allocated. Large micro-batches keep a GPU busy, but too large ones do not fit.
+Decisions are the same on all ranks and follow the rank with the least memory.
 """
 
 import ctypes
@@ -24,23 +24,29 @@ from fovea_services.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 16384
-"""More does not make a step faster, measured with a model of 4 billion parameters."""
+"""The largest micro-batch in tokens. Larger ones do not make a step faster, as measured with a model of 4 billion
+parameters.
+"""
 MOST_PATCHES = 65536
 _LEAST_TOKENS = 1024
 _LEAST_PATCHES = 4096
 _TOWER_SHARE = 0.2
-"""Of the memory for activations, where the vision tower is trained."""
+"""The vision tower's share of the memory for activations, if the tower is trained."""
 _WORKING_BYTES = 16 * 2**30
-"""Less is too little to compute fast in: copies that wait for a push then leave the device."""
+"""Memory to reserve for computing, in bytes. With less, steps become slow; snapshots that wait for a push then leave
+the device.
+"""
 _HOST_RESERVE_BYTES = 128 * 2**20
 UNLIMITED = 2**62
-"""Bytes, where nothing is known of a limit."""
+"""Bytes, where no limit is known."""
 
 _FLOAT32_NORMS = ("gemma3_text", "gemma4_text")
-"""Language models with norms around both halves of a layer and on queries and keys, which keep copies in float32."""
+"""Model types of language models that have norms around both halves of a layer and on queries and keys. Such norms
+retain float32 copies.
+"""
 
 _ROUTING_SIZE = 32
-"""Numbers of 16 bits: where a token's copies are, once they are sorted by expert."""
+"""The routing indices of a token, expressed as a number of 16-bit values."""
 
 _PAGE_BYTES = 4096
 
@@ -49,9 +55,9 @@ class DeviceMemory:
     """The memory of one rank's device.
 
     Args:
-        device: Where the rank computes.
-        limit_bytes: The most that this rank may take: of a GPU, of torch's; of a CPU, of the whole process. 0 for what
-            the GPU has; on a CPU for no limit.
+        device: Device of the rank.
+        limit_bytes: Upper limit: on a GPU for torch's allocations, on a CPU for the whole process. 0 means the GPU's
+            own memory, or no limit on a CPU.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
@@ -60,11 +66,14 @@ class DeviceMemory:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is anything to count against."""
+        """True if there is a limit to compare with."""
         return self.device.type != "cpu" or self._limit_bytes > 0
 
     def free_bytes(self) -> int:
-        """What nobody has taken; of a GPU, what torch has taken here but does not use counts too."""
+        """Returns the free memory in bytes.
+
+        On a GPU this includes memory that torch has reserved in this process but does not use.
+        """
         if self.device.type == "cpu":
             return self._limit_bytes - _resident_bytes() if self._limit_bytes else UNLIMITED
         used_bytes = torch.cuda.memory_allocated(self.device)
@@ -73,7 +82,7 @@ class DeviceMemory:
         return min(free_bytes, self._limit_bytes - used_bytes) if self._limit_bytes else free_bytes
 
     def collect(self) -> None:
-        """Gives back what is no longer used: dropped tensors, and pieces that torch keeps but cannot join."""
+        """Frees memory: collects dropped tensors, and returns cached blocks that torch cannot merge."""
         gc.collect()
         if self.device.type == "cpu":
             ctypes.CDLL(None).malloc_trim(0)
@@ -82,7 +91,7 @@ class DeviceMemory:
 
 
 def mib(size_bytes: int) -> str:
-    """For messages: `1,024 MiB`."""
+    """Formats a size for messages, for example `1,024 MiB`."""
     return f"{max(size_bytes, 0) / 2**20:,.0f} MiB"
 
 
@@ -92,18 +101,25 @@ def _resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class Budgets:
-    """The most tokens and patches of one micro-batch of one rank."""
+    """The maximum number of tokens and of patches in one rank's micro-batch."""
 
     tokens: int
     patches: int
 
 
 CPU_BUDGETS = Budgets(8192, MOST_PATCHES)
-"""Larger ones make nothing faster there."""
+"""Budgets on a CPU, where larger micro-batches are not faster."""
 
 
 def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype, trains_vision: bool) -> Budgets:
-    """The most tokens and patches whose activations fit into so much memory, but never less than is of use."""
+    """Returns the largest budgets with activations that fit into a given memory, but at least a useful minimum.
+
+    Args:
+        size_bytes: Memory for activations.
+        config: Configuration of the model.
+        dtype: Dtype of the model.
+        trains_vision: True if the vision tower is trained.
+    """
     patches = MOST_PATCHES
     if trains_vision:
         tower_bytes = int(_TOWER_SHARE * size_bytes)
@@ -114,14 +130,20 @@ def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype
 
 
 def least_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, trains_vision: bool) -> int:
-    """What the smallest micro-batches take: activations, logits with their gradient and float32 form, the tower's."""
+    """Returns the bytes that the smallest micro-batch needs.
+
+    That is its activations, its logits with their gradient and float32 copy, and the activations of a trained tower.
+    """
     logit_bytes = min(logit_chunk_bytes, _LEAST_TOKENS * config.get_text_config().vocab_size * dtype.itemsize)
     tower_bytes = _LEAST_PATCHES * patch_bytes(config, dtype) if trains_vision else 0
     return int(_LEAST_TOKENS * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
 
 
 def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """What a layer keeps of one token for its backward pass, over all layers; a quarter more than was measured."""
+    """Returns the bytes that all layers retain per token for the backward pass.
+
+    The estimate is a quarter above measured values.
+    """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     delta_nets = kinds.count("linear_attention")
@@ -134,8 +156,8 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _kept_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
-    """What one layer keeps of one token, besides what a gated delta net does."""
-    layer = text.per_layer_config[index]  # in Gemma 4 sizes of heads differ
+    """Returns the bytes that one layer retains per token, without those of a gated delta net."""
+    layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
     head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
@@ -155,21 +177,25 @@ def _has_experts(text: PretrainedConfig, index: int) -> bool:
 
 
 def _routed_size(text: PretrainedConfig) -> int:
-    """As wide an MLP as keeps what a token's experts, the one that all share, and the router do."""
+    """Returns the width of a dense MLP that would retain as much as routed experts, shared expert and router."""
     experts_size = text.num_experts_per_tok * text.moe_intermediate_size
     shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
-    # A third more of the experts for the weighted product, which a dense MLP has not; float32 probabilities.
+    # The experts also retain the weighted product, which a dense MLP does not have: a third more. Probabilities are
+    # float32.
     return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
 
 
 def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
-    """What the copies of a token for its experts take while they are computed, in and out and their gradients."""
+    """Returns the bytes per token of its copies for the experts: inputs, outputs and the gradients of both."""
     copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
     return int(4 * copies * text.hidden_size * dtype.itemsize)
 
 
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """What one token takes where activations are computed again: the input of each layer, and all of one layer."""
+    """Returns the bytes per token with recomputation of activations.
+
+    These are the input of each layer and all activations of one layer.
+    """
     text = config.get_text_config()
     inputs_bytes = text.num_hidden_layers * text.hidden_size * dtype.itemsize
     copies_bytes = _copies_bytes(text, dtype)
@@ -178,9 +204,9 @@ def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """What the vision tower keeps of one patch, likewise; counted, not measured."""
+    """Returns the bytes that the vision tower retains per patch for the backward pass. Counted, not measured."""
     vision = config.vision_config.to_dict()
-    # Qwen's towers call their sizes otherwise; where Qwen2-VL has a hidden_size, it is the language model's.
+    # Qwen's towers use other names. In Qwen2-VL `hidden_size` is that of the language model.
     hidden_size = vision.get("embed_dim") or vision["hidden_size"]
     inner_size = vision.get("intermediate_size") or vision["mlp_ratio"] * hidden_size
     depth = vision.get("depth") or vision["num_hidden_layers"]
@@ -188,11 +214,16 @@ def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 class MemoryBudget:
-    """Admits models and sizes micro-batches by what is free on the ranks' devices. Methods are collective.
+    """Admits models and sizes micro-batches by the free memory of the ranks. Methods are collective unless they say
+    otherwise.
 
     Args:
-        memory: Of this rank's device.
-        spill: Moves tensors that can wait elsewhere off this rank's device; returns whether there were any.
+        settings: Settings of the trainer.
+        config: Configuration of the model.
+        dtype: Dtype of the model.
+        memory: Memory of this rank's device.
+        control: Control group of the rank's thread.
+        spill: Moves tensors that may be elsewhere off this rank's device. Returns True if there were any.
     """
 
     def __init__(
@@ -214,7 +245,12 @@ class MemoryBudget:
         self._logged: Budgets | None = None
 
     def budgets(self, pending_bytes: int, trains_vision: bool) -> Budgets:
-        """Of the micro-batches of one call, by what is free now and `pending_bytes` that the call takes besides."""
+        """Returns the budgets for the micro-batches of one call.
+
+        Args:
+            pending_bytes: Bytes that the call will allocate in addition.
+            trains_vision: True if the vision tower is trained.
+        """
         settings = self._settings
         fitting = CPU_BUDGETS
         if self._memory.is_known:
@@ -226,50 +262,71 @@ class MemoryBudget:
         )
         if found != self._logged:
             self._logged = found
-            logger.info("micro-batches of up to %d tokens, %d patches", found.tokens, found.patches)
+            logger.info("micro-batches have up to %d tokens and %d patches", found.tokens, found.patches)
         return found
 
     def recompute_above(self, budgets: Budgets) -> float:
-        """Tokens above which a micro-batch keeps no activations."""
+        """Returns the token count above which a micro-batch recomputes its activations instead of retaining them."""
         return {"auto": budgets.tokens, "always": 0, "never": math.inf}[self._settings.recompute]
 
     def admit(self, size_bytes: int, trains_vision: bool, what: str) -> None:
-        """Raises ResourceExhausted, on all ranks, if `what` does not fit beside a reserve for computing."""
+        """Checks that a new allocation fits beside the reserve for computing.
+
+        Args:
+            size_bytes: Bytes needed on each rank.
+            trains_vision: True if the vision tower is trained.
+            what: The thing to allocate, for the error message.
+
+        Raises:
+            ResourceExhausted: It does not fit; raised on all ranks.
+        """
         logit_bytes = self._settings.logit_chunk_mib * 2**20
         reserve_bytes = least_bytes(self._config, self._dtype, logit_bytes, trains_vision and self._has_vision)
         room_bytes = self._control.minimum(self._free(size_bytes + reserve_bytes) - reserve_bytes)
         if size_bytes > room_bytes:
             raise ResourceExhausted(
-                f"{what} needs {mib(size_bytes)} on each of the trainer's devices, {mib(room_bytes)} are free beside "
-                f"{mib(reserve_bytes)} kept for computing: delete a model, or take a lower rank"
+                f"{what} needs {mib(size_bytes)} on each of the trainer's devices, but only {mib(room_bytes)} are free "
+                f"beside {mib(reserve_bytes)} reserved for computing: delete a model, or use a lower rank"
             )
 
     def check_fits(self, token_count: int, budgets: Budgets) -> None:
-        """Raises ResourceExhausted for a micro-batch above the budget that may not fit this rank. Not collective."""
+        """Checks a micro-batch above the token budget. Not collective.
+
+        Raises:
+            ResourceExhausted: It may not fit on this rank.
+        """
         if token_count <= budgets.tokens or not self._memory.is_known:
             return
         size_bytes = token_count * recomputed_bytes(self._config, self._dtype)
         if size_bytes > (free_bytes := self._memory.free_bytes()):
             raise ResourceExhausted(
-                f"a datum of {token_count} tokens needs {mib(size_bytes)} of memory, {mib(free_bytes)} are free: send "
-                "shorter datums, or delete models"
+                f"a datum of {token_count} tokens needs {mib(size_bytes)} of memory, but only {mib(free_bytes)} are "
+                "free: send shorter datums, or delete models"
             )
 
     def device_for(self, size_bytes: int) -> torch.device:
-        """Where a copy of that size waits for its use: on this rank's device while work has room. Not collective."""
+        """Returns the device for a copy that is used later. Not collective.
+
+        That is this rank's device if it keeps enough memory for computing, else the host.
+        """
         has_room = not self._memory.is_known or self._memory.free_bytes() > 2 * size_bytes + _WORKING_BYTES
         return self._memory.device if has_room else torch.device("cpu")
 
     def has_room(self, device: torch.device, size_bytes: int) -> bool:
-        """Whether a copy of that size fits on a device that `device_for` gave. Not collective."""
+        """Returns True if a copy of that size fits on a device that `device_for` returned. Not collective."""
         return size_bytes + _HOST_RESERVE_BYTES <= self._free_at(device)
 
     def check_copy(self, device: torch.device, size_bytes: int, what: str) -> None:
-        """Raises ResourceExhausted if it does not. Not collective."""
+        """Checks that a copy fits on a device. Not collective.
+
+        Raises:
+            ResourceExhausted: It does not fit.
+        """
         if not self.has_room(device, size_bytes):
             raise ResourceExhausted(
-                f"{what} needs {mib(size_bytes)} of the trainer's memory beside {mib(_HOST_RESERVE_BYTES)} kept free, "
-                f"{mib(self._free_at(device))} are free: delete a model, or take a lower rank"
+                f"{what} needs {mib(size_bytes)} of the trainer's memory beside a reserve of "
+                f"{mib(_HOST_RESERVE_BYTES)}, but only {mib(self._free_at(device))} are free: delete a model, or use a "
+                "lower rank"
             )
 
     def _free_at(self, device: torch.device) -> int:
@@ -277,7 +334,7 @@ class MemoryBudget:
         return host_free_bytes() if away else self._memory.free_bytes()
 
     def collect(self) -> None:
-        """As `DeviceMemory.collect`. Not collective."""
+        """Frees memory as `DeviceMemory.collect` does. Not collective."""
         self._memory.collect()
 
     def _free(self, wanted_bytes: int) -> int:

@@ -1,6 +1,6 @@
-"""What the trainer must know of a model family, and those that there are.
+"""The supported model families and the facts that the trainer needs about each.
 
-Shapes: T packed tokens, P patches of all images, W bytes of one patch, M embeddings of all images, D hidden.
+Shapes: T packed tokens, P patches of all images, W bytes per patch, M embeddings of all images, D hidden size.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
@@ -36,7 +36,7 @@ from fovea_services.trainer.model.packed_attention import PACKED_ATTENTION
 
 
 class Role(StrEnum):
-    """What a linear module does; `LoraConfig` chooses modules by role."""
+    """The function of a linear module. `LoraConfig` selects modules by role."""
 
     ATTENTION = "attention"
     MLP = "mlp"
@@ -45,13 +45,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A linear module, or the experts of a layer, that an adapter may adapt.
+    """A linear module, or a layer's experts, that an adapter may adapt.
 
     Args:
-        name: Module path in the Hugging Face model, `model.visual.blocks.0.attn.qkv`.
+        name: Module path in the Hugging Face model, for example `model.visual.blocks.0.attn.qkv`.
         module: The module.
-        role: What it does.
-        vision: Whether it belongs to the vision tower or its mergers.
+        role: Its function.
+        vision: True if it belongs to the vision tower or its mergers.
     """
 
     name: str
@@ -61,17 +61,17 @@ class LoraTarget:
 
     @property
     def is_experts(self) -> bool:
-        """Whether it is the experts of a layer."""
+        """True if the module is a layer's experts."""
         return not isinstance(self.module, nn.Linear)
 
     @property
     def parameters(self) -> list[str]:
-        """Names of those of its parameters that an adapter adds to."""
+        """Names of the parameters that the adapter modifies."""
         names = ("gate_up_proj", "down_proj") if self.is_experts else ("weight",)
         return [f"{self.name}.{name}" for name in names]
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Of all tensors of its adapter, by name."""
+        """Returns the shapes of the adapter's tensors, keyed by tensor name."""
         if isinstance(self.module, nn.Linear):
             shapes: dict[str, tuple[int, ...]] = {
                 "lora_A": (rank, self.module.in_features),
@@ -84,14 +84,19 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class PatchNormalizer:
-    """Turns the processor's uint8 patches into what the tower was trained on: (x * rescale - mean) / std."""
+    """Converts the image processor's uint8 patches to the tower's input: (x * rescale - mean) / std.
+
+    Args:
+        scale_W: float32, factor of each byte.
+        shift_W: float32, added after scaling.
+    """
 
     scale_W: Tensor
     shift_W: Tensor
 
     @classmethod
     def from_checkpoint(cls, model_dir: Path, channel_count: int, patch_bytes: int) -> "PatchNormalizer":
-        """As the checkpoint's image processor says; a patch holds its channels one after another."""
+        """Reads the constants of the checkpoint's image processor. A patch stores its channels one after another."""
         config = read_image_processor(model_dir)
         rescale = config["rescale_factor"] if config.get("do_rescale", True) else 1.0
         normalize = config.get("do_normalize", True)
@@ -103,23 +108,25 @@ class PatchNormalizer:
         return cls(scale_W.float(), shift_W.repeat_interleave(repeats).float())
 
     def to(self, device: torch.device) -> "PatchNormalizer":
-        """The same on another device."""
+        """Returns a copy on another device."""
         return PatchNormalizer(self.scale_W.to(device), self.shift_W.to(device))
 
     def __call__(self, patches_PW: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [P, W] to normalised [P, W]."""
+        """Converts uint8 [P, W] to normalised [P, W] of the given dtype."""
         return torch.addcmul(self.shift_W, patches_PW.float(), self.scale_W).to(dtype)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family, on the Hugging Face implementation of its model; what is not declared here goes by rule.
+    """One model family, built on its Hugging Face implementation. Everything not declared here follows from general
+    rules.
 
     Args:
-        model_type: In the checkpoint's configuration.
-        fuse_tower: Puts faster forms of the vision tower's layers in their place; None leaves them.
-        tower_roles: Linear modules of the vision tower and its mergers that vLLM can adapt, by last name.
-        sees_images_whole: Whether the tokens of an image see each other both ways in the language model.
+        model_type: `model_type` of the checkpoint's configuration.
+        fuse_tower: Replaces layers of the vision tower by faster ones; None leaves them.
+        tower_roles: Roles of the linear modules of the vision tower and its mergers that vLLM can adapt, keyed by the
+            last component of the module path.
+        sees_images_whole: True if the tokens of an image see each other in both directions in the language model.
     """
 
     model_type: str
@@ -128,9 +135,10 @@ class Family:
     sees_images_whole: bool = False
 
     def build(self, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model on the meta device, in training mode without dropout, with packed attention throughout.
+        """Builds the model on the meta device, in training mode without dropout, with packed attention in all layers.
 
-        Raises ValueError for a variant that would be computed wrongly.
+        Raises:
+            ValueError: The variant is not supported.
         """
         check_variant(config.to_dict())
         kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
@@ -140,7 +148,7 @@ class Family:
         if model.get_output_embeddings().bias is not None:
             raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")
         if dropouts := [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
-            raise ValueError(f"dropout is not supported: {config.model_type} has some in {dropouts[0]}")
+            raise ValueError(f"dropout is not supported: {config.model_type} has dropout in {dropouts[0]}")
         decoder = model.get_decoder()
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = MethodType(_add_level, decoder)
@@ -154,15 +162,16 @@ class Family:
         return model.train()  # type: ignore[no-any-return]
 
     def blocks(self, model: Any) -> Iterator[nn.Module]:
-        """The modules that are sharded and recomputed by themselves, in the order of the forward pass.
+        """Returns the modules that are sharded and recomputed separately, in the order of the forward pass.
 
-        Those that transformers itself can recompute, of tower and language model alike. Its `_no_split_modules` names
-        the same ones, but parts of layers in some towers (Idefics 3) and embeddings in others (SigLIP).
+        These are the modules that transformers itself can recompute, in tower and language model. Its
+        `_no_split_modules` names the same ones, but in some towers parts of layers (Idefics 3), in others embeddings
+        too (SigLIP).
         """
         return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
 
     def lora_targets(self, model: Any) -> Iterator[LoraTarget]:
-        """All linear modules and experts that an adapter may adapt and that vLLM can load an adapter for."""
+        """Yields all linear modules and experts that can be adapted and for which vLLM can load an adapter."""
         language = _name_of(model, model.get_decoder())
         for name, module in model.named_modules():
             is_language = name.startswith(f"{language}.")
@@ -175,22 +184,23 @@ class Family:
         yield LoraTarget(_name_of(model, head), head, Role.UNEMBEDDING, vision=False)
 
     def embed(self, model: Any, tokens_T: Tensor) -> Tensor:
-        """Token embeddings [T, D]."""
+        """Returns token embeddings [T, D]."""
         table = model.get_input_embeddings()
         if type(table).forward is nn.Embedding.forward:
             return embedding(tokens_T, table.weight)
-        rows_TD: Tensor = table(tokens_T)  # Gemma's are scaled
+        rows_TD: Tensor = table(tokens_T)  # Gemma scales its embeddings
         return rows_TD
 
     def run_vision(self, model: Any, tensors: Mapping[str, Tensor]) -> VisionOutput:
-        """Runs the tower and what joins it to the language model.
+        """Runs the vision tower and the projection to the language model.
 
         Args:
-            tensors: Of one image or several, as the family's processor names them, without the ids among them.
+            model: The model.
+            tensors: Inputs of one or several images, named as by the family's processor, without token ids.
         """
         core = model.model
         if hasattr(core, "visual"):
-            # `get_image_features` cuts its output into images, for which it has to wait for the GPU.
+            # `get_image_features` splits its output into images, which makes the host wait for the GPU.
             output = core.visual(tensors["pixel_values"], grid_thw=tensors["image_grid_thw"], return_dict=True)
             return VisionOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
         taken = signature(core.get_image_features).parameters
@@ -210,14 +220,17 @@ class Family:
         image_index_M: Tensor | None,
         experts_TLk: Tensor | None,
     ) -> Tensor:
-        """Final hidden states [T, D], after the last norm, of documents each of which sees itself alone.
+        """Returns the final hidden states [T, D], after the last norm. Each document sees only itself.
 
         Args:
-            tokens_T: For families that look up more of a token than its embedding.
+            model: The model.
+            tokens_T: int64. Families with per-layer embeddings look them up from these ids.
+            embeddings_TD: Input embeddings, with image embeddings already inserted.
             positions: int64 [3, T] for families with multimodal RoPE, else [1, T].
-            vision: For families that feed vision into the layers; its embeddings are in `embeddings_TD` already.
-            image_index_M: Packed positions of the placeholder tokens.
-            experts_TLk: What layers with experts follow, as `Batch` has it.
+            documents: Bounds of the documents.
+            vision: Output of the tower, for families that add vision features in later layers.
+            image_index_M: int64, packed positions of the image placeholder tokens.
+            experts_TLk: Experts that layers must use, as in `Batch`.
         """
         more: dict[str, Any] = {}
         text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(tokens_T)
@@ -253,13 +266,16 @@ class Family:
 
 
 def _runs(index_M: Tensor, token_count: int) -> Tensor:
-    """int64 [T]: of the ascending positions, each run without a gap has a number from 0 on; -1 elsewhere."""
+    """Numbers the contiguous runs of the ascending positions `index_M`; returns int64 [T], -1 outside of runs."""
     gaps = torch.diff(index_M, prepend=index_M[:1]) > 1
     return torch.full((token_count,), -1, device=index_M.device).index_copy(0, index_M, gaps.cumsum(0))
 
 
 def _pack_attention(model: Any) -> None:
-    """Packed attention in the language model, and in towers that take images end to end; others have sdpa's."""
+    """Installs packed attention in the language model and in towers that concatenate images.
+
+    Other towers use sdpa.
+    """
     decoder = model.get_decoder()
     decoder.config._attn_implementation = PACKED_ATTENTION
     for part in model.modules():
@@ -274,9 +290,9 @@ def _name_of(model: PreTrainedModel, part: nn.Module) -> str:
 
 
 def _add_level(_: Any, hidden_1TD: Tensor, image_index_M: Tensor, level_MD: Tensor) -> Tensor:
-    """Adds one level of deepstack features where the images are.
+    """Adds one level of deepstack features at the image positions.
 
-    The module's own takes a mask, for which the host has to wait for the GPU six times a pass.
+    The module's own method uses a mask, which makes the host wait for the GPU six times per pass.
     """
     return hidden_1TD.index_add(1, image_index_M, level_MD.to(hidden_1TD.dtype).unsqueeze(0))
 
@@ -288,7 +304,7 @@ LANGUAGE_ROLES = {
     "qkv_proj": Role.ATTENTION,
     "o_proj": Role.ATTENTION,
     "out_proj": Role.ATTENTION,
-    # Of short convolutions and gated delta nets, which stand in attention's place.
+    # Short convolutions and gated delta nets replace attention.
     **dict.fromkeys(("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), Role.ATTENTION),
     "gate_proj": Role.MLP,
     "up_proj": Role.MLP,
@@ -296,16 +312,16 @@ LANGUAGE_ROLES = {
     "down_proj": Role.MLP,
     **dict.fromkeys(("w1", "w2", "w3"), Role.MLP),
 }
-"""Names that language layers share; vLLM packs q, k, v and gate, up by itself."""
+"""Roles of the linear modules in language layers, keyed by module name. vLLM fuses q, k, v and gate, up itself."""
 
 _QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        # linear_fc1 and linear_fc2 name the linears of the blocks, of the merger and of the deepstack mergers alike.
+        # Blocks, merger and deepstack mergers all call their linear modules linear_fc1 and linear_fc2.
         Family("qwen3_vl", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
-        # The merger is a Sequential: its linears are called 0 and 2.
+        # The merger is a Sequential with linear modules 0 and 2.
         Family("qwen2_5_vl", fuse_qwen_tower, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
         Family("qwen2_vl", fuse_qwen_tower, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
         Family("internvl"),
@@ -314,13 +330,13 @@ FAMILIES = {
         Family("mistral3"),
         Family("gemma3", sees_images_whole=True),
         Family("llava"),
-        # What is one module in vLLM and not here, or has parts of which vLLM does not know, takes no adapters there.
+        # Modules that vLLM fuses differently, or that it does not have, are omitted: they cannot be adapted there.
         Family("glm4v", tower_roles={"proj": Role.ATTENTION, "down_proj": Role.MLP}),
         Family("idefics3"),
         Family("smolvlm"),
         Family("lfm2_vl"),
         Family("gemma4"),
-        # Towers as Qwen3-VL's, without its deepstack mergers.
+        # Towers like Qwen3-VL's, without its deepstack mergers.
         Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3_vl_moe", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3_5_moe", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
@@ -333,11 +349,15 @@ FAMILIES = {
         Family("qwen3_5_text"),
     )
 }
-"""By `model_type` of the checkpoint's configuration."""
+"""Families keyed by `model_type`."""
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a checkpoint. Raises ValueError naming the known ones."""
+    """Returns the family of a checkpoint.
+
+    Raises:
+        ValueError: The family is not supported; lists the supported ones.
+    """
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
+        raise ValueError(f"model_type {model_type!r} is not supported; supported are: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]

@@ -1,13 +1,14 @@
-"""Attention over packed sequences: tokens see only their own document or image.
+"""Attention over packed sequences: a token sees only its own document or image.
 
-Which kernel computes it (`kernel_for`): on a CPU, and in float32 on a GPU, torch's attention once for each length of
-documents; on a GPU in 16 bits variable-length flash attention, and flex attention for what that cannot do: images whose
-tokens see each other both ways, capped scores, sinks, heads of more than 256 channels. Windows are in all three.
+`kernel_for` chooses the implementation. On a CPU, and in float32 on a GPU, torch's attention is called once per
+document length. In 16 bits on a GPU it is variable-length flash attention, or flex attention where flash attention
+cannot be used: for images with tokens that see each other both ways, capped scores, sinks, and heads of more than 256
+channels. All three support sliding windows.
+
+The function is registered with transformers as `PACKED_ATTENTION`. The name contains "flash" because transformers'
+vision towers then pass the packed tensors with `cu_seq_lens_q`, instead of one call per image.
 
 Shapes: T tokens of all documents, H heads, D head size, N documents of one length L.
-
-It is registered with transformers under `PACKED_ATTENTION`. The name holds the word "flash" because transformers'
-vision towers then hand over the packed tensors whole with `cu_seq_lens_q`, instead of one call per image.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
@@ -30,32 +31,32 @@ from fovea_services.trainer.model.document_masks import Packing, take
 PACKED_ATTENTION = "fovea_packed_flash"
 
 HARMLESS = {
-    "cu_seq_lens_k": "documents attend to themselves: the same as of the queries",
-    "max_length_k": "likewise",
-    "position_ids": "the rotary embedding has been applied",
-    "seq_idx": "the number of each token's document, which the bounds say",
+    "cu_seq_lens_k": "documents attend to themselves, so the bounds of keys are those of queries",
+    "max_length_k": "documents attend to themselves, so the longest keys are the longest queries",
+    "position_ids": "the rotary embedding has already been applied",
+    "seq_idx": "the document number of each token, which follows from the bounds",
     "use_cache": "nothing is cached in training",
-    "past_key_values": "likewise",
-    "output_attentions": "no weights are returned, whatever is asked",
+    "past_key_values": "nothing is cached in training",
+    "output_attentions": "attention weights are never returned",
 }
-"""Keywords of transformers' models that change nothing here, and why."""
+"""Keyword arguments of transformers' models that have no effect here, and the reason."""
 
-# Without the flag torch 2.11 takes grouped queries as they are; later versions want to be told.
+# torch 2.11 has no such flag and always accepts grouped queries; later versions require it.
 _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 _MOST_FLASH_CHANNELS = 256
-"""Of a head: flash attention has no kernel for more."""
+"""The largest head size of the flash attention kernels, in channels."""
 
 _SMALL_BLOCKS: Any = {
     **dict.fromkeys(("fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32),
     **{"fwd_BLOCK_M": 64, "num_stages": 1, "num_warps": 8},
 }
-"""Flex attention's own are too large for the shared memory of an H100 with heads of 512 channels."""
+"""Smaller blocks for heads of 512 channels: flex attention's defaults exceed the shared memory of an H100."""
 
 
 class Kernel(StrEnum):
-    """What computes attention."""
+    """An implementation of attention."""
 
     GROUPED = "grouped"
     VARLEN = "varlen"
@@ -64,14 +65,15 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True)
 class Scores:
-    """How the scores of a layer come to be, besides q k'.
+    """The computation of attention scores, besides q k'.
 
     Args:
-        scaling: Their factor; None for 1 / sqrt(D).
-        causal: Whether tokens see only themselves and those before them, but for blocks.
-        window: The most tokens back that a token sees, itself included; None for all of its document.
-        softcap: c of c tanh(score / c); None for no cap.
-        sinks_H: A further score for each head that takes weight and gives no value; None for none.
+        scaling: Factor of the scores; None for 1 / sqrt(D).
+        causal: True if tokens see only themselves and earlier ones, apart from blocks.
+        window: Number of tokens that a token sees, counting back from itself and including it; None for its whole
+            document.
+        softcap: c in c tanh(score / c); None for no cap.
+        sinks_H: An additional score per head that receives weight but has no value; None for none.
     """
 
     scaling: float | None
@@ -98,32 +100,43 @@ def packed_attention(
     packing: Packing | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface.
+    """Implements transformers' attention interface.
 
     Args:
-        query: [1, H, T, D]; `key` and `value` may have fewer heads.
-        attention_mask: Must be None: the bounds say what is seen.
+        module: The attention module.
+        query: [1, H, T, D].
+        key: [1, H, T, D], possibly with fewer heads.
+        value: As `key`.
+        attention_mask: Must be None; the bounds define visibility.
+        scaling: As `Scores.scaling`.
         cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
-        is_causal: Falls back to the module's own.
+        max_length_q: Length of the longest document.
+        is_causal: None uses the attribute of the module.
         dropout: Must be 0.
-        sliding_window: As `Scores.window`; of causal attention only.
+        sliding_window: As `Scores.window`; only for causal attention.
         softcap: As `Scores.softcap`.
         s_aux: [H], as `Scores.sinks_H`.
-        packing: Of the same bounds; needed where images see themselves whole, and to make masks once for all layers.
+        packing: The masks of the same bounds. Needed for images with tokens that see each other; otherwise it only
+            saves making masks once per layer.
+        others: Keyword arguments of `HARMLESS`.
 
     Returns:
-        [1, T, H, D]. Raises ValueError without bounds, since attention over everything would leak between documents,
-        and naming any keyword that it would have to ignore.
+        [1, T, H, D] and None.
+
+    Raises:
+        ValueError: Bounds are missing, so that attention would leak between documents; or an argument is not supported.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("packed attention needs cu_seq_lens_q and max_length_q")
     if refused := [name for name in others if name not in HARMLESS]:
-        raise ValueError(f"packed attention does not know {', '.join(refused)}, which {type(module).__name__} gives")
+        raise ValueError(
+            f"packed attention does not support {', '.join(refused)}, which {type(module).__name__} passes"
+        )
     if attention_mask is not None or dropout:
-        raise ValueError(f"packed attention takes no mask and no dropout, which {type(module).__name__} gives")
+        raise ValueError(f"packed attention supports no mask and no dropout, which {type(module).__name__} passes")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if sliding_window is not None and not causal:
-        raise ValueError(f"packed attention knows causal windows only, {type(module).__name__} has another")
+        raise ValueError(f"packed attention supports only causal windows; {type(module).__name__} has another kind")
     scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
     packing = packing or Packing(cu_seq_lens_q, query.shape[2])
     match kernel_for(query, scores, packing):
@@ -136,7 +149,7 @@ def packed_attention(
 
 
 def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
-    """What computes a layer's attention; see above."""
+    """Returns the implementation for a layer; the module's docstring explains the choice."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return Kernel.GROUPED
     is_plain = scores.softcap is None and scores.sinks_H is None and not packing.has_blocks(scores.window)
@@ -144,7 +157,7 @@ def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
-    """One batched call a length: exact, and without padding."""
+    """Computes one batched call per document length: exact, without padding."""
     if query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -162,7 +175,15 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing:
 
 
 def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
-    """[N, H, L, D] of documents of one length, each by itself, with a mask as `Packing.mask` makes it."""
+    """Computes attention of documents of one length, [N, H, L, D].
+
+    Args:
+        q_NHLD: Queries.
+        k_NHLD: Keys.
+        v_NHLD: Values.
+        scores: Computation of the scores.
+        mask: As made by `Packing.mask`.
+    """
     if scores.softcap is None and scores.sinks_H is None:
         is_causal = scores.causal and mask is None
         return functional.scaled_dot_product_attention(
@@ -175,10 +196,14 @@ def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, mask
 
 
 def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen: Tensor, scores: Scores) -> Tensor:
-    """What torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025).
+    """Computes what torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025).
 
     Args:
-        seen: bool [L, L], or [N, 1, L, L] where documents differ.
+        q_NHLD: Queries.
+        k_NHLD: Keys.
+        v_NHLD: Values.
+        seen: bool [L, L], or [N, 1, L, L] if documents differ. True where a query sees a key.
+        scores: Computation of the scores.
     """
     scaling = q_NHLD.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
     found_NHLL = (q_NHLD @ k_NHLD.transpose(-1, -2)).float() * scaling
@@ -187,14 +212,15 @@ def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen: Tenso
     found_NHLL = found_NHLL.masked_fill(~seen, float("-inf"))
     total_NHL1 = torch.logsumexp(found_NHLL, dim=-1, keepdim=True)
     if scores.sinks_H is not None:
+        # A sink adds one term to the denominator of the softmax.
         total_NHL1 = torch.logaddexp(total_NHL1, scores.sinks_H.float()[:, None, None])
     return torch.exp(found_NHLL - total_NHL1).to(v_NHLD.dtype) @ v_NHLD
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int) -> Tensor:
-    """torch's variable-length flash attention."""
+    """Computes attention with torch's variable-length flash attention."""
     q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-    # How many tokens are seen on either side; -1 for all.
+    # Numbers of visible tokens before and after each token; -1 for all.
     window = (-1 if scores.window is None else scores.window - 1, 0) if scores.causal else (-1, -1)
     out_THD = varlen_attn(
         q_THD, k_THD, v_THD, bounds, bounds, longest, longest, scale=scores.scaling, window_size=window, **_GROUPED
@@ -204,14 +230,14 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: T
 
 
 @cache
-def _compiled_flex() -> Any:  # not before a GPU asks: the compiler takes a second to import
-    # A cap that is an argument of the kernel does not compile (torch 2.11).
+def _compiled_flex() -> Any:  # only when a GPU needs it: importing the compiler takes a second
+    # Without specialization the cap would become a kernel argument, which does not compile (torch 2.11).
     torch._dynamo.config.specialize_float = True
     return torch.compile(flex_attention, dynamic=True)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
-    """torch's flex attention, [1, T, H, D]: one kernel for all documents, compiled on a GPU."""
+    """Computes attention with torch's flex attention, [1, T, H, D]: one kernel for all documents, compiled on a GPU."""
     softcap, sinks_H = scores.softcap, scores.sinks_H
     attend = _compiled_flex() if query.is_cuda else flex_attention
     is_large = query.is_cuda and query.shape[-1] > _MOST_FLASH_CHANNELS
@@ -227,7 +253,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Pac
         return_aux=AuxRequest(lse=True),
     )
     if sinks_H is not None:
-        # A sink is one more term of the sum that the weights are divided by.
+        # Flex attention has no sinks. A sink adds exp(sink) to the denominator exp(lse), so scale the output by
+        # exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
         share_1HT1 = torch.sigmoid(found.lse - sinks_H.float()[:, None]).unsqueeze(-1)
         out_1HTD = out_1HTD * share_1HT1.to(out_1HTD.dtype)
     out_1THD: Tensor = out_1HTD.transpose(1, 2)

@@ -1,6 +1,6 @@
 """The root module that FSDP wraps: from a packed micro-batch to the log-probabilities of its targets.
 
-Shapes: T packed tokens, K targets a position, D hidden size, M placeholder tokens.
+Shapes: T packed tokens, K targets per position, D hidden size, M placeholder tokens.
 """
 
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
@@ -50,16 +50,18 @@ MIB = 2**20
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model of a known family, run on packed micro-batches.
+    """A Hugging Face model of a supported family, run on packed micro-batches.
 
-    Everything that needs gathered parameters happens inside `forward`, the unembedding included: this is what FSDP's
-    hooks surround.
+    Everything that needs gathered parameters happens inside `forward`, including the unembedding, because FSDP's hooks
+    surround `forward`.
 
     Args:
-        vision: What its images are; None for a model that takes text only.
-        normalizer: None for a family that sends no bytes.
-        chunk_positions: Logits are made for so many positions at a time.
-        head_dtype: The type of logits.
+        family: The model's family.
+        vision: Image handling of the family; None for a text-only model.
+        hf: The Hugging Face model.
+        normalizer: None for a family that sends no byte patches.
+        chunk_positions: Number of positions for which logits are computed at a time.
+        head_dtype: Dtype of logits.
     """
 
     def __init__(
@@ -84,12 +86,12 @@ class PackedModel(nn.Module):
 
     @cached_property
     def file_names(self) -> dict[str, str]:
-        """See `file_names`; known once the weights are read."""
+        """As `file_names`. Known once the weights are read."""
         return file_names(self.hf)
 
     @cached_property
     def expert_layouts(self) -> dict[str, ExpertLayout]:
-        """How the files hold the experts, by their names in the model; known once the weights are read."""
+        """Layout of the experts in checkpoint files, keyed by parameter name. Known once the weights are read."""
         layout = _expert_layout(self.hf)
         return {name: layout for name, _ in self.hf.named_parameters() if _is_of_experts(self.hf, name)}
 
@@ -101,13 +103,15 @@ class PackedModel(nn.Module):
         recompute: bool = False,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Log-probabilities of the targets, float32 [T, K], with gradients.
+        """Returns the log-probabilities of the targets, float32 [T, K], with gradients.
 
         Args:
-            unembedding: What is trained of it, as `target_logprobs` takes it.
-            cached: What a frozen tower made of images so far, by digest; new ones are added. None if it is trained.
-            recompute: Whether no activations are kept but each block's input. The same on ranks that pass together.
-            temperature: By which logits are divided.
+            batch: The micro-batch.
+            unembedding: Trained tensor of the unembedding, as for `target_logprobs`.
+            cached: Outputs of a frozen tower, keyed by image digest; new ones are added. None if the tower is trained.
+            recompute: True to retain only the input of each block and recompute activations. Must be equal on ranks
+                that run a pass together.
+            temperature: Divisor of the logits.
         """
         for block in self._blocks:
             block.gradient_checkpointing = recompute  # type: ignore[assignment]
@@ -147,7 +151,7 @@ class PackedModel(nn.Module):
         )
 
     def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:
-        """The output for all images of the micro-batch, or for a filler."""
+        """Returns the tower's output for all images of the micro-batch, or for a filler image."""
         if cached is None:
             return self._run_tower(batch.tower) if batch.tower else None
         if batch.tower is not None:
@@ -166,7 +170,7 @@ class PackedModel(nn.Module):
         )
 
     def _in_model_type(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Pixels in the type of the model; patches of bytes, which some families send, normalised as well."""
+        """Converts pixels to the model's dtype. Byte patches, which some families send, are also normalised."""
         found = {
             name: tensor.to(self.hf.dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
         }
@@ -177,11 +181,13 @@ class PackedModel(nn.Module):
 
 
 def file_names(model: PreTrainedModel) -> dict[str, str]:
-    """What parameters and constants are called in the files that a model was loaded from, by their names in the model.
+    """Returns the names of parameters and constants in the files of the checkpoint, keyed by their names in the model.
 
-    transformers moves parts of some models; vLLM, like whoever loads an exported model, knows the files' names. Experts
-    have those of the model, whatever their layout in files. Raises ValueError for a model of whose other parameters
-    some lie there in another shape.
+    transformers renames modules of some models on loading. vLLM, like other programs that load an exported model,
+    expects the names of the files. Experts get their names in the model, whatever their layout in the files.
+
+    Raises:
+        ValueError: The files store a parameter other than experts in another shape.
     """
     every = [name for name, _ in (*model.named_parameters(), *constants(model))]
     experts = {name: name for name in every if _is_of_experts(model, name)}
@@ -197,7 +203,7 @@ def _is_of_experts(model: PreTrainedModel, name: str) -> bool:
 
 
 def _expert_layout(model: Any) -> ExpertLayout:
-    """By the conversions that the files went through when they were read."""
+    """Derives the layout from the conversions that transformers applied on loading."""
     converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
     own = [one for one in converters if any(".experts." in name for name in one.target_patterns)]
     steps = {type(step) for one in own for step in one.operations}
@@ -207,7 +213,7 @@ def _expert_layout(model: Any) -> ExpertLayout:
 
 
 def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that lie in a checkpoint: weights that nobody trains, such as Gemma 4's factor of a layer."""
+    """Yields buffers that checkpoints contain: weights that are not trained, such as Gemma 4's factor of a layer."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -217,7 +223,11 @@ def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def build_model(
     settings: TrainerSettings, model_dir: Path, device: torch.device
 ) -> tuple[Family, torch.dtype, PackedModel]:
-    """The base model on the meta device, ready to be sharded and read. Raises ValueError for unsupported ones."""
+    """Builds the base model on the meta device, ready to be sharded and loaded.
+
+    Raises:
+        ValueError: The model is not supported.
+    """
     config = AutoConfig.from_pretrained(model_dir)
     family = family_of(config.model_type)
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -236,19 +246,21 @@ def build_model(
 def load_model(
     settings: TrainerSettings, model_dir: Path, device: torch.device
 ) -> tuple[Family, torch.dtype, PackedModel]:
-    """The same whole, with its weights."""
+    """Builds the base model unsharded, with its weights."""
     family, dtype, module = build_model(settings, model_dir, device)
     read_weights(module.hf, model_dir, device)
     return family, dtype, module
 
 
 def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
-    """Reads the weights of a model on the meta device; of parameters that are sharded, this rank's rows alone.
+    """Reads the weights of a model on the meta device. For sharded parameters this reads only the rank's rows.
 
-    Names and layouts go through transformers' conversions, as in its `from_pretrained`; what no file holds (tied
-    parameters, buffers) is made as there. To be called on all ranks.
+    Names and layouts go through transformers' conversions, as in its `from_pretrained`. Tensors that no file contains
+    (tied parameters, buffers) are created as there. Call this on all ranks.
 
-    Raises ValueError for files that are not those of the model, OSError for those that cannot be read.
+    Raises:
+        ValueError: The files do not match the model.
+        OSError: The files cannot be read.
     """
     conversions = get_model_conversion_mapping(model)
     dtype = model.config.dtype
@@ -259,11 +271,11 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
         for path in _weight_files(model_dir):
-            # Pages of mapped files would count as this process's memory until all is read.
+            # With mmap, the mapped pages would count as memory of this process until all is read.
             file = files.enter_context(safe_open(path, "pt", backend="pread"))
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             tensors |= random_slices(file, device) or stored
-        transformers_logging.disable_progress_bar()  # one per layer
+        transformers_logging.disable_progress_bar()  # it would print one bar per layer
         loaded = [convert_and_load_state_dict_in_model(model, layer, config)[0] for layer in _layers(tensors)]
     found = loaded[0]
     for other in loaded[1:]:
@@ -272,26 +284,28 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
         found.mismatched_keys |= other.mismatched_keys
         found.conversion_errors |= other.conversion_errors
     errors = [f"{name}: {error}" for name, error in found.conversion_errors.items()]
-    errors += [f"{name} has shape {list(there)} for {list(own)}" for name, there, own in found.mismatched_keys]
+    errors += [f"{name} has shape {list(there)}, not {list(own)}" for name, there, own in found.mismatched_keys]
     converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         mixing = (one for one in converters if not all(map(_keeps_rows, one.operations)))
-        errors += [f"{one.source_patterns} cannot be read in parts: run one rank" for one in mixing]
+        errors += [f"{one.source_patterns} cannot be read in shards: run a single rank" for one in mixing]
     if not errors:
         found = model._finalize_model_loading(model, config, found)
-        errors = [f"there is no {name}" for name in sorted(found.missing_keys)]
-        # What is tied is sharded as one: two different ones have no place.
+        errors = [f"{name} is missing" for name in sorted(found.missing_keys)]
+        # Tied parameters are sharded as one, so files with two different tensors cannot be represented.
         errors += [
-            f"{name} is not {tied[name]}, to which it is tied" for name in tied.keys() - model.all_tied_weights_keys
+            f"{name} differs from {tied[name]}, to which it is tied"
+            for name in tied.keys() - model.all_tied_weights_keys
         ]
     if errors:
-        raise ValueError(f"the weights in {model_dir} are not those of its config.json: {errors[0]}")
+        raise ValueError(f"the weights in {model_dir} do not match its config.json: {errors[0]}")
 
 
 def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A checkpoint's tensors layer by layer, experts included; those of no layer together.
+    """Yields a checkpoint's tensors layer by layer, experts included, and those outside of layers together.
 
-    Transformers' readers run ahead of what stacks experts: given all at once, they would hold the model twice.
+    transformers' reader threads run ahead of the step that stacks experts. Given all layers at once, they would hold
+    the model twice.
     """
     layers: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -308,7 +322,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _keeps_rows(operation: ConversionOps) -> bool:
-    """Whether what it makes of some rows (experts) of all its tensors are the same rows of what it makes of all."""
+    """Returns True if a conversion maps rows (experts) to the same rows, so a rank can convert its own rows alone."""
     if isinstance(operation, Transpose):
         return 0 not in (operation.dim0, operation.dim1)
     is_merge = isinstance(operation, MergeModulelist) and operation.dim == 0
@@ -316,6 +330,6 @@ def _keeps_rows(operation: ConversionOps) -> bool:
 
 
 def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
-    """Positions of one chunk; whole tiles of a matrix product where there are many."""
+    """Returns the number of positions per chunk: a multiple of 128, the tile of a matrix product, where possible."""
     positions = max(1, size_bytes // (dtype.itemsize * vocabulary_size))
     return positions // 128 * 128 or positions

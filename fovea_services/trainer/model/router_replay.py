@@ -1,6 +1,6 @@
-"""Router replay: layers with experts take those that a sampler took, instead of choosing anew.
+"""Router replay: layers with experts use the experts that a sampler chose, instead of choosing themselves.
 
-Shapes: T packed tokens, L layers with experts, K experts of a token, E experts.
+Shapes: T packed tokens, L layers with experts, K experts per token, E experts.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
@@ -18,11 +18,13 @@ from fovea.runtime.model_files import experts_of
 from fovea_services.trainer.batches.datum_decoding import ExpertShape
 
 ARGUMENT = "routed_experts"
-"""What a decoder is called with, and hands on to its layers: int16 [T, L, K], -1 where a token's router chooses."""
+"""Keyword argument of a decoder, which it passes on to its layers: int16 [T, L, K], -1 where the model's own router
+decides.
+"""
 
 
 def expert_shape(model: Any) -> ExpertShape | None:
-    """How many experts compute a token of a model; None for one without."""
+    """Returns numbers of layers, experts per token and experts of a model; None for a model without experts."""
     layers = sum(1 for _ in _routed_layers(model.get_decoder()))
     if not layers:
         return None
@@ -31,9 +33,10 @@ def expert_shape(model: Any) -> ExpertShape | None:
 
 
 def install(decoder: Any) -> None:
-    """Has the layers with experts of a decoder follow `ARGUMENT`. To be called once, when layers are as they stay.
+    """Makes the layers with experts of a decoder follow `ARGUMENT`. Call it once, after all other changes to layers.
 
-    It is an argument of layers, so that a block that is computed again in the backward pass follows the same experts.
+    The experts are an argument of each layer, so a block that recomputes its activations in the backward pass uses the
+    same experts.
     """
     for place, layer in enumerate(_routed_layers(decoder)):
         layer.forward = partial(_forward, layer.forward, place)
@@ -52,10 +55,10 @@ def _forward(
 
 
 class _Given(TorchFunctionMode):
-    """Has `torch.topk`, by which every router chooses, find given places.
+    """Makes `torch.topk`, with which every router chooses, return given indices.
 
-    The router's own code makes their weights, by softmax before or after and normalized or not, so that gradients flow
-    as if it had chosen them.
+    The router's own code computes their weights, whether softmax comes before or after and normalized or not, so
+    gradients flow as if the router had chosen them.
     """
 
     def __init__(self, chosen_TK: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""FSDP2 around the model: which modules are gathered together, when, and how to see the parameters whole.
+"""FSDP2 around the model: the modules that are gathered together, and access to whole parameters.
 
-One rank has them whole: nothing is wrapped there. FSDP would copy each parameter to where it computes with it, which
-takes the memory of a second model, or, copied for each micro-batch anew, a tenth of a mixture of experts' time.
+A single rank wraps nothing. FSDP would copy each parameter for computing, which needs the memory of a second model;
+copied again for each micro-batch it would take a tenth of the time of a mixture of experts.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,17 @@ from fovea_services.trainer.model.packed_model import HF_PREFIX, PackedModel, co
 
 
 class ShardedModel:
-    """A PackedModel whose parameters are spread over all ranks; with one rank it stays as it is.
+    """A PackedModel with parameters sharded over all ranks. With one rank it stays as it is.
+
+    Methods that gather are collective: all ranks must call them in the same order.
 
     Args:
-        module: The model, on the meta device: each rank then reads its part, see `read_weights`.
+        module: The model on the meta device. Each rank then reads its shards with `read_weights`.
         mesh: One dimension over all ranks.
-        experts: Over which experts are spread, as `expert_mesh` makes it; None where every rank computes all of them.
-        keep_gathered: Leave parameters gathered between micro-batches and calls: no communication at all while they
-            are frozen. For models that fit into each rank's memory.
-
-    Methods that gather are collective: all ranks must call them, in the same order.
+        keep_gathered: True to leave parameters gathered between micro-batches and calls. Frozen parameters then need no
+            communication. For models that fit into each rank's memory.
+        experts: Mesh over which experts are distributed, as made by `expert_mesh`; None if every rank computes all
+            experts.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class ShardedModel:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
-            # Losses are sums over all datums of all ranks: gradients add up, they are not averaged.
+            # Losses are sums over all datums of all ranks, so gradients are summed, not averaged.
             part.set_gradient_divide_factor(1.0)
-            # Without it a factor means PREMUL_SUM, which gloo does not have.
+            # Without this, a factor selects PREMUL_SUM, which gloo does not support.
             part.set_force_sum_reduction_for_comms(True)
         self._root.set_reshard_after_backward(not keep_gathered)
 
@@ -66,23 +67,23 @@ class ShardedModel:
         return cast(FSDPModule, self.module)
 
     def computes_alone(self, trains_base: bool) -> bool:
-        """Whether a rank's passes need no other rank, once `gather` has been called."""
+        """Returns True if a rank's passes need no other rank once `gather` was called."""
         return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base and self.experts is None)
 
     def gather(self) -> None:
-        """Gathers from other ranks what stays gathered, if it is not. Collective.
+        """Gathers the parameters that stay gathered, if they are not. Collective.
 
-        For frozen parameters alone: of trained ones `unshard` would forget that their gradients are float32.
+        Only for frozen parameters: for trained ones `unshard` would forget that their gradients are float32.
         """
         if self._keeps_gathered:
             for part in self._parts:
                 part.unshard()
 
     def abandon_pass(self) -> None:
-        """Makes ready for the next pass after one that an error ended; gathered copies are dropped."""
+        """Prepares for the next pass after an error aborted one. Drops gathered copies."""
         if not self._parts:
             return
-        reset = getattr(self._root, "reset_iter_state", self._reset_iteration)  # torch 2.11 has none
+        reset = getattr(self._root, "reset_iter_state", self._reset_iteration)  # torch 2.11 has no such method
         reset()
         self.release()
 
@@ -100,17 +101,18 @@ class ShardedModel:
                 group._post_forward_indices.clear()
 
     def release(self) -> None:
-        """Drops gathered copies, so that the next forward sees the shards as they are now."""
+        """Drops gathered copies, so that the next forward pass uses the current shards."""
         for part in self._parts:
             part.reshard()
 
     def set_trainable(self, trainable: bool) -> None:
-        """Whether all parameters receive gradients, float32 ones whatever their own type. Collective.
+        """Enables or disables gradients of all parameters. Gradients are float32 in any model dtype. Collective.
 
-        FSDP's own `reduce_dtype` would not do: it rounds each rank's gradient before it sums and the sum afterwards.
+        FSDP's own `reduce_dtype` is not sufficient: it rounds each rank's gradient before summing, and the sum
+        afterwards.
         """
-        # FSDP copies what is said of a parameter to the gathered one once, so both forms must be told; and it leaves
-        # the type of gradients alone only of what is frozen when `unshard` is called: the root comes last.
+        # FSDP copies these attributes to the gathered parameter only once, so set them on both forms. It preserves the
+        # gradient dtype only of parameters that are frozen when `unshard` is called, so the root comes last.
         self.release()
         for part in reversed(self._parts):
             part.unshard()
@@ -119,9 +121,10 @@ class ShardedModel:
         _train(self.module, trainable)
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """What the checkpoint's files hold, by their names there: parameters, tied ones once, then constants.
+        """Yields the tensors of the checkpoint's files under their file names: parameters, tied ones once, then
+        constants.
 
-        Parameters are sharded (DTensor), in the model's own order; every rank has constants whole.
+        Parameters are sharded (DTensor), in the model's order. Every rank has whole constants.
         """
         self.release()
         for name, tensor in (*self.module.named_parameters(), *constants(self.module)):
@@ -135,12 +138,12 @@ def _train(module: Any, trainable: bool) -> None:
 
 
 def local_of(shard: Tensor) -> Tensor:
-    """This rank's part, sharing memory with the parameter; of a constant, all of it."""
+    """Returns this rank's part, which shares memory with the parameter; for a constant, all of it."""
     return shard.to_local().detach() if isinstance(shard, DTensor) else shard.detach()
 
 
 def full_of(local: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor of which every rank holds a part laid out as `like`. Collective."""
+    """Returns the whole tensor, given each rank's part laid out as `like`. Collective."""
     if not isinstance(like, DTensor) or like.device_mesh.size() == 1:
         return local.to(like.device)
     shard = DTensor.from_local(
@@ -155,5 +158,5 @@ def full_of(local: Tensor, like: Tensor) -> Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in `TensorSpec.dtype`: `float32`."""
+    """Returns the dtype name as in `TensorSpec.dtype`, for example `float32`."""
     return str(dtype).removeprefix("torch.")

@@ -1,14 +1,15 @@
-"""Log-probabilities of target tokens from hidden states, never holding the logits of more than one chunk of positions.
+"""Log-probabilities of target tokens from hidden states, with the logits of only one chunk of positions in memory.
 
-Shapes: T positions, C positions of one chunk, D hidden size, V vocabulary, K targets a position, R rank of the adapter.
+logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B'. z is computed in the head's dtype,
+which is float32 or that of the weights, as in the sampler; everything else is float32. Some families cap z: c tanh(z /
+c). A temperature divides z in float32, as a sampler does. The backward pass recomputes the logits of each chunk and
+skips positions with a gradient of zero, which are most positions in supervised training.
 
-logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B' in the head's type, which is float32 or
-that of the weights, as the sampler's is, and all else in float32. Some families cap z: c tanh(z / c). A temperature
-divides z, in float32, as a sampler does. The backward pass computes each chunk's logits again and skips positions whose
-gradient is zero, which for supervised training are most.
+The gradient of a confident target is 1 - p, a small difference of large numbers, and the rest of its row is equally
+small. To avoid cancellation, the likeliest token is represented by the sum of all other probabilities.
 
-The gradient of a confident target is a small difference of large numbers, 1 - p, and all the others of its row are as
-small: what is known of the likeliest token is kept as the sum of all other probabilities, which loses nothing.
+Shapes: T positions, C positions of one chunk, D hidden size, V vocabulary, K targets per position, R rank of the
+adapter.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
@@ -34,13 +35,18 @@ def target_logprobs(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """float32 [T, K], differentiable in the hidden states, the weight and the adapter.
+    """Returns float32 [T, K], differentiable in the hidden states, the weight and the adapter.
 
     Args:
-        trained: An adapter of the weight; or its float32 master, [V, D], to whose gradient that of the weight is added.
-        head_dtype: Of the logits: float32, or the type of the weight, which None means.
+        hidden_TD: Hidden states.
+        weight_VD: Unembedding weight.
+        trained: An adapter of the weight; or its float32 master [V, D], to the `grad` of which the weight's gradient is
+            added; or None.
+        targets_TK: int64, target tokens.
+        chunk_positions: Positions per chunk.
+        head_dtype: Dtype of the logits, float32 or that of the weight; None means that of the weight.
         softcap: c, which no logit exceeds; None for no cap.
-        temperature: What logits are divided by, after the cap.
+        temperature: Divisor of the logits, applied after the cap.
     """
     apply: Any = _TargetLogprobs.apply
     lora = trained if isinstance(trained, LoraPair) else None
@@ -68,7 +74,10 @@ def _logits(
     softcap: float | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """[C, V] of that type, capped, divided, and x A' [C, R] in the type of the weight if there is an adapter."""
+    """Returns logits [C, V] in that dtype, capped and divided, and x A' [C, R] in the dtype of the weight, or None.
+
+    With a temperature other than 1 the logits are float32.
+    """
     logits_CV, low_CR = _products(hidden_CD, weight_VD, lora, dtype)
     if softcap is not None:
         logits_CV.div_(softcap).tanh_().mul_(softcap)
@@ -94,13 +103,13 @@ def _products(
 
 @dataclass(frozen=True)
 class _Softmax:
-    """softmax(z) of each row, exact where one token has nearly all: p[v] = exp(z[v] - z[top]) / (1 + rest).
+    """softmax(z) of each row, accurate even if one token has nearly all mass: p[v] = exp(z[v] - z[top]) / (1 + rest).
 
     Args:
         logits_CV: z.
         top_C: int64, the likeliest token of each row; one of them if there are several.
         peak_C: float32, z[top].
-        rest_C: float32, exp(z - z[top]) summed over all other tokens.
+        rest_C: float32, the sum of exp(z - z[top]) over all other tokens.
     """
 
     logits_CV: Tensor
@@ -110,19 +119,25 @@ class _Softmax:
 
     @classmethod
     def of(cls, logits_CV: Tensor) -> "_Softmax":
-        """Holds no copy of the logits."""
+        """Computes the statistics of each row. Refers to the logits without copying them."""
         return cls(logits_CV, *_top_peak_rest(logits_CV))
 
     def logprobs(self, targets_CK: Tensor) -> Tensor:
-        """log p of the targets, float32 [C, K]."""
+        """Returns log p of the targets, float32 [C, K]."""
         logits_CK = self.logits_CV.gather(1, targets_CK).float()
         return logits_CK - self.peak_C[:, None] - torch.log1p(self.rest_C)[:, None]
 
     def logits_gradient(self, targets_CK: Tensor, grad_CK: Tensor, dtype: torch.dtype) -> Tensor:
-        """d logits [C, V] of sum grad logprobs: at v, the gradients of the targets that are v, less total p[v].
+        """Returns the gradient of the logits, [C, V], given the gradients of the targets' log-probabilities.
 
-        Made in float32 and rounded once to the type that is asked for. At the likeliest token it is total (1 - p) less
-        the gradients of the other targets, so that what is small is not what is left of a difference.
+        At token v it is the sum of the gradients of targets equal to v, minus total p[v]. At the likeliest token this
+        is rewritten as total (1 - p) minus the gradients of the other targets, so that a small value does not come from
+        a difference of large ones. Computed in float32 and rounded once to `dtype`.
+
+        Args:
+            targets_CK: int64, the targets.
+            grad_CK: float32, gradients of their log-probabilities.
+            dtype: Dtype of the result.
         """
         targets_CK, own_CK, total_C1 = _sum_equal(targets_CK, grad_CK)
         d_logits_CV = _scaled_softmax(self.logits_CV, self.peak_C, self.rest_C, -total_C1[:, 0], dtype)
@@ -140,7 +155,10 @@ def _logits_gradient(
     softcap: float | None,
     temperature: float,
 ) -> Tensor:
-    """d z [C, V], rounded once to `dtype`, of `_logits`: the slope of a cap is (1 - (z T / c)^2) / T, else 1 / T."""
+    """Returns the gradient of x W' before cap and temperature, [C, V], rounded once to `dtype`.
+
+    The slope of a cap is (1 - (z T / c)^2) / T, with z the capped and divided logit; without a cap it is 1 / T.
+    """
     softmax = _Softmax.of(logits_CV)
     grad_CK = grad_CK / temperature
     if softcap is None:
@@ -156,9 +174,16 @@ def _uncapped(logits_CV: Tensor, d_capped_CV: Tensor, softcap: float, dtype: tor
 
 
 def _sum_equal(targets_CK: Tensor, grad_CK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The targets of each position sorted, beside each the summed gradient of all that equal it; the total [C, 1].
+    """Sorts the targets of each position and sums the gradients of equal targets.
 
-    Where all targets with a gradient are one, it is the total to the bit.
+    If all targets with a gradient are the same token, its sum equals the total bit for bit.
+
+    Args:
+        targets_CK: int64, the targets.
+        grad_CK: float32, their gradients.
+
+    Returns:
+        The sorted targets [C, K], for each the summed gradient of all targets equal to it [C, K], and the total [C, 1].
     """
     sorted_CK, order_CK = targets_CK.sort(dim=1)
     group_CK = functional.pad((sorted_CK[:, 1:] != sorted_CK[:, :-1]).cumsum(dim=1), (1, 0))
@@ -168,7 +193,7 @@ def _sum_equal(targets_CK: Tensor, grad_CK: Tensor) -> tuple[Tensor, Tensor, Ten
 
 @fused
 def _top_peak_rest(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As _Softmax holds them."""
+    """Returns top, peak and rest of each row, as `_Softmax` holds them."""
     values_CV = logits_CV.float()
     peak_C, top_C = values_CV.max(dim=-1)
     shares_CV = torch.exp(values_CV - peak_C[:, None])
@@ -178,13 +203,15 @@ def _top_peak_rest(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @fused
 def _scaled_softmax(logits_CV: Tensor, peak_C: Tensor, rest_C: Tensor, scale_C: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale softmax(logits), [C, V], rounded once to `dtype`."""
+    """Returns scale softmax(logits), [C, V], rounded once to `dtype`."""
     shares_CV = torch.exp(logits_CV.float() - peak_C[:, None])
     return (shares_CV * (scale_C / (1 + rest_C))[:, None]).to(dtype)
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Of an adapter it is given A too, only to be part of its graph: see lora_pair.py."""
+    """The autograd function of `target_logprobs`. An adapter's A is an argument only to make the output part of its
+    graph: see lora_linear.py.
+    """
 
     @staticmethod
     def forward(
@@ -236,6 +263,6 @@ class _TargetLogprobs(torch.autograd.Function):
                 d_hidden[rows] = d_hidden_CD
             if d_weight is not None:
                 add_product(d_weight, d_logits_CV.T, hidden_CD)
-        # Autograd rounds it where the weight wants its gradient in its own type.
+        # Autograd rounds the gradient if the weight wants it in its own dtype.
         passed_on = d_weight if ctx.master_VD is None else None
         return d_hidden, passed_on, *(8 * (None,))

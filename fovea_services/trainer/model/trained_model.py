@@ -1,6 +1,6 @@
-"""What is trained on a base: an adapter, or all parameters. Both have gradients, an optimizer and a step count.
+"""Trained models: an adapter, or all parameters. Each has gradients, an optimizer and a step count.
 
-Methods are collective where they say so; state is the same on all ranks but for the shards of full parameters.
+Methods are collective where they say so. State is the same on all ranks, except for the shards of full parameters.
 """
 
 import math
@@ -27,14 +27,14 @@ class TrainedModel(ABC):
     optimizer: AdamW
     trains_vision: bool
     unembedding: LoraPair | Tensor | None
-    """What is trained of the unembedding, as `target_logprobs` takes it."""
+    """Trained tensor of the unembedding, as for `target_logprobs`."""
     trainable_parameter_count: int
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
         self.step = 0
         self.has_gradients = False
-        """Whether calls since the last step have added to the gradients."""
+        """True if calls since the last step have added to the gradients."""
         self._saved: Tensor | None = None
 
     @abstractmethod
@@ -43,34 +43,38 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def collect_gradients(self) -> None:
-        """Adds what one backward pass left to the accumulated gradients; to be called after each."""
+        """Adds the gradients of one backward pass to the accumulated gradients. Call it after each pass."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """This rank's accumulated gradients, zeros where there are none."""
+        """Returns this rank's accumulated gradients, zeros where there are none."""
 
     @abstractmethod
     def reduce_gradients(self) -> Tensor:
-        """Sums gradients over all ranks; returns the squared global norm, float32 scalar. Collective."""
+        """Sums gradients over all ranks. Returns the squared global norm, a float32 scalar. Collective."""
 
     @abstractmethod
     def save_gradients(self, device_for: Callable[[int], torch.device]) -> None:
-        """Copies the gradients, for `restore_gradients`, to the device that `device_for` gives for a size in bytes."""
+        """Copies the gradients so that `restore_gradients` can bring them back.
+
+        Args:
+            device_for: Returns the device for a copy of a given size in bytes.
+        """
 
     @abstractmethod
     def restore_gradients(self) -> bool:
-        """Drops what has come since `save_gradients`; returns whether what was there before is there again."""
+        """Drops gradients added since `save_gradients`. Returns True if the earlier gradients are restored."""
 
     def drop_saved_gradients(self) -> None:
-        """Ends what `save_gradients` began."""
+        """Drops the copy that `save_gradients` made."""
         self._saved = None
 
     def gradients_added(self) -> None:
-        """To be called after a call that added to the gradients."""
+        """Marks that a call has added to the gradients."""
         self.has_gradients = True
 
     def resume_at(self, step: int) -> None:
-        """To be called after weights and moments of that step were loaded. Gradients are dropped."""
+        """Sets the step count after weights and moments were loaded. Drops gradients."""
         self.zero_gradients()
         self.weights_changed()
         self.step = step
@@ -78,10 +82,10 @@ class TrainedModel(ABC):
     @property
     @abstractmethod
     def pending_bytes(self) -> int:
-        """What the gradients of a backward pass will take on this rank beside what is allocated now."""
+        """Bytes that a backward pass will allocate for gradients on this rank."""
 
     def zero_gradients(self) -> None:
-        """Drops what calls have added to the gradients since the last step."""
+        """Drops all gradients accumulated since the last step."""
         self.has_gradients = False
         self._clear_gradients()
 
@@ -90,13 +94,16 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """To be called after the optimized weights were written."""
+        """Updates derived tensors after the optimized weights were written."""
 
     def optim_step(self, adam: Adam, control: ControlGroup) -> dict[str, float]:
-        """Steps and clears the gradients; returns metrics. Collective.
+        """Takes an optimizer step and clears the gradients. Returns metrics. Collective.
 
-        Raises on all ranks, with the gradients dropped and weights and moments as they were: FailedPrecondition if the
-        gradients are not finite, or the weights would be too large or not finite, ResourceExhausted if memory runs out.
+        An error is raised on all ranks. The gradients are then dropped, and weights and moments are unchanged.
+
+        Raises:
+            FailedPrecondition: The gradients are not finite, or weights would become too large or not finite.
+            ResourceExhausted: Memory ran out.
         """
         try:
             norm = math.sqrt(self.reduce_gradients().item())
@@ -116,30 +123,36 @@ class TrainedModel(ABC):
         }
 
     def _prepare_step(self, adam: Adam, norm: float, factor: float) -> None:
-        """Everything that can fail on this rank alone."""
+        """Performs all checks and computations that can fail on this rank alone."""
         if not math.isfinite(norm):
             raise self._refusal(f"the accumulated gradient has norm {norm}; check the inputs")
         if factor != 1.0:
             torch._foreach_mul_(self.gradients(), factor)
         if not (self.optimizer.is_surely_in_bounds(adam, norm * factor) or self.optimizer.stays_in_bounds(adam)):
             raise self._refusal(
-                f"a weight would be above {self.optimizer.largest:g} or not finite after it. The norm of the gradient "
-                f"is {norm:.3g}, and {adam}; lower the learning rate, or set grad_clip_norm"
+                f"a weight would become larger than {self.optimizer.largest:g} or not finite. The gradient has norm "
+                f"{norm:.3g}, and the settings are {adam}; lower the learning rate, or set grad_clip_norm"
             )
         self.optimizer.rehearse()
 
     def _refusal(self, reason: str) -> FailedPrecondition:
         return FailedPrecondition(
-            f"step {self.step + 1} of model {self.model_id!r} was not taken: {reason}. Its gradients were dropped, "
-            f"weights and optimizer are those of step {self.step}"
+            f"step {self.step + 1} of model {self.model_id!r} failed: {reason}. Its gradients were dropped; "
+            f"weights and optimizer are still those of step {self.step}"
         )
 
 
 class AdapterModel(TrainedModel):
-    """A LoRA adapter. Gradients stay on the rank that made them until the step.
+    """A LoRA adapter. Until the step, gradients stay on the rank that computed them.
 
     Args:
-        experts: The mesh over which experts are spread, as `expert_mesh` makes it.
+        model_id: Id of the model.
+        settings: The adapter's settings.
+        targets: All modules that can be adapted.
+        injector: Injects the adapter into the base.
+        device: Device of this rank.
+        dtype: Dtype of the base.
+        experts: Mesh over which experts are distributed, as made by `expert_mesh`.
     """
 
     def __init__(
@@ -163,10 +176,13 @@ class AdapterModel(TrainedModel):
 
     @staticmethod
     def size_bytes(settings: LoraSettings, targets: Sequence[LoraTarget], dtype: torch.dtype, spread: int) -> int:
-        """What an adapter takes on each rank, its gradients and moments included: 18 bytes a parameter in bfloat16.
+        """Returns the bytes of an adapter on each rank, with gradients and moments: 18 per parameter in bfloat16.
 
         Args:
-            spread: Ranks over which experts are spread.
+            settings: The adapter's settings.
+            targets: All modules that can be adapted.
+            dtype: Dtype of the base.
+            spread: Number of ranks over which experts are distributed.
         """
         count = sum(math.prod(shape) for shape in settings.shapes(targets, spread).values())
         cast = 0 if dtype == torch.float32 else dtype.itemsize
@@ -174,14 +190,14 @@ class AdapterModel(TrainedModel):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Size of a snapshot: the trained weights alone, in float32."""
+        """Size of a snapshot: the trained weights in float32."""
         return self.weights.whole_size * torch.float32.itemsize
 
     def activate(self) -> None:
         self._injector.activate(self.weights)
 
     def collect_gradients(self) -> None:
-        """Nothing to do: backward passes add to the buffer of the gradients."""
+        """Does nothing: backward passes add to the gradient buffer directly."""
 
     def gradients(self) -> list[Tensor]:
         return [self.weights.flat_grad]
@@ -210,16 +226,17 @@ class AdapterModel(TrainedModel):
         self.weights.flat_grad.zero_()
 
     def weights_changed(self) -> None:
-        """Nothing is derived from an adapter's weights."""
+        """Does nothing: nothing is derived from an adapter's weights."""
 
 
 class FullModel(TrainedModel):
-    """All parameters of the base. Each rank optimizes its shards; the base's own shards are kept to come back to.
+    """All parameters of the base. Each rank optimizes its shards. A copy of the base's own shards allows going back to
+    it.
 
-    What is optimized is `masters`, float32; the shards that the model computes with follow them, in the model's type.
-    A model in float32 has one set for both. Constants have none: they stay as they are. With one rank, linear modules
-    add their gradients to those of the masters where they make them; all others come through FSDP, which copies them
-    three times. Either way they are float32 from where a micro-batch's gradient of a parameter is made.
+    The optimized tensors are `masters`, float32. The shards used for computing follow them in the model's dtype; a
+    model in float32 has one set for both. Constants have no masters and never change. With one rank, linear modules add
+    their gradients directly to those of the masters. All other gradients go through FSDP, which copies them three
+    times. In both cases gradients are float32 from their first computation in a micro-batch.
     """
 
     trains_vision = True
@@ -246,11 +263,11 @@ class FullModel(TrainedModel):
 
     @staticmethod
     def size_bytes(sharded: ShardedModel) -> int:
-        """What it takes on this rank's device beside the base: masters, moments, and both kinds of gradients."""
+        """Returns the bytes on this rank's device beside the base: masters, moments, and both kinds of gradients."""
         locals_ = [local_of(shard) for _, shard in sharded.named_shards()]
         count = sum(local.numel() for local in locals_)
         masters = sum(local.numel() for local in locals_ if local.dtype != torch.float32)
-        # With one rank most gradients are added where they are made.
+        # With one rank most gradients are added directly to those of the masters.
         passing = count if sharded.mesh.size() > 1 else max(local.numel() for local in locals_)
         return torch.float32.itemsize * (masters + (len(MOMENTS) + 1) * count + passing)
 
@@ -266,7 +283,7 @@ class FullModel(TrainedModel):
         return sum(tensor.numel() * torch.float32.itemsize for tensor in (*missing, *passing))
 
     def save_gradients(self, device_for: Callable[[int], torch.device]) -> None:
-        """Nothing is copied: gradients of a whole model are too large to keep twice."""
+        """Copies nothing: the gradients of a whole model are too large to hold twice."""
         self._had_gradients = self.has_gradients
 
     def restore_gradients(self) -> bool:
@@ -308,7 +325,7 @@ class FullModel(TrainedModel):
         self._sharded.release()
 
     def restore_base(self) -> None:
-        """Puts the base's weights back and freezes them. Collective."""
+        """Restores the base's weights and freezes them. Collective."""
         self.zero_gradients()
         for name, local in self.locals.items():
             local.copy_(self.base[name])

@@ -113,8 +113,8 @@ async def test_models_and_snapshots_that_do_not_fit_are_refused_by_name(cramped:
     names, refused = await _until_refused(create)
     assert len(names) >= 2
     found = re.fullmatch(
-        r"an adapter of rank 1024 needs ([\d,]+) MiB on each of .* devices, ([\d,]+) MiB are free beside [\d,]+ MiB "
-        r"kept for computing: delete a model, or take a lower rank",
+        r"an adapter of rank 1024 needs ([\d,]+) MiB on each of .* devices, but only ([\d,]+) MiB are free beside "
+        r"[\d,]+ MiB reserved for computing: delete a model, or use a lower rank",
         refused.message,
     )
     assert found

@@ -178,10 +178,10 @@ def test_block_masks_are_those_that_torch_makes_of_the_whole(seed: int) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"head_mask": None, "use_cache": False}, "does not know head_mask"),
+        ({"head_mask": None, "use_cache": False}, "does not support head_mask"),
         ({"attention_mask": torch.ones(2, 2)}, "no mask"),
         ({"dropout": 0.1}, "no dropout"),
-        ({"sliding_window": 4, "is_causal": False}, "causal windows only"),
+        ({"sliding_window": 4, "is_causal": False}, "only causal windows"),
     ],
 )
 def test_nothing_that_is_asked_is_ignored(given: dict[str, Any], message: str) -> None:

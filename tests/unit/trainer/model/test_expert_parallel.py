@@ -147,9 +147,9 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("world_size", "spread", "experts", "said"),
     [
-        (2, 2, 0, "--expert-parallel is 2, but the model has no experts; take 1"),
+        (2, 2, 0, "--expert-parallel is 2, but the model has no experts; set it to 1"),
         (3, 3, 8, "--expert-parallel is 3, which does not divide the model's 8 experts"),
-        (6, 2, 8, "--expert-parallel is 2: 4 experts of each rank cannot be sharded evenly over the 3 that hold"),
+        (6, 2, 8, "--expert-parallel is 2: 4 experts of each rank cannot be sharded evenly over the 3 ranks that hold"),
     ],
 )
 def test_what_cannot_be_spread_is_refused(world_size: int, spread: int, experts: int, said: str) -> None:

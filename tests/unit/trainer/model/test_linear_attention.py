@@ -106,7 +106,7 @@ def test_a_document_changes_no_other(name: str, changed: int) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_not_known_is_refused(name: str) -> None:
     layer, _ = _layer(name)
-    with pytest.raises(ValueError, match="do not know attention_mask, which"):
+    with pytest.raises(ValueError, match="do not support attention_mask, which"):
         _run(layer, _hidden(), LENGTHS, attention_mask=torch.ones(1, sum(LENGTHS)))
 
 

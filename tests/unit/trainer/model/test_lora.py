@@ -103,7 +103,7 @@ def test_impossible_settings(changes: dict[str, object], field: str) -> None:
 
 
 def test_a_model_without_adapters_says_what_works() -> None:
-    with pytest.raises(InvalidInput, match="vLLM has no LoRA for this model; create one of full parameters"):
+    with pytest.raises(InvalidInput, match="vLLM does not support LoRA for this model; train full parameters instead"):
         _settings().check(max_rank=0, adapts_vision=False)
 
 

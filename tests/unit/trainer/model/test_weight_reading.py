@@ -129,14 +129,14 @@ def test_each_rank_reads_its_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tensors: tensors.pop("model.norm.weight"), "there is no model.norm.weight"),
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}),
-            r"model.norm.weight has shape \[3\] for \[\d+\]",
+            r"model.norm.weight has shape \[3\], not \[\d+\]",
         ),
         (
             lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}),
-            "lm_head.weight is not model.embed_tokens.weight, to which it is tied",
+            "lm_head.weight differs from model.embed_tokens.weight, to which it is tied",
         ),
     ],
     ids=["missing", "misshapen", "untied"],
@@ -151,7 +151,7 @@ def test_files_of_another_model(change: Callable[[dict[str, Tensor]], None], sai
     change(tensors)
     path.unlink()
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"{tmp_path} are not those of its config.json: {said}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path} do not match its config.json: {said}"):
         load_model(TrainerSettings(model=str(tmp_path)), tmp_path, CPU)
 
 
