@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fovea_services.trainer.model.gate_kernels import gate_gradient_kernel, gate_kernel
+
 MOST_RANK = 64
 """The highest LoRA rank of the kernels. Adapters of a higher rank do not fit into a program's registers."""
 
@@ -131,7 +133,7 @@ def gated(
     """
     found_SI = inner_SG.new_empty(len(inner_SG), inner_SG.shape[1] // 2)
     low_SR = None if adapter is None else inner_SG.new_empty(len(inner_SG), adapter.rank)
-    _for_blocks(_gate_kernel, [inner_SG, weight_S1], adapter, [found_SI, low_SR], blocks)
+    _for_blocks(gate_kernel, [inner_SG, weight_S1], adapter, [found_SI, low_SR], blocks)
     return found_SI, low_SR
 
 
@@ -164,7 +166,7 @@ def gated_gradients(
         d_gated_SI.contiguous(),
         None if d_low_SR is None else d_low_SR.contiguous(),
     ]
-    _for_blocks(_gate_gradient_kernel, given, adapter, [d_inner_SG, d_weight_S1, *lows], blocks)
+    _for_blocks(gate_gradient_kernel, given, adapter, [d_inner_SG, d_weight_S1, *lows], blocks)
     return d_inner_SG, d_weight_S1, lows[0], lows[1]
 
 
@@ -236,238 +238,4 @@ def _sum(
     tl.store(found + token * size + column, total.to(found.dtype.element_ty), mask=column < size)
 
 
-def _gate(
-    inner: tl.tensor,
-    weight: tl.tensor,
-    expert_of: tl.tensor,
-    token_of: tl.tensor,
-    gate_low: tl.tensor,
-    up_low: tl.tensor,
-    gate_b: tl.tensor,
-    up_b: tl.tensor,
-    down_a: tl.tensor,
-    found: tl.tensor,
-    low: tl.tensor,
-    scale: tl.tensor,
-    count: tl.tensor,
-    size: tl.tensor,
-    RANK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    FACTOR: tl.constexpr,
-) -> None:
-    """Computes `gated` for a block of BLOCK_S copies.
-
-    Layout: all tensors are row-major. A program owns BLOCK_S consecutive rows and loops over the intermediate size in
-    steps of BLOCK_I columns. Rows are sorted by expert, so a block usually has one expert, first == last. For each
-    expert of the block the kernel multiplies all rows and masks the rows of other experts to zero: adding the products
-    then selects the right expert for each row.
-
-    Rounding: `.to(TYPE).to(tl.float32)` rounds exactly where torch's separate operators would store a tensor.
-    """
-    TYPE: tl.constexpr = inner.dtype.element_ty
-    # Only the block base needs int64; offsets inside a block fit in int32, which halves the registers for addresses.
-    start_row = tl.program_id(0).to(tl.int64) * BLOCK_S
-    inner += start_row * (2 * size)
-    weight += start_row
-    found += start_row * size
-    low += start_row * RANK
-    expert_of += start_row
-    token_of += start_row
-    row = tl.arange(0, BLOCK_S)
-    row_inside = row < count - tl.program_id(0) * BLOCK_S
-    share = tl.load(weight + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
-    if RANK > 0:
-        # Experts first .. last occur in this block. Rows past the end get expert -1, which no iteration matches.
-        expert = tl.load(expert_of + row, mask=row_inside, other=-1).to(tl.int32)
-        last = tl.max(expert, 0)
-        first = tl.min(tl.where(row_inside, expert, last), 0)
-        rank = tl.arange(0, BLOCK_R)
-        low_inside = row_inside[:, None] & (rank < RANK)[None, :]
-        # x A' is stored per token, not per copy: gather the rows [BLOCK_S, BLOCK_R] of this block's tokens.
-        token = tl.load(token_of + row, mask=row_inside, other=0)
-        low_place = token[:, None] * RANK + rank[None, :]
-        gate_x = tl.load(gate_low + low_place, mask=low_inside, other=0.0).to(FACTOR)
-        up_x = tl.load(up_low + low_place, mask=low_inside, other=0.0).to(FACTOR)
-        low_sum = tl.zeros([BLOCK_S, BLOCK_R], dtype=tl.float32)
-    for start in range(0, size, BLOCK_I):
-        # Gate and up are the two halves of a row of inner [S, 2 I].
-        column = start + tl.arange(0, BLOCK_I)
-        inside = row_inside[:, None] & (column < size)[None, :]
-        place = row[:, None] * (2 * size) + column[None, :]
-        gate = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(inner + place + size, mask=inside, other=0.0).to(tl.float32)
-        if RANK > 0:
-            # The adapter's part: gate += scale * low B' and up likewise. B is [E, I, R], read transposed as
-            # [BLOCK_R, BLOCK_I].
-            b_inside = (rank < RANK)[:, None] & (column < size)[None, :]
-            gate_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
-            up_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
-            for one in range(first, last + 1):
-                own = (expert == one)[:, None]
-                b_place = one * size * RANK + column[None, :] * RANK + rank[:, None]
-                factor = tl.load(gate_b + b_place, mask=b_inside, other=0.0).to(FACTOR)
-                gate_more += tl.dot(tl.where(own, gate_x, 0.0).to(FACTOR), factor, input_precision="ieee")
-                factor = tl.load(up_b + b_place, mask=b_inside, other=0.0).to(FACTOR)
-                up_more += tl.dot(tl.where(own, up_x, 0.0).to(FACTOR), factor, input_precision="ieee")
-            gate = (gate + scale * gate_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-            up = (up + scale * up_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-        # silu(gate) * up * weight, rounded after each factor.
-        silu = (gate * tl.sigmoid(gate)).to(TYPE).to(tl.float32)
-        product = (silu * up).to(TYPE).to(tl.float32)
-        out = (product * share).to(TYPE)
-        tl.store(found + row[:, None] * size + column[None, :], out, mask=inside)
-        if RANK > 0:
-            # x A' of the down projection from the rounded output. A is [E, R, I], read transposed as
-            # [BLOCK_I, BLOCK_R]. The sum over I runs over the column steps in ascending order, in float32.
-            a_inside = (column < size)[:, None] & (rank < RANK)[None, :]
-            rows = out.to(FACTOR)
-            for one in range(first, last + 1):
-                own = (expert == one)[:, None]
-                a_place = one * size * RANK + rank[None, :] * size + column[:, None]
-                factor = tl.load(down_a + a_place, mask=a_inside, other=0.0).to(FACTOR)
-                low_sum += tl.dot(tl.where(own, rows, 0.0).to(FACTOR), factor, input_precision="ieee")
-    if RANK > 0:
-        tl.store(low + row[:, None] * RANK + rank[None, :], low_sum.to(TYPE), mask=low_inside)
-
-
-def _gate_gradient(
-    inner: tl.tensor,
-    weight: tl.tensor,
-    d_found: tl.tensor,
-    d_low: tl.tensor,
-    expert_of: tl.tensor,
-    token_of: tl.tensor,
-    gate_low: tl.tensor,
-    up_low: tl.tensor,
-    gate_b: tl.tensor,
-    up_b: tl.tensor,
-    down_a: tl.tensor,
-    d_inner: tl.tensor,
-    d_weight: tl.tensor,
-    d_gate_low: tl.tensor,
-    d_up_low: tl.tensor,
-    scale: tl.tensor,
-    count: tl.tensor,
-    size: tl.tensor,
-    RANK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    FACTOR: tl.constexpr,
-) -> None:
-    """Computes `gated_gradients` for a block of BLOCK_S copies.
-
-    The layout is that of `_gate`. The forward values are computed again from `inner`, because reading stored ones would
-    take as long. With s = sigmoid(gate), u = up, w = router weight and g = gradient of the output:
-
-        product  = silu(gate) u
-        d_weight = sum over columns of g product
-        d_up     = g w silu(gate)
-        d_gate   = g w u s (1 + gate (1 - s))
-
-    The adapter contributes in two places. The output also feeds x A' of the down projection, so g first gets d_low A.
-    Gate and up contain scale * low B', so the gradients of low are scale * d_gate B and scale * d_up B.
-
-    All sums over columns (d_weight, and the gradients of low) are accumulated in float32 over the column steps in
-    ascending order, by one program per row. No other program adds to them, so the result does not depend on scheduling.
-    They are rounded once at the end. Products are rounded to TYPE first where torch would store them.
-    """
-    TYPE: tl.constexpr = inner.dtype.element_ty
-    # Only the block base needs int64; offsets inside a block fit in int32, which halves the registers for addresses.
-    start_row = tl.program_id(0).to(tl.int64) * BLOCK_S
-    inner += start_row * (2 * size)
-    weight += start_row
-    d_found += start_row * size
-    d_low += start_row * RANK
-    d_inner += start_row * (2 * size)
-    d_weight += start_row
-    d_gate_low += start_row * RANK
-    d_up_low += start_row * RANK
-    expert_of += start_row
-    token_of += start_row
-    row = tl.arange(0, BLOCK_S)
-    row_inside = row < count - tl.program_id(0) * BLOCK_S
-    share = tl.load(weight + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
-    share_sum = tl.zeros([BLOCK_S], dtype=tl.float32)  # accumulates d_weight
-    if RANK > 0:
-        # Experts first .. last occur in this block. Rows past the end get expert -1, which no iteration matches.
-        expert = tl.load(expert_of + row, mask=row_inside, other=-1).to(tl.int32)
-        last = tl.max(expert, 0)
-        first = tl.min(tl.where(row_inside, expert, last), 0)
-        rank = tl.arange(0, BLOCK_R)
-        low_inside = row_inside[:, None] & (rank < RANK)[None, :]
-        # low is stored per token and gathered here; d_low and the gradients of low are stored per copy.
-        token = tl.load(token_of + row, mask=row_inside, other=0)
-        low_place = token[:, None] * RANK + rank[None, :]
-        gate_x = tl.load(gate_low + low_place, mask=low_inside, other=0.0).to(FACTOR)
-        up_x = tl.load(up_low + low_place, mask=low_inside, other=0.0).to(FACTOR)
-        own_place = row[:, None] * RANK + rank[None, :]
-        d_x = tl.load(d_low + own_place, mask=low_inside, other=0.0).to(FACTOR)
-        gate_sum = tl.zeros([BLOCK_S, BLOCK_R], dtype=tl.float32)
-        up_sum = tl.zeros([BLOCK_S, BLOCK_R], dtype=tl.float32)
-    for start in range(0, size, BLOCK_I):
-        # Load one [BLOCK_S, BLOCK_I] tile of gate, up and the gradient of the output.
-        column = start + tl.arange(0, BLOCK_I)
-        inside = row_inside[:, None] & (column < size)[None, :]
-        place = row[:, None] * (2 * size) + column[None, :]
-        gate = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(inner + place + size, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(d_found + row[:, None] * size + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        if RANK > 0:
-            # Recompute what the adapter added to gate and up, and add d_low A to the gradient of the output. B is
-            # [E, I, R] and A is [E, R, I]; both are read as [BLOCK_R, BLOCK_I]. Masking the rows of other experts
-            # to zero makes the sum over the block's experts pick each row's own expert.
-            b_inside = (rank < RANK)[:, None] & (column < size)[None, :]
-            gate_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
-            up_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
-            grad_more = tl.zeros([BLOCK_S, BLOCK_I], dtype=tl.float32)
-            for one in range(first, last + 1):
-                own = (expert == one)[:, None]
-                b_place = one * size * RANK + column[None, :] * RANK + rank[:, None]
-                factor = tl.load(gate_b + b_place, mask=b_inside, other=0.0).to(FACTOR)
-                gate_more += tl.dot(tl.where(own, gate_x, 0.0).to(FACTOR), factor, input_precision="ieee")
-                factor = tl.load(up_b + b_place, mask=b_inside, other=0.0).to(FACTOR)
-                up_more += tl.dot(tl.where(own, up_x, 0.0).to(FACTOR), factor, input_precision="ieee")
-                a_place = one * size * RANK + rank[:, None] * size + column[None, :]
-                factor = tl.load(down_a + a_place, mask=b_inside, other=0.0).to(FACTOR)
-                grad_more += tl.dot(tl.where(own, d_x, 0.0).to(FACTOR), factor, input_precision="ieee")
-            gate = (gate + scale * gate_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-            up = (up + scale * up_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-            grad = (grad + grad_more.to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-        # The pointwise gradients of the docstring, rounded where torch's operators would round.
-        sigmoid = tl.sigmoid(gate)
-        silu = (gate * sigmoid).to(TYPE).to(tl.float32)
-        product = (silu * up).to(TYPE).to(tl.float32)
-        share_sum += tl.sum((grad * product).to(TYPE).to(tl.float32), 1)
-        grad = (grad * share).to(TYPE).to(tl.float32)
-        d_up = (grad * silu).to(TYPE)
-        d_silu = (grad * up).to(TYPE).to(tl.float32)
-        d_gate = (d_silu * sigmoid * (1 + gate * (1 - sigmoid))).to(TYPE)
-        tl.store(d_inner + place, d_gate, mask=inside)
-        tl.store(d_inner + place + size, d_up, mask=inside)
-        if RANK > 0:
-            # Gradients of low: this tile's d_gate B and d_up B, with B read as [BLOCK_I, BLOCK_R].
-            a_inside = (column < size)[:, None] & (rank < RANK)[None, :]
-            gate_rows = d_gate.to(FACTOR)
-            up_rows = d_up.to(FACTOR)
-            for one in range(first, last + 1):
-                own = (expert == one)[:, None]
-                b_place = one * size * RANK + column[:, None] * RANK + rank[None, :]
-                factor = tl.load(gate_b + b_place, mask=a_inside, other=0.0).to(FACTOR)
-                gate_sum += tl.dot(tl.where(own, gate_rows, 0.0).to(FACTOR), factor, input_precision="ieee")
-                factor = tl.load(up_b + b_place, mask=a_inside, other=0.0).to(FACTOR)
-                up_sum += tl.dot(tl.where(own, up_rows, 0.0).to(FACTOR), factor, input_precision="ieee")
-    # All columns are summed: round and store. `scale` is applied to the rounded sum, as torch's operators do.
-    tl.store(d_weight + row, share_sum.to(TYPE), mask=row_inside)
-    if RANK > 0:
-        d_gate_x = (scale * gate_sum.to(TYPE).to(tl.float32)).to(TYPE)
-        tl.store(d_gate_low + own_place, d_gate_x, mask=low_inside)
-        d_up_x = (scale * up_sum.to(TYPE).to(tl.float32)).to(TYPE)
-        tl.store(d_up_low + own_place, d_up_x, mask=low_inside)
-
-
 _copy_kernel, _sum_kernel = triton.jit(_copy), triton.jit(_sum)
-_gate_kernel = triton.jit(_gate, do_not_specialize=["count"])
-_gate_gradient_kernel = triton.jit(_gate_gradient, do_not_specialize=["count"])

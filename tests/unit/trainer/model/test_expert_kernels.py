@@ -31,8 +31,8 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.Monk
     for kernel in (expert_kernels._copy_kernel, expert_kernels._sum_kernel):
         assert compiled(kernel, TYPES[dtype], rows)
     for kernel, blocks in (
-        (expert_kernels._gate_kernel, expert_kernels.FORWARD),
-        (expert_kernels._gate_gradient_kernel, expert_kernels.BACKWARD),
+        (expert_kernels.gate_kernel, expert_kernels.FORWARD),
+        (expert_kernels.gate_gradient_kernel, expert_kernels.BACKWARD),
     ):
         for rank in (0, 32):
             assert compiled(kernel, TYPES[dtype], blocks.constants(rank, dtype), blocks.warps)
