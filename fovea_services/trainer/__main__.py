@@ -1,4 +1,7 @@
-"""`python -m fovea_services.trainer --model DIR --port N`: starts all ranks; as one that was started so, is a rank."""
+"""`python -m fovea_services.trainer --model DIR --port N`: starts all ranks.
+
+The launcher runs the same command line for each rank, with an environment that makes the process a rank.
+"""
 
 import logging
 import os
@@ -24,7 +27,7 @@ def main() -> None:
     logs.configure("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
     logging.getLogger("torch").setLevel("WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with importing("scipy", "sklearn"):  # of transformers' other losses and ways to generate: a fifth of all imports
+    with importing("scipy", "sklearn"):  # transformers needs them only for features unused here; a fifth of all imports
         from fovea_services.trainer.trainer_process import follower_process, leader_process
 
     leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)

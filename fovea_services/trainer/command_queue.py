@@ -1,6 +1,7 @@
-"""Commands from gRPC calls to the thread that runs them with all ranks, one at a time, and their results back.
+"""The queue that passes commands from gRPC calls to the thread that runs them, and returns their results.
 
-Commands are plain data, which rank 0 sends to the other ranks of this trainer only.
+That thread runs one command at a time, together with all other ranks. Commands are plain data, sent by rank 0 to the
+other ranks of this trainer only.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ from fovea_services.trainer.model.optimizer import Adam
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Nothing; keeps idle connections alive and notices ranks that do not answer."""
+    """Does nothing. Keeps idle connections alive and detects ranks that do not answer."""
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Have every rank leave its loop, and end."""
+    """Makes every rank leave its loop and end."""
 
 
 @dataclass(frozen=True)
 class CreateModel:
-    """Make a model; full parameters if `lora` is None."""
+    """Creates a model: an adapter, or full parameters if `lora` is None."""
 
     model_id: str
     lora: LoraSettings | None
@@ -41,7 +42,7 @@ class CreateModel:
 
 @dataclass(frozen=True)
 class RestoreModel:
-    """Make a model from its newest durable point."""
+    """Creates a model from its newest durable point."""
 
     model_id: str
     lora: LoraSettings | None
@@ -49,29 +50,35 @@ class RestoreModel:
 
 @dataclass(frozen=True)
 class KeepState:
-    """Copy a model as it is, and begin to write it as a durable point."""
+    """Copies the current state of a model and starts writing it as a durable point."""
 
     model_id: str
 
 
 @dataclass(frozen=True)
 class DeleteModel:
-    """Free a model, its gradients and its optimizer; an unknown one is no error."""
+    """Frees a model, its gradients and its optimizer. Does nothing if it is unknown."""
 
     model_id: str
 
 
 @dataclass(frozen=True)
 class PrepareLosses:
-    """Start what traced losses are computed with, without waiting for it; says whether all ranks have it ready."""
+    """Starts the workers for traced losses without waiting. Returns True if those of all ranks are ready."""
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Compute a loss. `header` and `datums` are serialized messages that were checked on rank 0; `sizes` are theirs.
+    """Computes a loss.
 
-    `drop_gradients` drops those that are there already, first. `decoded` is what rank 0 made of the datums when it
-    checked; it is not sent.
+    Args:
+        model_id: Id of the model.
+        header: The serialized header, checked on rank 0.
+        backward: True to add to the model's gradients.
+        drop_gradients: True to drop existing gradients first.
+        datums: The serialized datums, checked on rank 0.
+        sizes: Size of each datum.
+        decoded: The decoded datums, on rank 0 only; not sent to other ranks.
     """
 
     model_id: str
@@ -88,14 +95,16 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class ClearGradients:
-    """Drop what calls have added to the gradients since the last step."""
+    """Drops the gradients accumulated since the last step."""
 
     model_id: str
 
 
 @dataclass(frozen=True)
 class OptimStep:
-    """Step on the accumulated gradients of all ranks, and drop them. A `seq_id` of 0 is none, here and below."""
+    """Takes an optimizer step on the gradients of all ranks, and drops them. Here and below, `seq_id` 0 means
+    unnumbered.
+    """
 
     model_id: str
     adam: Adam
@@ -104,7 +113,7 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class SaveState:
-    """Write weights and optimizer."""
+    """Writes weights and optimizer."""
 
     model_id: str
     uri: str
@@ -112,7 +121,7 @@ class SaveState:
 
 @dataclass(frozen=True)
 class LoadState:
-    """Read weights, and the optimizer if asked."""
+    """Reads weights, and the optimizer if `optimizer` is set."""
 
     model_id: str
     uri: str
@@ -122,7 +131,7 @@ class LoadState:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Freeze weights under a name."""
+    """Freezes weights as a named snapshot."""
 
     model_id: str
     snapshot_id: str
@@ -132,7 +141,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True)
 class RestoreSnapshot:
-    """Read a snapshot that was dropped from memory back from storage; without `uri`, what recovery keeps of it."""
+    """Reads a snapshot back into memory: from `uri`, or if empty from the recovery store."""
 
     snapshot_id: str
     uri: str
@@ -140,14 +149,14 @@ class RestoreSnapshot:
 
 @dataclass(frozen=True)
 class ForgetSnapshot:
-    """Drop a snapshot from memory."""
+    """Drops a snapshot from memory."""
 
     snapshot_id: str
 
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """Have the senders beside rank 0 meet samplers in a transfer group, and leave those that are not in `kept`."""
+    """Makes the senders beside rank 0 join a transfer group with samplers, and close all groups not in `kept`."""
 
     group_id: str
     world_size: int
@@ -159,7 +168,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class BroadcastFull:
-    """Gather a snapshot of full parameters and send it over an open transfer group, all senders in turns."""
+    """Gathers a full-parameter snapshot and sends it over an open transfer group. The senders alternate."""
 
     snapshot_id: str
     group_id: str
@@ -169,14 +178,17 @@ class BroadcastFull:
 
 @dataclass(frozen=True)
 class DescribeFull:
-    """Identity and tensors of a snapshot of full parameters, kept until `UnpinFull`; the empty name is the base."""
+    """Returns identity and tensors of a full-parameter snapshot; the empty id means the base.
+
+    The snapshot stays in memory until `UnpinFull`.
+    """
 
     snapshot_id: str
 
 
 @dataclass(frozen=True)
 class UnpinFull:
-    """The push of a snapshot that was described is over."""
+    """Ends the push of a full-parameter snapshot, which may then be dropped from memory."""
 
     snapshot_id: str
 
@@ -206,7 +218,14 @@ Command = (
 
 @dataclass(frozen=True)
 class Job:
-    """A command, where its result goes, the call that it came with, and when, in seconds of `time.time`."""
+    """A queued command.
+
+    Args:
+        command: The command.
+        result: Receives the result or error.
+        traceparent: Trace context of the call; empty without tracing.
+        queued_at: Time of queueing, a reading of `time.time`.
+    """
 
     command: Command
     result: "Future[Any]"
@@ -215,7 +234,7 @@ class Job:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """The span of its execution, in whatever thread, if it came with one."""
+        """Records a tracing span around the execution of the command, if the call is traced. Works in any thread."""
         if not self.traceparent:
             yield
             return
@@ -225,7 +244,10 @@ class Job:
 
 
 class CommandQueue:
-    """First in, first out. `submit` is for the event loop, `next` and the jobs' futures for the rank's thread."""
+    """A first-in, first-out queue of commands.
+
+    `submit` is for the event loop, `next` and the jobs' futures are for the rank's thread.
+    """
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -234,19 +256,25 @@ class CommandQueue:
         self._broken: FoveaError | None = Unavailable("the trainer is still loading its model")
 
     def open(self) -> None:
-        """Takes commands from now on."""
+        """Starts accepting commands."""
         self._broken = None
 
     def check(self) -> None:
-        """Raises why no command would be taken: still loading, or broken. Callable from any thread."""
+        """Checks that commands are accepted. Callable from any thread.
+
+        Raises:
+            FoveaError: The trainer is still loading or is broken; states which.
+        """
         if self._broken is not None:
             raise self._broken
 
     async def submit(self, command: Command) -> Any:
-        """Runs a command on all ranks and returns its result on rank 0.
+        """Runs a command on all ranks and returns rank 0's result.
 
-        Raises what the command raises, Unavailable if the trainer breaks. A command whose caller leaves before its
-        turn is not run; one that runs is not interrupted.
+        A command is not run if its caller is cancelled before the command starts. A running command is not interrupted.
+
+        Raises:
+            Unavailable: The trainer broke. Errors of the command are passed on.
         """
         self.check()
         result: Future[Any] = Future()
@@ -257,7 +285,7 @@ class CommandQueue:
         return await asyncio.wrap_future(result)
 
     def next(self) -> Job:
-        """The next job; a heartbeat if there is none for a while."""
+        """Returns the next job, or a heartbeat if none arrives in time."""
         while True:
             try:
                 job = self._jobs.get(timeout=self._heartbeat_s)
@@ -269,19 +297,19 @@ class CommandQueue:
                 return job
 
     def shut_down(self) -> None:
-        """Makes the ranks leave once all that is queued has run."""
+        """Makes the ranks exit after all queued commands."""
         trainer_metrics.QUEUED.inc()
         self._jobs.put(Job(Shutdown(), Future()))
 
     def fail_all(self, error: FoveaError) -> None:
-        """Fails everything that runs or waits, and everything that will be submitted. Callable from any thread."""
+        """Fails all running and queued commands, and all that follow. Callable from any thread."""
         self._broken = error
         for result in list(self._pending):
             resolve(result, error=error)
 
 
 def resolve(result: "Future[Any]", value: Any = None, error: BaseException | None = None) -> None:
-    """Sets the outcome of a future, unless `fail_all` or its caller has been quicker."""
+    """Sets the outcome of a future, unless `fail_all` or a cancellation has already done so."""
     try:
         if error is None:
             result.set_result(value)

@@ -1,10 +1,12 @@
 """One forward_backward call on one rank: prepare and agree, then compute step by step with all ranks.
 
-Nothing can fail on one rank alone between the first collective and the last: everything that depends on input or on
-other services is done and agreed on before. There are two exceptions, after which all ranks fail together at the end. A
-loss whose value or gradient does not exist, which only its log-probabilities can tell: its rank goes on with a loss of
-zero. And memory that runs out: its rank computes no more. That is sound where its passes need no other rank; where they
-do, micro-batches that may not fit are refused before, and should one still fail, the trainer ends.
+No rank may fail alone between the first collective and the last. Everything that depends on input or on other services
+is therefore done and agreed on before.
+
+There are two exceptions, after which all ranks fail together at the end. First, a loss or gradient may not exist, which
+only the log-probabilities show; its rank continues with a loss of zero. Second, memory may run out; the rank then
+computes no more. This is sound if its passes need no other rank. If they do, micro-batches that may not fit are refused
+beforehand; if memory runs out nevertheless, the trainer ends.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
@@ -43,16 +45,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """What this rank computes with.
+    """The inputs of this rank's computation.
 
     Args:
-        command: What was asked for.
-        model: Whose weights are used, and whose gradients added to.
-        alone: Whether its passes need no other rank.
-        loss: What is computed.
-        datums: This rank's, by index.
-        images: Tensors of the images that the tower may have to be run on, by digest.
-        cached: Outputs of the frozen tower that are known; None if the tower is trained.
+        command: The command.
+        model: The model, to the gradients of which the call adds.
+        alone: True if the passes need no other rank.
+        loss: The loss.
+        datums: This rank's datums, keyed by index.
+        images: Tensors of the images that the tower may have to process, keyed by digest.
+        cached: Known outputs of the frozen tower; None if the tower is trained.
     """
 
     command: ForwardBackward
@@ -89,19 +91,22 @@ class LossComputer:
         self._sandbox = sandbox
 
     def prepare(self) -> bool:
-        """Whether all ranks can compute traced losses at once; starts what is not ready. Collective.
+        """Starts the workers for traced losses. Returns True if those of all ranks are ready. Collective.
 
-        Raises what `Sandbox.prepare` raises, on all ranks.
+        Raises the errors of `Sandbox.prepare` on all ranks.
         """
         return self._control.minimum(int(self._control.agree(self._sandbox.prepare))) == 1
 
     def run(self, command: ForwardBackward, model: TrainedModel) -> ForwardBackwardResult:
-        """Computes; adds to the model's gradients if `backward`. Collective.
+        """Computes the loss; adds to the model's gradients if `backward` is set. Collective.
 
-        Raises, on all ranks, with the gradients as they were before the call: what `TensorFetcher.tensors_of` raises;
-        InvalidInput if a loss or its gradient is not finite, or if a traced loss fails or takes too much;
-        ResourceExhausted if memory ran out. Gradients of all parameters are not kept twice: those that earlier calls
-        had added are dropped too.
+        An error is raised on all ranks, and an adapter then has the gradients it had before the call. Gradients of full
+        parameters are not copied, so after an error those of earlier calls are dropped as well.
+
+        Raises:
+            InvalidInput: A loss or its gradient is not finite, or a traced loss failed or exceeded its limits.
+            ResourceExhausted: Memory ran out.
+            FeatureEvicted: A renderer no longer holds an image; see `TensorFetcher.tensors_of`.
         """
         budgets = self._memory.budgets(model.pending_bytes if command.backward else 0, model.trains_vision)
         schedule = self._plan(command, budgets)
@@ -111,7 +116,7 @@ class LossComputer:
             own = self._attempt(call, schedule, self._memory.recompute_above(budgets))
             if own.out_of_memory and (not command.backward or model.restore_gradients()):
                 reason = own.failure or "another rank ran out of memory"
-                logger.warning("%s; once more, in the smallest micro-batches, activations computed again", reason)
+                logger.warning("%s; retrying with the smallest micro-batches and recomputation", reason)
                 schedule = self._plan(command, Budgets(1, 1))
                 call.loss.limit_time(seconds_left)
                 own = self._attempt(call, schedule, 0)
@@ -136,21 +141,26 @@ class LossComputer:
         return ForwardBackwardResult(logprobs, metrics, schedule.efficiency)
 
     def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature], trains_vision: bool) -> None:
-        """Has tensors fetched that a call to come may need: not those whose output is known. From any thread."""
+        """Starts fetching the tensors that a later call may need. Skips images with a cached output. Callable from any
+        thread.
+        """
         self._features.fetch_ahead(
             [feature for feature in features if trains_vision or not self._vision.holds(feature.digest)]
         )
 
     def forget(self, model_id: str) -> None:
-        """Drops what waits for a model's next call."""
+        """Drops the image tensors retained for a model's next call."""
         self._features.forget(model_id)
 
     def _plan(self, command: ForwardBackward, budgets: Budgets) -> Plan:
-        """Which rank has which datum does not depend on the budgets."""
+        """Plans the micro-batches. The assignment of datums to ranks does not depend on the budgets."""
         return plan(command.sizes, self._control.world_size, budgets.tokens, budgets.patches)
 
     def _attempt(self, call: PreparedCall, schedule: Plan, recompute_above: float) -> RankResult:
-        """Where memory ran out on any rank, `out_of_memory` is set on all of them, which are ready for another try."""
+        """Computes all micro-batches once.
+
+        If memory ran out on any rank, `out_of_memory` is set on all ranks, which are then ready for another attempt.
+        """
         towers = self._tower_steps(call, schedule)
         call.model.activate()
         if call.alone:
@@ -183,7 +193,9 @@ class LossComputer:
         return sum(command.sizes[index].token_count for index in step.datums[rank])
 
     def _most_tokens(self, call: PreparedCall, step: Step) -> int:
-        """Of the ranks that make the passes of a step together: what recomputes, communicates twice."""
+        """Returns the most tokens of any rank in a shared pass: ranks must agree on recomputation, since it
+        communicates again.
+        """
         ranks = [self._control.rank] if call.alone else range(len(step.datums))
         return max(self._tokens_of(call.command, step, rank) for rank in ranks)
 
@@ -193,7 +205,7 @@ class LossComputer:
         return decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
 
     def _tower_steps(self, call: PreparedCall, schedule: Plan) -> list[bool]:
-        """For each step, whether the ranks run the vision tower: the same on all of them. Collective."""
+        """Returns for each step whether the ranks run the vision tower, the same on all of them. Collective."""
         if call.cached is None or not any(step.has_vision for step in schedule.steps):
             return [step.has_vision for step in schedule.steps]
         known = set(call.cached)
@@ -234,13 +246,15 @@ class LossComputer:
                 break
             if result.out_of_memory:
                 break
-        # Only now: looking at a result makes the device wait for us, and we have the next micro-batch to prepare.
+        # Results are read only after the loop: reading waits for the device, and would delay preparing the next
+        # micro-batch.
         _guard(call.alone, result, bring_to_host)
 
     def _goes_on(self, loss: Loss, result: RankResult) -> bool:
-        """Of a loss that may take so long: whether it has failed on no rank. Collective.
+        """Returns True if no rank has failed; only for a loss with a time limit. Collective.
 
-        No rank has more time left than another: however datums are spread, a call waits once for losses to be stopped.
+        It also sets all ranks to the least time left. However datums are distributed, a call then waits for slow losses
+        only once.
         """
         if loss.seconds_left is None:
             return True
@@ -250,7 +264,7 @@ class LossComputer:
 
 
 def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:
-    """Notes that memory ran out in `action`, where no other rank is in the middle of it too."""
+    """Runs `action`. Records that memory ran out if no other rank depends on these passes, else raises the error."""
     if result.out_of_memory:
         return
     try:
@@ -262,9 +276,10 @@ def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:
 
 
 def _losses_of(batch: Batch, logprobs_TK: Tensor, loss: Loss, result: RankResult) -> tuple[Tensor, MicroBatchResult]:
-    """The sum of the losses of a micro-batch, scalar with gradient, and what there is to tell of it.
+    """Returns the sum of the losses of a micro-batch, a scalar with gradient, and the results to report.
 
-    Where there is none, a zero that still depends on the model: all ranks must run backward together.
+    If there is no loss, the sum is a zero that still depends on the model, because all ranks must run the backward
+    pass.
     """
     parts = batch.split_logprobs(logprobs_TK)
     rows = [part.detach() for part in parts]

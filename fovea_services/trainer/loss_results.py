@@ -1,4 +1,4 @@
-"""What a forward_backward call computes: of one micro-batch, of one rank, of all ranks."""
+"""The results of a forward_backward call: of one micro-batch, of one rank, and of all ranks."""
 
 import math
 from collections import defaultdict
@@ -16,7 +16,7 @@ from fovea_services.trainer.batches.datum_decoding import Datum
 Logprobs = dict[int, npt.NDArray[np.float32]]
 Metrics = dict[str, float]
 Measures = dict[str, list[float]]
-"""What was measured of each datum, by the name of the metric that it goes into."""
+"""The measured values of all datums, keyed by metric name."""
 
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "sum": sum,
@@ -30,7 +30,14 @@ _GAP_INPUTS = ("logprobs", "advantages", "weights")
 
 @dataclass(frozen=True)
 class ForwardBackwardResult:
-    """Of a call: on rank 0 of all datums; elsewhere log-probabilities of its own, and no metrics."""
+    """The result of a call.
+
+    Args:
+        logprobs: float32 log-probabilities keyed by datum index: of all datums on rank 0, of the rank's own on other
+            ranks.
+        metrics: Metrics of the call; empty on other ranks.
+        packing_efficiency: As `Plan.efficiency`.
+    """
 
     logprobs: Logprobs
     metrics: Metrics
@@ -38,19 +45,19 @@ class ForwardBackwardResult:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the log-probabilities."""
+        """Memory of the log-probabilities in bytes."""
         return sum(values.nbytes for values in self.logprobs.values())
 
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """Of one micro-batch, still on the device.
+    """The result of one micro-batch, still on the device.
 
     Args:
-        datums: What was computed, in order.
-        rows: float32, the log-probabilities of each datum, shaped as its targets.
-        losses: float32, 1-D, of each datum; None if they could not be computed.
-        measures: 1-D, by metric, of each datum.
+        datums: The datums, in order.
+        rows: float32, the log-probabilities of each datum in the shape of its targets.
+        losses: float32 [datums]; None if they could not be computed.
+        measures: [datums] each, keyed by metric name.
     """
 
     datums: tuple[Datum, ...]
@@ -61,14 +68,21 @@ class MicroBatchResult:
 
 @dataclass
 class RankResult:
-    """Of one rank's part of a call, and the first failure: a loss that could not be, or memory that ran out."""
+    """The result of one rank's share of a call.
+
+    Args:
+        logprobs: float32 log-probabilities, keyed by datum index.
+        measures: Measured values of the datums, keyed by metric name.
+        failure: The first error: a loss that could not be computed, or exhausted memory.
+        out_of_memory: True if memory ran out on this or another rank.
+        expert_counts: int64 [layers with experts, experts], the number of tokens per expert; None without experts.
+    """
 
     logprobs: Logprobs = field(default_factory=dict)
     measures: Measures = field(default_factory=lambda: defaultdict(list))
     failure: FoveaError | None = None
     out_of_memory: bool = False
     expert_counts: Tensor | None = None
-    """int64 [layers with experts, experts]: tokens that each has had."""
 
     def check(self) -> None:
         """Raises the failure, if there is one."""
@@ -76,11 +90,11 @@ class RankResult:
             raise self.failure
 
     def fail(self, error: FoveaError) -> None:
-        """Notes that a loss could not be computed."""
+        """Records that a loss could not be computed."""
         self.failure = error
 
     def run_out(self, error: Exception | None = None) -> None:
-        """Notes that memory ran out, here with `error`, or on another rank."""
+        """Records that memory ran out, on this rank with `error`, or on another rank."""
         self.out_of_memory = True
         if error is not None:
             reason = str(error).splitlines()[0]
@@ -89,12 +103,18 @@ class RankResult:
             )
 
     def count_experts(self, counts: Tensor | None) -> None:
-        """Adds those of a micro-batch; None for a model without experts."""
+        """Adds the counts of a micro-batch; None for a model without experts."""
         if counts is not None:
             self.expert_counts = counts if self.expert_counts is None else self.expert_counts + counts
 
     def add(self, batch: MicroBatchResult, loss_name: str, model: str) -> None:
-        """Brings a micro-batch to the host; finds losses that are not finite. `model` names the model and its step."""
+        """Copies a micro-batch to the host and checks that its losses are finite.
+
+        Args:
+            batch: The micro-batch.
+            loss_name: Name of the loss, for errors.
+            model: The model and its step, for errors.
+        """
         if not batch.datums:
             return
         flat = torch.cat([row.flatten() for row in batch.rows]).cpu()
@@ -116,20 +136,20 @@ class RankResult:
             self.measures[name] += values.tolist()
 
     def _cause(self, index: int, model: str) -> str:
-        """Explains why the loss of a datum is not finite."""
+        """Returns the reason why the loss of a datum is not finite."""
         if not np.isfinite(self.logprobs[index]).all():
             return (
-                f"log-probabilities of {model} are not finite, so it has diverged; lower the learning rate, and load "
-                "an earlier state"
+                f"the log-probabilities of {model} are not finite, so it has diverged; lower the learning rate, and "
+                "load an earlier state"
             )
         return (
-            "numbers of its loss_inputs are too large, or their ratio to the model's log-probabilities, which are "
+            "values in its loss_inputs are too large, or their ratio to the model's log-probabilities, which are "
             "finite, overflows; check its loss_inputs"
         )
 
 
 def reduce_measures(parts: Iterable[Measures]) -> Metrics:
-    """Joins the measures of all ranks by what stands behind the colon of their names."""
+    """Merges the measures of all ranks. The part of a name after the colon is the reduction."""
     values: Measures = defaultdict(list)
     for part in parts:
         for name, found in part.items():
@@ -138,11 +158,12 @@ def reduce_measures(parts: Iterable[Measures]) -> Metrics:
 
 
 def expert_loads(layers: Sequence[int], parts: Iterable[list[list[int]]]) -> Metrics:
-    """How unevenly tokens were spread over the experts of each layer: the fullest over the mean, 1 if evenly.
+    """Returns the load imbalance of each layer's experts: the most tokens of an expert divided by the mean; 1 is
+    balanced.
 
     Args:
         layers: Numbers of the layers with experts.
-        parts: Of each rank, tokens by layer and expert; an empty list where it computed none.
+        parts: For each rank the tokens per layer and expert; an empty list if it computed none.
     """
     known = [np.array(part) for part in parts if part]
     if not known:
@@ -154,20 +175,22 @@ def expert_loads(layers: Sequence[int], parts: Iterable[list[list[int]]]) -> Met
 
 
 def mean_logprob_gap(datums: Iterable[Datum], logprobs: Mapping[int, npt.NDArray[np.float32]]) -> float | None:
-    """Mean |lp - q| in nats over all positions with an advantage; None if no datum brings sampled log-probabilities.
+    """Returns the mean |lp - q| in nats over all positions with an advantage; None if no datum has sampled
+    log-probabilities.
 
-    It says how far the sampler is from the trainer: what a policy gradient takes for off-policy data. Weights that have
-    moved since they sampled are in it too: it is the engines' disagreement alone only in the first call after a push.
+    It measures how far the sampler is from the trainer, which a policy gradient sees as off-policy data. It includes
+    changes of the weights since sampling. Only in the first call after a push is it purely the difference between the
+    engines.
 
     Args:
-        datums: Checked examples; those of losses without the inputs of a policy gradient do not count. q is `logprobs`.
-        logprobs: The trainer's lp by index of the datum, float32 [N] or [N, K], at the weights before the step.
+        datums: Checked examples. Those without the inputs of a policy gradient are ignored. q is the input `logprobs`.
+        logprobs: The trainer's lp at the weights before the step, float32 [N] or [N, K], keyed by datum index.
     """
     total, count = 0.0, 0
     for datum in datums:
         own = logprobs[datum.index]
         given = [values for name in _GAP_INPUTS if (values := datum.inputs.get(name)) is not None]
-        # A loss that a client traced may use these names for what it likes.
+        # A traced loss may use these names for other inputs.
         if len(given) < len(_GAP_INPUTS) or any(values.shape != own.shape for values in given):
             continue
         sampled, advantages, weights = given

@@ -1,4 +1,4 @@
-"""One rank of the trainer: joins the others, loads its share of the model, executes commands until told to leave."""
+"""One rank of the trainer: joins the others, loads its share of the model, and executes commands until shutdown."""
 
 import logging
 import time
@@ -37,14 +37,14 @@ from fovea_services.trainer.training_engine import TrainingEngine
 logger = logging.getLogger(__name__)
 
 PROFILED_COMMANDS = 4
-"""How many are looked at, and what came between them."""
+"""Number of training commands that are profiled, including everything between them."""
 _ROWS = 40
 _GAPS = 20
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """When a command was put into the queue, was begun and was done, in microseconds of one clock."""
+    """The times at which a command was queued, started and finished, in microseconds of one clock."""
 
     name: str
     queued: float
@@ -56,8 +56,8 @@ class CommandProfiler:
     """Writes `profile.txt` and `trace.json.gz` into a directory, once.
 
     Args:
-        directory: Made if it is not there; None looks at nothing.
-        first: The first forward_backward or optim_step to look at, counted from 1.
+        directory: Created if missing; None disables profiling.
+        first: The first forward_backward or optim_step to profile, counted from 1.
     """
 
     def __init__(self, directory: Path | None, first: int) -> None:
@@ -70,7 +70,9 @@ class CommandProfiler:
 
     @contextmanager
     def around(self, job: Job) -> Iterator[None]:
-        """To be entered around each command, in the thread that runs it."""
+        """Profiles a command, if it is one of the profiled ones. Enter it around each command in the thread that runs
+        it.
+        """
         is_counted = isinstance(job.command, ForwardBackward | OptimStep)
         self._count += is_counted
         if self._directory is None or not self._first <= self._count < self._first + PROFILED_COMMANDS:
@@ -99,12 +101,14 @@ class CommandProfiler:
         busy = "\n".join(busy_lines(kernels) + host_lines(kernels, self._host))
         (directory / "profile.txt").write_text(f"{busy}\n\n{table}\n")
         self._profile.export_chrome_trace(str(directory / "trace.json.gz"))
-        logger.info("wrote what the device did during %d commands to %s", PROFILED_COMMANDS, directory)
+        logger.info("wrote a profile of the device during %d commands to %s", PROFILED_COMMANDS, directory)
 
 
 def host_lines(kernels: list[tuple[float, float, str]], host: list[HostTime]) -> list[str]:
-    """Of each command, by the clock of `busy_lines`: when it was there, checked; when the rank began on it; when the
-    device had the first of it, before which the host fetches and packs; and when the host was done.
+    """Returns one line per command with its times, in the clock of `busy_lines`.
+
+    The times are: queued, after checking; started by the rank; first kernel on the device, before which the host
+    fetches and packs; and finished on the host.
     """
     if not kernels:
         return []
@@ -112,19 +116,19 @@ def host_lines(kernels: list[tuple[float, float, str]], host: list[HostTime]) ->
     for one in host:
         answered = next((start for start, _, _ in kernels if start >= one.begun), one.done)
         at = [(moment - first) / 1e3 for moment in (one.queued, one.begun, answered, one.done)]
-        words = "came at {:.1f} ms, begun at {:.1f}, first on the device at {:.1f}, done at {:.1f}".format(*at)
+        words = "queued at {:.1f} ms, started at {:.1f}, first on the device at {:.1f}, done at {:.1f}".format(*at)
         lines.append(f"{one.name} {words}")
     return lines
 
 
 def kernel_times(events: Any) -> list[tuple[float, float, str]]:
-    """Begin and end in microseconds, and name, of all that ran on a GPU."""
+    """Returns start and end in microseconds and the name of each event on a GPU, in order of start."""
     found = (event for event in events if event.device_type.name == "CUDA")
     return sorted((event.time_range.start, event.time_range.end, event.name) for event in found)
 
 
 def busy_lines(kernels: list[tuple[float, float, str]]) -> list[str]:
-    """The share of time in which anything ran, and the longest gaps, from kernels in order of their begin."""
+    """Returns the share of time in which any kernel ran, and the longest gaps. Kernels must be in order of start."""
     if not kernels:
         return ["nothing ran on a GPU"]
     begun, until, before = kernels[0]
@@ -145,14 +149,14 @@ logger = logging.getLogger(__name__)
 
 
 class RankWorker:
-    """This process's part of the trainer. Everything that communicates happens in the thread that calls `start`.
+    """This process's part of the trainer. All communication between ranks happens in the thread that calls `start`.
 
     Args:
-        settings: As given at start.
-        place: Which rank this is.
-        on_peer_lost: Called with a rank that died, from another thread.
-        on_peer_stop: On rank 0, called from another thread with a rank whose node was told to stop.
-        groups: Transfer groups, on rank 0; other ranks make theirs once they have met it.
+        settings: Settings of the trainer.
+        rank_env: This rank.
+        on_peer_lost: Called from another thread with a rank that died.
+        on_peer_stop: Called on rank 0, from another thread, with a rank on a node that was asked to stop.
+        groups: Transfer groups, on rank 0. Other ranks create theirs after connecting to rank 0.
     """
 
     def __init__(
@@ -173,13 +177,13 @@ class RankWorker:
         self.engine: TrainingEngine
 
     def start(self) -> None:
-        """Meets the other ranks, loads the model and warms up."""
+        """Joins the other ranks, loads the model and warms up."""
         settings = self._settings
         torch.set_num_threads(settings.threads)
         rank_env = self._rank_env
         device = _device(settings, rank_env)
         store = rank_env.open_store(timedelta(seconds=MEET_S))
-        store.set_timeout(timedelta(seconds=MEET_S))  # which a store of files is not told when it is made
+        store.set_timeout(timedelta(seconds=MEET_S))  # FileStore has no timeout argument
         self._peers = PeerMonitor(store, rank_env, service_secret().encode(), self._on_peer_lost, self._on_peer_stop)
         timeout = timedelta(seconds=settings.collective_timeout_s)
         store.set_timeout(timeout)
@@ -206,7 +210,7 @@ class RankWorker:
         logger.info("rank %d ready after %.1f s", self._control.rank, time.perf_counter() - started)
 
     def lead(self, queue: CommandQueue) -> None:
-        """Rank 0: hands out commands and executes them, until `Shutdown`."""
+        """Distributes and executes commands on rank 0, until `Shutdown`."""
         while True:
             job = queue.next()
             self._control.broadcast(job.command)
@@ -215,7 +219,7 @@ class RankWorker:
             self._run(job)
 
     def follow(self) -> None:
-        """Any other rank: executes what rank 0 hands out, until `Shutdown`."""
+        """Executes the commands of rank 0 on any other rank, until `Shutdown`."""
         while True:
             command: Command = self._control.broadcast(None)
             if isinstance(command, Shutdown):
@@ -227,7 +231,9 @@ class RankWorker:
             _show_peak()
 
     def tell_stop(self) -> bool:
-        """Tells rank 0 that this node was told to stop; False if they have not met yet. From any thread."""
+        """Reports to rank 0 that this node was asked to stop. Returns False if the ranks have not met. Callable from
+        any thread.
+        """
         if self._peers is None:
             return False
         self._peers.tell_stop()
@@ -244,7 +250,7 @@ class RankWorker:
             resolve(job.result, error=error)
         except Exception:
             trainer_metrics.COMMANDS.labels(name, "TRAINER_LOST").inc()
-            raise  # the queue breaks down, and this command with it, once it is known who failed
+            raise  # the result is set later by `fail_all`, when it is known which rank failed
         else:
             trainer_metrics.COMMANDS.labels(name, "OK").inc()
             trainer_metrics.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)
@@ -260,14 +266,14 @@ class RankWorker:
         self.engine.close()
         try:
             self._control.barrier()
-        except RuntimeError as error:  # of gloo: a disk too slow for the grace; what it did not write is run again
-            logger.warning("another rank has left while points were being written: %s", error)
+        except RuntimeError as error:  # from gloo: the disk was too slow to finish in time; lost commands are run again
+            logger.warning("another rank exited while durable points were being written: %s", error)
             return
         dist.destroy_process_group()
 
 
 def resolve_model(model: str) -> Path:
-    """The checkpoint folder of a path or hub name."""
+    """Returns the folder of a checkpoint, given its path or hub name. Downloads it if necessary."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -1,9 +1,9 @@
-"""Which model is made durable when: on rank 0, beside what clients ask for. One state or snapshot is written at a time.
+"""Scheduling of durable points, on rank 0, while clients' commands run. One state or snapshot is written at a time.
 
-A model that changes again before its turn is written once, as it is then. A model's state is written only once the
-snapshots that were taken of it before are. While both wait, states and snapshots get equal shares of the storage in
-bytes, so that each model gets a new point within a bounded number of snapshots, however many models there are.
-Snapshots that wait to be written take a bounded number of bytes: above it, taking another one is refused for now.
+A model that changes again before it is written is written once, in its latest state. Its state is written only after
+the snapshots that were made of it before. If states and snapshots both wait, they get equal shares of the storage in
+bytes. Each model thus gets a new point within a bounded number of snapshots, however many models there are. The bytes
+of snapshots that wait for writing are limited; above the limit, further snapshots are refused for now.
 """
 
 import asyncio
@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_PAUSE_S = 60.0
-"""Between two tries to write to storage that fails."""
+"""Longest pause between two attempts to write to failing storage, in seconds."""
 
 LINE_S = 5.0
-"""A model that was told to wait, and has not asked again for so long, loses its place in the line."""
+"""Seconds after which a model that was refused, and has not asked again, loses its position in the line."""
 
 
 @dataclass
 class _Model:
-    """How far a model is durable. Times are of `time.monotonic`.
+    """The durability of a model. Times are readings of `time.monotonic`.
 
     Args:
-        durable: The last command, by `seq_id`, that is in its point; None if it has none.
-        kept: How many changes of its weights are in its point.
-        since: When it was first found to have changed since.
-        next_at: When the next point may be begun.
-        wanted: Callers that wait for it to be durable.
-        turn: Held while a snapshot of it is taken, and while its next state is copied.
+        durable: `seq_id` of the last command in its point; None if it has no point.
+        kept: Number of weight changes in its point.
+        since: Time of the first change that is not in its point.
+        next_at: Earliest time to start the next point.
+        wanted: Number of callers that wait until it is durable.
+        turn: Held while a snapshot of it is made, and while its next state is copied.
     """
 
     durable: int | None = None
@@ -56,7 +56,14 @@ class _Model:
 
 @dataclass(eq=False)
 class _Taken:
-    """A snapshot that is being taken, or waits to be written; pinned while memory must not drop it."""
+    """A snapshot that is being made or waits to be written.
+
+    Args:
+        model_id: Id of the model.
+        snapshot_id: Id of the snapshot.
+        size_bytes: Its size in memory.
+        pinned: True while memory must not drop it.
+    """
 
     model_id: str
     snapshot_id: str
@@ -65,12 +72,12 @@ class _Taken:
 
 
 class RecoveryKeeper:
-    """Has durable points written, for as long as `run` does.
+    """Writes durable points while `run` is active.
 
     Args:
-        settings: As given at start.
-        queue: Commands of the ranks.
-        engine: Rank 0's, which must keep recovery, once it is there.
+        settings: Settings of the trainer.
+        queue: Command queue of the ranks.
+        engine: Returns rank 0's engine, which must have a recovery writer.
     """
 
     def __init__(self, settings: TrainerSettings, queue: CommandQueue, engine: Callable[[], TrainingEngine]) -> None:
@@ -80,8 +87,8 @@ class RecoveryKeeper:
         self._models: dict[str, _Model] = {}
         self._snapshots: deque[_Taken] = deque()
         self._taking: set[_Taken] = set()
-        self._line: dict[str, tuple[int, float]] = {}  # models that wait: bytes, and when they asked last
-        self._ahead_bytes = 0  # of snapshots, before states
+        self._line: dict[str, tuple[int, float]] = {}  # waiting models: bytes wanted, and time of the last request
+        self._ahead_bytes = 0  # bytes of snapshots written in excess of bytes of states
         self._work = asyncio.Event()
         self._tried = asyncio.Condition()
         self._failures = 0
@@ -94,30 +101,32 @@ class RecoveryKeeper:
 
     @property
     def durable_seq_ids(self) -> dict[str, int]:
-        """Of models that have a durable point: the last command that is in it."""
+        """`seq_id` of the last command in the point of each model that has one."""
         return {model_id: model.durable for model_id, model in self._models.items() if model.durable is not None}
 
     def changed(self, model_id: str) -> None:
-        """To be called after each command that changed weights."""
+        """Notes that a command has changed weights. Call it after each such command."""
         model = self._models.setdefault(model_id, _Model())
         model.since = min(model.since, time.monotonic())
         self._work.set()
 
     def restored(self, model_id: str, seq_id: int) -> None:
-        """To be called when a model was made from its point."""
+        """Notes that a model was restored from its point."""
         self._models[model_id] = _Model(durable=seq_id)
 
     @asynccontextmanager
     async def taking(self, model_id: str, snapshot_id: str, size_bytes: int) -> AsyncIterator[None]:
-        """Surrounds the taking of an adapter's snapshot that no other storage has, and then has it written.
+        """Surrounds the creation of an adapter snapshot that no other storage has, and queues it for writing.
 
-        No state of the model is copied meanwhile: a state is durable only once the snapshots before it are.
+        No state of the model is copied meanwhile: a state is durable only once all earlier snapshots are.
 
         Args:
-            size_bytes: What the snapshot takes in memory.
+            model_id: Id of the model.
+            snapshot_id: Id of the snapshot.
+            size_bytes: Size of the snapshot in memory.
 
         Raises:
-            StorageBehind: With it, more bytes would wait to be written than `--snapshot-memory-mib`.
+            StorageBehind: The bytes waiting to be written would exceed `--snapshot-memory-mib`.
         """
         self._admit(model_id, size_bytes)
         taken = _Taken(model_id, snapshot_id, size_bytes)
@@ -125,7 +134,7 @@ class RecoveryKeeper:
         try:
             async with self._models.setdefault(model_id, _Model()).turn:
                 yield
-                if not self._failure:  # else memory may drop it: storage may fail for long
+                if not self._failure:  # while storage fails, possibly for long, memory may drop it
                     self._engine().adapters.pin(snapshot_id)
                     taken.pinned = True
                 self._snapshots.append(taken)
@@ -135,13 +144,17 @@ class RecoveryKeeper:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of the snapshots that memory keeps until they are written."""
+        """Bytes of the snapshots that memory retains until they are written."""
         return sum(taken.size_bytes for taken in list(self._snapshots) if taken.pinned)
 
     async def flush(self, model_id: str) -> tuple[int, int]:
-        """Waits until a model and its snapshots are durable; returns the last command in the point, and bytes kept.
+        """Waits until a model and its snapshots are durable.
 
-        Raises Unavailable if storage fails.
+        Returns:
+            `seq_id` of the last command in the point, and the size of the model's files in bytes.
+
+        Raises:
+            Unavailable: Storage failed.
         """
         model = self._models.setdefault(model_id, _Model())
         failures = self._failures
@@ -157,44 +170,44 @@ class RecoveryKeeper:
         return model.durable or 0, await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
 
     async def kept(self, model_id: str) -> tuple[int, int]:
-        """What `flush` returns, of a model that is not here: nothing is 0 and 0."""
+        """Returns what `flush` returns, for a model that is not loaded; 0 and 0 if it has no files."""
         found = await self._in_order(lambda: self._writer.folder.newest(model_id))
         size_bytes = await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
         return (found[1].seq_id if found else 0), size_bytes
 
     async def away(self) -> list[str]:
-        """Models that are not here, but of which there are files."""
+        """Returns the ids of models that have files but are not loaded."""
         kept = await self._in_order(self._writer.folder.model_ids)
         return sorted(set(kept) - self._engine().models.keys())
 
     def forget(self, model_id: str) -> None:
-        """To be called when a model is freed: what waits for it is not written any more."""
+        """Cancels pending writes of a model. Call it when the model is freed."""
         self._models.pop(model_id, None)
         for taken in [taken for taken in self._snapshots if taken.model_id == model_id]:
             self._unpin(taken)
             self._snapshots.remove(taken)
 
     async def remove_model(self, model_id: str) -> None:
-        """Removes the files of a model. What storage refuses is left to a later start's sweep."""
+        """Removes the files of a model. Failures are only logged."""
         await self._try(lambda: self._writer.folder.remove_model(model_id), f"files of model {model_id}")
 
     async def remove_snapshot(self, snapshot_id: str) -> None:
-        """Removes a snapshot's files, likewise."""
+        """Removes the files of a snapshot and cancels its pending write. Failures are only logged."""
         for taken in [taken for taken in self._snapshots if taken.snapshot_id == snapshot_id]:
             self._unpin(taken)
             self._snapshots.remove(taken)
         await self._try(lambda: self._writer.folder.remove_snapshot(snapshot_id), f"files of snapshot {snapshot_id}")
 
     async def run(self) -> None:
-        """Writes what is not durable, until cancelled. Storage that fails is tried again, ever more rarely."""
+        """Writes everything that is not durable, until cancelled. Retries failing storage with growing pauses."""
         await self._try(lambda: self._writer.folder.sweep(), "what earlier instances left")
         while True:
             self._work.clear()
             try:
                 done = await self._write_next()
-            except Unavailable:  # the trainer breaks down
+            except Unavailable:  # the trainer is shutting down after a failure
                 return
-            except Exception as error:  # of the storage's library, whichever it is
+            except Exception as error:  # storage libraries raise exceptions of many types
                 await self._failed(error)
             else:
                 async with self._tried:
@@ -203,7 +216,7 @@ class RecoveryKeeper:
                     await self._wait()
 
     async def _write_next(self) -> bool:
-        """Whether there was anything to write now."""
+        """Writes the next state or snapshot. Returns False if there is nothing to write now."""
         wanted = any(model.wanted for model in self._models.values())
         now = time.monotonic()
         if now < self._paused_until and not wanted:
@@ -214,7 +227,7 @@ class RecoveryKeeper:
             if self._lag_of(model_id) and (model.wanted or model.next_at <= now)
         ]
         if not due or not self._snapshots:
-            self._ahead_bytes = 0  # only what waited meanwhile has a claim
+            self._ahead_bytes = 0  # the balance counts only while both kinds wait
         if self._snapshots and (not due or self._ahead_bytes <= 0):
             await self._write_snapshot(self._snapshots[0])
         elif due:
@@ -232,10 +245,10 @@ class RecoveryKeeper:
             try:
                 state = await self._queue.submit(command_queue.KeepState(model_id))
             except NotFound:
-                self._models.pop(model_id, None)  # freed meanwhile
+                self._models.pop(model_id, None)  # it was freed meanwhile
                 return
         size_bytes = await asyncio.wrap_future(state.written)
-        if self._models.get(model_id) is not model:  # freed meanwhile: its files go next
+        if self._models.get(model_id) is not model:  # it was freed meanwhile, and its files are removed next
             return
         model.durable, model.kept = state.seq_id, state.change_count
         model.since = began if self._lag_of(model_id) else math.inf
@@ -245,7 +258,7 @@ class RecoveryKeeper:
     async def _write_snapshot(self, taken: _Taken) -> None:
         size_bytes = await asyncio.wrap_future(self._writer.write_snapshot(taken.snapshot_id, self._engine().adapters))
         if not size_bytes:
-            logger.warning("snapshot %s left memory before it was durable: it is lost", taken.snapshot_id)
+            logger.warning("snapshot %s was dropped from memory before it was written: it is lost", taken.snapshot_id)
             trainer_metrics.DURABLE_FAILURES.inc()
         if taken in self._snapshots:
             self._unpin(taken)
@@ -254,7 +267,7 @@ class RecoveryKeeper:
 
     def _succeeded(self, kind: str, size_bytes: int) -> None:
         if self._failure:
-            logger.info("storage of recovery works again")
+            logger.info("recovery storage works again")
         self._failure, self._pause_s, self._paused_until = "", 0.0, 0.0
         self._ahead_bytes += size_bytes if kind == "snapshot" else -size_bytes
         trainer_metrics.DURABLE_BYTES.labels(kind).inc(size_bytes)
@@ -265,15 +278,15 @@ class RecoveryKeeper:
         self._pause_s = min(max(1.0, 2 * self._pause_s), MOST_PAUSE_S)
         self._paused_until = time.monotonic() + self._pause_s
         trainer_metrics.DURABLE_FAILURES.inc()
-        logger.warning("nothing is durable for %.0f s, training goes on: %s", self._pause_s, self._failure)
-        for taken in self._snapshots:  # memory may drop them now: storage may fail for long
+        logger.warning("no writes to recovery storage for %.0f s, training continues: %s", self._pause_s, self._failure)
+        for taken in self._snapshots:  # while storage fails, possibly for long, memory may drop them
             self._unpin(taken)
         async with self._tried:
             self._tried.notify_all()
         await self._wait()
 
     async def _wait(self) -> None:
-        """Until there is something new, or the time has come for what was put off."""
+        """Waits for new work, or until postponed work is due."""
         put_off = [model.next_at for model_id, model in self._models.items() if self._lag_of(model_id)]
         if put_off or self._snapshots:
             next_at = max(self._paused_until, min(put_off, default=0.0))
@@ -284,7 +297,7 @@ class RecoveryKeeper:
             await self._work.wait()
 
     def _lag_of(self, model_id: str) -> int:
-        """How many changes of a model's weights are in no durable point."""
+        """Returns the number of a model's weight changes that are in no durable point."""
         return self._writer.changes_of(model_id) - self._models[model_id].kept
 
     def _lag_seconds(self) -> float:
@@ -298,9 +311,12 @@ class RecoveryKeeper:
         return model_id in self._models and self._lag_of(model_id) > 0
 
     def _admit(self, model_id: str, size_bytes: int) -> None:
-        """Raises StorageBehind unless a snapshot has room beside those that wait and those of models ahead in line.
+        """Checks that a snapshot has room beside those that wait and those of models ahead of it in line.
 
-        Storage that fails keeps no client waiting: snapshots are not kept for it, see `_failed`.
+        While storage fails no client is refused: snapshots are then not retained, see `_failed`.
+
+        Raises:
+            StorageBehind: There is no room.
         """
         now = time.monotonic()
         self._line = {name: place for name, place in self._line.items() if place[1] > now - LINE_S}
@@ -314,9 +330,9 @@ class RecoveryKeeper:
         if held + before and held + before + size_bytes > most and not self._failure:
             self._line[model_id] = (size_bytes, now)
             raise StorageBehind(
-                f"recovery's storage is behind: {held / 2**20:.0f} MiB of snapshots wait to be written, of at most "
-                f"{most / 2**20:.0f} MiB (--snapshot-memory-mib), and {len(self._line)} models wait to take the next: "
-                "this waits until storage has caught up"
+                f"recovery storage is behind: {held / 2**20:.0f} MiB of snapshots wait to be written, the limit is "
+                f"{most / 2**20:.0f} MiB (--snapshot-memory-mib), and {len(self._line)} models wait to save the next: "
+                "the request waits until storage has caught up"
             )
         self._line.pop(model_id, None)
 
@@ -328,7 +344,7 @@ class RecoveryKeeper:
     async def _try(self, action: Callable[[], None], what: str) -> None:
         try:
             await self._in_order(action)
-        except Exception as error:  # of the storage's library, whichever it is
+        except Exception as error:  # storage libraries raise exceptions of many types
             trainer_metrics.DURABLE_FAILURES.inc()
             logger.warning("%s could not be removed: %s", what, error)
 

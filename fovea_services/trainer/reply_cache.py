@@ -1,6 +1,6 @@
-"""What was done last to each model, so that a command which is asked for twice is done once.
+"""Replies to the last command of each model, so that a command that is sent twice runs once.
 
-The caller's numbers (`seq_id`) rise from one command of a model to the next. Lives in the event loop.
+The caller's numbers (`seq_id`) increase from command to command of a model. Runs on the event loop.
 """
 
 import asyncio
@@ -19,7 +19,13 @@ KEPT_BYTES = 256 * 2**20
 
 @dataclass
 class _Entry:
-    """The last command of a model; `work` is None if it did nothing, `size_bytes` that of its kept answer."""
+    """The last command of a model.
+
+    Args:
+        seq_id: Its number.
+        work: Its answer; None if the command had no effect.
+        size_bytes: Size of the retained answer.
+    """
 
     seq_id: int
     work: Awaitable[Any] | None
@@ -27,10 +33,10 @@ class _Entry:
 
 
 class ReplyCache:
-    """The last numbered command of each model, running or done, with its answer.
+    """The last numbered command of each model, running or finished, with its answer.
 
     Args:
-        kept_bytes: Of all kept answers together; above, the oldest are dropped, the commands stay known.
+        kept_bytes: Size limit of all answers. Above it the oldest answers are dropped, but their commands stay known.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
@@ -44,21 +50,27 @@ class ReplyCache:
         run: Callable[[], Coroutine[Any, Any, Answer]],
         size_of: Callable[[Answer], int] = lambda answer: 0,
     ) -> Answer:
-        """Runs command `seq_id` of a model, or waits for it if it is the last one; 0 is no number and always runs.
+        """Runs command `seq_id` of a model, or returns the answer if it is the model's last command.
 
-        A numbered command goes on if its caller leaves. Whatever it raises is its answer too, but for FeatureEvicted:
-        then nothing was done.
+        A numbered command continues if its caller is cancelled. An exception is retained as its answer, except
+        FeatureEvicted, after which nothing was done. A `seq_id` of 0 means no number; such a command always runs.
+
+        Args:
+            model_id: Id of the model.
+            seq_id: Number of the command.
+            run: Runs the command.
+            size_of: Returns the size of an answer in bytes.
 
         Raises:
-            FailedPrecondition: A later command has begun.
-            Expired: It was done, and its answer has been dropped.
+            FailedPrecondition: A later command has started.
+            Expired: The command was done, and its answer has been dropped.
         """
         if not seq_id:
             return await run()
         entry = self._entries.get(model_id)
         if entry is not None and entry.seq_id > seq_id:
             raise FailedPrecondition(
-                f"seq_id {seq_id} of model {model_id!r} comes after {entry.seq_id}: it is not done any more",
+                f"seq_id {seq_id} of model {model_id!r} comes after {entry.seq_id}: a later command has already run",
                 field="seq_id",
             )
         if entry is None or entry.seq_id < seq_id or entry.work is None:
@@ -71,7 +83,7 @@ class ReplyCache:
         return answer
 
     async def last(self, model_id: str) -> int:
-        """The number of the last command that was done to a model; waits for one that runs. 0 if there is none."""
+        """Returns the number of the last command done, 0 if there is none. Waits for a running command."""
         entry = self._entries.get(model_id)
         while entry is not None and isinstance(entry.work, asyncio.Task) and not entry.work.done():
             await asyncio.wait([entry.work])
@@ -81,13 +93,13 @@ class ReplyCache:
         return entry.seq_id if entry.work is not None else entry.seq_id - 1
 
     def seed(self, model_id: str, seq_id: int, answer: Any) -> None:
-        """Takes note of the last command of a model that was restored, and of its answer."""
+        """Records the last command of a restored model, and its answer."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         done.set_result(answer)
         self._entries[model_id] = _Entry(seq_id, done)
 
     def forget(self, model_id: str) -> None:
-        """Drops what is known of a model that is gone."""
+        """Drops the entry of a model that was freed."""
         self._entries.pop(model_id, None)
 
     def _note(self, entry: _Entry, size_of: Callable[[Answer], int], done: asyncio.Task[Answer]) -> None:
@@ -109,6 +121,6 @@ class ReplyCache:
 
 def _dropped(model_id: str, seq_id: int) -> Awaitable[Any]:
     done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    done.set_exception(Expired(f"command {seq_id} of model {model_id!r} was done, but its answer is no longer kept"))
-    done.exception()  # nobody may ever ask
+    done.set_exception(Expired(f"command {seq_id} of model {model_id!r} was done, but its answer has been dropped"))
+    done.exception()  # marks it as retrieved: possibly no caller ever asks
     return done

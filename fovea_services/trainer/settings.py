@@ -1,4 +1,4 @@
-"""Settings of the trainer: command line over `FOVEA_TRAINER_*` over default."""
+"""Settings of the trainer. The command line overrides `FOVEA_TRAINER_*` variables, which override defaults."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,127 +11,135 @@ from fovea.runtime.settings import ServiceSettings
 
 
 class TrainerSettings(ServiceSettings):
-    """Fovea's trainer: LoRA adapters side by side, or one full-parameter model, on one base, over gRPC."""
+    """Fovea's trainer: trains many LoRA adapters, or one full-parameter model, on one base model, over gRPC."""
 
     model_config = SettingsConfigDict(env_prefix="FOVEA_TRAINER_")
 
     model: str = Field(description="Directory or hub name of the base model.")
-    renderer: str = Field("", description="host:port of a renderer, for images that name no source of their tensors.")
-    ranks: int = Field(2, ge=1, le=64, description="Processes of each node, one per device.")
+    renderer: str = Field("", description="host:port of the renderer for images that name no source of their tensors.")
+    ranks: int = Field(2, ge=1, le=64, description="Processes per node, one per device.")
     expert_parallel: int = Field(
         1,
         ge=1,
-        description="Ranks of a node over which the experts of a mixture are spread: a divisor of --ranks and of their "
-        "number. With 1 every rank computes all of them.",
+        description="Ranks of a node over which the experts of a mixture are distributed. Must divide --ranks and the "
+        "number of experts. With 1 every rank computes all experts.",
     )
-    nodes: int = Field(1, ge=1, description="Machines, or pods, that train together; each runs this command.")
-    node_rank: int = Field(0, ge=0, description="Which of the nodes this is; node 0 serves, all compute.")
+    nodes: int = Field(1, ge=1, description="Machines or pods that train together. Each runs this command.")
+    node_rank: int = Field(0, ge=0, description="Index of this node. Node 0 serves requests, all nodes compute.")
     master_addr: str = Field(
-        "", validate_default=True, description="Address at which the nodes reach node 0, which listens on it alone."
+        "", validate_default=True, description="Address of node 0 for the other nodes. Node 0 listens only on it."
     )
-    master_port: int = Field(29500, ge=1, le=65535, description="Port at which the nodes meet on node 0.")
-    rendezvous_timeout_s: float = Field(600.0, gt=0, description="Seconds that nodes wait for each other at the start.")
+    master_port: int = Field(29500, ge=1, le=65535, description="Port of the rendezvous on node 0.")
+    rendezvous_timeout_s: float = Field(600.0, gt=0, description="Seconds that nodes wait for each other at start.")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where to compute; auto takes GPUs if there are any."
+        "auto", description="Device for computing; auto uses GPUs if there are any."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Type of the base weights; auto is float32 on CPU, bfloat16 on GPU."
+        "auto", description="Dtype of the base weights; auto is float32 on CPU, bfloat16 on GPU."
     )
     head_dtype: Literal["float32", "model"] = Field(
-        "float32", description="Type of logits, of which probabilities are made; the sampler's must be the same."
+        "float32", description="Dtype of logits; model is that of the weights. The sampler must use the same."
     )
-    threads: int = Field(1, ge=1, description="CPU threads of each rank.")
-    max_lora_rank: int = Field(64, ge=1, description="The largest rank of an adapter.")
-    max_models: int = Field(256, ge=1, description="The most models at once.")
-    max_context_length: int = Field(0, ge=0, description="The most tokens of a datum; 0 takes the model's own limit.")
-    max_datums: int = Field(4096, ge=1, description="The most datums of one call.")
+    threads: int = Field(1, ge=1, description="CPU threads per rank.")
+    max_lora_rank: int = Field(64, ge=1, description="Maximum rank of an adapter.")
+    max_models: int = Field(256, ge=1, description="Maximum number of models at a time.")
+    max_context_length: int = Field(0, ge=0, description="Maximum tokens of a datum; 0 uses the model's own limit.")
+    max_datums: int = Field(4096, ge=1, description="Maximum datums of one call.")
     memory_limit_mib: int = Field(
         0,
         ge=0,
-        description="The most memory of each rank, on a GPU of its device, else of its process: a model that does not "
-        "fit is refused. 0 takes what the GPU has, and no limit without one.",
+        description="Memory limit of each rank in MiB, of its GPU or without a GPU of its process. A model that does "
+        "not fit is refused. 0 uses all of the GPU's memory, or no limit without a GPU.",
     )
     token_budget: int = Field(
-        0, ge=0, description="The most tokens of one micro-batch of one rank; 0 takes what the GPU's memory allows."
+        0, ge=0, description="Maximum tokens of one rank's micro-batch; 0 derives it from the GPU's memory."
     )
     patch_budget: int = Field(
-        0, ge=0, description="The most vision patches of one micro-batch of one rank; 0 takes what memory allows."
+        0, ge=0, description="Maximum vision patches of one rank's micro-batch; 0 derives it from memory."
     )
     recompute: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Whether backward passes compute activations again instead of keeping them, a third more work; "
-        "auto does so for datums above the token budget.",
+        description="Recompute activations in backward passes instead of retaining them, a third more work; auto does "
+        "so for datums above the token budget.",
     )
     logit_chunk_mib: int = Field(
-        512, ge=1, description="Memory for logits: positions are computed in chunks of this size."
+        512, ge=1, description="Memory for logits in MiB. Positions are computed in chunks of this size."
     )
     custom_loss_timeout_s: float = Field(
-        5.0, gt=0, description="Seconds that the traced losses of one call may take in all."
+        5.0, gt=0, description="Time limit for the traced losses of one call in total, in seconds."
     )
     custom_loss_memory_mib: int = Field(
-        1024, ge=1, description="Memory of the process of each rank that evaluates traced losses, beside torch itself."
+        1024, ge=1, description="Memory limit of each rank's process for traced losses in MiB, beside torch itself."
     )
     keep_gathered: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Whether ranks keep whole parameters between micro-batches; auto does so below 1 GiB, and on a GPU "
-        "below a sixth of its memory.",
+        description="Keep whole parameters on each rank between micro-batches; auto does so for models below 1 GiB, "
+        "and on a GPU below a sixth of its memory.",
     )
-    feature_cache_mib: int = Field(1024, ge=0, description="Vision tensors that each rank keeps.")
+    feature_cache_mib: int = Field(1024, ge=0, description="Cache of vision tensors on each rank, in MiB.")
     vision_memory_mib: int = Field(
-        512, ge=0, description="Outputs of the frozen vision tower that each rank keeps on its device; 0 keeps none."
+        512,
+        ge=0,
+        description="Cache of the frozen vision tower's outputs on each rank's device, in MiB; 0 disables it.",
     )
     checkpoints: list[str] = Field(
         ["fovea-state/checkpoints"],
         min_length=1,
-        description="Folders or fsspec URLs below which alone states and snapshots are written and read: the gateway's "
-        "--checkpoint-dir. Repeat it for several.",
+        description="Folders or fsspec URLs for states and snapshots: the gateway's --checkpoint-dir. The trainer "
+        "reads and writes only below them. Repeat the option for several.",
     )
     recovery: str = Field(
         "fovea-state/recovery",
-        description="Folder or fsspec URL where the newest weights, moments and unnamed snapshots of each model are "
-        "kept for a trainer that is started again; all nodes must reach it. Empty keeps nothing.",
+        description="Folder or fsspec URL for the newest weights, moments and unnamed snapshots of each model, from "
+        "which a restarted trainer recovers. All nodes must reach it. Empty disables recovery.",
     )
     recovery_lag_s: float = Field(
         0.0,
         ge=0,
-        description="The least seconds between two durable points of one model; 0 writes as often as storage takes it.",
+        description="Minimum seconds between two durable points of one model; 0 writes as often as storage allows.",
     )
-    fetch_timeout_s: float = Field(60.0, gt=0, description="Deadline for fetching vision tensors from one renderer.")
+    fetch_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline for fetching vision tensors from one renderer, in seconds."
+    )
     snapshot_memory_mib: int = Field(
         4096,
         ge=0,
-        description="Snapshots held in memory; the newest of a model stays. Unnamed snapshots of adapters that are not "
-        "yet written to --recovery take no more than this: above it, the next save_weights_for_sampler waits.",
+        description="Memory for snapshots in MiB; the newest of each model always stays. Also limits the unnamed "
+        "adapter snapshots that wait to be written to --recovery: above it, the next save_weights_for_sampler waits.",
     )
     transfer_address: str = Field(
         "",
-        description="Address of this machine at which samplers reach it, and pushes listen; empty takes --host, or the "
-        "host name for 0.0.0.0.",
+        description="Address of this machine for samplers, on which pushes listen; empty uses --host, or the host name "
+        "for 0.0.0.0.",
     )
     transfer_senders: int = Field(
-        4, ge=1, description="The most ranks that send full weights at once, each to all workers of the samplers."
+        4, ge=1, description="Maximum ranks that send full weights at once, each to all workers of the samplers."
     )
-    transfer_bucket_mib: int = Field(256, ge=1, description="Size of one broadcast of weights.")
+    transfer_bucket_mib: int = Field(256, ge=1, description="Size of one broadcast of weights, in MiB.")
     transfer_timeout_s: float = Field(
-        120.0, gt=0, description="Deadline of a push that names none, and of each broadcast over nccl."
+        120.0,
+        gt=0,
+        description="Deadline of a push that does not set one, and of each broadcast over nccl, in seconds.",
     )
-    join_timeout_s: float = Field(20.0, gt=0, description="Deadline for samplers to meet in a transfer group.")
-    collective_timeout_s: float = Field(1800.0, gt=0, description="Deadline of one collective between ranks.")
-    heartbeat_s: float = Field(30.0, gt=0, description="Seconds between signs of life among idle ranks.")
+    join_timeout_s: float = Field(20.0, gt=0, description="Deadline for samplers to join a transfer group, in seconds.")
+    collective_timeout_s: float = Field(
+        1800.0, gt=0, description="Deadline of one collective between ranks, in seconds."
+    )
+    heartbeat_s: float = Field(30.0, gt=0, description="Seconds between heartbeats of idle ranks.")
     profile: Path | None = Field(
-        None, description="Directory into which rank 0 writes what its device did during four commands of training."
+        None, description="Directory for a profile of rank 0's device during four training commands; off by default."
     )
     profile_first: int = Field(
-        5, ge=1, description="The first forward_backward or optim_step that --profile looks at, counted from 1."
+        5, ge=1, description="First forward_backward or optim_step that --profile records, counted from 1."
     )
 
     @property
     def sender_count(self) -> int:
-        """Ranks that send full weights."""
+        """Number of ranks that send full weights."""
         return min(self.transfer_senders, self.ranks * self.nodes)
 
     def sender_of(self, rank: int) -> int | None:
-        """Which of the senders a rank is, if it is one: they are spread over the nodes, rank 0 is the first."""
+        """Returns a rank's index among the senders, or None. Senders are spread over the nodes; rank 0 is the first."""
         sender, offset = divmod(rank, self.ranks * self.nodes // self.sender_count)
         return sender if offset == 0 and sender < self.sender_count else None
 
@@ -158,5 +166,5 @@ class TrainerSettings(ServiceSettings):
     @classmethod
     def _check_master_addr(cls, value: str, info: ValidationInfo) -> str:
         if not value and info.data.get("nodes", 1) > 1:
-            raise ValueError(f"--nodes is {info.data['nodes']}; give the address at which they reach node 0")
+            raise ValueError(f"--nodes is {info.data['nodes']}; set the address at which they reach node 0")
         return value

@@ -1,4 +1,4 @@
-"""The two kinds of rank process: rank 0 with the gRPC server beside its rank thread, and the others."""
+"""The two kinds of rank process: rank 0, which also runs the gRPC server, and all other ranks."""
 
 import asyncio
 import logging
@@ -31,27 +31,27 @@ from fovea_services.trainer.trainer_servicer import TrainerServicer
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""How long a broken trainer tells callers what has happened before it ends."""
+"""Seconds for which a broken trainer reports the reason to callers before it ends."""
 
 BLAME_S = 2.0
-"""How long a rank that failed waits for word of another that died: what all others do breaks off too, and sooner."""
+"""Seconds that a failed rank waits for the report of another rank's death, which makes all other ranks fail earlier."""
 
 
 def follower_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
-    """Runs a rank other than 0 until rank 0 says so, or is gone."""
+    """Runs a rank other than 0 until rank 0 shuts it down or dies."""
     transformers_logging.disable_progress_bar()
     asyncio.run(_Follower(settings, rank_env).run())
     raise AssertionError("the rank's thread ends the process")
 
 
 def leader_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
-    """Runs rank 0: the gRPC server on the main thread, the rank on its own."""
+    """Runs rank 0: the gRPC server on the main thread, the rank on a thread of its own."""
     transformers_logging.disable_progress_bar()
     leave(asyncio.run(_Leader(settings, rank_env).run()))
 
 
 class _Follower:
-    """A rank other than 0. The first of its node answers health checks and shows metrics: its pod has nobody else."""
+    """A rank other than 0. The first rank of a node also answers health checks and serves metrics for its pod."""
 
     def __init__(self, settings: TrainerSettings, rank_env: RankEnvironment) -> None:
         self._settings = settings
@@ -63,7 +63,7 @@ class _Follower:
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._rank_env.is_first_of_node:
-            # Nothing is called here that could begin or continue a trace.
+            # This server has no method that could begin or continue a trace.
             self._server = ServiceServer(self._settings.model_copy(update={"trace_endpoint": ""}), [])
             await self._server.start()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -78,16 +78,18 @@ class _Follower:
                 asyncio.run_coroutine_threadsafe(self._server.set_serving(True), self._loop)
             self._rank.follow()
         except Exception:
-            time.sleep(BLAME_S)  # `_peer_lost` may end this process meanwhile
-            logger.exception("this rank failed: the trainer ends")
+            time.sleep(BLAME_S)  # meanwhile `_peer_lost` may end this process with a better reason
+            logger.exception("this rank failed; the trainer ends")
             leave(1)
         if self._stop_requested or self._rank_env.node == 0:
             leave(0)
-        logger.warning("the trainer was told to stop on another node: this one ends with it")
+        logger.warning("the trainer was asked to stop on another node; this node ends with it")
         leave(1)
 
     def _asked_to_stop(self) -> None:
-        """Rank 0, which may be on another node, finishes what runs and then tells everybody."""
+        """Reports the request to rank 0, possibly on another node, which finishes running commands and then stops all
+        ranks.
+        """
         self._stop_requested = True
         if not self._rank_env.is_first_of_node:
             return
@@ -95,12 +97,12 @@ class _Follower:
             if not self._rank.tell_stop():
                 leave(0)
         except OSError as error:
-            logger.debug("rank 0 has gone already: %s", error)
+            logger.debug("rank 0 has already exited: %s", error)
 
     def _peer_lost(self, peer: Peer) -> None:
         if self._stop_requested and peer == Peer(0, self._rank_env.node):
-            leave(0)  # rank 0 was told too, and left before the model was loaded
-        logger.error("rank %d is gone, on node %d: leaving", *peer)
+            leave(0)  # rank 0 was asked to stop too, and exited before the model was loaded
+        logger.error("rank %d on node %d died; this rank exits", *peer)
         leave(1)
 
 
@@ -148,7 +150,7 @@ class _Leader:
         self._queue.shut_down()
         left = await asyncio.to_thread(self._left.wait, LEAVE_S)
         if not left:
-            logger.warning("a command still runs: leaving without it")
+            logger.warning("a command is still running; exiting without it")
 
     def _rank_thread(self) -> None:
         try:
@@ -157,19 +159,19 @@ class _Leader:
             self._rank.lead(self._queue)
         except Exception:
             time.sleep(BLAME_S)
-            if not self._status:  # else `_peer_lost` has told
-                logger.exception("rank 0 failed: the trainer ends")
+            if not self._status:  # otherwise `_peer_lost` has already reported the reason
+                logger.exception("rank 0 failed; the trainer ends")
                 self._fail("rank 0 of the trainer failed; it restarts")
         self._left.set()
 
     def _peer_lost(self, peer: Peer) -> None:
-        logger.error("rank %d is gone, on node %d: the trainer ends", *peer)
+        logger.error("rank %d on node %d died; the trainer ends", *peer)
         self._fail(f"rank {peer.rank} of the trainer died; it restarts")
 
     def _peer_stops(self, peer: Peer) -> None:
-        if self._status:  # the launcher stops the ranks beside one that has died
+        if self._status:  # after a rank's death the launcher also stops the others
             return
-        logger.warning("node %d was told to stop: the trainer ends what runs, then itself", peer.node)
+        logger.warning("node %d was asked to stop; the trainer finishes running commands and then ends", peer.node)
         self._loop.call_soon_threadsafe(self._server.request_stop)
 
     def _fail(self, message: str) -> None:
@@ -181,12 +183,13 @@ class _Leader:
 
     def _asked_to_stop(self) -> None:
         self._stop_requested = True
-        # The launcher sends the signal too when a rank has died: callers are being told, and the stop is near.
+        # The launcher also sends the signal after a rank's death. Callers are then being notified, and the stop is
+        # scheduled.
         if not self._status:
             self._server.request_stop()
 
 
 def _transfer_groups(settings: TrainerSettings) -> TransferGroups:
-    if settings.transfer_address:  # may be of another network than gRPC's
+    if settings.transfer_address:  # it may be on another network than gRPC
         return TransferGroups.hosting(settings.transfer_address, settings.transfer_address)
     return TransferGroups.hosting(socket.gethostname() if settings.host in WILDCARDS else settings.host, settings.host)

@@ -1,4 +1,4 @@
-"""The gRPC face of the trainer: each method decodes and checks, submits one command, and encodes the answer."""
+"""The gRPC service of the trainer. Each method checks a request, submits a command, and encodes the answer."""
 
 # ruff: noqa: N802 -- methods are named by the proto
 
@@ -38,14 +38,14 @@ from fovea_services.trainer.training_engine import TrainingEngine
 Context = grpc.aio.ServicerContext
 
 PREPARE_S = 0.1
-"""How often ranks are asked whether they can compute traced losses, until they can."""
+"""Seconds between checks whether all ranks are ready for traced losses."""
 
 REFUSED_STREAM_S = 10.0
-"""How long a client may go on sending a stream that was refused."""
+"""Seconds for which a client may continue to send a stream that was refused."""
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Answers on rank 0, also while a command runs."""
+    """The service on rank 0. It answers even while a command runs."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._replies = ReplyCache()
         self._losses_prepared = False
         self._preparing = asyncio.Lock()
-        self._whole: SingleFlight[tuple[str, str], Any] = SingleFlight()  # what must not stop half-way
+        self._whole: SingleFlight[tuple[str, str], Any] = SingleFlight()  # operations that must not stop half-way
         self._instance_id = uuid.uuid4().hex
 
     async def GetTrainerInfo(
         self, request: trainer_pb2.GetTrainerInfoRequest, context: Context
     ) -> trainer_pb2.GetTrainerInfoResponse:
         engine = self._engine()
-        memory = memory_use(os.getppid())  # the launcher, whose children all ranks of this node are
+        memory = memory_use(os.getppid())  # the launcher, the parent of all ranks of this node
         return trainer_pb2.GetTrainerInfoResponse(
             model=self._settings.model,
             family=engine.family.model_type,
@@ -99,7 +99,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         _require(request.model_id, "model_id")
         kind = request.WhichOneof("kind")
         if kind is None:
-            raise InvalidInput("kind is not set: give lora or full", field="kind")
+            raise InvalidInput("kind is not set: set lora or full", field="kind")
         lora = self._lora(request.lora) if kind == "lora" else None
         count, specs = await self._queue.submit(command_queue.CreateModel(request.model_id, lora))
         adapter = None
@@ -119,7 +119,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         _require(request.model_id, "model_id")
         kind = request.WhichOneof("kind")
         if kind is None:
-            raise InvalidInput("kind is not set: give lora or full", field="kind")
+            raise InvalidInput("kind is not set: set lora or full", field="kind")
         command = command_queue.RestoreModel(request.model_id, self._lora(request.lora) if kind == "lora" else None)
         seq_id, step = await self._whole.run(("restore", request.model_id), lambda: self._restored(command))
         return trainer_pb2.RestoreModelResponse(seq_id=seq_id, step=step)
@@ -128,7 +128,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         _require(request.model_id, "model_id")
         keeper = self._keeper
         if keeper is None:
-            raise FailedPrecondition("this trainer keeps no recovery: set --recovery")
+            raise FailedPrecondition("recovery is disabled on this trainer: set --recovery")
         if request.model_id not in self._engine().models:
             seq_id, size_bytes = await keeper.kept(request.model_id)
         else:
@@ -215,7 +215,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ForgetSnapshotResponse()
 
     async def _restored(self, command: command_queue.RestoreModel) -> tuple[int, int]:
-        """The last command that is in a model, by number, and its steps."""
+        """Restores a model. Returns the number of its last command and its step count."""
         restored: RestoredModel | None = await self._queue.submit(command)
         if restored is None:
             seq_id = await self._replies.last(command.model_id)
@@ -253,7 +253,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return outcome
 
     async def _prepare_losses(self) -> None:
-        """Waits for seconds before the first traced loss of all, while the ranks compute what others ask for."""
+        """Waits, before the first traced loss, until all ranks have a worker. Other commands run meanwhile."""
         async with self._preparing:
             while not self._losses_prepared:
                 self._losses_prepared = await self._queue.submit(command_queue.PrepareLosses())
@@ -280,7 +280,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         try:
             return await self._receive(requests)
         except InvalidInput:
-            # gRPC breaks the stream of a client that is still sending when the status comes: let it finish first.
+            # If the server ended the stream while the client is sending, gRPC would not deliver the status: read to the
+            # end first.
             with suppress(TimeoutError):
                 async with asyncio.timeout(REFUSED_STREAM_S):
                     async for _ in requests:
@@ -295,19 +296,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async for request in requests:
             kind = request.WhichOneof("record")
             if (kind == "header") != (header is None):
-                raise InvalidInput("record: the stream must be one header, then datums", field="record")
+                raise InvalidInput("record: the stream must consist of one header, then datums", field="record")
             if kind == "header":
                 header = self._bounded(request.header)
             elif header is not None and len(datums) < header.datum_count:
                 datums.append(request.datum)
             else:
                 raise InvalidInput(
-                    f"datum_count is {header.datum_count if header else 0}, more came", field="datum_count"
+                    f"datum_count is {header.datum_count if header else 0}, but more datums were sent",
+                    field="datum_count",
                 )
         if header is None:
             raise InvalidInput("header is missing: the stream was empty", field="header")
         if len(datums) != header.datum_count:
-            raise InvalidInput(f"datum_count is {header.datum_count}, {len(datums)} datums came", field="datum_count")
+            raise InvalidInput(
+                f"datum_count is {header.datum_count}, but {len(datums)} datums were sent", field="datum_count"
+            )
         return header, datums
 
     def _bounded(self, header: trainer_pb2.ForwardBackwardHeader) -> trainer_pb2.ForwardBackwardHeader:

@@ -1,4 +1,4 @@
-"""What one rank does for each command. All ranks hold the same models and execute the same commands in order."""
+"""Execution of commands on one rank. All ranks hold the same models and execute the same commands in the same order."""
 
 import logging
 from collections import deque
@@ -55,18 +55,18 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 
 WARM_UP_TOKENS = 67
-"""Equal to no other size of a model: torch.compile takes sizes that are equal once for equal always."""
+"""A length that equals no other size of a model: torch.compile treats sizes that are equal once as always equal."""
 
 
 class TrainingEngine:
     """The base model and all models trained on it, on this rank.
 
     Args:
-        settings: As given at start.
-        model_dir: The checkpoint on disk.
+        settings: Settings of the trainer.
+        model_dir: Folder of the checkpoint.
         control: The ranks' control group.
-        device: Where this rank computes.
-        groups: Open transfer groups; on ranks that send weights.
+        device: Device of this rank.
+        groups: Transfer groups, on ranks that send weights.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class TrainingEngine:
         self._load(model_dir)
         self.model_files = fingerprints(model_dir)
         self.numerics = numerics_of(settings, self.dtype, device, self.world_size)
-        """What the last bits of what is computed depend on, by name."""
+        """Facts that affect the rounding of results, keyed by setting."""
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
         self.recovery: RecoveryWriter | None = None
-        """What keeps durable points, if any are kept."""
-        if place := control.broadcast(settings.recovery):  # as rank 0 was told: what follows takes all ranks
+        """Writes and finds durable points; None if recovery is disabled."""
+        if place := control.broadcast(settings.recovery):  # rank 0's setting, since recovery involves all ranks
             folder = control.agree(lambda: RecoveryFolder(place))
             self.recovery = RecoveryWriter(folder, control, device, settings.model, self.model_files, self.numerics)
         self._snapshots = SnapshotTaker(
@@ -117,7 +117,7 @@ class TrainingEngine:
         )
         self._sharded = ShardedModel(module, mesh, keep, spread)
         read_weights(module.hf, model_dir, self._device)
-        module.requires_grad_(False)  # of one rank, transformers has put parameters of its own in their places
+        module.requires_grad_(False)  # again: with one rank, transformers has replaced the parameters
         text = config.get_text_config()
         context = context_length(config.to_dict()) or text.max_position_embeddings
         self.limits = DatumLimits(
@@ -148,12 +148,16 @@ class TrainingEngine:
         )
 
     def _spill(self) -> bool:
-        """Copies on a GPU wait for their push on the host from now on; on a CPU older ones go. Says whether any did."""
+        """Frees device memory: moves snapshots from a GPU to the host, or drops older ones on a CPU.
+
+        Returns:
+            True if there were any.
+        """
         kinds = (self.adapters, self.full)
         return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
 
     def warm_up(self) -> None:
-        """Passes of a scratch adapter, vision included. Collective."""
+        """Runs passes of a temporary adapter, vision included. Collective."""
         settings = LoraSettings(1, 1.0, 0, True, True, True, self.limits.vision is not None)
         scratch = self._adapter("", settings)
         self._warm_up(scratch)
@@ -162,7 +166,7 @@ class TrainingEngine:
         self._control.barrier()
 
     def _warm_up(self, model: TrainedModel) -> None:
-        """Passes without gradients and with them, so that no kernel is compiled at the first call."""
+        """Runs one pass without gradients and one with them, so that no kernel is compiled at the first call."""
         model.activate()
         batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.limits.vision is not None, None)
         with torch.no_grad():
@@ -171,7 +175,7 @@ class TrainingEngine:
         model.zero_gradients()
 
     def execute(self, command: command_queue.Command) -> Any:
-        """Does one command. Raises FoveaError on all ranks alike; anything else is the end of this trainer."""
+        """Executes a command. A FoveaError is raised on all ranks alike; any other exception ends this trainer."""
         if uri := getattr(command, "uri", ""):
             self._control.agree(lambda: self._roots.check(uri))
         match command:
@@ -215,25 +219,30 @@ class TrainingEngine:
                 return self._broadcast_full(command)
             case command_queue.Heartbeat():
                 return self._control.barrier()
-        raise TypeError(f"no such command: {command!r}")
+        raise TypeError(f"unknown command: {command!r}")
 
     def fetch_ahead(self, model_id: str, features: Iterable[model_input_pb2.VisionFeature]) -> None:
-        """Has tensors of images fetched beside commands. From any thread; no command, so that none waits for it.
+        """Starts fetching image tensors outside of commands, so that no command waits for it. Callable from any thread.
 
-        Of several ranks none fetches any: which of them will need an image, the plan of the call says, not yet made.
+        With several ranks this does nothing: the plan of the call decides which rank needs an image, and does not exist
+        yet.
         """
         model = self.models.get(model_id)
         if model is not None and self.world_size == 1:
             self._losses.fetch_ahead(features, model.trains_vision)
 
     def model(self, model_id: str) -> TrainedModel:
-        """A model by id. Raises NotFound."""
+        """Returns a model.
+
+        Raises:
+            NotFound: The id is unknown.
+        """
         if model_id not in self.models:
             raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
         return self.models[model_id]
 
     def _create(self, command: command_queue.CreateModel) -> tuple[int, list[weights_pb2.TensorSpec]]:
-        """Returns the number of trained parameters, and what each snapshot of an adapter will hold."""
+        """Creates a model. Returns the number of trained parameters, and the specs of an adapter's snapshots."""
         existing = self.models.get(command.model_id)
         if existing is not None:
             if getattr(existing, "settings", None) != command.lora:
@@ -241,17 +250,19 @@ class TrainingEngine:
             return existing.trainable_parameter_count, _adapter_specs(existing)
         if self._live_full() is not None:
             raise FailedPrecondition(
-                f"a full-parameter model has this trainer for itself: {', '.join(self.models)}. Delete it first.",
+                f"a full-parameter model occupies this trainer: {', '.join(self.models)}. Delete it first.",
                 field="model_id",
             )
         if command.lora is None and self.models:
             raise FailedPrecondition(
-                f"full-parameter training needs the trainer for itself, but {len(self.models)} models exist: "
+                f"full-parameter training needs a trainer without other models, but {len(self.models)} exist: "
                 f"{', '.join(sorted(self.models)[:5])}. Delete them first.",
                 field="full",
             )
         if len(self.models) >= self._settings.max_models:
-            raise ResourceExhausted(f"{len(self.models)} models exist, which is the most: delete one", field="model_id")
+            raise ResourceExhausted(
+                f"{len(self.models)} models exist, which is the limit: delete one", field="model_id"
+            )
         model = (
             self._new_full(command.model_id)
             if command.lora is None
@@ -285,20 +296,27 @@ class TrainingEngine:
         return model
 
     def _restore(self, command: command_queue.RestoreModel) -> RestoredModel | None:
-        """None if the model exists. Raises NotFound if no point of it can be read."""
+        """Restores a model from its newest durable point. Returns None if the model exists.
+
+        Raises:
+            NotFound: The model has no readable point.
+            InvalidInput: The model was created with other settings.
+            ResourceExhausted: There is no room for the model now.
+        """
         model_id = command.model_id
         if model_id in self.models:
             return None
         if self.recovery is None:
             raise NotFound(
-                f"model {model_id!r} is not here, and this trainer keeps no recovery: set --recovery", field="model_id"
+                f"model {model_id!r} is not loaded, and recovery is disabled on this trainer: set --recovery",
+                field="model_id",
             )
         url, point = self.recovery.find(model_id)
         if point.lora != (asdict(command.lora) if command.lora else None):
             raise InvalidInput(f"model {model_id!r} was created with {point.lora}", field="kind")
         try:
             self._create(command_queue.CreateModel(model_id, command.lora))
-        except FailedPrecondition as error:  # others are in its way: a model that was here before can wait
+        except FailedPrecondition as error:  # blocked by other models; a restored model can wait for them
             raise ResourceExhausted(error.message, field=error.field) from None
         try:
             self._states.load(self.models[model_id], url, optimizer=True)
@@ -356,14 +374,14 @@ class TrainingEngine:
         kept = self.recovery is not None and not command.uri and self.recovery.find_snapshot(command.snapshot_id)
         if not (uri := command.uri or kept):
             raise NotFound(
-                f"snapshot {command.snapshot_id!r} is no longer in memory, not kept for recovery, and no uri was given "
+                f"snapshot {command.snapshot_id!r} is neither in memory nor in the recovery store, and no uri was given "
                 "to read it from",
                 field="snapshot_id",
             )
         return self._snapshots.restore(command.snapshot_id, uri).identity
 
     def close(self) -> None:
-        """Ends what runs beside commands."""
+        """Stops background work."""
         if self.recovery is not None:
             self.recovery.close()
 
@@ -371,9 +389,9 @@ class TrainingEngine:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
 
     def _broadcast_full(self, command: command_queue.BroadcastFull) -> str:
-        """Gathers and sends; returns what went wrong with sending, empty if nothing.
+        """Gathers and sends a snapshot. Returns the error of the transfer, or an empty string.
 
-        A transfer that breaks must not stop the gathering: the other ranks are in the middle of it.
+        After a failed transfer the gathering continues, because the other ranks are in the middle of it.
         """
         _, specs = self._snapshots.describe_full(command.snapshot_id, self._live_full())
         shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
@@ -383,11 +401,11 @@ class TrainingEngine:
         error = ""
         leaving: Future[str] | None = None
         with ThreadPoolExecutor(1, "broadcast") as thread:
-            # While one bucket leaves the next ones are gathered.
+            # While one bucket is being sent, the next one is gathered.
             for number, bucket in enumerate(buckets(specs, command.bucket_bytes)):
                 tensors = islice(whole, len(bucket))
                 if self._groups is None or number % count != own or error:
-                    deque(tensors, maxlen=0)  # takes part in the gathering alone
+                    deque(tensors, maxlen=0)  # only takes part in the gathering
                     continue
                 data = packed(bucket, tensors)
                 error = leaving.result() if leaving else ""
@@ -396,7 +414,7 @@ class TrainingEngine:
         return next(filter(None, self._control.gather(error)), "")
 
     def _open_group(self, command: command_queue.OpenGroup) -> None:
-        """On senders beside rank 0, which has met the samplers by then."""
+        """Joins a transfer group on the senders other than rank 0, after rank 0 and the samplers have joined."""
 
         def meet() -> None:
             if self._groups is None or not self._control.rank:
@@ -411,12 +429,12 @@ class TrainingEngine:
                     command.broadcast_timeout_s,
                 )
             except RuntimeError as failure:
-                raise Unavailable(f"rank {self._control.rank} of the trainer met no samplers: {failure}") from None
+                raise Unavailable(f"rank {self._control.rank} of the trainer reached no samplers: {failure}") from None
 
         self._control.agree(meet)
 
     def _send(self, groups: TransferGroups, command: command_queue.BroadcastFull, data: Tensor) -> str:
-        """Sends a bucket; returns what went wrong."""
+        """Sends a bucket. Returns the error, or an empty string."""
         try:
             groups.get(command.group_id).send(data, command.timeout_s)
         except RuntimeError as failure:
@@ -433,7 +451,9 @@ def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
 
 
 def _keep_gathered_bytes(device: torch.device) -> int:
-    """The largest model that is kept whole on every rank, beside its shards and what is trained."""
+    """Returns the size in bytes up to which every rank keeps the whole model, beside its shards and the trained
+    tensors.
+    """
     if device.type == "cpu":
         return 2**30
     return torch.cuda.get_device_properties(device).total_memory // 6

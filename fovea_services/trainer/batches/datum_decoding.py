@@ -1,6 +1,6 @@
-"""Training examples off the wire: decoded and checked before anything is computed.
+"""Decoding of training examples: every datum is checked before anything is computed.
 
-Shapes: N tokens of one datum, K targets a position, L layers with experts, k experts of a token at each.
+Shapes: N tokens of one datum, K targets per position, L layers with experts, k experts per token and layer.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts that compute one token: `k` of `count`, at each of `layers` layers."""
+    """The experts of a model: `k` of `count` experts compute a token at each of `layers` layers."""
 
     layers: int
     k: int
@@ -35,13 +35,13 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class DatumLimits:
-    """What the model can take.
+    """The limits of the model that a datum must respect.
 
     Args:
-        vocabulary_size: Token ids lie below it.
-        max_context_length: The most tokens of a datum.
-        vision: The family of a vision-language model; None for one that takes text only.
-        experts: None for a model without.
+        vocabulary_size: Token ids are below this number.
+        max_context_length: Maximum number of tokens of a datum.
+        vision: The family of a vision-language model; None for a text-only model.
+        experts: The experts of the model; None for a model without experts.
     """
 
     vocabulary_size: int
@@ -55,16 +55,16 @@ class Datum:
     """One checked example.
 
     Args:
-        index: Its place in the call.
+        index: Index of the datum in the call.
         tokens: int64 [N].
         positions: int64 [rows, N], or None for 0 .. N-1.
         spans: Images in order of offset.
-        patch_count: Patches of the tower, of all images.
+        patch_count: Number of vision tower patches of all images.
         targets: int64 [N, K].
-        inputs: By name, float32 and shaped as the targets came, or as the loss says; optional ones that were not given
-            are at their defaults.
-        flat_targets: Whether the targets came as [N]; log-probabilities then have that shape.
-        experts: int16 [N, L, k], which the model follows; None if it chooses them.
+        inputs: Inputs of the loss, keyed by input name. float32 in the shape in which the targets were sent, unless the
+            loss declares another shape. Missing optional inputs have their defaults.
+        flat_targets: True if the targets were sent as [N]; log-probabilities are then returned in that shape.
+        experts: int16 [N, L, k], the experts to use; None if the model's router decides.
     """
 
     index: int
@@ -79,18 +79,28 @@ class Datum:
 
     @property
     def size(self) -> DatumSize:
-        """What it costs to compute, for `packing.plan`."""
+        """The computing cost of the datum, for `packing.plan`."""
         return DatumSize(len(self.tokens), self.patch_count)
 
     @classmethod
     def blank(cls, length: int) -> "Datum":
-        """Text of `length` zeros with targets of zero, without inputs for a loss."""
+        """Returns a text datum of `length` zeros with targets of zero and no loss inputs."""
         zeros = np.zeros(length, np.int64)
         return cls(0, zeros, None, (), 0, zeros[:, None], {}, True)
 
 
 def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: DatumLimits) -> Datum:
-    """Decodes one example. Raises InvalidInput naming `datum[index].field` for anything that is not computable."""
+    """Decodes and checks one example.
+
+    Args:
+        datum: The message.
+        index: Index of the datum in the call.
+        loss: The loss of the call.
+        limits: Limits of the model.
+
+    Raises:
+        InvalidInput: The datum cannot be computed; names the field as `datum[index].field`.
+    """
     path = f"datum[{index}]"
     taken = rendered_input.InputLimits(limits.vocabulary_size, limits.max_context_length)
     given = rendered_input.check(datum.input, taken, limits.vision, f"{path}.input")
@@ -106,7 +116,11 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Datum
 
 
 def check_digests(datums: Iterable[Datum]) -> None:
-    """Raises InvalidInput if one image, by its digest, is said to have two sets of tensors within a call."""
+    """Checks that each image digest comes with the same tensors throughout a call.
+
+    Raises:
+        InvalidInput: One digest comes with two different sets of tensors.
+    """
     tensors_of: dict[str, str] = {}
     for datum in datums:
         for number, span in enumerate(datum.spans):
@@ -114,7 +128,7 @@ def check_digests(datums: Iterable[Datum]) -> None:
             if known != span.feature.tensors_sha256:
                 raise _invalid(
                     f"datum[{datum.index}].input.spans[{number}].feature.tensors_sha256",
-                    f"is {span.feature.tensors_sha256}, but the same digest came with {known} before",
+                    f"is {span.feature.tensors_sha256}, but the same digest came with {known} earlier in this call",
                 )
 
 
@@ -132,7 +146,7 @@ def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], p
         field = f"{path}.{wanted.name}"
         if wanted.name not in datum.loss_inputs:
             if wanted.required:
-                raise _invalid(field, f"is missing: {loss.name} needs it")
+                raise _invalid(field, f"is missing: {loss.name} requires it")
             inputs[wanted.name] = np.full(shape, wanted.default, np.float32)
         elif wanted.rank is None:
             inputs[wanted.name] = _numbers(datum.loss_inputs[wanted.name], shape, field)
@@ -149,15 +163,15 @@ def _targets(
     datum: trainer_pb2.Datum, loss: Loss, limits: DatumLimits, token_count: int, field: str
 ) -> tuple[IntArray, bool]:
     if TARGETS not in datum.loss_inputs:
-        raise _invalid(field, f"is missing: {loss.name} needs it")
+        raise _invalid(field, f"is missing: {loss.name} requires it")
     targets = tensors.decode(datum.loss_inputs[TARGETS], field)
     if targets.dtype.kind != "i":
-        raise _invalid(field, f"is {targets.dtype.name}, needs int64")
+        raise _invalid(field, f"has type {targets.dtype.name}, but must be int64")
     if targets.ndim not in loss.target_ranks:
         wanted = " or ".join({1: "[N]", 2: "[N, K]"}[rank] for rank in loss.target_ranks)
-        raise _invalid(field, f"has shape {list(targets.shape)}, {loss.name} takes {wanted}")
+        raise _invalid(field, f"has shape {list(targets.shape)}, but {loss.name} accepts {wanted}")
     if targets.shape[0] != token_count:
-        raise _invalid(field, f"has {targets.shape[0]} rows, the input has {token_count} tokens")
+        raise _invalid(field, f"has {targets.shape[0]} rows, but the input has {token_count} tokens")
     if targets.ndim == 2 and not targets.shape[1]:
         raise _invalid(field, "has no target at any position")
     ids: IntArray = targets.astype(np.int64)
@@ -168,11 +182,13 @@ def _targets(
 def _experts(
     datum: trainer_pb2.Datum, shape: ExpertShape | None, token_count: int, field: str
 ) -> npt.NDArray[np.int16] | None:
-    """The ids [N, L, k] as they are, or their bytes packed into int64 [N, words], which the SDK's tensors can be."""
+    """Returns expert ids, int16 [N, L, k]. They are sent as ids, or as bytes packed into int64 [N, words], a type that
+    the SDK supports.
+    """
     if EXPERTS not in datum.loss_inputs:
         return None
     if shape is None:
-        raise _invalid(field, "is given, but the model has no experts: leave it out")
+        raise _invalid(field, "is set, but the model has no experts: leave it out")
     given = tensors.decode(datum.loss_inputs[EXPERTS], field)
     id_type = np.dtype(np.uint8 if shape.count <= 256 else "<i4")
     row_bytes = shape.layers * shape.k * id_type.itemsize
@@ -182,13 +198,13 @@ def _experts(
     elif given.shape != plain or given.dtype not in (np.int64, np.int32, np.uint8):
         raise _invalid(
             field,
-            f"is {given.dtype.name} {list(given.shape)}; needs ids, int64 {list(plain)}, or their bytes as"
-            f" {id_type.name}, packed into int64 {list(packed)}",
+            f"has type {given.dtype.name} and shape {list(given.shape)}; it must hold ids as int64 {list(plain)}, or"
+            f" their bytes as {id_type.name} packed into int64 {list(packed)}",
         )
     outside = np.argwhere((given < 0) | (given >= shape.count))
     if outside.size:
         at = tuple(int(i) for i in outside[0])
-        raise _invalid(field, f"has expert {given[at]} at {list(at)}; experts lie in 0 .. {shape.count - 1}")
+        raise _invalid(field, f"has expert {given[at]} at {list(at)}; experts are 0 .. {shape.count - 1}")
     twice = np.argwhere((np.diff(np.sort(given, axis=-1), axis=-1) == 0).any(axis=-1))
     if twice.size:
         raise _invalid(field, f"names an expert twice at {twice[0].tolist()}")
@@ -198,23 +214,23 @@ def _experts(
 def _numbers(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], field: str) -> FloatArray:
     values = tensors.decode(tensor, field)
     if values.dtype.kind not in "fi":
-        raise _invalid(field, f"is {values.dtype.name}, needs float32")
+        raise _invalid(field, f"has type {values.dtype.name}, but must be float32")
     if values.shape != shape:
-        raise _invalid(field, f"has shape {list(values.shape)}, needs {list(shape)} as {TARGETS}")
+        raise _invalid(field, f"has shape {list(values.shape)}, but must have the shape {list(shape)} of {TARGETS}")
     numbers: FloatArray = values.astype(np.float32)
     finite = np.isfinite(numbers)
     if not finite.all():
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise _invalid(field, f"has {numbers[where]} at [{', '.join(map(str, where))}], needs finite numbers")
+        raise _invalid(field, f"has {numbers[where]} at [{', '.join(map(str, where))}], but numbers must be finite")
     return numbers
 
 
 def _free_numbers(tensor: tensor_pb2.Tensor, rank: int, field: str) -> npt.NDArray:
     values = tensors.decode(tensor, field)
     if values.dtype.kind not in "fi":
-        raise _invalid(field, f"is {values.dtype.name}, needs float32 or int64")
+        raise _invalid(field, f"has type {values.dtype.name}, but must be float32 or int64")
     if values.ndim == 1 and values.size == 1 and rank == 0:
-        return values.reshape(())  # The SDK leaves the shape of a number out, as it does for one dimension.
+        return values.reshape(())  # The SDK omits the shape of a scalar, as it does for one dimension.
     if values.ndim != rank:
-        raise _invalid(field, f"has shape {list(values.shape)}, the loss says that it has {rank} dimensions")
+        raise _invalid(field, f"has shape {list(values.shape)}, but the loss declares {rank} dimensions")
     return values

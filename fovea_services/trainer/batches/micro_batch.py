@@ -1,6 +1,7 @@
 """One micro-batch of one rank: datums packed end to end, without padding.
 
-Shapes: T packed tokens, K most targets a position, M embeddings of images, L layers with experts, k experts of a token.
+Shapes: T packed tokens, K maximum number of targets per position, M image embeddings, L layers with experts, k experts
+per token.
 """
 
 # ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
@@ -19,12 +20,19 @@ from fovea.wire.features import FeatureTensors
 from fovea_services.trainer.batches.datum_decoding import Datum
 
 FILLER_TOKENS = 2
-"""Of a rank without a datum in a step. One would have torch.compile make kernels for that size alone."""
+"""Length of the filler for a rank without a datum in a step. With length 1, torch.compile would build kernels for that
+size alone.
+"""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Bounds of packed documents: int32 [N + 1] (0, end of first, ..., T), and the longest."""
+    """The bounds of packed documents.
+
+    Args:
+        bounds: int32 [documents + 1]: 0, end of the first document, ..., T.
+        longest: Length of the longest document.
+    """
 
     bounds: Tensor
     longest: int
@@ -32,12 +40,13 @@ class Documents:
 
 @dataclass(frozen=True)
 class TowerInput:
-    """What the vision tower is run on.
+    """The input of the vision tower.
 
     Args:
-        calls: Tensors by name, of as many images a call as can stand one after another along the first dimension.
-        images: Digest and number of embeddings of each image, in order; empty for a filler, which only joins the
-            collectives.
+        calls: Tensors keyed by tensor name, one entry per call of the tower. A call holds consecutive images that can
+            be concatenated along the first dimension.
+        images: Digest and number of embeddings of each image, in order. Empty for a filler, which only takes part in
+            the collectives.
     """
 
     calls: tuple[dict[str, Tensor], ...]
@@ -46,10 +55,10 @@ class TowerInput:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where images stand.
+    """The positions of images in a micro-batch.
 
     Args:
-        digests: Of all images of the micro-batch, in packed order.
+        digests: Digests of all images of the micro-batch, in packed order.
         index_M: int64, packed positions of their embeddings.
     """
 
@@ -64,12 +73,14 @@ class Batch:
     Args:
         tokens_T: int64.
         positions: int64 [rows, T] for multimodal RoPE, else [1, T].
+        documents: Bounds of the datums.
         targets_TK: int64, 0 where a datum has fewer targets than K.
-        inputs: What the loss reads, by name, for each datum.
+        inputs: Inputs of the loss for each datum, keyed by input name.
         tower: None if no rank runs the vision tower in this step.
-        placement: None if no image stands here.
-        datums: What is packed, in order; empty for a filler.
-        experts_TLk: int16, which the layers follow, -1 for tokens whose they choose; None if they choose all.
+        placement: None if the micro-batch has no image.
+        datums: The packed datums, in order; empty for a filler.
+        experts_TLk: int16, the experts that layers must use, -1 where the model's own router decides; None if it
+            decides for all tokens.
     """
 
     tokens_T: Tensor
@@ -83,7 +94,9 @@ class Batch:
     experts_TLk: Tensor | None = None
 
     def split_logprobs(self, logprobs_TK: Tensor) -> list[Tensor]:
-        """The log-probabilities of each datum, views shaped as its targets; of a filler, none."""
+        """Splits log-probabilities [T, K] into views per datum, shaped like its targets. Returns an empty list for a
+        filler.
+        """
         if not self.datums:
             return []
         parts = torch.split(logprobs_TK, [len(datum.tokens) for datum in self.datums])
@@ -95,11 +108,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What batches of a model look like.
+    """Builds batches for a model.
 
     Args:
-        vision: The family of a vision-language model; None for one that takes text only.
-        device: Where batches go.
+        vision: The family of a vision-language model; None for a text-only model.
+        device: Device of the batches.
     """
 
     vision: VisionFamily | None
@@ -112,12 +125,14 @@ class BatchLayout:
         run_tower: bool,
         cached: Container[str] | None,
     ) -> Batch:
-        """Packs datums; an empty list makes a filler.
+        """Packs datums into a batch. An empty list makes a filler.
 
         Args:
-            images: Tensors of images by digest.
-            run_tower: Whether the ranks run the vision tower in this step.
-            cached: Digests of images whose output is known; None if the tower is trained and every image is run.
+            datums: The datums.
+            images: Tensors of images, keyed by digest.
+            run_tower: True if the ranks run the vision tower in this step.
+            cached: Digests of images with known tower outputs; None if the tower is trained, so that every image is
+                run.
         """
         lengths = [len(datum.tokens) for datum in datums] or [FILLER_TOKENS]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -148,7 +163,7 @@ class BatchLayout:
         return self._move(np.concatenate(rows))
 
     def _inputs(self, datums: Sequence[Datum]) -> tuple[dict[str, Tensor], ...]:
-        """Moves all values of one type at once: datums may be many and small."""
+        """Copies all values of one dtype to the device at once, since datums may be many and small."""
         moved: list[dict[str, Tensor]] = [{} for _ in datums]
         places = [(index, name, value) for index, datum in enumerate(datums) for name, value in datum.inputs.items()]
         for dtype in {value.dtype for _, _, value in places}:
@@ -180,7 +195,7 @@ class BatchLayout:
         wanted = wanted_images(datums, cached)
         inputs = [images[digest] for digest, _ in wanted]
         if not inputs:
-            assert self.vision is not None  # a text model runs no tower
+            assert self.vision is not None  # a text-only model never runs a tower
             inputs = [self.vision.blank_image()]
         alike = (list(members) for _, members in groupby(inputs, _row_shapes))
         calls = [
@@ -200,12 +215,15 @@ class BatchLayout:
     def _move(self, array: npt.NDArray) -> Tensor:
         if self.device.type == "cpu":
             return torch.from_numpy(array)
-        # From memory that is not pinned the copy waits for the kernels before it, and the next ones come late.
+        # Copies from unpinned memory wait for the kernels queued before, which delays the launch of the next ones.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
 def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> list[tuple[str, int]]:
-    """Digest and number of embeddings of images to run the tower on: all, or each that is not cached, once."""
+    """Returns digest and number of embeddings of the images that the tower must process.
+
+    If the tower is trained (`cached` is None) these are all images, else each uncached image once.
+    """
     images = [(span.feature.digest, span.embedding_count) for datum in datums for span in datum.spans]
     if cached is None:
         return images
@@ -213,7 +231,7 @@ def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> lis
 
 
 def _row_shapes(image: FeatureTensors) -> dict[str, tuple[int, ...]]:
-    """What must be equal for images to stand one after another: all sizes but the first."""
+    """Returns the shapes without the first dimension. Images can be concatenated if these are equal."""
     return {name: array.shape[1:] for name, array in image.items()}
 
 

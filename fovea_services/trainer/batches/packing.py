@@ -1,7 +1,7 @@
-"""Which datum is computed where: a plan of micro-batches that every rank computes alike from sizes alone.
+"""Assignment of datums to ranks and micro-batches. Every rank computes the same plan from sizes alone.
 
-Pure functions. The plan gives every rank the same number of steps, because every step is a set of collectives that all
-ranks must join; a rank without a datum in a step computes a filler whose loss is zero.
+Pure functions. The plan has the same number of steps on every rank, because all ranks must join the collectives of a
+step. A rank without a datum in a step computes a filler with a loss of zero.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DatumSize:
-    """What a datum costs.
+    """The computing cost of a datum.
 
     Args:
         token_count: Tokens after rendering, at least 1.
-        patch_count: Vision patches of all its images, 0 for text.
+        patch_count: Vision patches of all images, 0 for text.
     """
 
     token_count: int
@@ -26,8 +26,8 @@ class Step:
     """One micro-batch on every rank.
 
     Args:
-        datums: For each rank, indices of its datums in packed order; empty where the rank has none.
-        has_vision: Whether any rank has an image: then all ranks run the vision tower.
+        datums: For each rank the indices of its datums in packed order; empty if it has none.
+        has_vision: True if any rank has an image; all ranks then run the vision tower.
     """
 
     datums: tuple[tuple[int, ...], ...]
@@ -36,21 +36,32 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """All micro-batches of one call, in the order in which they run."""
+    """All micro-batches of one call, in execution order.
+
+    Args:
+        steps: The micro-batches.
+        efficiency: Number of tokens divided by the number if every rank were as full as the fullest in each step, in
+            (0, 1].
+    """
 
     steps: tuple[Step, ...]
     efficiency: float
-    """Tokens that are computed over tokens that could be, had all ranks been full in every step; in (0, 1]."""
 
     def datums_of(self, rank: int) -> list[int]:
-        """Indices of the datums that `rank` computes, in its order."""
+        """Returns the indices of the datums of `rank`, in its order."""
         return [index for step in self.steps for index in step.datums[rank]]
 
 
 def plan(sizes: Sequence[DatumSize], world_size: int, token_budget: int, patch_budget: int) -> Plan:
-    """Spreads datums over ranks and cuts each rank's share into micro-batches within the budgets.
+    """Distributes datums over ranks and splits each rank's share into micro-batches within the budgets.
 
-    A datum above a budget is a micro-batch by itself. Deterministic: equal input gives an equal plan on every rank.
+    A datum above a budget gets a micro-batch of its own. Deterministic: all ranks compute the same plan.
+
+    Args:
+        sizes: Size of each datum.
+        world_size: Number of ranks.
+        token_budget: Maximum tokens per micro-batch.
+        patch_budget: Maximum patches per micro-batch.
     """
     shares = _spread(sizes, world_size)
     per_rank = [_cut(share, sizes, token_budget, patch_budget) for share in shares]
@@ -64,7 +75,7 @@ def plan(sizes: Sequence[DatumSize], world_size: int, token_budget: int, patch_b
 
 
 def _spread(sizes: Sequence[DatumSize], world_size: int) -> list[list[int]]:
-    """Longest first, each to the rank that has least to do (Graham, 1969); images are dealt before text."""
+    """Assigns the largest datums first, each to the least loaded rank (Graham, 1969). Images come before text."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, 0)] * world_size
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i].patch_count, -sizes[i].token_count, i)):
@@ -78,7 +89,7 @@ def _spread(sizes: Sequence[DatumSize], world_size: int) -> list[list[int]]:
 def _cut(
     share: Sequence[int], sizes: Sequence[DatumSize], token_budget: int, patch_budget: int
 ) -> list[tuple[int, ...]]:
-    """First fit in the order of `share`, which has the largest first; equal lengths then stand side by side."""
+    """Packs first-fit in the order of `share`, largest first. Sorts each batch so that equal lengths are adjacent."""
     batches: list[list[int]] = []
     room: list[tuple[int, int]] = []
     for index in share:

@@ -1,7 +1,7 @@
-"""Vision tensors of images by digest, kept between calls: tensors from renderers, outputs of the frozen tower.
+"""Vision tensors of images, kept between calls and keyed by digest: renderers' tensors and outputs of the frozen tower.
 
-While an adapter leaves the tower alone, its output depends on the image only. Prompts come back (epochs, groups of
-samples, turns), so remembering it saves most of the tower's work. Models that train the tower have no cached outputs.
+While adapters do not train the tower, its output depends on the image alone. Prompts recur (epochs, groups of samples,
+multi-turn conversations), so caching saves most of the tower's work. Models that train the tower use no cached outputs.
 """
 
 import logging
@@ -28,25 +28,31 @@ from fovea_services.trainer.batches.datum_decoding import Datum
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 512
-"""Datums that an error names: it travels in the trailing metadata of a call, which has a limit."""
+"""Maximum number of datums that an error lists. The list travels in trailing gRPC metadata, which is limited in size.
+"""
 
 
 @dataclass(frozen=True)
 class _Ahead:
-    """An image that is fetched ahead, or was and has not been used, and the work that fetches it and its neighbours."""
+    """An image that is being prefetched, or was prefetched and not used yet.
+
+    Args:
+        feature: The image.
+        work: The task that fetches this image and others with it.
+    """
 
     feature: model_input_pb2.VisionFeature
     work: "Future[None]"
 
 
 class TensorFetcher:
-    """Fetches the tensors of images from renderers, and keeps them.
+    """Fetches the tensors of images from renderers and caches them.
 
     Args:
-        max_bytes: What is kept between calls; what a call needs is held for the call in any case.
-        vision: The family of a vision-language model; None for one that takes text only.
-        fetch_timeout_s: Deadline of a fetch from one renderer.
-        default_source: Renderer for images that name none; empty refuses them.
+        max_bytes: Size limit of the cache between calls. A call holds everything it needs regardless.
+        vision: The family of a vision-language model; None for a text-only model.
+        fetch_timeout_s: Deadline of a fetch from one renderer, in seconds.
+        default_source: Renderer for images that name none; if empty, such images are rejected.
     """
 
     def __init__(
@@ -56,18 +62,26 @@ class TensorFetcher:
         self._fetcher, self._fetcher_ahead = FeatureFetcher(), FeatureFetcher()
         self._kept = FeatureCache(vision, max_bytes, default_source)
         self._most_ahead = max_bytes // 2
-        self._lock = threading.Lock()  # of what is kept, and of what is fetched ahead
+        self._lock = threading.Lock()  # protects _kept and _ahead
         self._thread = ThreadPoolExecutor(1, "fetch-ahead")
         self._ahead: dict[str, _Ahead] = {}
         self._staged: dict[str, dict[str, FeatureTensors]] = {}
 
     def tensors_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, FeatureTensors]:
-        """Tensors by digest for all images of the datums but those in `skip`.
+        """Returns the tensors of all images of the datums, keyed by digest, except for those in `skip`.
 
-        Raises FeatureEvicted if a renderer no longer holds one or does not answer, InvalidInput naming
-        `datum[i]...feature` for tensors that do not fit their ids. The metadata of FeatureEvicted names the datums to
-        render again; what came of the others waits here for the model's next call, so that a batch which is more than
-        renderers hold at once comes in portions.
+        After FeatureEvicted the tensors that were found stay here for the model's next call. A batch larger than the
+        renderers' caches can thus arrive in portions.
+
+        Args:
+            model_id: The model of the call.
+            datums: The datums.
+            skip: Digests to leave out.
+
+        Raises:
+            FeatureEvicted: A renderer no longer holds an image or does not respond. The metadata lists the datums to
+                render again.
+            InvalidInput: Tensors do not match their identifiers; names the field as `datum[i]...feature`.
         """
         places = [
             (span, f"datum[{datum.index}].input.spans[{number}].feature")
@@ -97,9 +111,9 @@ class TensorFetcher:
         return held
 
     def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature]) -> None:
-        """Begins to fetch what is not kept, for a call to come, to be kept until then. From any thread.
+        """Starts fetching uncached images for a later call. Callable from any thread.
 
-        Does nothing where what was fetched ahead and has not been used would push itself out of what is kept.
+        Does nothing if unused prefetched images would then evict each other from the cache.
         """
         with self._lock:
             self._ahead = {
@@ -114,7 +128,7 @@ class TensorFetcher:
     def _fetch_beside(self, features: list[model_input_pb2.VisionFeature]) -> None:
         try:
             fetched = self._fetcher_ahead.fetch([self._sourced(one, "feature") for one in features], self._timeout_s)
-        except FoveaError as error:  # told by the call that needs them, if it still is so then
+        except FoveaError as error:  # a call that still needs these images reports its own error
             logger.debug("%d images could not be fetched ahead: %s", len(features), error)
             return
         with self._lock:
@@ -122,7 +136,7 @@ class TensorFetcher:
                 self._kept.put(one, fetched[one.digest])
 
     def _meet_ahead(self, digests: Iterable[str]) -> None:
-        """Waits for what is being fetched ahead; what was not begun is not any more: it is wanted now."""
+        """Waits for prefetches in progress. Cancels those that have not started, since the caller fetches them now."""
         with self._lock:
             found = {one.work for digest in digests if (one := self._ahead.pop(digest, None))}
         for work in found:
@@ -130,11 +144,11 @@ class TensorFetcher:
                 work.result()
 
     def forget(self, model_id: str) -> None:
-        """Drops what waits for a model's next call."""
+        """Drops the tensors retained for a model's next call."""
         self._staged.pop(model_id, None)
 
     def _fetch(self, missing: dict[str, tuple[ImageSpan, str]]) -> tuple[dict[str, FeatureTensors], FoveaError | None]:
-        """What the renderers hold, all at once or else one by one, and why something is not there."""
+        """Fetches all images at once. If some are missing, fetches them one by one and also returns the error."""
         try:
             return self._fetch_all(missing), None
         except NotFound as error:
@@ -143,7 +157,7 @@ class TensorFetcher:
                 with suppress(NotFound):
                     found |= self._fetch_all({digest: place})
             return found, error
-        except (Unavailable, DeadlineExceeded) as error:  # a renderer that is gone has lost its images too
+        except (Unavailable, DeadlineExceeded) as error:  # an unreachable renderer has lost its images too
             return {}, error
 
     def _fetch_all(self, missing: dict[str, tuple[ImageSpan, str]]) -> dict[str, FeatureTensors]:
@@ -173,11 +187,11 @@ def _evicted(datums: Sequence[Datum], lost: Set[str], error: FoveaError) -> Feat
 
 @dataclass(frozen=True)
 class VisionOutput:
-    """What the tower made of all images of a micro-batch.
+    """The tower's output for all images of a micro-batch.
 
     Args:
         embeddings: [M, D], in image order.
-        deepstack: Further [M, D] tensors that are added in the first language layers; empty in most families.
+        deepstack: Additional [M, D] tensors, added in the first language layers; empty in most families.
     """
 
     embeddings: Tensor
@@ -185,12 +199,12 @@ class VisionOutput:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all tensors."""
+        """Total size of all tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in (self.embeddings, *self.deepstack))
 
     @classmethod
     def joined(cls, outputs: Sequence["VisionOutput"]) -> "VisionOutput":
-        """For several images, in order."""
+        """Concatenates the outputs of several calls, in order."""
         if len(outputs) == 1:
             return outputs[0]
         levels = zip(*(output.deepstack for output in outputs), strict=True)
@@ -199,18 +213,22 @@ class VisionOutput:
         )
 
     def anchored(self) -> Tensor:
-        """A scalar zero that depends on everything, so that a filler image joins the backward pass too."""
+        """Returns a scalar zero that depends on all tensors, so that a filler image takes part in the backward pass."""
         return sum((tensor.sum() for tensor in self.deepstack), self.embeddings.sum()) * 0.0
 
 
 class VisionOutputCache:
-    """Least recently used outputs by image digest, up to `max_bytes`."""
+    """A least-recently-used cache of tower outputs, keyed by image digest, up to `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._held: LRUCache[str, VisionOutput] = LRUCache(max_bytes, lambda image: image.size_bytes)
 
     def lookup(self, images: Mapping[str, int]) -> dict[str, VisionOutput]:
-        """Those of the images (digest to number of embeddings) that are held, with so many."""
+        """Returns the cached outputs of images.
+
+        Args:
+            images: Expected number of embeddings, keyed by digest. An output with another number is not returned.
+        """
         found = {}
         for digest, count in images.items():
             image = self._held.get(digest)
@@ -219,18 +237,18 @@ class VisionOutputCache:
         return found
 
     def holds(self, digest: str) -> bool:
-        """Whether the outputs of an image are held. From any thread."""
+        """Returns True if the output of an image is cached. Callable from any thread."""
         return digest in self._held
 
     def store_all(self, images: Mapping[str, VisionOutput]) -> None:
-        """Holds outputs, dropping the least recently used above the limit."""
+        """Caches outputs. Evicts the least recently used ones above the limit."""
         for digest, image in images.items():
             if digest not in self._held and image.size_bytes <= self._held.maxsize:
                 self._held[digest] = image
 
 
 def split_output(output: VisionOutput, counts: Sequence[int]) -> list[VisionOutput]:
-    """One entry an image of so many embeddings, in order; copies, so that dropping one frees its memory."""
+    """Splits an output into images with the given numbers of embeddings. The copies can be freed separately."""
     embeddings = torch.split(output.embeddings, list(counts))
     deepstack = [torch.split(feature, list(counts)) for feature in output.deepstack]
     return [

@@ -1,4 +1,4 @@
-"""Loss functions by name. A new loss adds its file and its line here."""
+"""The loss functions. To add a loss, add its class to this package and its name to `LOSSES`."""
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import InvalidInput
@@ -19,14 +19,19 @@ LOSS_NAMES = (*LOSSES, Custom.name)
 
 
 def loss_of(header: trainer_pb2.ForwardBackwardHeader, sandbox: Sandbox | None = None) -> Loss:
-    """The loss that a call asks for, with its settings; a traced one can be computed if there is a sandbox.
+    """Returns the loss of a call with its settings.
 
-    Raises InvalidInput naming the known losses, the known settings, or what is wrong with a traced loss.
+    Args:
+        header: The call's header.
+        sandbox: Evaluates a traced loss; without it such a loss can be checked but not computed.
+
+    Raises:
+        InvalidInput: The loss is unknown, a setting is unknown, or a traced loss is invalid.
     """
     name = header.loss_function
     if header.HasField("custom_loss") != (name == Custom.name):
-        missing = "is missing: it goes" if name == Custom.name else "is set, but goes"
-        raise InvalidInput(f"custom_loss {missing} with loss_function 'custom', this is {name!r}", field="custom_loss")
+        missing = "is missing, but is required" if name == Custom.name else "is set, but is only allowed"
+        raise InvalidInput(f"custom_loss {missing} with loss_function 'custom'; this is {name!r}", field="custom_loss")
     if name == Custom.name:
         return Custom(header.loss_config, header.custom_loss, sandbox)
     if name not in LOSSES:

@@ -1,4 +1,4 @@
-"""Policy gradient with clipped importance weights."""
+"""The CISPO loss: policy gradient with clipped importance weights."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -19,7 +19,7 @@ from fovea_services.trainer.losses.policy_gradient import (
 
 
 class Cispo(ClippedLoss):
-    """-sum w sg(clamp(r, lo, hi)) lp A (MiniMax, 2025); a clipped position keeps its gradient."""
+    """-sum w sg(clamp(r, lo, hi)) lp A (MiniMax, 2025). A clipped position keeps its gradient."""
 
     name = "cispo"
     inputs = POLICY_INPUTS

@@ -1,8 +1,8 @@
-"""How much memory and time an operation of a traced loss may take: known before it runs, wherever it can be.
+"""Limits on memory and time of a traced loss. Costs are computed before an operation runs wherever possible.
 
-Work is counted in elements read and written. What sorts, multiplies matrices or repeats itself reads its elements
-several times, and a tensor costs OBJECT elements beside its own. An operation that the gradient flows through counts
-with its part of the backward pass.
+Work is counted in elements read and written. Sorting, matrix products and repeating operations read their elements
+several times. Each tensor costs OBJECT elements in addition. An operation with a gradient also counts its part of the
+backward pass.
 """
 
 import math
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 2**22
-"""The most elements of one value of a traced loss."""
+"""Maximum number of elements of one value."""
 
 MAX_WORK = 2**27
-"""The most elements that all operations of a traced loss read and write for one datum."""
+"""Maximum number of elements that all operations read and write for one datum."""
 
 BACKWARD = 2
-"""The work of the backward pass of an operation, as a multiple of its own: it reads what went in and what came out
-again, with the gradients of both.
+"""Work of an operation's backward pass, as a multiple of its forward work: it reads inputs and outputs again, and the
+gradients of both.
 """
 
 MAX_VALUES = 2**16
-"""The most values that an operation takes or makes."""
+"""Maximum number of values that an operation receives or returns."""
 
 MAX_DIMENSIONS = 64
-"""The most that torch itself computes with."""
+"""Maximum number of dimensions that torch supports."""
 
 OBJECT = 1024
-"""What making a tensor takes, in elements."""
+"""Cost of creating a tensor, in elements."""
 
 _PRODUCTS = frozenset({"bmm", "dot", "inner", "linalg_norm", "matmul", "mm", "mv", "outer", "vdot"})
 _FACTORIES = frozenset({"arange", "eye", "full", "linspace", "ones", "scalar_tensor", "zeros"})
@@ -51,43 +51,55 @@ _AMOUNTS = ("chunks", "indices", "indices_or_sections", "sections", "split_size"
             "tensor_indices_or_sections")  # fmt: skip
 
 Resolved = Any
-"""Tensor, number, bool, None, dtype and the like, or lists, tuples, dicts and slices of them."""
+"""A tensor, number, bool, None, dtype or the like, or a list, tuple, dict or slice of them."""
 
 
 class RefusedError(ValueError):
-    """An operation that may not be done with these arguments."""
+    """An operation is not allowed with these arguments."""
 
 
 class Meter:
-    """The work of one evaluation."""
+    """Counts the work of one evaluation."""
 
     def __init__(self) -> None:
         self._work = 0
 
     def spend(self, work: int) -> None:
-        """Raises RefusedError if that is too much in all."""
+        """Adds work.
+
+        Raises:
+            RefusedError: The total exceeds MAX_WORK.
+        """
         self.expect(work)
         self._work += work
 
     def expect(self, work: int) -> None:
-        """Raises RefusedError if so much more would be too much, and counts nothing."""
+        """Checks that this much more work is allowed, without counting it.
+
+        Raises:
+            RefusedError: The total would exceed MAX_WORK.
+        """
         if self._work + work > MAX_WORK:
-            raise RefusedError(f"takes the loss above {MAX_WORK} elements read and written for one datum")
+            raise RefusedError(f"makes the loss read and write more than {MAX_WORK} elements for one datum")
 
 
 def spend_before(
     meter: Meter, function: Callable[..., Resolved], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
-    """Counts what a call will read, and checks what it will make; returns what its backward pass will read again.
+    """Counts the elements that a call reads, and checks the size of its result.
 
-    Raises RefusedError, or what the callable raises.
+    Returns:
+        The elements that the backward pass reads again.
+
+    Raises:
+        RefusedError: The call exceeds a limit. Exceptions of the callable are passed on.
     """
     tensors = [leaf for leaf in leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
     if len(shapes := {tensor.shape for tensor in tensors if tensor.ndim}) > 1:
         _check_broadcast(shapes)
     if name in _CUTTING:
         if (count := _pieces(name, args, kwargs)) > MAX_VALUES:
-            raise RefusedError(f"would cut a tensor into {count} pieces; at most {MAX_VALUES} are allowed")
+            raise RefusedError(f"would split a tensor into {count} parts; at most {MAX_VALUES} are allowed")
         meter.expect(count * OBJECT)
     made = 0
     if name in _GROWING or (name == "getitem" and len(args) == 2 and _picks(args[1])):
@@ -95,15 +107,20 @@ def spend_before(
     read = sum(tensor.numel() for tensor in tensors)
     passes, products = _passes(name, tensors, args, kwargs), made * _contracted(name, tensors)
     meter.spend(read * passes + products)
-    return read * (1 if name in _SORTING else passes) + products  # the gradient of what is sorted is put in its place
+    # The gradient of a sorted tensor is scattered to its positions, which is a single pass.
+    return read * (1 if name in _SORTING else passes) + products
 
 
 def spend_after(meter: Meter, value: Resolved, again: int) -> None:
-    """Counts what a call made, and the backward pass if there is one. Raises RefusedError for a value that a traced
-    loss may not hold.
+    """Counts the elements that a call returned, and its backward pass if it has one.
 
     Args:
-        again: What `spend_before` returned.
+        meter: The meter.
+        value: The result of the call.
+        again: The value returned by `spend_before`.
+
+    Raises:
+        RefusedError: The result is not allowed.
     """
     parts = value if isinstance(value, list | tuple) else (value,)
     if len(parts) > MAX_VALUES:
@@ -118,7 +135,11 @@ def spend_after(meter: Meter, value: Resolved, again: int) -> None:
 
 
 def leaves(value: Resolved) -> list[Any]:
-    """What stands in lists, tuples, dicts and slices. Raises RefusedError for more than MAX_VALUES."""
+    """Returns the leaf values of nested lists, tuples, dicts and slices.
+
+    Raises:
+        RefusedError: There are more than MAX_VALUES.
+    """
     found: list[Any] = []
     _collect((value,), found)
     return found
@@ -135,7 +156,7 @@ def _collect(values: Iterable[Resolved], found: list[Any]) -> None:
         else:
             found.append(value)
             if len(found) > MAX_VALUES:
-                raise RefusedError(f"takes more than {MAX_VALUES} values")
+                raise RefusedError(f"receives more than {MAX_VALUES} values")
 
 
 def _check_tensor(tensor: Tensor) -> None:
@@ -148,7 +169,7 @@ def _check_tensor(tensor: Tensor) -> None:
 
 
 def _check_broadcast(shapes: Iterable[torch.Size]) -> None:
-    """Most operations that take several shapes broadcast them; the others make no more than they are given."""
+    """Checks the shapes as if broadcast: most operations broadcast, the others return no more than they receive."""
     widths = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
     _check_count(math.prod(max(width) for width in widths))
 
@@ -159,13 +180,15 @@ def _check_count(count: int, shape: str = "") -> None:
 
 
 def _check_growth(function: Callable[..., Resolved], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The elements of the result: its shape is computed, without data, before it takes memory."""
+    """Returns the number of elements of the result. The shape is computed on the meta device, before memory is
+    allocated.
+    """
     if name == "getitem" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-        return 0  # A mask takes elements away; how many is known only to the data.
+        return 0  # A boolean mask only selects elements; the number depends on the data.
     if name == "getitem" and isinstance(args[1], tuple):
         args = (args[0], _without_masks(args[1]))
     shaped_kwargs = _on_meta(kwargs)
-    if name in _FACTORIES:  # which have no tensor that says where
+    if name in _FACTORIES:  # they have no tensor argument that determines the device
         shaped_kwargs["device"] = torch.device("meta")
     shaped = [leaf for leaf in leaves(function(*_on_meta(args), **shaped_kwargs)) if isinstance(leaf, Tensor)]
     for leaf in shaped:
@@ -174,7 +197,7 @@ def _check_growth(function: Callable[..., Resolved], name: str, args: tuple[Any,
 
 
 def _pieces(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The most pieces that a cut makes."""
+    """Returns the maximum number of tensors that a split returns."""
     whole = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
     longest = max(whole.shape, default=1) if isinstance(whole, Tensor) else 1
     if name == "unbind":
@@ -191,10 +214,10 @@ def _pieces(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _passes(name: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How often a call reads its elements."""
+    """Returns the number of times that a call reads its elements."""
     if name in _SORTING:
         return max(_longest(tensors).bit_length(), 1)
-    if name == "linalg_norm":  # may be a singular value decomposition
+    if name == "linalg_norm":  # it may compute a singular value decomposition
         return max((min(tensor.shape[-2:]) for tensor in tensors if tensor.ndim > 1), default=1)
     if name == "diff":
         times = kwargs.get("n", args[1] if len(args) > 1 else 1)
@@ -210,20 +233,20 @@ def _longest(tensors: list[Tensor]) -> int:
 
 
 def _contracted(name: str, tensors: list[Tensor]) -> int:
-    """The products that are added up for one element of a result; 0 where there are none."""
+    """Returns the number of products summed for one element of the result; 0 for operations without products."""
     if name not in _PRODUCTS - {"linalg_norm"}:
         return 0
     return 1 if name == "outer" else max((tensor.shape[-1] for tensor in tensors if tensor.ndim), default=1)
 
 
 def _picks(index: Any) -> bool:
-    """Whether an index is made of lists or tensors, which may name an element many times."""
+    """Returns True if an index contains lists or tensors, which may select an element many times."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, Tensor | list) for part in parts)
 
 
 def _without_masks(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An index that picks the same, its masks written as the places that they name, as indexing itself does."""
+    """Returns an equivalent index with boolean masks replaced by positions, as indexing itself does."""
     places: list[Any] = []
     for part in index:
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool

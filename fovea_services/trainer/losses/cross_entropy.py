@@ -1,4 +1,4 @@
-"""Weighted negative log-likelihood, for supervised training."""
+"""The cross-entropy loss: weighted negative log-likelihood, for supervised training."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from fovea_services.trainer.losses.loss import Loss, LossInput, LossValue
 
 
 class CrossEntropy(Loss):
-    """-sum w logprob. Weights are ones if left out, may be negative and are never normalised."""
+    """-sum w logprob. Weights default to ones, may be negative and are never normalised."""
 
     name = "cross_entropy"
     inputs = (LossInput("weights", required=False),)

@@ -1,7 +1,7 @@
-"""A loss that a client traced.
+"""A loss function that a client traced.
 
-It is evaluated on the CPU, in a process of its own that may take so much and no more (sandbox.py): what goes wrong
-there is an error of this one call. What comes back to the model is the gradient.
+It is evaluated on the CPU in a separate process with limits on time and memory (sandbox.py), so a failure affects only
+this call. The process returns the gradient of the log-probabilities, which then flows back into the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,12 @@ from fovea_services.trainer.losses.sandbox import Sandbox, Stopped
 class Custom(Loss):
     """The sum over datums of a traced function's scalar.
 
-    A datum may bring inputs that the graph does not read: the SDK sends data to a traced loss as it is.
+    A datum may have inputs that the graph does not read, because the SDK sends data to a traced loss unchanged.
 
     Args:
-        sandbox: Where it is evaluated; needed to compute.
+        given: Settings.
+        message: The traced loss.
+        sandbox: Evaluates the loss; required for computing.
     """
 
     name = "custom"
@@ -56,7 +58,7 @@ class Custom(Loss):
         )
         if backward:
             own = torch.split(gradients, [row.numel() for row in logprobs])
-            # Worth nothing, but for its gradient.
+            # This term is zero, but has the gradient that the worker computed.
             flows = [(one.view(row.shape) * (row - row.detach())).sum() for one, row in zip(own, logprobs, strict=True)]
             losses = losses + torch.stack(flows)
         return [

@@ -1,4 +1,4 @@
-"""Direct reward optimization (Richemond et al., 2024)."""
+"""The DRO loss: direct reward optimization (Richemond et al., 2024)."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -14,7 +14,7 @@ from fovea_services.trainer.losses.policy_gradient import POLICY_INPUTS
 class Dro(Loss):
     """-sum w (lp A - beta / 2 (lp - q)^2) (Richemond et al., 2024); notation in policy_gradient.py.
 
-    The quadratic term counts at every position, prompt included: give weights of 0 to leave positions out.
+    The quadratic term applies at every position, including the prompt. Use weights of 0 to exclude positions.
     """
 
     name = "dro"
@@ -25,7 +25,7 @@ class Dro(Loss):
         super().__init__(given)
         if not (np.isfinite(self.config["beta"]) and self.config["beta"] >= 0):
             raise InvalidInput(
-                f"loss_config.beta is {self.config['beta']}, needs a finite number of 0 or more",
+                f"loss_config.beta is {self.config['beta']}, but must be a finite number of 0 or more",
                 field="loss_config.beta",
             )
 

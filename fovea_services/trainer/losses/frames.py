@@ -1,10 +1,10 @@
-"""What a rank and the process that evaluates its traced losses tell each other, as bytes.
+"""The protocol between a rank and the process that evaluates its traced losses.
 
-A request has a head, the graph, a row of numbers for each tensor, and the elements, those of one type together. An
-answer has a head and either what was asked for, whose size the asker knows beforehand, or what went wrong. Nothing in
-an answer is more than numbers and a line of text: it comes from where a tenant's graph has run.
+A request consists of a header, the graph, one row of numbers per tensor, and the elements, grouped by dtype. An answer
+has a header and either the results, the size of which follows from the request, or an error. The answer contains only
+numbers and one line of text, because the process has run a tenant's graph and cannot be trusted.
 
-Shapes: D datums, I inputs of each, M metrics, L log-probabilities of all datums together.
+Shapes: D datums, I inputs per datum, M metrics, L log-probabilities of all datums together.
 """
 
 import math
@@ -20,41 +20,41 @@ import torch
 from torch import Tensor
 
 HELLO = struct.Struct("<q")
-"""What a worker says first: its process id."""
+"""The first message of a worker: its process id."""
 
 PROGRESS = struct.Struct("<qq")
-"""Where a worker is, in memory that its rank sees: place of the datum, index of the node."""
+"""The progress of a worker, in memory shared with its rank: index of the datum in the request, index of the node."""
 
 _REQUEST = struct.Struct("<QQQQQ")
-"""Bytes of the graph, D, I, M, and whether gradients are wanted."""
+"""Header of a request: bytes of the graph, D, I, M, and 1 if gradients are wanted."""
 
 _ANSWER = struct.Struct("<qQ")
-"""The place of the datum that failed, -1 if none did; bytes of the message."""
+"""Header of an answer: index of the datum that failed or -1, and bytes of the message."""
 
 _DTYPES = (torch.int64, torch.int32, torch.float32)
-"""In the order in which their elements are sent, so that all of them are aligned."""
+"""Dtypes in the order of sending. Larger ones come first, so that all elements are aligned."""
 
 _MAX_MESSAGE = 4000
 _ROW = 4
-"""Numbers of a tensor: its type, its rank, and two extents."""
+"""Numbers per tensor in a request: dtype, number of dimensions, and two extents."""
 
 Read = Callable[[int], bytearray]
-"""Reads so many bytes, and waits for them."""
+"""Reads exactly so many bytes, waiting for them."""
 
 
 class FrameError(Exception):
-    """Bytes that are no answer to what was asked."""
+    """The received bytes are not an answer to the request."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Datums to evaluate.
+    """A request to evaluate datums.
 
     Args:
         graph: A serialized `CustomLoss`.
-        datums: For each datum, its inputs in the graph's order, log-probabilities first; int64, int32 or float32.
+        datums: The inputs of each datum in the graph's order, log-probabilities first; int64, int32 or float32.
         metric_count: M.
-        backward: Whether gradients are wanted.
+        backward: True if gradients are wanted.
     """
 
     graph: bytes
@@ -64,18 +64,18 @@ class Request:
 
     @property
     def logprob_count(self) -> int:
-        """L: log-probabilities of all datums together."""
+        """L, the number of log-probabilities of all datums together."""
         return sum(inputs[0].numel() for inputs in self.datums)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of all datums.
+    """The results of all datums.
 
     Args:
         losses: float32 [D].
         metrics: float64 [D, M].
-        gradients: float32 [L], of each loss to its log-probabilities; empty without backward.
+        gradients: float32 [L], the gradient of each loss with respect to its log-probabilities; empty without backward.
     """
 
     losses: npt.NDArray[np.float32]
@@ -85,16 +85,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the datum at `place` has no loss; those after it were not evaluated."""
+    """The error of the first datum without a loss. Later datums were not evaluated.
+
+    Args:
+        place: Index of the datum in the request.
+        message: The reason.
+    """
 
     place: int
     message: str
 
 
 def reader(link: socket.socket, deadline: float | None = None) -> Read:
-    """Reads from a link until a deadline of `time.monotonic`, or for ever.
+    """Returns a function that reads from a socket.
 
-    Raises TimeoutError after the deadline, EOFError if the other side is gone, OSError.
+    The function raises TimeoutError after the deadline, EOFError if the peer has closed the connection, and OSError.
+
+    Args:
+        link: The socket.
+        deadline: A reading of `time.monotonic`; None waits forever.
     """
 
     def read(size: int) -> bytearray:
@@ -111,14 +120,18 @@ def reader(link: socket.socket, deadline: float | None = None) -> Read:
 
 
 def time_left(deadline: float) -> float:
-    """Seconds until a deadline of `time.monotonic`. Raises TimeoutError after it."""
+    """Returns the seconds until a deadline, a reading of `time.monotonic`.
+
+    Raises:
+        TimeoutError: The deadline has passed.
+    """
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left
 
 
 def write_request(request: Request) -> list[bytes | memoryview]:
-    """The bytes of a request, to be sent one after another. Tensors may be on any device."""
+    """Returns the bytes of a request as consecutive buffers. Tensors may be on any device."""
     tensors = [tensor.detach() for inputs in request.datums for tensor in inputs]
     rows = np.array(
         [(_DTYPES.index(one.dtype), one.ndim, *one.shape, *(0,) * (2 - one.ndim)) for one in tensors], np.int64
@@ -132,7 +145,7 @@ def write_request(request: Request) -> list[bytes | memoryview]:
 
 
 def read_request(read: Read) -> Request:
-    """What `write_request` was given; each tensor in memory of its own."""
+    """Reads a request that `write_request` wrote. Each tensor gets its own memory."""
     graph_bytes, datum_count, inputs, metric_count, backward = _REQUEST.unpack(read(_REQUEST.size))
     graph = bytes(read(graph_bytes))
     count = datum_count * inputs
@@ -153,7 +166,7 @@ def read_request(read: Read) -> Request:
 
 
 def write_answer(answer: Answer | Failure) -> Iterator[bytes]:
-    """The bytes of an answer, to be sent one after another."""
+    """Yields the bytes of an answer in consecutive buffers."""
     if isinstance(answer, Failure):
         message = answer.message.encode("utf-8", "replace")[:_MAX_MESSAGE]
         yield _ANSWER.pack(answer.place, len(message)) + message
@@ -165,7 +178,11 @@ def write_answer(answer: Answer | Failure) -> Iterator[bytes]:
 
 
 def read_answer(read: Read, request: Request) -> Answer | Failure:
-    """The answer to a request. Raises FrameError for one that cannot be it."""
+    """Reads the answer to a request.
+
+    Raises:
+        FrameError: The bytes cannot be an answer to this request.
+    """
     place, message_bytes = _ANSWER.unpack(read(_ANSWER.size))
     datum_count = len(request.datums)
     if not -1 <= place < datum_count or message_bytes > _MAX_MESSAGE:

@@ -1,4 +1,4 @@
-"""One evaluation of a traced loss on one datum, in the process where that may be done (loss_worker.py)."""
+"""Evaluation of a traced loss on one datum. Runs only in the worker process of loss_worker.py."""
 
 import math
 import operator
@@ -38,7 +38,8 @@ def _named(target: str) -> Callable[..., Resolved]:
     return found
 
 
-# The callables behind the names of fovea/wire/loss_operations.py, built once: a name from outside is only ever a key.
+# The callables behind the names of fovea/wire/loss_operations.py, built once. A name from a client is only used as a
+# key.
 FUNCTIONS: dict[str, Callable[..., Resolved]] = {
     **{target: _named(target) for target in loss_operations.FUNCTIONS - {loss_operations.GETATTR}},
     loss_operations.GETATTR: _getattr,
@@ -48,12 +49,13 @@ METHODS: dict[str, Callable[..., Resolved]] = {name: getattr(Tensor, name) for n
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of a datum.
+    """The result of one datum.
 
     Args:
-        loss: Scalar, floating and finite.
+        loss: Finite floating-point scalar.
         metrics: float64 scalars, in the graph's order.
-        gradient: d loss / d logprobs, shaped as those and finite; None if it was not wanted.
+        gradient: Gradient of the loss with respect to the log-probabilities, in their shape and finite; None if not
+            requested.
     """
 
     loss: Tensor
@@ -64,15 +66,17 @@ class Evaluated:
 def evaluate(
     graph: Graph, tensors: list[Tensor], backward: bool, at_node: Callable[[int], None], memory_mib: int
 ) -> Evaluated:
-    """Runs a graph.
+    """Evaluates a graph.
 
     Args:
+        graph: The graph.
         tensors: The graph's inputs in order: float32 log-probabilities first, on the CPU.
-        backward: Whether to compute the gradient.
-        at_node: Called with the index of each node before it runs, with their number before the gradient.
-        memory_mib: What this process may take, for the message if it is not enough.
+        backward: True to compute the gradient.
+        at_node: Called with the index of each node before it runs, and with the number of nodes before the gradient.
+        memory_mib: The memory limit of this process, for error messages.
 
-    Raises InvalidInput that names the node that failed, whatever the reason.
+    Raises:
+        InvalidInput: A node failed, for whatever reason; names the node.
     """
     leaf = tensors[0].detach().requires_grad_(backward)
     names = [given.name for given in graph.inputs]
@@ -84,7 +88,7 @@ def evaluate(
 
 
 class _Run:
-    """One evaluation. Every failure is an InvalidInput that names the node."""
+    """One evaluation. Every failure becomes an InvalidInput that names the node."""
 
     def __init__(
         self, graph: Graph, inputs: Mapping[str, Tensor], at_node: Callable[[int], None], memory_mib: int
@@ -99,7 +103,7 @@ class _Run:
             self._values[node.name] = inputs[node.target] if node.op == "placeholder" else self._execute(node)
 
     def loss(self) -> Tensor:
-        """The scalar, finite and of a floating type."""
+        """Returns the loss: a finite scalar with a floating dtype."""
         node = self._nodes[self._graph.loss.node]
         value = self._values[node.name]
         if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
@@ -110,7 +114,7 @@ class _Run:
         return value
 
     def metric(self, key: str) -> Tensor:
-        """A metric, float64 scalar."""
+        """Returns a metric as a float64 scalar."""
         node = self._nodes[self._graph.metrics[key].node]
         value = self._values[node.name]
         if isinstance(value, bool | int | float):
@@ -121,7 +125,7 @@ class _Run:
         return value.detach().reshape(()).double()
 
     def gradient(self, loss: Tensor, leaf: Tensor) -> Tensor:
-        """d loss / d logprobs, finite."""
+        """Returns the gradient of the loss with respect to the log-probabilities. It is finite."""
         if not loss.requires_grad:
             self._refuse("the loss does not depend on logprobs, so it has no gradient; detach() cuts it off too")
         try:
@@ -144,7 +148,7 @@ class _Run:
             if not args or not isinstance(args[0], Tensor):
                 raise RefusedError("must be called on a tensor")
             return call(METHODS[node.target], node.target, args, kwargs, self._meter)
-        except Exception as error:  # What a client's function raises is the client's, whatever it is.
+        except Exception as error:  # any exception of a client's function is reported to that client
             self._refuse(f"{node} failed: {self._first_line(error)}")
 
     def _resolve(self, argument: Argument) -> Any:
@@ -175,16 +179,20 @@ class _Run:
 
     def _first_line(self, error: Exception) -> str:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            return f"it takes more than {self._memory_mib} MiB, which is what a loss gets on this server"
+            return f"it takes more than {self._memory_mib} MiB, which is the limit for a loss on this server"
         return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
 def call(
     function: Callable[..., Resolved], target: str, args: tuple[Any, ...], kwargs: dict[str, Any], meter: Meter
 ) -> Resolved:
-    """Calls, if neither arguments, work nor result are too large. Raises RefusedError, or what the callable raises."""
+    """Calls a function if arguments, work and result are within the limits.
+
+    Raises:
+        RefusedError: A limit is exceeded. Exceptions of the callable are passed on.
+    """
     if target.startswith("math.") and any(isinstance(leaf, Tensor) for leaf in costs.leaves(args)):
-        raise RefusedError(f"takes numbers, not tensors: use torch.{target.removeprefix('math.')}")
+        raise RefusedError(f"accepts numbers, not tensors: use torch.{target.removeprefix('math.')}")
     if target.startswith("operator.") and target != "operator.getitem":
         _check_operands(target, args)
     again = costs.spend_before(meter, function, target.rpartition(".")[2], args, kwargs)
@@ -195,18 +203,18 @@ def call(
 
 
 def _check_operands(target: str, args: tuple[Any, ...]) -> None:
-    """Python's own arithmetic knows no bounds: lists multiply, whatever is in them, and whole numbers grow."""
+    """Restricts Python's own arithmetic, which is unbounded: lists can be multiplied, and integers grow."""
     for leaf in args:
         if not isinstance(leaf, Tensor | bool | int | float | torch.dtype | torch.device):
-            raise RefusedError(f"takes tensors and numbers, not a {type(leaf).__name__}")
+            raise RefusedError(f"accepts tensors and numbers, not a {type(leaf).__name__}")
     if target == "operator.pow" and all(isinstance(leaf, int) for leaf in args):
         base, exponent = args
         if base.bit_length() * abs(exponent) > 63:
-            raise RefusedError(f"makes a whole number above 64 bits: {base} ** {exponent}")
+            raise RefusedError(f"returns an integer of more than 64 bits: {base} ** {exponent}")
 
 
 def _check_kinds(value: Resolved) -> None:
-    """Lists are flat: what may hold lists of itself doubles with every operation."""
+    """Allows only flat lists: with nested ones, a value could double in size with each operation."""
     for leaf in value if isinstance(value, list | tuple) else (value,):
         match leaf:
             case Tensor() | bool() | float() | None | str() | EllipsisType():
@@ -216,4 +224,4 @@ def _check_kinds(value: Resolved) -> None:
             case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
                 pass
             case _:
-                raise RefusedError(f"makes a {type(leaf).__name__}, which is not allowed")
+                raise RefusedError(f"returns a {type(leaf).__name__}, which is not allowed")

@@ -1,4 +1,4 @@
-"""Group sequence policy optimization, the variant with advantages for each token."""
+"""The GSPO loss: group sequence policy optimization, the variant with an advantage per token."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -23,9 +23,9 @@ MASK = "sequence_ratio_mask"
 
 
 class Gspo(ClippedLoss):
-    """-sum w min(s_t A, clamp(s_t, lo, hi) A) with s_t = s exp(lp - sg(lp)) and s the ratio of the whole datum.
+    """-sum w min(s_t A, clamp(s_t, lo, hi) A) with s_t = s exp(lp - sg(lp)), where s is the ratio of the whole datum.
 
-    s = exp(mean of sg(lp) - q over the positions whose mask is not zero) (Zheng et al., 2025, GSPO-token); notation in
+    s = exp(mean of sg(lp) - q over the positions with a nonzero mask) (Zheng et al., 2025, GSPO-token); notation in
     policy_gradient.py.
     """
 
@@ -34,10 +34,10 @@ class Gspo(ClippedLoss):
     settings: ClassVar = {LOW: 0.8, HIGH: 1.2}
 
     def check(self, inputs: Mapping[str, npt.NDArray]) -> None:
-        """Refuses a datum that has advantages, but no position to take the ratio from."""
+        """Rejects a datum that has advantages but no position for the ratio of the sequence."""
         super().check(inputs)
         if not inputs[MASK].any() and np.any(inputs["weights"] * inputs["advantages"]):
-            raise InvalidInput("is zero everywhere, so there is no ratio of the sequence", field=MASK)
+            raise InvalidInput("is zero everywhere, so the sequence has no ratio", field=MASK)
 
     def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
         own = inputs[MASK] != 0

@@ -1,4 +1,4 @@
-"""Policy gradient with importance weights."""
+"""The importance sampling loss: policy gradient with importance weights."""
 
 from collections.abc import Mapping
 

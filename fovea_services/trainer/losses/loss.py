@@ -1,9 +1,9 @@
-"""What a loss is: a function of one datum, from the log-probabilities of its targets to a number and metrics.
+"""The interface of losses: a function of one datum, from the log-probabilities of its targets to a loss and metrics.
 
-The loss of a call is the sum over its datums. A loss sees each datum by itself: not how datums were packed, on which
-rank they are, nor fillers.
+The loss of a call is the sum over its datums. A loss sees each datum separately. It does not see packing, ranks or
+fillers.
 
-Shapes: N positions of a datum, K targets a position.
+Shapes: N positions of a datum, K targets per position.
 """
 
 from abc import ABC, abstractmethod
@@ -20,18 +20,18 @@ from fovea.wire.errors import InvalidInput
 TARGETS = "target_tokens"
 
 TEMPERATURE = "temperature"
-"""A setting T of every loss: log-probabilities are those of log softmax(z / T), as a sampler's are at temperature T."""
+"""A setting T of every loss: log-probabilities are log softmax(z / T), as in a sampler with temperature T."""
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """An input besides `target_tokens`.
+    """An input of a loss besides `target_tokens`.
 
     Args:
-        name: As in `Datum.loss_inputs`.
-        required: Whether a datum without it is refused.
-        default: What a missing optional input is, at every position.
-        rank: The number of dimensions if the input has a shape and type of its own; None if it is float32, shaped as
+        name: Key in `Datum.loss_inputs`.
+        required: True if a datum without this input is rejected.
+        default: Value of a missing optional input, at every position.
+        rank: Number of dimensions if the input has a shape and dtype of its own; None if it is float32 in the shape of
             the targets.
     """
 
@@ -43,12 +43,13 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossValue:
-    """What a loss makes of one datum.
+    """The loss of one datum.
 
     Args:
         loss: Scalar with gradient: the sum over the datum's positions.
-        metrics: Further scalars by `name:reduction`, reduced over all datums of the call by sum, mean, min or max. A
-            mean is one of datums, and the SDK joins those of a batch's parts as such: give a mean of tokens as sums.
+        metrics: Additional scalars keyed by `name:reduction`. Each is reduced over all datums of the call by sum, mean,
+            min or max. A mean is over datums, also when the SDK merges the chunks of a batch: report a mean over
+            tokens as two sums.
     """
 
     loss: Tensor
@@ -59,18 +60,19 @@ class Loss(ABC):
     """One loss function with its settings.
 
     Args:
-        given: Settings; the others are at their defaults.
+        given: Settings; the others have their defaults.
 
-    Raises InvalidInput for settings that the loss does not take.
+    Raises:
+        InvalidInput: The loss does not have such a setting, or its value is out of range.
     """
 
     name: ClassVar[str]
     settings: ClassVar[Mapping[str, float]] = {}
-    """Numbers that the loss takes besides the temperature, with their defaults."""
+    """Numeric settings besides the temperature, with their defaults."""
     target_ranks: Sequence[int] = (1,)
-    """1 if `target_tokens` may be [N], 2 if they may be [N, K]."""
+    """Contains 1 if `target_tokens` may be [N], and 2 if they may be [N, K]."""
     takes_others: ClassVar[bool] = False
-    """Whether a datum may bring inputs that the loss does not read."""
+    """True if a datum may have inputs that the loss does not read."""
     inputs: tuple[LossInput, ...] = ()
 
     def __init__(self, given: Mapping[str, float]) -> None:
@@ -85,40 +87,50 @@ class Loss(ABC):
         if not LEAST_TEMPERATURE <= round(self.temperature, 9) <= MOST_TEMPERATURE:
             raise InvalidInput(
                 f"loss_config.{TEMPERATURE} is {self.temperature:g}, "
-                f"needs {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
+                f"but must be in {LEAST_TEMPERATURE:g} .. {MOST_TEMPERATURE:g}",
                 field=f"loss_config.{TEMPERATURE}",
             )
         self._seconds_left: float | None = None
 
     @property
     def temperature(self) -> float:
-        """By which logits are divided before the softmax."""
+        """Divisor of the logits before the softmax."""
         return self.config[TEMPERATURE]
 
     @property
     def seconds_left(self) -> float | None:
-        """What this rank's part of the call may still take, of a loss that is stopped when it takes too long."""
+        """Seconds left for this rank's share of the call; None for a loss without a time limit."""
         return self._seconds_left
 
     def limit_time(self, seconds: float | None) -> None:
-        """Sets `seconds_left`; None is no limit."""
+        """Sets `seconds_left`; None removes the limit."""
         self._seconds_left = seconds
 
     @abstractmethod
     def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
-        """The loss of one datum.
+        """Computes the loss of one datum.
 
         Args:
-            logprobs: float32 [N] or [N, K], log-probabilities of the targets, finite.
-            inputs: By name; float32 and shaped as `logprobs` unless they have a rank of their own.
+            logprobs: float32 [N] or [N, K], finite log-probabilities of the targets.
+            inputs: Inputs keyed by input name; float32 in the shape of `logprobs` unless they declare a rank.
 
-        Raises InvalidInput, without a field, if it cannot be computed.
+        Raises:
+            InvalidInput: The loss cannot be computed. The error names no field.
         """
 
     def compute_each(
         self, indices: Sequence[int], logprobs: Sequence[Tensor], inputs: Sequence[Mapping[str, Tensor]]
     ) -> list[LossValue]:
-        """`compute` of the datums of a micro-batch. Raises InvalidInput naming the first that has no loss."""
+        """Computes the losses of the datums of a micro-batch.
+
+        Args:
+            indices: Index of each datum in the call.
+            logprobs: Log-probabilities of each datum.
+            inputs: Inputs of each datum.
+
+        Raises:
+            InvalidInput: Names the first datum without a loss.
+        """
         values = []
         for index, row, given in zip(indices, logprobs, inputs, strict=True):
             try:
@@ -128,9 +140,13 @@ class Loss(ABC):
         return values
 
     def check(self, inputs: Mapping[str, npt.NDArray]) -> None:  # noqa: B027 - most losses take any values
-        """Raises InvalidInput, its field the name of an input, for values from which no loss can be computed."""
+        """Checks the values of the inputs.
+
+        Raises:
+            InvalidInput: No loss can be computed from these values. Its field is the name of an input.
+        """
 
 
 def of_datum(index: int, error: InvalidInput) -> InvalidInput:
-    """The error of a loss, named by its datum."""
+    """Adds the datum to the error of a loss."""
     return InvalidInput(f"datum[{index}] {error.message}", field=f"datum[{index}]")

@@ -1,7 +1,7 @@
-"""`python -m fovea_services.trainer.losses.loss_worker`: evaluates traced losses of a rank, in limits (sandbox.py).
+"""`python -m fovea_services.trainer.losses.loss_worker`: evaluates a rank's traced losses within limits (sandbox.py).
 
-This process loads torch once and never runs a graph: it forks one that does, and another when that one is gone. Each
-ends with its parent, holds no file but what it talks through, and has nothing in its environment.
+This process loads torch once and runs no graph itself. It forks a worker that does, and a new worker when that one is
+gone. Each process ends with its parent, holds no file except its sockets, and has an empty environment.
 """
 
 import mmap
@@ -41,9 +41,16 @@ _MAX_FILES = 32
 
 
 def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> None:
-    """Forks a worker for each pair of a socket and a progress page that comes over `control_fd`, one at a time."""
+    """Forks a worker for each pair of a socket and a progress page received over `control_fd`, one at a time.
+
+    Args:
+        control_fd: Descriptor of the socket to the rank.
+        parent: Process id of the rank.
+        memory_mib: Memory limit of a worker, beyond its memory at start.
+        timeout_s: CPU seconds that a request may take.
+    """
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank ends what runs, and then us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank finishes running commands first and then ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
@@ -59,7 +66,7 @@ def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> Non
             control.close()
             die_with_parent(zygote)
             _limit(memory_mib)
-            progress = mmap.mmap(fds[1], PROGRESS.size)  # which has a descriptor of its own
+            progress = mmap.mmap(fds[1], PROGRESS.size)  # mmap duplicates the descriptor
             os.close(fds[1])
             worker = _Worker(socket.socket(fileno=fds[0]), progress, memory_mib, timeout_s)
             worker.serve()
@@ -69,7 +76,7 @@ def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> Non
 
 
 class _Worker:
-    """Evaluates until it is killed, or cannot go on."""
+    """Evaluates requests until it is killed or fails."""
 
     def __init__(self, link: socket.socket, progress: mmap.mmap, memory_mib: int, timeout_s: float) -> None:
         self._link, self._progress = link, progress
@@ -84,7 +91,7 @@ class _Worker:
                 for part in write_answer(self._answer(request)):
                     self._link.sendall(part)
         except BaseException:
-            os._exit(1)  # the rank sees that the link is closed
+            os._exit(1)  # the rank sees the closed socket
 
     def _answer(self, request: Request) -> Answer | Failure:
         place = 0
@@ -110,7 +117,7 @@ class _Worker:
         return Answer(losses, metrics, gradients)
 
     def _limit_time(self) -> None:
-        """The rank is quicker to kill, if it lives."""
+        """Limits CPU time in case the rank has died; a live rank kills this worker earlier."""
         spent = resource.getrusage(resource.RUSAGE_SELF)
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         allowed = int(spent.ru_utime + spent.ru_stime + self._timeout_s) + 2
@@ -123,7 +130,7 @@ def _graph(message: bytes) -> custom_loss.Graph:
 
 
 def _limit(memory_mib: int) -> None:
-    """Memory beyond what torch takes; and a graph has no use for files, nor for our log."""
+    """Limits memory beyond torch's own, and closes access to files and to the log, which no graph needs."""
     with open("/proc/self/statm") as statm:
         loaded = int(statm.read().split()[0]) * resource.getpagesize()
     most = loaded + memory_mib * _MIB
@@ -137,7 +144,7 @@ def _limit(memory_mib: int) -> None:
 
 
 def _load_lazy_parts() -> None:
-    """Has torch import what it imports when a shape is first computed without data, so that no worker needs to."""
+    """Runs operations on the meta device once. Torch imports modules on first use, which workers then need not do."""
     small = torch.ones(2, 2)
     calls: dict[str, tuple[object, ...]] = {
         "torch.arange": (3,), "torch.linspace": (0, 1, 3), "torch.quantile": (small, 0.5), "torch.stack": ([small],),

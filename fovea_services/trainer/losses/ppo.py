@@ -1,4 +1,4 @@
-"""Proximal policy optimization (Schulman et al., 2017)."""
+"""The PPO loss: proximal policy optimization (Schulman et al., 2017)."""
 
 from collections.abc import Mapping
 from typing import ClassVar

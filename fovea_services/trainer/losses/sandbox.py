@@ -1,4 +1,4 @@
-"""Where traced losses run: a process of this rank that may take so much memory and time, and is killed beyond."""
+"""The sandbox of traced losses: a process with limits on memory and time, killed when it exceeds them."""
 
 import contextlib
 import logging
@@ -30,15 +30,23 @@ from fovea_services.trainer.losses.frames import (
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
-"""How long torch may take to load."""
+"""Time limit for starting a worker, in seconds. Torch must load first."""
 
 _PREFIXES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")
-"""What says how torch computes: it must be the same there as here."""
+"""Prefixes of environment variables that affect torch's numerics. They must be the same in worker and rank."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Why a worker gave no answer, and where it was: datum `place`, node `node`. What it says may not be so."""
+    """A worker that gave no answer.
+
+    The position comes from the worker's memory and cannot be trusted.
+
+    Args:
+        place: Index of the datum in the request.
+        node: Index of the node.
+        reason: The reason, for the client.
+    """
 
     place: int
     node: int
@@ -46,13 +54,13 @@ class Stopped:
 
 
 class Sandbox:
-    """The process that evaluates traced losses for this rank: started when first used, new after every failure.
+    """The process that evaluates this rank's traced losses. It starts on first use and is replaced after every failure.
 
     It ends with the thread that started it.
 
     Args:
-        timeout_s: What the losses of one command may take in all.
-        memory_mib: What a worker may take beyond what it starts with.
+        timeout_s: Time limit for all losses of one command, in seconds.
+        memory_mib: Memory limit of a worker beyond its memory at start.
     """
 
     def __init__(self, timeout_s: float, memory_mib: int) -> None:
@@ -64,15 +72,16 @@ class Sandbox:
         self._progress = mmap.mmap(self._progress_fd, PROGRESS.size)
         self._link: socket.socket | None = None
         self._deadline = 0.0
-        self._worker_fd: int | None = None  # with a link; None until the worker has told its pid
+        self._worker_fd: int | None = None  # with a link; None until the worker has sent its process id
 
     def prepare(self, seconds: float = 0.0) -> bool:
-        """Whether a worker is ready. Starts one unless it runs, and waits for it so many seconds at most.
+        """Starts a worker if none runs, and waits up to `seconds` for it. Returns True if a worker is ready.
 
-        Raises Internal if it did not start; the next call tries again.
+        Raises:
+            Internal: The worker did not start. The next call tries again.
         """
         if self._worker_fd is not None and (not self._runs() or select.select([self._worker_fd], [], [], 0)[0]):
-            logger.warning("the process that evaluates custom losses was ended by somebody else")
+            logger.warning("the process that evaluates custom losses was ended by another process")
             self._end_worker()
         if self._worker_fd is None:
             try:
@@ -87,9 +96,17 @@ class Sandbox:
         return self._worker_fd is not None
 
     def evaluate(self, request: Request, seconds: float) -> tuple[Answer | Failure | Stopped, float]:
-        """What comes of a request within so many seconds, and how many it took.
+        """Evaluates a request within a time limit.
 
-        Raises what `prepare` raises; waiting for it is not counted.
+        Args:
+            request: The request.
+            seconds: Time limit. Waiting for the worker to start does not count.
+
+        Returns:
+            The outcome, and the seconds that it took.
+
+        Raises:
+            Internal: The worker did not start.
         """
         while not self.prepare(START_S):
             pass
@@ -103,13 +120,13 @@ class Sandbox:
                 link.settimeout(time_left(deadline))
                 link.sendall(part)
             answer = read_answer(reader(link, deadline), request)
-        except TimeoutError:  # before OSError, of which it is one
-            reason = f"was stopped: the losses of a call may take {self.timeout_s:g} s in all on this server"
+        except TimeoutError:  # caught before OSError, its base class
+            reason = f"was stopped: the losses of a call may take {self.timeout_s:g} s in total on this server"
         except (OSError, EOFError) as error:
-            logger.debug("the link to the worker: %r", error)
-            reason = f"ended its process: a loss may take {self.memory_mib} MiB of memory on this server"
+            logger.debug("the connection to the worker failed: %r", error)
+            reason = f"ended its process: a loss may use {self.memory_mib} MiB of memory on this server"
         except FrameError as error:
-            logger.error("the worker of traced losses answered with %s", error)
+            logger.error("the worker for traced losses sent an invalid answer: %s", error)
             reason = "gave no answer"
         else:
             if isinstance(answer, Failure):
@@ -120,7 +137,7 @@ class Sandbox:
         return Stopped(place, node, reason), time.monotonic() - started
 
     def close(self) -> None:
-        """Ends the worker and the process that forks it; the next `prepare` starts new ones."""
+        """Ends the worker and the process that forks workers. The next `prepare` starts new ones."""
         self._end_worker()
         if self._process is not None:
             self._control.close()
@@ -129,7 +146,7 @@ class Sandbox:
             self._process = None
 
     def _begin_worker(self) -> socket.socket:
-        """Asks for a worker; returns the link to it, over which it tells its pid when it is ready."""
+        """Requests a new worker. Returns the connection over which it sends its process id when it is ready."""
         if not self._runs():
             self._start()
         self._link, theirs = socket.socketpair()
@@ -139,11 +156,11 @@ class Sandbox:
         return self._link
 
     def _runs(self) -> bool:
-        """Whether there is a process that forks workers; they end with it, if not at once."""
+        """Returns True if the process that forks workers is running."""
         return self._process is not None and self._process.poll() is None
 
     def _start(self) -> None:
-        """Starts the process that loads torch and forks workers; does not wait for it."""
+        """Starts the process that loads torch and forks workers, without waiting for it."""
         if self._process is not None:
             self._control.close()
         self._control, theirs = socket.socketpair()
@@ -168,14 +185,18 @@ class Sandbox:
 
 
 def _pid_of(link: socket.socket) -> int:
-    """What a worker says first: few bytes, which come at once. Raises EOFError if there is none."""
+    """Reads a worker's first message, which is small enough to arrive at once.
+
+    Raises:
+        EOFError: The worker has ended.
+    """
     if not (hello := link.recv(HELLO.size)):
-        raise EOFError("it ended, the trainer's log says why")
+        raise EOFError("it ended; see the trainer's log for the reason")
     return int(HELLO.unpack(hello)[0])
 
 
 def _environment() -> dict[str, str]:
-    """Neither GPUs nor secrets; one thread."""
+    """Returns an environment without GPUs and secrets, with one thread."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     path = os.pathsep.join(place for place in sys.path if place)
     return bare_environment(*_PREFIXES, **threads, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")

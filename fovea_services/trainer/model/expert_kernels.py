@@ -29,7 +29,7 @@ class Blocks:
     """Tiling of a gate kernel.
 
     Args:
-        copies: Rows (token copies) per program. A program whose rows belong to several experts multiplies once for
+        copies: Rows (token copies) per program. A program with rows of several experts multiplies once for
             each.
         columns: Columns of the intermediate size that a program processes per iteration.
         warps: Warps per program.

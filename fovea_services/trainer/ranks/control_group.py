@@ -1,8 +1,8 @@
-"""How ranks talk to each other besides tensors: a gloo group on the host, with a timeout that outlasts idleness.
+"""Communication between ranks besides tensors: a gloo group on the host with a timeout longer than any idle time.
 
-Rule for everything that a command does: a FoveaError is raised on all ranks or on none. `agree` makes it so for work
-that can fail on one rank alone. Any other exception ends the rank, and with it the trainer: after a failure inside a
-collective the ranks no longer stand at the same place, and guessing on would hang or corrupt.
+Every command follows one rule: a FoveaError is raised on all ranks or on none. `agree` ensures this for work that can
+fail on a single rank. Any other exception ends the rank, and with it the trainer. After a failure inside a collective
+the ranks may be at different commands, so continuing would deadlock or corrupt data.
 """
 
 import logging
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROL_TIMEOUT = timedelta(days=7)
-"""An idle rank waits this long for the next command; heartbeats keep it from ever running out."""
+"""How long an idle rank waits for the next command. Heartbeats keep this timeout from expiring."""
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
 
 
 class ControlGroup:
-    """Object collectives over all ranks. Every method must be called on all ranks, in the same order.
+    """Collectives on Python objects over all ranks. All ranks must call each method in the same order.
 
-    Objects are plain data: see `plain_pickle`.
+    Objects must be plain data: see `plain_pickle`.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ControlGroup:
         self._flag = torch.zeros(1, dtype=torch.int32)
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value on every rank; on rank 0 that very object."""
+        """Returns rank 0's value on every rank. On rank 0 it is the same object."""
         if self.world_size == 1:
             return cast(T, value)
         box = [value]
@@ -47,7 +47,7 @@ class ControlGroup:
         return cast(T, box[0])
 
     def gather(self, value: T) -> list[T]:
-        """All ranks' values on rank 0, in rank order; an empty list elsewhere."""
+        """Returns all ranks' values on rank 0, in rank order, and an empty list on other ranks."""
         if self.world_size == 1:
             return [value]
         values: list[T | None] | None = [None] * self.world_size if self.rank == 0 else None
@@ -59,10 +59,16 @@ class ControlGroup:
         self._any(False)
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Runs `action` on this rank; if it failed on any rank, raises that error on all.
+        """Runs `action` on every rank. If it fails on any rank, raises one of the errors on all ranks.
 
-        `action` must not communicate. What is no FoveaError is logged here and becomes ResourceExhausted if memory ran
-        out, else Internal, with its first line.
+        `action` must not communicate. An exception other than FoveaError is logged here. It becomes ResourceExhausted
+        if memory ran out, else Internal, with the first line of its message.
+
+        Args:
+            action: The work of this rank.
+
+        Returns:
+            This rank's result.
         """
         error: FoveaError | None = None
         try:
@@ -75,7 +81,7 @@ class ControlGroup:
             if is_out_of_memory(failure):
                 error = ResourceExhausted(f"rank {self.rank} of the trainer ran out of memory: {reason}")
             else:
-                error = Internal(f"rank {self.rank} of the trainer failed, its log says where: {reason}")
+                error = Internal(f"rank {self.rank} of the trainer failed, see its log: {reason}")
         if self._any(error is not None):
             errors: list[FoveaError | None] = [None] * self.world_size
             dist.all_gather_object(errors, error, group=self.group)
@@ -83,18 +89,18 @@ class ControlGroup:
         return result
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0 only and hands its result to all; an error is raised on all."""
+        """Runs `action` on rank 0 only and returns its result on all ranks. An error is raised on all ranks."""
         result = self.agree(action if self.rank == 0 else lambda: cast(T, None))
         return self.broadcast(result)
 
     def any_each(self, flags: list[bool]) -> list[bool]:
-        """For each place, whether any rank's flag is set. All ranks must give as many."""
+        """Returns the elementwise OR over the ranks' flags. All ranks must pass lists of the same length."""
         counts = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
         return [bool(count) for count in counts.tolist()]
 
     def minimum(self, value: int) -> int:
-        """The smallest value of any rank."""
+        """Returns the smallest value of any rank."""
         found = torch.tensor(value)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found.item())
@@ -106,7 +112,7 @@ class ControlGroup:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory. Of a CPU torch says so with a RuntimeError, as cuBLAS does."""
+    """Returns True for an out-of-memory error. For CPU memory and cuBLAS torch raises a plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

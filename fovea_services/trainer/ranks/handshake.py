@@ -1,7 +1,7 @@
-"""Connections between processes of one trainer: each end proves that it knows the secret before anything is said.
+"""Authenticated connections between processes of one trainer: each end first proves that it knows the secret.
 
-What follows is neither signed nor encrypted: this keeps out who can connect, not who reads or changes what is on the
-wire.
+Later messages are neither signed nor encrypted. This only restricts connections; an attacker
+on the network path could still read or change the traffic.
 """
 
 import hmac
@@ -21,13 +21,20 @@ _AT_ONCE = 64
 
 
 class AuthenticationFailed(OSError):
-    """The other end does not know the secret. The message says what to look at."""
+    """The other end does not know the secret. The message suggests a cause."""
 
 
 def connect(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> socket.socket:
-    """A connection to an `AuthenticatedListener` at a path or at (host, port).
+    """Connects to an `AuthenticatedListener` at a socket path or at (host, port).
 
-    Raises OSError if nobody listens, Stranger if the secrets differ.
+    Args:
+        address: Path or (host, port).
+        secret: The shared secret.
+        timeout_s: Time limit for connecting and for each step of the proof, in seconds.
+
+    Raises:
+        OSError: There is no listener.
+        AuthenticationFailed: The secrets differ.
     """
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
@@ -39,11 +46,12 @@ def connect(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> 
 
 
 class AuthenticatedListener:
-    """Accepts connections. Those whose other end does not prove itself within seconds are closed and hold up nobody.
+    """Accepts connections and authenticates them. A peer that does not authenticate within seconds is disconnected and
+    delays no other.
 
     Args:
-        listener: Where to listen; closed by `close`.
-        secret: What the others must know; empty where the file system already keeps strangers out.
+        listener: The listening socket; closed by `close`.
+        secret: The shared secret; empty if file permissions already restrict access.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
@@ -56,21 +64,28 @@ class AuthenticatedListener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where to `connect`, if it is not a path."""
+        """The address for `connect`, unless it is a path."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 
     def accept(self, deadline: float | None = None) -> socket.socket:
-        """The next connection. Raises TimeoutError at `deadline`, a time of `time.monotonic`; none waits for ever."""
+        """Returns the next authenticated connection.
+
+        Args:
+            deadline: A reading of `time.monotonic`; None waits forever.
+
+        Raises:
+            TimeoutError: The deadline passed.
+        """
         try:
             return self._accepted.get(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
         except queue.Empty:
-            raise TimeoutError("nobody came") from None
+            raise TimeoutError("no connection arrived") from None
 
     def close(self) -> None:
-        """Stops listening; what was accepted stays open."""
+        """Stops listening. Accepted connections stay open."""
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread; `close` alone does not
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, unlike `close`
         except OSError as error:
             logger.debug("closing %s: %s", self._listener, error)
         self._listener.close()
@@ -81,7 +96,7 @@ class AuthenticatedListener:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                return  # the listener was closed
             threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
 
     def _prove(self, connection: socket.socket) -> None:
@@ -89,16 +104,19 @@ class AuthenticatedListener:
             connection.settimeout(_PROOF_TIMEOUT_S)
             self._accepted.put(_authenticated(connection, self._secret, connects=False))
         except OSError as error:
-            logger.debug("turned away %s: %s", connection, error)
+            logger.debug("rejected %s: %s", connection, error)
         finally:
             self._places.release()
 
 
 def _authenticated(connection: socket.socket, secret: bytes, connects: bool) -> socket.socket:
-    """`connection` once both ends have proven themselves; closed if not. Raises OSError.
+    """Authenticates both ends of a connection. Closes it on failure.
 
-    Both send a random number and then the HMAC of both numbers, each under a label of its own: an answer cannot be sent
-    back as one's own. Who connects proves itself first.
+    Each end sends a random number, and then the HMAC of both numbers. The HMACs of the two ends carry different labels,
+    so a peer cannot reflect a received HMAC. The connecting end proves itself first.
+
+    Raises:
+        OSError: Authentication failed.
     """
     try:
         mine = secrets.token_bytes(_NONCE_BYTES)
@@ -121,7 +139,7 @@ def _authenticated(connection: socket.socket, secret: bytes, connects: bool) -> 
 
 def _check(proof: bytes, expected: bytes) -> None:
     if not hmac.compare_digest(proof, expected):
-        raise AuthenticationFailed("it does not know this service's secret: is FOVEA_SERVICE_SECRET the same on both?")
+        raise AuthenticationFailed("it has a different service secret: is FOVEA_SERVICE_SECRET the same on both ends?")
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -130,5 +148,5 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     except ConnectionResetError:
         data = b""
     if len(data) < size:
-        raise AuthenticationFailed("it closed the connection: is FOVEA_SERVICE_SECRET the same on both?")
+        raise AuthenticationFailed("it closed the connection: is FOVEA_SERVICE_SECRET the same on both ends?")
     return data

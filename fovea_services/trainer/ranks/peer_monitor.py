@@ -1,6 +1,6 @@
-"""Notices at once that a rank has died: the kernel closes a dead process's sockets, whatever the ranks are doing.
+"""Immediate detection of a rank's death: the kernel closes the sockets of a dead process, whatever the ranks are doing.
 
-Collectives cannot be trusted with this: gloo notices only when it next talks to the dead rank, NCCL may never.
+Collectives are not reliable for this: gloo notices only at the next message to the dead rank, NCCL possibly never.
 """
 
 import logging
@@ -20,7 +20,7 @@ from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
 logger = logging.getLogger(__name__)
 
 MEET_S = 120.0
-"""How long the ranks wait for each other: they start together, but import torch on machines of different speed."""
+"""Seconds that ranks wait for each other. They start together, but import torch at different speeds."""
 
 _PORT = "fovea/peers"
 _SOCKET = "peers"
@@ -33,29 +33,33 @@ _KEEPALIVE = {
     socket.TCP_KEEPCNT: (socket.IPPROTO_TCP, 4),
     socket.TCP_USER_TIMEOUT: (socket.IPPROTO_TCP, 30_000),
 }
-"""A machine that falls silent closes no socket: 30 s later the kernel does."""
+"""A machine that stops responding closes no socket. With these options the kernel does so after 30 s."""
 
 
 class Peer(NamedTuple):
-    """A rank, and the node that it runs on."""
+    """A rank and its node."""
 
     rank: int
     node: int
 
 
 class PeerMonitor:
-    """One connection between rank 0 and each other rank, made before anything that can wait for a rank in vain.
+    """Connections between rank 0 and all other ranks, made before any operation that could wait forever for a dead
+    rank.
 
-    Nothing is sent on it, but by rank 0 who is gone, and by others that their node was told to stop.
+    Two messages are sent on them: rank 0 sends the rank that died, and other ranks report that their node was asked to
+    stop.
 
     Args:
-        store: Where rank 0 tells its port.
-        rank_env: Which rank this is. On one node they meet at a socket of its private folder.
-        secret: What ranks of several nodes prove that they know.
-        on_lost: Called once, from another thread, with the rank that is gone.
-        on_stop: On rank 0, called from other threads with a rank whose node was told to stop.
+        store: Store in which rank 0 publishes its port.
+        rank_env: This rank. Ranks on one node use a socket in its private folder.
+        secret: The secret that ranks of several nodes must know.
+        on_lost: Called once, from another thread, with the rank that died.
+        on_stop: Called on rank 0, from other threads, with a rank on the node that was asked to stop.
 
-    Raises RuntimeError that names the ranks which did not come within `MEET_S`, OSError if rank 0 cannot be reached.
+    Raises:
+        RuntimeError: Names the ranks that did not connect within `MEET_S`.
+        OSError: Rank 0 cannot be reached.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class PeerMonitor:
             store.set(_PORT, "" if rank_env.folder else str(listener.getsockname()[1]))
             self._sockets = _accept(AuthenticatedListener(listener, secret), rank_env.world_size)
         else:
-            port = store.get(_PORT)  # which waits for rank 0
+            port = store.get(_PORT)  # blocks until rank 0 has set it
             address = str(rank_env.folder / _SOCKET) if rank_env.folder else (rank_env.host, int(port))
             connection = connect(address, secret, MEET_S)
             connection.sendall(_PEER.pack(rank_env.rank, rank_env.node))
@@ -89,12 +93,12 @@ class PeerMonitor:
             threading.Thread(target=watch, args=(peer, connection), name=f"peer-{peer.rank}", daemon=True).start()
 
     def tell_stop(self) -> None:
-        """Tells rank 0 that this node was told to stop."""
+        """Reports to rank 0 that this node was asked to stop."""
         for connection in self._sockets.values():
             connection.sendall(_STOP)
 
     def close(self) -> None:
-        """Ends the watch: connections that close from now on mean nothing."""
+        """Stops watching: connections that close from now on are expected."""
         self._closing = True
 
     def _watch(self, peer: Peer, connection: socket.socket) -> None:
@@ -121,7 +125,7 @@ class PeerMonitor:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """What comes, less if the peer is gone."""
+    """Reads up to `size` bytes; fewer if the peer is gone."""
     try:
         return connection.recv(size, socket.MSG_WAITALL)
     except OSError as error:
@@ -153,7 +157,7 @@ def _accept(guarded: AuthenticatedListener, world_size: int) -> dict[Peer, socke
         for connection in found.values():
             connection.close()
         missing = sorted(set(range(1, world_size)) - {peer.rank for peer in found})
-        raise RuntimeError(f"ranks {missing} of {world_size} did not come within {MEET_S:.0f} s") from None
+        raise RuntimeError(f"ranks {missing} of {world_size} did not connect within {MEET_S:.0f} s") from None
     finally:
         guarded.close()
     return found

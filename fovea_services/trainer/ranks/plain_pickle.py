@@ -1,7 +1,8 @@
-"""Pickles of plain data: what ranks tell each other, and what DCP writes about a checkpoint.
+"""Pickling of plain data: messages between ranks, and the metadata that DCP writes about a checkpoint.
 
-Whoever can write what is unpickled runs code of its choice, unless the unpickler knows which names it may look up.
-These know classes that hold data, and the few functions that rebuild arrays; anything else is refused by name.
+An attacker that controls a pickle can run any code, unless the unpickler restricts the names it looks up. These
+unpicklers allow data classes and the few functions that rebuild arrays. For anything else the error names what was
+requested.
 """
 
 import pickle
@@ -44,31 +45,35 @@ _FUNCTIONS = {
 
 
 class NotPlain(pickle.UnpicklingError):
-    """A pickle names something that plain data does not need. The message says what."""
+    """A pickle refers to something that plain data does not need. The message names it."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads what DCP writes about a checkpoint."""
+    """Reads the metadata that DCP writes about a checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Looks a global up. Raises NotPlain for one that is not on the list."""
+        """Looks up a global.
+
+        Raises:
+            NotPlain: The name is not allowed.
+        """
         if (module, name) in _TYPES:
             return _TYPES[module, name]
         if self._is_plain(module, name):
             found = super().find_class(module, name)
             if (module, name) in _FUNCTIONS or self._holds_data(module, found):
                 return found
-        raise NotPlain(f"it names {module}.{name}, which plain data does not need: it is damaged, or somebody's attack")
+        raise NotPlain(f"it names {module}.{name}, which plain data does not need: it is damaged, or malicious")
 
     def _is_plain(self, module: str, name: str) -> bool:
-        """Whether a name may be imported at all; a dotted one would reach into what is imported."""
+        """Returns True if a name may be imported. Dotted names are rejected, because they reach into objects."""
         return "." not in name and (module in _DCP or module == "torch" or (module, name) in _FUNCTIONS)
 
     def _holds_data(self, module: str, found: Any) -> bool:
-        """Whether making or calling `found` does nothing but hold data."""
+        """Returns True if creating or calling `found` has no effect besides holding data."""
         if module == "torch":
             return isinstance(found, torch.dtype | torch.layout | torch.memory_format)
-        # A class of another module may do more, and so does Enum itself: it makes classes.
+        # A class imported from another module may do more. Enum itself is excluded too, since it creates classes.
         return isinstance(found, type) and found.__module__ == module and self._is_data(found)
 
     def _is_data(self, found: type) -> bool:
@@ -76,7 +81,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class MessageUnpickler(MetadataUnpickler):
-    """Reads what ranks tell each other: commands and results, errors, and what DCP plans."""
+    """Reads messages between ranks: commands and results, errors, and DCP's plans."""
 
     def _is_plain(self, module: str, name: str) -> bool:
         ours = module.startswith((_OWN, _MESSAGES)) or module in ("builtins", errors.__name__, api.__name__)
@@ -84,22 +89,22 @@ class MessageUnpickler(MetadataUnpickler):
 
     def _is_data(self, found: type) -> bool:
         is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
-        # DCP tells all ranks which of them failed, and how, by a CheckpointException: it holds just that.
+        # DCP reports failed ranks and their errors in a CheckpointException, which only holds data.
         return super()._is_data(found) or is_named_tuple or issubclass(found, Message | Exception | CheckpointException)
 
 
 class MessagePickler(pickle.Pickler):
-    """Writes what `MessageUnpickler` reads. Exceptions of other libraries travel as their text."""
+    """Writes what `MessageUnpickler` reads. Exceptions of other libraries are replaced by their text."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Replaces what the other end would refuse."""
+        """Replaces objects that the reader would reject."""
         if isinstance(obj, Exception) and type(obj).__module__ not in ("builtins", errors.__name__):
             return RuntimeError, (f"{type(obj).__name__}: {obj}",)
         return NotImplemented
 
 
 def install() -> None:
-    """Has torch's collectives of objects, those of DCP too, write and read plain data alone, in this process."""
+    """Makes torch's object collectives, including DCP's, use plain data only, in this process."""
     collectives: Any = distributed_c10d
-    assert {"_pickler", "_unpickler"} <= vars(collectives).keys(), "this torch pickles in another way"
+    assert {"_pickler", "_unpickler"} <= vars(collectives).keys(), "this version of torch pickles differently"
     collectives._pickler, collectives._unpickler = MessagePickler, MessageUnpickler

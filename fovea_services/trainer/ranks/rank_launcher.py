@@ -1,4 +1,4 @@
-"""Starts the ranks of this node, each a process of its own, and ends with them. Needs no torch: it starts fast."""
+"""Starts the ranks of this node as separate processes, and ends with them. Imports no torch, so it starts fast."""
 
 import asyncio
 import os
@@ -26,15 +26,15 @@ _LISTENER = "FOVEA_STORE_FD"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One rank's place among all, and where it meets the others. The launcher tells each one in its environment.
+    """The identity of a rank and the meeting point of all ranks. The launcher passes it in the environment.
 
     Attributes:
-        rank: Among all ranks.
-        world_size: How many ranks there are.
-        local_rank: Among the ranks of this node, which have a device each.
-        node: The node that this rank runs on.
-        rendezvous: A private folder if all ranks are on one node, host:port of node 0 if not.
-        launcher: Process id of what started this rank.
+        rank: Index among all ranks.
+        world_size: Number of ranks.
+        local_rank: Index among the ranks of this node, each of which has its own device.
+        node: Index of this rank's node.
+        rendezvous: A private folder if all ranks are on one node, else host:port of node 0.
+        launcher: Process id of the launcher.
         store_fd: On rank 0 of several nodes, the bound socket that listens at `rendezvous`.
     """
 
@@ -48,7 +48,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """This process's place; None if no launcher started it."""
+        """Reads this process's identity; returns None if no launcher started it."""
         if _LAUNCHER not in environment:
             return None
         rank, world_size, local_rank, node, launcher = (
@@ -58,7 +58,7 @@ class RankEnvironment:
         return cls(rank, world_size, local_rank, node, environment[_RENDEZVOUS], launcher, store_fd)
 
     def to_environ(self) -> dict[str, str]:
-        """What `from_environ` reads, under the names that torch reads too."""
+        """Returns the variables that `from_environ` reads, with torch's names where torch reads them too."""
         listener = {} if self.store_fd is None else {_LISTENER: str(self.store_fd)}
         return {
             "RANK": str(self.rank),
@@ -72,21 +72,21 @@ class RankEnvironment:
 
     @property
     def is_first_of_node(self) -> bool:
-        """Whether this rank is the one of its node that shows health and metrics."""
+        """True for the rank that serves health and metrics of its node."""
         return self.local_rank == 0
 
     @property
     def folder(self) -> Path | None:
-        """The private folder in which the ranks of one node meet; None if there are several nodes."""
+        """The private folder in which the ranks of one node meet; None with several nodes."""
         return Path(self.rendezvous) if self.rendezvous.startswith("/") else None
 
     @property
     def host(self) -> str:
-        """Address of rank 0 among several nodes."""
+        """Address of rank 0, with several nodes."""
         return self.rendezvous.rpartition(":")[0]
 
     def open_store(self, timeout: timedelta) -> "Store":
-        """The store in which the ranks find each other: a file of the private folder, or served by rank 0."""
+        """Opens the store in which the ranks find each other: a file in the private folder, or a server on rank 0."""
         from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
         if self.folder:
@@ -98,28 +98,32 @@ class RankEnvironment:
 
 
 LEAVE_S = 8.0
-"""How long the ranks get to leave together after the last call has ended."""
+"""Seconds that the ranks get to exit together after the last call has ended."""
 
 MARGIN_S = 5.0
-"""What a node that was told to stop waits longer than rank 0, which may be on another one."""
+"""Additional seconds that a stopping node waits, because rank 0 may be on another node."""
 
 
 def launch(settings: TrainerSettings) -> int:
-    """Runs this command line again as `settings.ranks` ranks on this node; returns the exit status.
+    """Runs this command line again as `settings.ranks` ranks on this node. Returns the exit status.
 
-    SIGTERM and SIGINT go to the ranks: rank 0, on whatever node, ends what runs, then all leave. The status is 0 on
-    nodes that had the signal and whose ranks then left, and 1 if the ranks ended without one or did not meet: whoever
-    supervises starts the trainer anew.
+    SIGTERM and SIGINT are forwarded to the ranks. Rank 0, on any node, finishes the running commands, then all ranks
+    exit. The status is 0 on nodes that received the signal and had their ranks exit after it. It is 1 if the ranks
+    ended without a signal or did not meet, so that a supervisor restarts the trainer.
     """
-    # Until there are ranks. Without a handler, the first process of a container is deaf.
+    # These handlers apply until ranks exist. Without a handler, the first process of a container ignores signals.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     name = f"trainer: node {settings.node_rank}"
     if settings.nodes == 1:
-        with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # which others may not enter
+        with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # accessible to this user only
             return asyncio.run(_Node(settings, name, folder, Rendezvous([settings.ranks], "127.0.0.1", 0)).run())
     try:
-        print(f"{name}: meets {settings.nodes - 1} more at {settings.master_addr}", file=sys.stderr, flush=True)
+        print(
+            f"{name}: waiting for {settings.nodes - 1} other nodes at {settings.master_addr}",
+            file=sys.stderr,
+            flush=True,
+        )
         found = rendezvous(settings)
     except RendezvousFailed as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -129,7 +133,12 @@ def launch(settings: TrainerSettings) -> int:
 
 
 def check_checkpoint(model: str) -> None:
-    """Reads little files only. Raises ValueError or OSError for a checkpoint that cannot be trained."""
+    """Checks a checkpoint by its small files only.
+
+    Raises:
+        ValueError: The checkpoint cannot be trained.
+        OSError: A file cannot be read.
+    """
     from huggingface_hub import hf_hub_download
 
     check_supported(read_config(model, hf_hub_download))
@@ -150,21 +159,21 @@ class _Node:
         self._running: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
 
     async def run(self) -> int:
-        """Returns the exit status, once no rank is left."""
+        """Runs the ranks. Returns the exit status once all have ended."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop_requested.set)
         for local_rank in range(self._settings.ranks):
             process = await self._start(local_rank)
             self._running[asyncio.create_task(process.wait())] = (self._first + local_rank, process)
         if self._rendezvous.store_listener:
-            self._rendezvous.store_listener.close()  # rank 0 has it
+            self._rendezvous.store_listener.close()  # rank 0 has inherited it
         stop = asyncio.create_task(self._stop_requested.wait())
         while self._running and not stop.done():
             ended = await self._ended({stop})
             if any(ended.values()):
                 await self._stop()
                 return self._report(ended, "")
-        return self._report(await self._stop(), " after it was told to stop") if stop.done() else 0
+        return self._report(await self._stop(), " after it was asked to stop") if stop.done() else 0
 
     async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
         rank, fd = self._first + local_rank, None
@@ -177,16 +186,20 @@ class _Node:
             env=_defaults(self._settings, self._rendezvous.address) | os.environ | _fixed(self._settings, rank_env),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=() if fd is None else (fd,),
-            start_new_session=True,  # Ctrl-C reaches this process alone, which tells the ranks
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
         )
 
     async def _ended(self, others: set[asyncio.Task[Any]], timeout_s: float | None = None) -> dict[int, int]:
-        """Exit statuses by rank of those that end first; none if one of `others` does, or after `timeout_s`."""
+        """Returns exit statuses of the ranks that end first, keyed by rank; none if one of `others` ends first, or at
+        timeout.
+        """
         done, _ = await asyncio.wait({*self._running, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return {self._running.pop(task)[0]: task.result() for task in list(self._running) if task in done}
 
     async def _stop(self) -> dict[int, int]:
-        """Has all ranks leave, and kills those that do not; returns their statuses, but of those the signal ended."""
+        """Terminates all ranks and kills those that do not exit. Returns their statuses, except for those ended by
+        SIGTERM.
+        """
         for _, process in self._running.values():
             process.terminate()
         loop = asyncio.get_running_loop()
@@ -200,24 +213,27 @@ class _Node:
         return {rank: status for rank, status in ended.items() if status != -signal.SIGTERM}
 
     def _report(self, ended: dict[int, int], when: str) -> int:
-        """Names the rank that ended badly; returns the exit status. One that a signal ended died before the others."""
+        """Prints the rank that failed first. Returns the exit status.
+
+        A rank that a signal killed comes first: it died before the others, which then failed.
+        """
         failures = sorted((status > 0, rank, status) for rank, status in ended.items() if status)
         if not failures:
             return 0
         _, rank, status = failures[0]
         how = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
-        print(f"{self._name}: rank {rank} ended {how}{when}; what it logged says why", file=sys.stderr)
+        print(f"{self._name}: rank {rank} ended {how}{when}; see its log for the reason", file=sys.stderr)
         return 1
 
 
 def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
-    """Environment of the ranks, where the user has not set other values."""
-    pinning_threads = 1 << min(5, len(os.sched_getaffinity(0)).bit_length() - 1)  # torch takes powers of two
+    """Returns environment defaults for the ranks, which values set by the user override."""
+    pinning_threads = 1 << min(5, len(os.sched_getaffinity(0)).bit_length() - 1)  # torch accepts powers of two
     allocator = {
-        # Micro-batches differ in size: without it, blocks of other sizes lie around unused, 4 GiB of them at the limit.
+        # Micro-batches differ in size. Without this, unused blocks of other sizes remain: 4 GiB of them at the limit.
         "expandable_segments": True,
-        # The first durable point of a whole model pins 64 GiB of the host while all commands wait: by the driver's own
-        # way 100 s in a trainer, and 38 s alone, where this takes 8.
+        # The first durable point of a whole model pins 64 GiB of host memory while all commands wait. With the driver's
+        # own method this took 100 s in a trainer and 38 s alone; with this one it takes 8 s.
         "pinned_use_cuda_host_register": True,
         "pinned_num_register_threads": pinning_threads,
     }
@@ -225,10 +241,10 @@ def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
         "PYTORCH_CUDA_ALLOC_CONF": ",".join(f"{name}:{value}" for name, value in allocator.items()),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    # Else they listen on whatever network this machine's name leads to.
+    # Otherwise gloo and NCCL listen on the network of this machine's host name.
     if interface := interface_of(address):
         found["GLOO_SOCKET_IFNAME"] = interface
-        # NCCL knows one setting for all groups, those of pushes too: samplers may be elsewhere.
+        # NCCL has one setting for all groups, including those of pushes, and samplers may be on another network.
         if settings.nodes > 1 or is_loopback(settings.transfer_address or settings.host):
             found["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return found

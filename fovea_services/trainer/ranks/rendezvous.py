@@ -1,4 +1,4 @@
-"""Where the nodes of a trainer meet before any of them starts its ranks, so that who is missing has a name."""
+"""The rendezvous of a trainer's nodes before any of them starts ranks, so that an error can name the missing nodes."""
 
 import errno
 import json
@@ -19,18 +19,18 @@ _LINE_BYTES = 65536
 
 
 class RendezvousFailed(Exception):
-    """Not all nodes came in time. The message names those that did not."""
+    """Some nodes did not arrive in time. The message names them."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What every node knows once all have met.
+    """The facts that every node knows after the rendezvous.
 
     Attributes:
-        ranks: How many ranks each node starts.
-        address: This node's own address, of the network that they met on.
-        store_port: Where on node 0 the ranks' store listens.
-        store_listener: On node 0, its socket, for rank 0.
+        ranks: Number of ranks on each node.
+        address: This node's address on the network of the rendezvous.
+        store_port: Port of the ranks' store on node 0.
+        store_listener: On node 0, the listening socket of the store, for rank 0.
     """
 
     ranks: list[int]
@@ -40,16 +40,17 @@ class Rendezvous:
 
 
 def rendezvous(settings: TrainerSettings) -> Rendezvous:
-    """Waits until the launchers of all nodes are here. Each proves that it knows the service secret.
+    """Waits for the launchers of all nodes. Each proves that it knows the service secret.
 
-    Raises RendezvousFailed after `rendezvous_timeout_s`, and if this node cannot be node 0.
+    Raises:
+        RendezvousFailed: `rendezvous_timeout_s` passed, or this node cannot be node 0.
     """
     deadline = time.monotonic() + settings.rendezvous_timeout_s
     return _Host(settings, deadline).gather() if settings.node_rank == 0 else _join(settings, deadline)
 
 
 class _Host:
-    """Node 0, which the others come to."""
+    """Node 0, to which the other nodes connect."""
 
     def __init__(self, settings: TrainerSettings, deadline: float) -> None:
         self._settings = settings
@@ -58,7 +59,9 @@ class _Host:
         self._connections: dict[int, socket.socket] = {}
 
     def gather(self) -> Rendezvous:
-        """Waits for the others and tells them the store's port. Refuses who comes later, as long as this runs."""
+        """Waits for the other nodes and sends them the store's port. Later connections are rejected while this process
+        runs.
+        """
         listener = _listener(self._settings, self._deadline)
         address = str(listener.getsockname()[0])
         guarded = AuthenticatedListener(listener, service_secret().encode())
@@ -70,7 +73,7 @@ class _Host:
                     if time.monotonic() >= self._deadline:
                         waited = f"within {self._settings.rendezvous_timeout_s:.0f} s"
                         raise RendezvousFailed(
-                            f"of {self._settings.nodes} nodes these did not come {waited}: {missing}"
+                            f"of {self._settings.nodes} nodes these did not arrive {waited}: {missing}"
                         ) from None
         except RendezvousFailed:
             guarded.close()
@@ -91,7 +94,7 @@ class _Host:
         message = _receive(connection)
         node, nodes = message.get("node"), message.get("nodes")
         if not isinstance(node, int) or nodes != self._settings.nodes or not 0 < node < nodes:
-            problem = f"is one of {self._settings.nodes}, this is node {node} of {nodes}: give all the same --nodes"
+            problem = f"expects {self._settings.nodes} nodes, but this is node {node} of {nodes}: --nodes must be equal"
         elif not _is_gone(self._connections.get(node)):
             problem = _taken(node)
         else:
@@ -120,7 +123,7 @@ def _join(settings: TrainerSettings, deadline: float) -> Rendezvous:
             address = (settings.master_addr, settings.master_port)
             connection = connect(address, service_secret().encode(), _CONNECT_TIMEOUT_S)
         except AuthenticationFailed as error:
-            problem = f"sent this one away: {error}"
+            problem = f"rejected this node: {error}"
         except OSError as error:
             problem = f"cannot be reached: {error}"
         else:
@@ -128,39 +131,47 @@ def _join(settings: TrainerSettings, deadline: float) -> Rendezvous:
                 message = _ask(connection, settings, deadline)
                 if "ranks" in message:
                     return Rendezvous(message["ranks"], connection.getsockname()[0], message["store_port"])
-                problem = message.get("problem", "has gone again")
+                problem = message.get("problem", "closed the connection")
         time.sleep(POLL_S)
     place = f"{settings.master_addr}:{settings.master_port}"
     raise RendezvousFailed(f"node 0 at {place} {problem} ({settings.rendezvous_timeout_s:.0f} s)")
 
 
 def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) -> dict[str, Any]:
-    """Node 0's answer, once all have come; nothing if it goes. Raises RendezvousFailed at the deadline."""
+    """Registers this node and returns node 0's answer once all nodes have arrived; an empty dict if node 0 closes the
+    connection.
+
+    Raises:
+        RendezvousFailed: The deadline passed.
+    """
     _send(connection, {"node": settings.node_rank, "nodes": settings.nodes, "ranks": settings.ranks})
     connection.settimeout(max(deadline - time.monotonic(), 0.001))
     message = _receive(connection)
     if not message and time.monotonic() >= deadline:
-        raise RendezvousFailed(f"node 0 still waits for others after {settings.rendezvous_timeout_s:.0f} s")
+        raise RendezvousFailed(f"node 0 still waits for other nodes after {settings.rendezvous_timeout_s:.0f} s")
     return message
 
 
 def _listener(settings: TrainerSettings, deadline: float) -> socket.socket:
-    """A listener at the master's address alone. A name may take a while to lead here: a pod's does."""
+    """Listens at the master's address only.
+
+    It retries, because a host name may take a while to resolve to this machine, as that of a pod does.
+    """
     while True:
         try:
             return listening(settings.master_addr, settings.master_port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise RendezvousFailed(f"--master-port {settings.master_port} cannot be listened on: {error}") from None
+                raise RendezvousFailed(f"cannot listen on --master-port {settings.master_port}: {error}") from None
             if time.monotonic() >= deadline:
                 raise RendezvousFailed(
-                    f"--master-addr {settings.master_addr} is no address of this machine, which is node 0: {error}"
+                    f"--master-addr {settings.master_addr} is not an address of this machine, which is node 0: {error}"
                 ) from None
         time.sleep(POLL_S)
 
 
 def _taken(node: Any) -> str:
-    return f"has another node {node} already: an earlier run that does not end, or a mistake"
+    return f"already has a node {node}: an earlier run that has not ended, or a configuration error"
 
 
 def _refuse(connection: socket.socket, problem: str) -> None:
@@ -169,7 +180,7 @@ def _refuse(connection: socket.socket, problem: str) -> None:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends a line; who has gone meanwhile will be missed later."""
+    """Sends a line. Ignores errors: a node that is gone is reported as missing later."""
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
@@ -177,7 +188,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """A line that was sent; nothing if the other end has gone, or says nothing in time."""
+    """Returns a received line; an empty dict if the peer closed the connection or sent nothing in time."""
     try:
         with connection.makefile("rb") as lines:
             message = json.loads(lines.readline(_LINE_BYTES) or b"{}")
@@ -187,7 +198,7 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
 
 
 def _is_gone(connection: socket.socket | None) -> bool:
-    """Whether there is no such connection, or its other end has closed it. It must not be blocking."""
+    """Returns True if there is no connection or its peer has closed it. The socket must be non-blocking."""
     if connection is None:
         return True
     try:
