@@ -374,8 +374,8 @@ class TrainingEngine:
         kept = self.recovery is not None and not command.uri and self.recovery.find_snapshot(command.snapshot_id)
         if not (uri := command.uri or kept):
             raise NotFound(
-                f"snapshot {command.snapshot_id!r} is neither in memory nor in the recovery store, and no uri was given "
-                "to read it from",
+                f"snapshot {command.snapshot_id!r} is neither in memory nor in the recovery store, and no uri was "
+                "given to read it from",
                 field="snapshot_id",
             )
         return self._snapshots.restore(command.snapshot_id, uri).identity

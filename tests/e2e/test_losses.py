@@ -107,7 +107,7 @@ def test_settings_and_names_that_no_loss_has(
         ("ppo", {"beta": 1.0}, r"beta is unknown for ppo; known: clip_low_threshold, clip_high_threshold"),
         ("ppo", {"clip_low_threshold": "low"}, r"clip_low_threshold is 'low'; ppo takes numbers only"),
         ("ppo", {"clip_low_threshold": 2.0}, r"clip_low_threshold is 2\.0, above"),
-        ("gspo", {}, r"sequence_ratio_mask is missing: gspo needs it"),
+        ("gspo", {}, r"sequence_ratio_mask is missing: gspo requires it"),
         ("cross_entropy", {}, r"(advantages|logprobs) is unknown for cross_entropy"),
         ("stable_reinforce", {}, r"'stable_reinforce' is unknown; known: cross_entropy, .*gspo"),
         ("custom", {}, r"loss_id is missing"),

@@ -29,8 +29,7 @@ class Blocks:
     """Tiling of a gate kernel.
 
     Args:
-        copies: Rows (token copies) per program. A program with rows of several experts multiplies once for
-            each.
+        copies: Rows (token copies) per program. A program multiplies once per expert.
         columns: Columns of the intermediate size that a program processes per iteration.
         warps: Warps per program.
         registers: Maximum registers per thread; None lets the compiler decide.

@@ -1,7 +1,7 @@
 """Authenticated connections between processes of one trainer: each end first proves that it knows the secret.
 
-Later messages are neither signed nor encrypted. This only restricts connections; an attacker
-on the network path could still read or change the traffic.
+Later messages are neither signed nor encrypted. This only restricts connections: an attacker on the network path could
+still read or change the traffic.
 """
 
 import hmac

@@ -61,10 +61,10 @@ TEXT_CASES: list[tuple[Change, str, str]] = [
     (_set("weights", np.ones(16, np.float32)), "loss_inputs.weights", r"\[16\], needs \[17\]"),
     (_set("weights", np.ones((17, 2), np.float32)), "loss_inputs.weights", r"\[17, 2\], needs \[17\]"),
     (_set("weights", np.full(17, np.nan, np.float32)), "loss_inputs.weights", r"nan at \[0\]"),
-    (_set("weights", np.full(17, np.inf, np.float32)), "loss_inputs.weights", "needs finite numbers"),
-    (_set("weights", np.ones(17, np.uint8)), "loss_inputs.weights", "needs float32"),
-    (_set("target_tokens", np.zeros(18, np.int64)), "loss_inputs.target_tokens", "18 rows, the input has 17"),
-    (_set("target_tokens", np.zeros(17, np.float32)), "loss_inputs.target_tokens", "needs int64"),
+    (_set("weights", np.full(17, np.inf, np.float32)), "loss_inputs.weights", "numbers must be finite"),
+    (_set("weights", np.ones(17, np.uint8)), "loss_inputs.weights", "must be float32"),
+    (_set("target_tokens", np.zeros(18, np.int64)), "loss_inputs.target_tokens", "18 rows, but the input has 17"),
+    (_set("target_tokens", np.zeros(17, np.float32)), "loss_inputs.target_tokens", "must be int64"),
     (_set("target_tokens", np.zeros((17, 0), np.int64)), "loss_inputs.target_tokens", "no target"),
     (_set("target_tokens", np.zeros((17, 1, 1), np.int64)), "loss_inputs.target_tokens", "takes"),
     (_set("target_tokens", np.full(17, 10**6)), "loss_inputs.target_tokens", "id 1000000 at position 0"),
@@ -166,10 +166,10 @@ async def test_streams_out_of_order(qwen3_vl: Bench, model: str) -> None:
     wrong = {
         "one header, then datums": [one, first],
         "the stream was empty": [],
-        "1 datums came": [first, one],
-        "more came": [first, one, one, one],
+        "1 datums were sent": [first, one],
+        "more datums were sent": [first, one, one, one],
         "is not in 1": [record(header=header(model, 0))],
-        "stream must be": [first, first],
+        "stream must consist": [first, first],
     }
     async with grpc.aio.insecure_channel(qwen3_vl.process.address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)

@@ -188,7 +188,7 @@ BOMBS: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
             *(node("call_method", f"m{i}", "lgamma", ref("z")) for i in range(12)),
             node("call_method", "total", "sum", X),
         ),
-        r"'m\d+' \(lgamma\) was stopped: the losses of a call may take 5 s in all",
+        r"'m\d+' \(lgamma\) was stopped: the losses of a call may take 5 s in total",
     ),
 }
 

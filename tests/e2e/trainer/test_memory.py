@@ -94,7 +94,7 @@ async def test_a_call_that_fits_in_smaller_pieces_is_computed_in_them(cramped: C
         await cramped.client.create_model(name, LORA)
     with cramped.left(160 * MIB):
         found = await cramped.add("m", *lengths)
-    assert "in the smallest micro-batches" in cramped.process.log.read_text()
+    assert "with the smallest micro-batches" in cramped.process.log.read_text()
     assert found == pytest.approx(await cramped.add("alike", *lengths), abs=1e-5)
     assert (await cramped.step("m")) == pytest.approx(await cramped.step("alike"), rel=1e-4)
 

@@ -92,7 +92,7 @@ async def test_forgotten_snapshot_is_read_back_from_storage(vlm: Bench, sampler:
         folder = str(vlm.scratch / f"{model_id}-stored")
         snapshot = await vlm.client.take_snapshot(model_id, f"{model_id}@1", folder)
         await vlm.client.forget_snapshot(snapshot.snapshot_id)
-        with pytest.raises(NotFound, match="no longer in memory"):
+        with pytest.raises(NotFound, match="neither in memory"):
             await vlm.client.push_snapshot(snapshot.snapshot_id, [sampler.address])
         response = await vlm.client.push_snapshot(snapshot.snapshot_id, [sampler.address], uri=folder)
         assert response.snapshot == snapshot
@@ -196,7 +196,7 @@ async def test_a_full_snapshot_stays_until_its_push_is_over(qwen3: Bench, sample
     sampler.may_join.set()
     response = await pushing
     assert response.results[0].error == ""
-    with pytest.raises(NotFound, match="no longer in memory"):
+    with pytest.raises(NotFound, match="neither in memory"):
         await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
     await qwen3.client.push_snapshot(f"{model_id}@2", [sampler.address])
 

@@ -182,11 +182,11 @@ async def test_a_step_whose_weights_would_be_out_of_bounds_is_not_taken(
 
 async def test_full_parameters_want_the_trainer_alone(qwen3: Bench) -> None:
     adapter = await qwen3.adapter()
-    with pytest.raises(FailedPrecondition, match="needs the trainer for itself"):
+    with pytest.raises(FailedPrecondition, match="needs a trainer without other models"):
         await qwen3.create(None)
     await qwen3.client.delete_model(adapter)
     full = await qwen3.create(None)
-    with pytest.raises(FailedPrecondition, match="has this trainer for itself"):
+    with pytest.raises(FailedPrecondition, match="occupies this trainer"):
         await qwen3.adapter()
     await qwen3.client.delete_model(full)
     await qwen3.client.delete_model(full)

@@ -50,8 +50,8 @@ def test_how_evenly_experts_are_loaded() -> None:
 @pytest.mark.parametrize(
     ("logprob", "said"),
     [
-        (np.nan, r"loss is nan: log-probabilities of model 'm' at step 7 are not finite, so it has diverged"),
-        (-1.0, r"loss is nan: numbers of its loss_inputs are too large.* check its loss_inputs"),
+        (np.nan, r"loss is nan: the log-probabilities of model 'm' at step 7 are not finite, so it has diverged"),
+        (-1.0, r"loss is nan: values in its loss_inputs are too large.* check its loss_inputs"),
     ],
     ids=["diverged", "loss_inputs"],
 )

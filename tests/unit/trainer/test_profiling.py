@@ -15,8 +15,8 @@ def test_commands_are_told_by_the_clock_of_the_gaps() -> None:
     kernels = [(5000.0, 6000.0, "a"), (9000.0, 9500.0, "b")]
     host = [HostTime("ForwardBackward", 1000.0, 2000.0, 6500.0), HostTime("OptimStep", 7000.0, 7100.0, 9100.0)]
     assert host_lines(kernels, host) == [
-        "ForwardBackward came at -4.0 ms, begun at -3.0, first on the device at 0.0, done at 1.5",
-        "OptimStep came at 2.0 ms, begun at 2.1, first on the device at 4.0, done at 4.1",
+        "ForwardBackward queued at -4.0 ms, started at -3.0, first on the device at 0.0, done at 1.5",
+        "OptimStep queued at 2.0 ms, started at 2.1, first on the device at 4.0, done at 4.1",
     ]
 
 

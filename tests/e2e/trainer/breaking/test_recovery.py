@@ -207,7 +207,7 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     response = await client.push_snapshot("a.b/c@2", [sampler.address])
     assert response.snapshot == gateway.snapshot
     await client.forget_snapshot("a.b/c@2")
-    with pytest.raises(NotFound, match="not kept for recovery"):
+    with pytest.raises(NotFound, match="neither in memory nor in the recovery store"):
         await client.push_snapshot("a.b/c@2", [sampler.address])
     await client.delete_model("a.b/c")
     assert not list(ground.kept.iterdir())

@@ -89,14 +89,14 @@ def test_policy_losses_name_what_is_missing_unknown_or_short(name: str) -> None:
         good["sequence_ratio_mask"] = ones
     assert set(decode_datum(_datum([1, 2, 3], **good), 0, loss, LIMITS).inputs) == {one.name for one in loss.inputs}
     for missing in good:
-        with pytest.raises(InvalidInput, match=rf"loss_inputs.{missing} is missing: {name} needs it"):
+        with pytest.raises(InvalidInput, match=rf"loss_inputs.{missing} is missing: {name} requires it"):
             decode_datum(_datum([1, 2, 3], **{key: good[key] for key in good if key != missing}), 0, loss, LIMITS)
     for short in (*(key for key in good if key != "target_tokens"), "weights"):
-        with pytest.raises(InvalidInput, match=rf"loss_inputs.{short} has shape \[2\], needs \[3\]"):
+        with pytest.raises(InvalidInput, match=rf"loss_inputs.{short} has shape \[2\], but must have the shape \[3\]"):
             decode_datum(_datum([1, 2, 3], **{**good, short: ones[:2]}), 0, loss, LIMITS)
     with pytest.raises(InvalidInput, match=rf"loss_inputs.mask is unknown for {name}"):
         decode_datum(_datum([1, 2, 3], **good, mask=ones), 0, loss, LIMITS)
-    with pytest.raises(InvalidInput, match=rf"{name} takes \[N\]"):
+    with pytest.raises(InvalidInput, match=rf"{name} accepts \[N\]"):
         decode_datum(_datum([1, 2, 3], **{**good, "target_tokens": np.zeros((3, 2), np.int64)}), 0, loss, LIMITS)
 
 
@@ -111,11 +111,11 @@ def test_a_traced_loss_says_what_its_inputs_are() -> None:
     assert datum.inputs["table"].dtype == np.int64
     np.testing.assert_array_equal(datum.inputs["table"], table)
     assert set(datum.inputs) == {"beta", "table"}
-    with pytest.raises(InvalidInput, match=r"loss_inputs.table has shape \[3\], the loss says that it has 2"):
+    with pytest.raises(InvalidInput, match=r"loss_inputs.table has shape \[3\], but the loss declares 2 dimensions"):
         decode_datum(_datum([1, 2], **{**given, "table": table[:, 0]}, beta=beta), 0, loss, LIMITS)
-    with pytest.raises(InvalidInput, match=r"loss_inputs.beta is missing: custom needs it"):
+    with pytest.raises(InvalidInput, match=r"loss_inputs.beta is missing: custom requires it"):
         decode_datum(_datum([1, 2], **given), 0, loss, LIMITS)
-    with pytest.raises(InvalidInput, match=r"custom takes \[N, K\]"):
+    with pytest.raises(InvalidInput, match=r"custom accepts \[N, K\]"):
         decode_datum(_datum([1, 2], **{**given, "target_tokens": np.zeros(2, np.int64)}, beta=beta), 0, loss, LIMITS)
 
 
@@ -165,7 +165,7 @@ def test_one_digest_has_one_set_of_tensors() -> None:
     datums = [_with_image(9), _with_image(9, sha256="1" * 64)]
     decoded = [decode_datum(datum, index, CROSS_ENTROPY, LIMITS) for index, datum in enumerate(datums)]
     check_digests([decoded[0], decoded[0]])
-    with pytest.raises(InvalidInput, match=r"datum\[1\].*is 1+, but the same digest came with 0+ before"):
+    with pytest.raises(InvalidInput, match=r"datum\[1\].*is 1+, but the same digest came with 0+ earlier"):
         check_digests(decoded)
 
 
@@ -190,7 +190,7 @@ def test_many_targets_only_where_the_loss_takes_them() -> None:
     soft = decode_datum(_datum([1, 2], **many, weights=np.ones((2, 3), np.float32)), 0, CROSS_ENTROPY, LIMITS)
     assert soft.targets.shape == (2, 3)
     assert not soft.flat_targets
-    with pytest.raises(InvalidInput, match=r"importance_sampling takes \[N\]"):
+    with pytest.raises(InvalidInput, match=r"importance_sampling accepts \[N\]"):
         decode_datum(_datum([1, 2], **many), 0, IMPORTANCE, LIMITS)
 
 
@@ -223,11 +223,11 @@ def test_experts_come_as_they_are_or_packed_into_words() -> None:
     [
         (
             np.zeros((2, 3, 2), np.int64),
-            r"is int64 \[2, 3, 2\]; needs ids, int64 \[2, 3, 3\], or .* uint8, .* \[2, 2\]",
+            r"has type int64 and shape \[2, 3, 2\]; it must hold ids as int64 \[2, 3, 3\], or .* uint8 .* \[2, 2\]",
         ),
-        (np.zeros((2, 3, 3), np.float32), "is float32"),
-        (np.zeros((1, 2), np.int64), r"is int64 \[1, 2\]"),
-        (np.full((2, 3, 3), -1), r"has expert -1 at \[0, 0, 0\]; experts lie in 0 .. 7"),
+        (np.zeros((2, 3, 3), np.float32), "has type float32"),
+        (np.zeros((1, 2), np.int64), r"has type int64 and shape \[1, 2\]"),
+        (np.full((2, 3, 3), -1), r"has expert -1 at \[0, 0, 0\]; experts are 0 .. 7"),
         (np.arange(18).reshape(2, 3, 3), r"has expert 8 at \[0, 2, 2\]"),
         (np.zeros((2, 2), np.int64), r"names an expert twice at \[0, 0\]"),
     ],
@@ -238,5 +238,5 @@ def test_other_experts_are_refused_by_name(experts: np.ndarray, problem: str) ->
 
 
 def test_a_dense_model_takes_no_experts() -> None:
-    with pytest.raises(InvalidInput, match=r"loss_inputs.routed_experts is given, but the model has no experts"):
+    with pytest.raises(InvalidInput, match=r"loss_inputs.routed_experts is set, but the model has no experts"):
         decode_datum(_routed(np.zeros((2, 3, 3), np.int64)), 0, CROSS_ENTROPY, TEXT_ONLY)

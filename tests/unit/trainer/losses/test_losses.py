@@ -244,13 +244,13 @@ def test_gspo_needs_a_position_to_take_the_ratio_from() -> None:
 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_crossed_thresholds_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match=r"clip_low_threshold is 9\.0, above clip_high_threshold"):
+    with pytest.raises(InvalidInput, match=r"clip_low_threshold is 9\.0, which is above clip_high_threshold"):
         make_loss(name, clip_low_threshold=9.0)
     with pytest.raises(InvalidInput, match="finite"):
         make_loss(name, clip_high_threshold=math.nan)
     low = {"clip_low_threshold": np.array([0.5, 3.0]), "clip_high_threshold": np.array([1.5, 2.5])}
     given = {"advantages": np.ones(2), "weights": np.ones(2), "sequence_ratio_mask": np.ones(2)}
-    with pytest.raises(InvalidInput, match=r"is 3 at \[1\], above clip_high_threshold 2.5"):
+    with pytest.raises(InvalidInput, match=r"is 3 at \[1\], which is above clip_high_threshold 2.5"):
         make_loss(name).check({**low, **given})
 
 
@@ -268,7 +268,7 @@ def test_unknown_names_are_refused() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("temperature", [0.0, -1.0, 2.5, math.nan])
 def test_temperatures_that_no_sampler_takes_are_refused(name: str, temperature: float) -> None:
-    with pytest.raises(InvalidInput, match=r"loss_config\.temperature is .*, needs 0\.01 to 2"):
+    with pytest.raises(InvalidInput, match=r"loss_config\.temperature is .*, but must be in 0\.01 \.\. 2"):
         make_loss(name, temperature=temperature)
     assert make_loss(name, temperature=0.7).temperature == 0.7
     assert make_loss(name).temperature == 1

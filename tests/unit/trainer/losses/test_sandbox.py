@@ -77,7 +77,7 @@ def test_time_is_that_of_the_whole_call(roomy: Sandbox) -> None:
     """Also of what comes in several micro-batches, and the next call finds a worker."""
     loss = custom(SLOW, roomy)
     loss.limit_time(2.0)
-    words = r"^datum\[\d+\] custom loss 'by_hand': node '\w+' \(\w+\) was stopped: .* may take 60 s in all"
+    words = r"^datum\[\d+\] custom loss 'by_hand': node '\w+' \(\w+\) was stopped: .* may take 60 s in total"
     with pytest.raises(InvalidInput, match=words) as caught:
         each(loss, [small()] * 60)
     assert caught.value.field
@@ -99,7 +99,7 @@ def test_memory_is_refused_by_name(sandbox: Sandbox) -> None:
 
 
 def test_what_a_worker_cannot_even_read_is_refused(sandbox: Sandbox) -> None:
-    with pytest.raises(InvalidInput, match="ended its process: a loss may take 64 MiB"):
+    with pytest.raises(InvalidInput, match="ended its process: a loss may use 64 MiB"):
         each(custom(square_loss(), sandbox), [torch.zeros(2**25, requires_grad=True)])
     assert_it_goes_on(sandbox)
 

@@ -53,6 +53,6 @@ def test_ranks_that_do_not_come_are_named(meeting: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(peer_monitor, "MEET_S", 3.0)
     ranks = Ranks(4, meeting)
     first, second = ranks.start(0), ranks.start(2)
-    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] of 4 did not come within 3 s"):
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] of 4 did not connect within 3 s"):
         first.result()
     assert second.result()
