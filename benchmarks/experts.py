@@ -20,13 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.figure import emit
-from fovea_services.trainer.model.experts import (
-    ExpertAdapter,
-    Routing,
-    computed_with_kernels,
-    experts_forward,
-    gated,
-)
+from fovea_services.trainer.model.expert_routing import Routing, computed_with_kernels
+from fovea_services.trainer.model.experts import ExpertAdapter, experts_forward, gated
 from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from fovea_services.trainer.model.model_family import LoraTarget, Role
 

@@ -31,7 +31,7 @@ from transformers import (
 
 from benchmarks import random_checkpoint
 from benchmarks.flops import IMAGE_SIDE, FamilySize
-from fovea_services.trainer.model.experts import is_experts
+from fovea_services.trainer.model.expert_routing import is_experts
 from fovea_tinyvlm.families.registry import FAMILIES
 from fovea_tinyvlm.families.vocabulary import family_tokenizer
 

@@ -33,10 +33,10 @@ from fovea_services.trainer.forward_backward import LossComputer
 from fovea_services.trainer.loss_results import ForwardBackwardResult
 from fovea_services.trainer.losses import Sandbox
 from fovea_services.trainer.model.expert_parallel import expert_mesh
+from fovea_services.trainer.model.expert_routing import expert_shape
 from fovea_services.trainer.model.lora import LoraInjector, LoraSettings
 from fovea_services.trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_services.trainer.model.packed_model import build_model, read_weights
-from fovea_services.trainer.model.router_replay import expert_shape
 from fovea_services.trainer.model.sharding import ShardedModel
 from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup

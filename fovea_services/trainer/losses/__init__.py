@@ -1,20 +1,14 @@
-"""The loss functions. To add a loss, add its class to this package and its name to `LOSSES`."""
+"""The losses of forward_backward calls: the built-in functions (loss_functions.py) and traced ones (custom.py)."""
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.losses.cispo import Cispo
-from fovea_services.trainer.losses.cross_entropy import CrossEntropy
 from fovea_services.trainer.losses.custom import Custom
-from fovea_services.trainer.losses.dro import Dro
-from fovea_services.trainer.losses.gspo import Gspo
-from fovea_services.trainer.losses.importance_sampling import ImportanceSampling
 from fovea_services.trainer.losses.loss import TARGETS, Loss, LossInput, LossValue
-from fovea_services.trainer.losses.ppo import Ppo
+from fovea_services.trainer.losses.loss_functions import LOSSES
 from fovea_services.trainer.losses.sandbox import Sandbox
 
 __all__ = ["LOSSES", "LOSS_NAMES", "TARGETS", "Loss", "LossInput", "LossValue", "Sandbox", "loss_of"]
 
-LOSSES: dict[str, type[Loss]] = {loss.name: loss for loss in (CrossEntropy, ImportanceSampling, Ppo, Cispo, Dro, Gspo)}
 LOSS_NAMES = (*LOSSES, Custom.name)
 
 

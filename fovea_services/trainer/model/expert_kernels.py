@@ -2,7 +2,7 @@
 
 Each kernel does in one pass over memory what torch's operators do in many. The kernels round intermediate values to the
 model's dtype where torch's operators do, and sum in float32 in a fixed order. No atomic additions are used, so results
-are reproducible. Importing this module needs Triton; `kernels_compute` in `experts.py` decides when it is used.
+are reproducible. Importing this module needs Triton; `kernels_compute` in `expert_routing.py` decides when it is used.
 
 Shapes: T tokens, K experts per token, S = T K copies of tokens sorted by expert, I intermediate size of an expert, G =
 2 I, R LoRA rank.

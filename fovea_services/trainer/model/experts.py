@@ -10,22 +10,19 @@ intermediate size of an expert, G = 2 I, R LoRA rank; for a generic product N in
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, partial
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fovea_services.trainer.model.expert_parallel import Exchange, laid_out_as, own_part
+from fovea_services.trainer.model.expert_routing import Routing, kernels, kernels_compute
 from fovea_services.trainer.model.fused_layers import weighted_swiglu
 from fovea_services.trainer.model.lora_linear import add_product, gradient_of
 
@@ -45,41 +42,6 @@ class ExpertLayout(StrEnum):
 
 _ALIGNMENT_BYTES = 16
 """Alignment of rows that torch's grouped products require, in bytes."""
-
-_KERNEL_TYPES = (torch.bfloat16, torch.float32)
-_forced: list[bool] = []
-"""Overrides by `computed_with_kernels`; the last entry applies."""
-
-
-def kernels_compute(rows: Tensor) -> bool:
-    """Returns True if `expert_kernels.py` computes the steps between matrix products, and False for torch's operators.
-
-    The kernels are used on a GPU, where they are faster (`benchmarks/experts.py`).
-    """
-    if _forced:
-        return _forced[-1]
-    return rows.is_cuda and rows.dtype in _KERNEL_TYPES and _triton_is_here()
-
-
-@contextmanager
-def computed_with_kernels(wanted: bool) -> Iterator[None]:
-    """Forces the kernels on or off for all threads within a block, to measure or compare them."""
-    _forced.append(wanted)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
-
-@cache
-def _triton_is_here() -> bool:
-    return find_spec("triton") is not None
-
-
-def _kernels() -> ModuleType:
-    from fovea_services.trainer.model import expert_kernels  # imported late, because it imports Triton
-
-    return expert_kernels
 
 
 @dataclass(frozen=True)
@@ -151,50 +113,6 @@ def factor_shapes(experts: Any, rank: int) -> dict[str, tuple[int, int, int]]:
     }
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Positions of token copies after sorting by expert.
-
-    Args:
-        token_S: int64, the token of each copy.
-        expert_S: int64, the expert of each copy, ascending.
-        order_S: int64, the position of each copy in the flattened [T, K].
-        place_S: int64, the inverse: the slot of each entry of [T, K] among the copies.
-        ends_E: int32, the end of each expert's copies.
-        top_k: K.
-    """
-
-    token_S: Tensor
-    expert_S: Tensor
-    order_S: Tensor
-    place_S: Tensor
-    ends_E: Tensor
-    top_k: int
-
-    @classmethod
-    def of(cls, index_TK: Tensor, expert_count: int) -> Self:
-        """Sorts the copies for the chosen experts, int64 [T, K]."""
-        top_k = index_TK.shape[-1]
-        sorted_S, order_S = torch.sort(index_TK.flatten(), stable=True)
-        places_S = torch.arange(len(order_S), device=order_S.device)
-        experts_E = torch.arange(expert_count, device=order_S.device)
-        ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
-        place_S = torch.empty_like(order_S).scatter_(0, order_S, places_S)
-        return cls(order_S // top_k, sorted_S, order_S, place_S, ends_E, top_k)
-
-    def copies(self, rows_TN: Tensor) -> Tensor:
-        """Copies the row of each token to all its copies, [S, N]."""
-        apply: Any = _Copies.apply
-        found: Tensor = apply(rows_TN, self)
-        return found
-
-    def sums(self, rows_SN: Tensor) -> Tensor:
-        """Returns the sum of the copies of each token, [T, N]. Uses no atomic additions, so it is reproducible."""
-        apply: Any = _Sums.apply
-        found: Tensor = apply(rows_SN, self)
-        return found
-
-
 def experts_forward(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Computes the experts of each token; returns their weighted sum, [T, D].
 
@@ -247,7 +165,7 @@ def gated(
         routing: Positions of the copies.
         adapter: The adapter, or None.
     """
-    if kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= _kernels().MOST_RANK):
+    if kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= kernels().MOST_RANK):
         apply: Any = _Gated.apply
         found: tuple[Tensor, Tensor | None] = apply(inner_SG, weight_S1, routing, adapter, *lows_TR)
         return found
@@ -258,68 +176,9 @@ def gated(
     return gated_SI, None if adapter is None else adapter.low("w2.lora_A", gated_SI, routing.ends_E)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Returns True if a module is a layer's experts in transformers' common form."""
-    return hasattr(module, "_is_expert_parallel")
-
-
 def use_experts(decoder: Any) -> None:
     """Makes a language model compute its experts with `experts_forward`."""
     decoder.config._experts_implementation = EXPERTS_IMPLEMENTATION
-
-
-class ExpertLoads:
-    """Number of tokens per expert in the latest forward pass.
-
-    Attributes:
-        layers: Numbers of the layers with experts.
-    """
-
-    def __init__(self, decoder: Any) -> None:
-        self.layers: list[int] = []
-        self._counts: dict[int, Tensor] = {}
-        for number, layer in enumerate(decoder.layers):
-            for module in filter(is_experts, layer.modules()):
-                self.layers.append(number)
-                module.register_forward_pre_hook(partial(self._note, number))
-
-    def counts(self) -> Tensor | None:
-        """Returns int64 [layers, E] on the device, without waiting for it; None for a model without experts."""
-        return torch.stack([self._counts[number] for number in self.layers]) if self.layers else None
-
-    def _note(self, number: int, experts: Any, given: tuple[Tensor, ...]) -> None:
-        index_S = given[1].flatten()
-        # bincount would make the host wait for the device.
-        counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=index_S.device)
-        self._counts[number] = counts_E.scatter_add_(0, index_S, torch.ones_like(index_S))
-
-
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_TN: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        if kernels_compute(rows_TN):
-            found: Tensor = _kernels().copies(rows_TN, routing.place_S)
-            return found
-        return rows_TN.index_select(0, routing.token_S)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.routing.sums(grads[0]), None
-
-
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_SN: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        if kernels_compute(rows_SN):
-            found: Tensor = _kernels().sums(rows_SN, routing.place_S, routing.top_k)
-            return found
-        return rows_SN.index_select(0, routing.place_S).view(-1, routing.top_k, rows_SN.shape[-1]).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.routing.copies(grads[0]), None
 
 
 def _product(
@@ -404,7 +263,7 @@ class _Gated(torch.autograd.Function):
         adapter: ExpertAdapter | None,
         *lows_TR: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        gated_SI, low_SR = _kernels().gated(inner_SG, weight_S1, _around_gate(routing, adapter, lows_TR))
+        gated_SI, low_SR = kernels().gated(inner_SG, weight_S1, _around_gate(routing, adapter, lows_TR))
         ctx.save_for_backward(inner_SG, weight_S1, None if adapter is None else gated_SI, *lows_TR)
         ctx.routing, ctx.adapter = routing, adapter
         return gated_SI, low_SR
@@ -415,9 +274,7 @@ class _Gated(torch.autograd.Function):
         routing, adapter = ctx.routing, ctx.adapter
         around = _around_gate(routing, adapter, lows_TR)
         d_low_SR = None if adapter is None else grads[1]
-        d_inner_SG, d_weight_S1, *d_lows_SR = _kernels().gated_gradients(
-            grads[0], d_low_SR, inner_SG, weight_S1, around
-        )
+        d_inner_SG, d_weight_S1, *d_lows_SR = kernels().gated_gradients(grads[0], d_low_SR, inner_SG, weight_S1, around)
         d_lows_TR = []
         if adapter is not None:
             _add_outer(adapter.factors["w2.lora_A"].grad, grads[1].contiguous(), gated_SI, routing.ends_E)
@@ -434,7 +291,7 @@ def _around_gate(routing: Routing, adapter: ExpertAdapter | None, lows_TR: Seque
     if adapter is None:
         return None
     casts = [adapter.factors[name].cast for name in ("w1.lora_B", "w3.lora_B", "w2.lora_A")]
-    return _kernels().GateAdapter(adapter.scale, routing.token_S, routing.expert_S, *lows_TR, *casts)
+    return kernels().GateAdapter(adapter.scale, routing.token_S, routing.expert_S, *lows_TR, *casts)
 
 
 def _times(x: Tensor, weight_ENO: Tensor, ends_E: Tensor | None) -> Tensor:

@@ -27,9 +27,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_processor
 from fovea_services.trainer.batches.micro_batch import Documents
 from fovea_services.trainer.batches.vision_cache import VisionOutput
-from fovea_services.trainer.model import linear_attention, router_replay
+from fovea_services.trainer.model import linear_attention
 from fovea_services.trainer.model.document_masks import Packing
-from fovea_services.trainer.model.experts import factor_shapes, is_experts, use_experts
+from fovea_services.trainer.model.expert_routing import ROUTED_EXPERTS, is_experts, replay_routing
+from fovea_services.trainer.model.experts import factor_shapes, use_experts
 from fovea_services.trainer.model.fused_layers import LLAMA_LIKE, fuse_language, fuse_qwen_tower
 from fovea_services.trainer.model.lora_linear import embedding
 from fovea_services.trainer.model.packed_attention import PACKED_ATTENTION
@@ -158,7 +159,7 @@ class Family:
             fuse_language(model)
         if self.fuse_tower is not None:
             self.fuse_tower(model)
-        router_replay.install(decoder)
+        replay_routing(decoder)
         return model.train()  # type: ignore[no-any-return]
 
     def blocks(self, model: Any) -> Iterator[nn.Module]:
@@ -250,7 +251,7 @@ class Family:
             index_T = torch.searchsorted(documents.bounds[1:], places_T, right=True, out_int32=True)
             more["seq_idx"] = index_T.unsqueeze(0)
         if experts_TLk is not None:
-            more[router_replay.ARGUMENT] = experts_TLk
+            more[ROUTED_EXPERTS] = experts_TLk
         output = decoder(
             inputs_embeds=embeddings_TD.unsqueeze(0),
             position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,

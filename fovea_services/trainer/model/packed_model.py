@@ -39,7 +39,8 @@ from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
 from fovea_services.trainer.batches.micro_batch import Batch, TowerInput
 from fovea_services.trainer.batches.vision_cache import VisionOutput, split_output
-from fovea_services.trainer.model.experts import ExpertLayout, ExpertLoads, is_experts
+from fovea_services.trainer.model.expert_routing import ExpertLoads, is_experts
+from fovea_services.trainer.model.experts import ExpertLayout
 from fovea_services.trainer.model.lora_linear import LoraPair
 from fovea_services.trainer.model.model_family import Family, PatchNormalizer, family_of
 from fovea_services.trainer.model.target_logprobs import target_logprobs

@@ -235,5 +235,5 @@ def test_config_and_custom_loss_go_with_custom() -> None:
         loss_of(header)
     with pytest.raises(InvalidInput, match="custom_loss is missing"):
         loss_of(trainer_pb2.ForwardBackwardHeader(loss_function="custom"))
-    with pytest.raises(InvalidInput, match="custom_loss is set, but is only allowed with loss_function 'custom'; this is 'ppo'"):
+    with pytest.raises(InvalidInput, match="is set, but is only allowed with loss_function 'custom'; this is 'ppo'"):
         loss_of(trainer_pb2.ForwardBackwardHeader(loss_function="ppo", custom_loss=square_loss()))

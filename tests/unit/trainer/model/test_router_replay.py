@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
 from fovea_services.trainer.batches.datum_decoding import ExpertShape
-from fovea_services.trainer.model import router_replay
-from fovea_services.trainer.model.router_replay import ARGUMENT, expert_shape
+from fovea_services.trainer.model.expert_routing import ROUTED_EXPERTS, expert_shape, replay_routing
 
 COUNT, TOP, LENGTH = 8, 2, 12
 SIZES = {
@@ -40,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.3)
         parameter.requires_grad_("router" in name or "gate.weight" in name)
-    router_replay.install(model.get_decoder())
+    replay_routing(model.get_decoder())
     return model.train()
 
 
@@ -50,7 +49,7 @@ def run(model: Any, experts: Tensor | None = None, chosen: list[Tensor] | None =
     inputs = torch.randn(1, LENGTH, model.config.get_text_config().hidden_size)
     routers = [m for name, m in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
     hooks = [] if chosen is None else [r.register_forward_hook(lambda *got: chosen.append(got[2][2])) for r in routers]
-    more = {} if experts is None else {ARGUMENT: experts}
+    more = {} if experts is None else {ROUTED_EXPERTS: experts}
     found = model.get_decoder()(inputs_embeds=inputs, use_cache=False, **more).last_hidden_state[0]
     for hook in hooks:
         hook.remove()

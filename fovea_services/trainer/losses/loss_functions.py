@@ -1,0 +1,203 @@
+"""The loss functions. To add one, add its class here and list it in `LOSSES`.
+
+Notation of the policy gradient formulas (tinker-contract, section 5), with sums over the positions of a datum:
+
+    lp   log-probability of the target under the trained weights
+    q    log-probability of the target under the weights that sampled it, input `logprobs`
+    r    exp(lp - q)
+    A    input `advantages`
+    w    input `weights`, all ones by default
+    lo, hi    bounds of a ratio: inputs or settings `clip_low_threshold`, `clip_high_threshold`; inputs take precedence
+    sg   stop-gradient
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fovea.wire.errors import InvalidInput
+from fovea_services.trainer.losses.loss import Loss, LossInput, LossValue
+
+POLICY_INPUTS = (LossInput("logprobs"), LossInput("advantages"), LossInput("weights", required=False))
+LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
+MASK = "sequence_ratio_mask"
+
+
+class CrossEntropy(Loss):
+    """-sum w logprob. Weights default to ones, may be negative and are never normalised."""
+
+    name = "cross_entropy"
+    inputs = (LossInput("weights", required=False),)
+    target_ranks = (1, 2)
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        weights = inputs["weights"]
+        return LossValue(-(weights * logprobs).sum(), {"weights:sum": weights.sum()})
+
+
+class ImportanceSampling(Loss):
+    """-sum w r A."""
+
+    name = "importance_sampling"
+    inputs = POLICY_INPUTS
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        matter = counts(inputs)
+        log_ratio = torch.where(matter, logprobs - inputs["logprobs"], 0.0)
+        loss = -(torch.exp(log_ratio) * inputs["weights"] * inputs["advantages"]).sum()
+        return LossValue(loss, {"ratio:max": greatest_ratio(log_ratio, matter)})
+
+
+class ClippedLoss(Loss):
+    """A loss with bounded ratios."""
+
+    def __init__(self, given: Mapping[str, float]) -> None:
+        super().__init__(given)
+        for key, value in self.config.items():
+            if not np.isfinite(value):
+                raise InvalidInput(f"loss_config.{key} is {value}, but must be finite", field=f"loss_config.{key}")
+        if self.config[LOW] > self.config[HIGH]:
+            raise InvalidInput(
+                f"loss_config.{LOW} is {self.config[LOW]}, which is above {HIGH} {self.config[HIGH]}",
+                field=f"loss_config.{LOW}",
+            )
+        bounds = (LossInput(name, required=False, default=self.config[name]) for name in (LOW, HIGH))
+        self.inputs = (*type(self).inputs, *bounds)
+
+    def check(self, inputs: Mapping[str, npt.NDArray]) -> None:
+        """Rejects positions with a lower bound above the upper bound."""
+        crossed = np.flatnonzero(inputs[LOW] > inputs[HIGH])
+        if crossed.size:
+            place = int(crossed[0])
+            low, high = (float(inputs[name].ravel()[place]) for name in (LOW, HIGH))
+            raise InvalidInput(f"is {low:g} at [{place}], which is above {HIGH} {high:g}", field=LOW)
+
+
+class Ppo(ClippedLoss):
+    """-sum w min(r A, clamp(r, lo, hi) A) (Schulman et al., 2017)."""
+
+    name = "ppo"
+    inputs = POLICY_INPUTS
+    settings: ClassVar = {LOW: 0.8, HIGH: 1.2}
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        log_ratio = logprobs - inputs["logprobs"]
+        value, clipped = clipped_objective(log_ratio, inputs)
+        greatest = greatest_ratio(log_ratio, counts(inputs))
+        return LossValue(-value, {**clip_counts(clipped, inputs), "ratio:max": greatest})
+
+
+class Cispo(ClippedLoss):
+    """-sum w sg(clamp(r, lo, hi)) lp A (MiniMax, 2025). A clipped position keeps its gradient."""
+
+    name = "cispo"
+    inputs = POLICY_INPUTS
+    settings: ClassVar = {LOW: 0.0, HIGH: 4.0}
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        log_ratio = (logprobs - inputs["logprobs"]).detach()
+        ratio = torch.exp(log_ratio)
+        clipped = ratio.clamp(inputs[LOW], inputs[HIGH])
+        loss = -(inputs["weights"] * clipped * logprobs * inputs["advantages"]).sum()
+        greatest = greatest_ratio(log_ratio, counts(inputs))
+        return LossValue(loss, {**clip_counts(clipped != ratio, inputs), "ratio:max": greatest})
+
+
+class Dro(Loss):
+    """-sum w (lp A - beta / 2 (lp - q)^2) (Richemond et al., 2024).
+
+    The quadratic term applies at every position, including the prompt. Use weights of 0 to exclude positions.
+    """
+
+    name = "dro"
+    inputs = POLICY_INPUTS
+    settings: ClassVar = {"beta": 0.05}
+
+    def __init__(self, given: Mapping[str, float]) -> None:
+        super().__init__(given)
+        if not (np.isfinite(self.config["beta"]) and self.config["beta"] >= 0):
+            raise InvalidInput(
+                f"loss_config.beta is {self.config['beta']}, but must be a finite number of 0 or more",
+                field="loss_config.beta",
+            )
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        penalty = (logprobs - inputs["logprobs"]).square()
+        objective = logprobs * inputs["advantages"] - 0.5 * self.config["beta"] * penalty
+        return LossValue(
+            -(inputs["weights"] * objective).sum(), {"penalty:sum": (inputs["weights"] * penalty.detach()).sum()}
+        )
+
+
+class Gspo(ClippedLoss):
+    """-sum w min(s_t A, clamp(s_t, lo, hi) A) with s_t = s exp(lp - sg(lp)), where s is the ratio of the whole datum.
+
+    s = exp(mean of sg(lp) - q over the positions with a nonzero mask) (Zheng et al., 2025, GSPO-token).
+    """
+
+    name = "gspo"
+    inputs = (*POLICY_INPUTS, LossInput(MASK))
+    settings: ClassVar = {LOW: 0.8, HIGH: 1.2}
+
+    def check(self, inputs: Mapping[str, npt.NDArray]) -> None:
+        """Rejects a datum that has advantages but no position for the ratio of the sequence."""
+        super().check(inputs)
+        if not inputs[MASK].any() and np.any(inputs["weights"] * inputs["advantages"]):
+            raise InvalidInput("is zero everywhere, so the sequence has no ratio", field=MASK)
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        own = inputs[MASK] != 0
+        fixed = logprobs.detach()
+        difference = torch.where(own, fixed - inputs["logprobs"], 0.0)
+        log_ratio = difference.sum() / own.sum().clamp(min=1)
+        value, clipped = clipped_objective(log_ratio + (logprobs - fixed), inputs)
+        return LossValue(-value, {**clip_counts(clipped, inputs), "sequence_ratio:max": torch.exp(log_ratio)})
+
+
+def counts(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Returns where w A is nonzero, bool [N]. Ratios elsewhere may overflow and must not become inf * 0."""
+    return inputs["weights"] * inputs["advantages"] != 0
+
+
+def clipped_objective(log_ratio: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the sum of w min(r A, clamp(r, lo, hi) A), and the positions where the bound applies, bool [N].
+
+    This is equation 7 of Schulman et al. (2017) with bounds per position. The branch is chosen before multiplying, so
+    that an overflowing ratio affects neither value nor gradient of a clipped position.
+
+    Args:
+        log_ratio: float32 [N], log r with gradient.
+        inputs: Inputs of the loss.
+    """
+    advantages = inputs["advantages"]
+    ratio = torch.exp(log_ratio.detach())
+    beyond = torch.where(advantages > 0, ratio > inputs[HIGH], ratio < inputs[LOW])
+    matter = counts(inputs)
+    bound = torch.where(advantages > 0, inputs[HIGH], inputs[LOW])
+    moving = torch.exp(torch.where(matter & ~beyond, log_ratio, 0.0))
+    chosen = torch.where(beyond, bound, moving)
+    value = torch.where(matter, inputs["weights"] * chosen * advantages, 0.0).sum()
+    return value, beyond
+
+
+def clip_counts(clipped: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns metrics: the number of tokens that count, and how many of them were clipped.
+
+    These are two sums instead of a share, because the SDK averages the means of a batch's chunks by datums, not by
+    tokens.
+    """
+    matter = counts(inputs)
+    return {"clipped_tokens:sum": (clipped & matter).sum(), "policy_tokens:sum": matter.sum()}
+
+
+def greatest_ratio(log_ratio: Tensor, matter: Tensor) -> Tensor:
+    """Returns the greatest ratio among positions that count; 0 if none count."""
+    return torch.where(matter, torch.exp(log_ratio.detach()), 0.0).max()
+
+
+LOSSES: dict[str, type[Loss]] = {loss.name: loss for loss in (CrossEntropy, ImportanceSampling, Ppo, Cispo, Dro, Gspo)}
+"""The loss functions, keyed by the name that clients use."""
