@@ -206,7 +206,7 @@ def _check_operands(target: str, args: tuple[Any, ...]) -> None:
     """Restricts Python's own arithmetic, which is unbounded: lists can be multiplied, and integers grow."""
     for leaf in args:
         if not isinstance(leaf, Tensor | bool | int | float | torch.dtype | torch.device):
-            raise RefusedError(f"accepts tensors and numbers, not a {type(leaf).__name__}")
+            raise RefusedError(f"accepts tensors and numbers, not {type(leaf).__name__}")
     if target == "operator.pow" and all(isinstance(leaf, int) for leaf in args):
         base, exponent = args
         if base.bit_length() * abs(exponent) > 63:
@@ -224,4 +224,4 @@ def _check_kinds(value: Resolved) -> None:
             case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
                 pass
             case _:
-                raise RefusedError(f"returns a {type(leaf).__name__}, which is not allowed")
+                raise RefusedError(f"returns a value of type {type(leaf).__name__}, which is not allowed")

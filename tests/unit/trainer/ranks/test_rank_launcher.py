@@ -69,8 +69,8 @@ class Launcher:
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ("0=sleep,1=3", "rank 1 ended with status 3; what it logged says why"),
-        ("0=sleep,1=sleep,2=kill", "rank 2 ended by SIGKILL; what it logged says why"),
+        ("0=sleep,1=3", "rank 1 ended with status 3; see its log for the reason"),
+        ("0=sleep,1=sleep,2=kill", "rank 2 ended by SIGKILL; see its log for the reason"),
     ],
 )
 def test_a_rank_that_dies_is_named_and_takes_the_others_along(ranks: str, said: str, tmp_path: Path) -> None:
