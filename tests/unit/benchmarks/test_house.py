@@ -27,7 +27,7 @@ def test_figures_of_a_small_house() -> None:
         "core_files_without_init": 4,
         "core_files_without_rollout": 7,
         "core_lines": 15,
-        "shared_names": 50.0,
+        "shared_names": 1,
         "circles": 1,
         "gateway_floors": 3,
         "gateway_rooms": 4,
