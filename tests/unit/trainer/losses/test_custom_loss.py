@@ -203,7 +203,7 @@ FAILING: dict[str, tuple[list[dict[str, Any]], str]] = {
     "huge product": ([function("p", "operator.mul", 2**62, 2**62)], "returns a value of type int"),
     "list times number": ([function("p", "operator.mul", [1, 2], 10**9)], "accepts tensors and numbers, not list"),
     "shape times number": ([function("g", "getattr", X, "shape"), function("p", "operator.mul", ref("g"), 10**9)],
-                           "accepts tensors and numbers, not a"),
+                           "accepts tensors and numbers, not Size"),
     "zero division": ([function("p", "operator.truediv", 1, 0)], "node 'p' .*division by zero"),
     "overflow": ([function("p", "math.exp", 1e9)], "node 'p' .*failed"),
 }  # fmt: skip
