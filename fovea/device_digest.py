@@ -1,7 +1,8 @@
-"""A snapshot's digest where its tensors are: on a GPU in one pass over them, by a kernel of Triton's.
+"""Digest of a snapshot on the device of its tensors; on a GPU with a Triton kernel that reads them once.
 
-Torch's operators read and write each word fourteen times, which for 8.9 GB on an H200 takes 0.06 s at the speed of its
-memory, where they leave and again where they arrive; and what lies in between takes three times a part's memory.
+torch's operators read and write each word fourteen times. For 8.9 GB on an H200 that takes 0.06 s at the speed of its
+memory, both on the sending and on the receiving side, and the intermediate results need three times the memory of a
+chunk.
 """
 
 import logging
@@ -20,7 +21,7 @@ _BLOCK = 4096
 
 
 def device_digest() -> SnapshotDigest:
-    """A digest of tensors of torch's, int64 [n] on any device."""
+    """Returns a digest of torch tensors, int64 [n], on any device."""
     return SnapshotDigest(_mixed_sum)
 
 
@@ -31,13 +32,13 @@ def _mixed_sum(words: Tensor, start: int) -> Tensor:
 
 
 def torch_sum(words: Tensor, start: int) -> Tensor:
-    """int64 []: the sum of words that are the `start`-th and later ones of a digest, mixed."""
+    """Returns the sum of mixed words as int64 []. The first word is the `start`-th word of the digest."""
     mixed_words: Tensor = mixed(words, torch.arange(start, start + len(words), device=words.device))
     return mixed_words.sum()
 
 
 def kernel_sum(words: Tensor, start: int) -> Tensor:
-    """The same by the kernel. Raises what Triton raises where it cannot be compiled."""
+    """Computes the same sum with the kernel. Raises Triton's errors if the kernel cannot be compiled."""
     import triton
 
     blocks = triton.cdiv(words.numel(), _BLOCK)
@@ -49,7 +50,10 @@ def kernel_sum(words: Tensor, start: int) -> Tensor:
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """Whether it can be compiled and is right, tried once: a push must not depend on a C compiler."""
+    """Returns whether the kernel compiles and computes the right sum; tested once per device.
+
+    Without this check, a push would depend on a C compiler.
+    """
     if find_spec("triton") is None:
         return False
     words = torch.arange(-_BLOCK, _BLOCK // 2 + 1, device=device) * 0x9E3779B97F4A7C1
@@ -57,9 +61,9 @@ def _has_kernel(device: torch.device) -> bool:
         if kernel_sum(words, 2**33).item() == torch_sum(words, 2**33).item():
             return True
         reason = "it sums wrongly"
-    except Exception as error:  # Triton's, the compiler's or the driver's
+    except Exception as error:  # from Triton, the compiler or the driver
         reason = f"{type(error).__name__}: {error}"
-    logger.warning("digests of weights are slower on this GPU, for Triton's kernel does not work: %s", reason)
+    logger.warning("digests of weights are slow on this GPU because the Triton kernel does not work: %s", reason)
     return False
 
 
@@ -73,9 +77,13 @@ def _kernel() -> Any:
         sums: tl.tensor,
         start: tl.tensor,
         count: tl.tensor,
-        BLOCK: tl.constexpr,  # noqa: N803 - Triton's way
+        BLOCK: tl.constexpr,  # noqa: N803 - Triton's convention
     ) -> None:
-        """As `mixed`, the steps of which its comments explain."""
+        """Writes the sum of one block of mixed words; `mixed` explains the steps.
+
+        `count` is not a multiple of BLOCK, so words after it are loaded as 0 and left out of the sum. The block index
+        is int64 because a position may exceed int32.
+        """
         block = tl.program_id(0).to(tl.int64)
         index = block * BLOCK + tl.arange(0, BLOCK)
         state = tl.load(words + index, mask=index < count, other=0) + (start + index + 1) * -0x61C8864680B583EB

@@ -1,9 +1,9 @@
-"""Checkpoints without bytes: a model of any size on a disk that could not hold it, for benchmarks.
+"""Checkpoints without data: models of any size for benchmarks, even if the disk is too small for them.
 
-The header of such a safetensors file is as always, and `random_seed` stands in its metadata; the data is a hole.
-Trainer and sampler draw each tensor on their device when they would read it, from the seed and its name, so both begin
-with the same weights: matrices normal with a deviation of 0.02, biases 0, other vectors 1. Devices of different kinds
-draw different numbers. `benchmarks/random_checkpoint.py` writes such files.
+Such a safetensors file has the usual header, with `random_seed` in its metadata, and a hole instead of data. When the
+trainer or the sampler would read a tensor, they draw it on their device from the seed and its name, so both start with
+the same weights: matrices are normal with a standard deviation of 0.02, biases are 0, other vectors are 1. Different
+kinds of devices draw different numbers. `benchmarks/random_checkpoint.py` writes such files.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 SEED_ENTRY = "random_seed"
-"""Of the metadata in a file's header; an integer."""
+"""Key in the metadata of a file's header; the value is an integer."""
 
 _DEVIATION = 0.02
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class RandomSlice:
-    """In place of what safetensors' `get_slice` returns: drawn anew, whole, at each access, the same every time."""
+    """Stands in for a slice from safetensors' `get_slice`. Each access draws the whole tensor, with the same result."""
 
     def __init__(self, name: str, like: Any, seed: int, device: torch.device) -> None:
         self._name = name
@@ -32,11 +32,11 @@ class RandomSlice:
         self._device = device
 
     def get_shape(self) -> list[int]:
-        """As the header has it."""
+        """Returns the shape in the header."""
         return list(self._like.get_shape())
 
     def get_dtype(self) -> str:
-        """As safetensors calls it."""
+        """Returns the dtype, as safetensors names it."""
         return str(self._like.get_dtype())
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -47,19 +47,20 @@ class RandomSlice:
             whole.normal_(0.0, _DEVIATION, generator=generator)
         else:
             whole.fill_(0.0 if self._name.endswith("bias") else 1.0)
-        return whole if index is Ellipsis else whole[index].clone()  # a view would keep all of it
+        return whole if index is Ellipsis else whole[index].clone()  # a view would keep the whole tensor in memory
 
 
 def random_slices(file: Any, device: torch.device) -> Mapping[str, RandomSlice]:
-    """The tensors of an opened safetensors file by their names, if it is one without bytes; empty if it is not."""
+    """Returns the tensors of an open file without data, keyed by their names; empty for a file with data."""
     seed = (file.metadata() or {}).get(SEED_ENTRY)
     if seed is None:
         return {}
-    return {name: RandomSlice(name, file.get_slice(name), int(seed), device) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    names = file.keys()
+    return {name: RandomSlice(name, file.get_slice(name), int(seed), device) for name in names}
 
 
 def is_random(directory: Path) -> bool:
-    """Whether a checkpoint is one without bytes."""
+    """Returns whether a checkpoint has no data."""
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             return SEED_ENTRY in (file.metadata() or {})

@@ -1,7 +1,7 @@
-"""Broadcasts between processes that share one GPU, over which NCCL refuses to send: through memory that all can see.
+"""Broadcasts between processes that share one GPU, where NCCL refuses to send, through memory that all of them map.
 
-The sender owns a buffer on the card, which receivers map by CUDA IPC. What is sent goes through it slice by slice: the
-store where the group meets says that a slice is there, and of each receiver that it has taken it.
+The sender owns a buffer on the GPU, which receivers map with CUDA IPC. Data passes through it in slices. Keys in the
+group's store announce that a slice is in the buffer, and that each receiver has copied it.
 """
 
 import threading
@@ -20,25 +20,25 @@ _HANDLE, _CLOSED = "handle", "closed"
 
 
 class Done:
-    """A broadcast that is over, as torch's Work has it."""
+    """A finished broadcast, with the interface of torch's Work."""
 
     def wait(self, timeout: timedelta) -> bool:
-        """At once."""
+        """Returns true at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Returns true."""
         return True
 
 
 class SharedCardGroup:
-    """A group of rank 0, which sends, and receivers; in place of one of torch's process groups.
+    """A group of one sender, rank 0, and receivers. Replaces a torch process group.
 
     Args:
-        store: Where the members meet; a client of its own.
-        rank: This process's; 0 sends.
-        world_size: Members, the sender included.
-        memory: uint8 [n] that all members see, of any n.
+        store: The group's store; a client of its own for this process.
+        rank: Rank of this process; 0 sends.
+        world_size: Number of members, including the sender.
+        memory: uint8 [n], for any n, visible to all members.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, memory: Tensor) -> None:
@@ -53,9 +53,10 @@ class SharedCardGroup:
     def meet(
         cls, store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device
     ) -> "SharedCardGroup":
-        """Over memory of `device`, which all members share.
+        """Forms a group over memory of `device`, which all members share.
 
-        Raises RuntimeError if they do not meet in time, or this machine lets no process map what another allocated.
+        Raises RuntimeError if a member does not arrive in time, or if processes of this machine cannot map each other's
+        memory.
         """
         if rank == 0:
             memory, handle = _exported.take(device)
@@ -69,9 +70,9 @@ class SharedCardGroup:
         return group
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Done:
-        """Sends the one tensor, uint8 [n], or fills it, before it returns.
+        """Sends one tensor, uint8 [n], or fills it. Returns when it is done.
 
-        Raises RuntimeError if a member leaves, or `options.timeout` passes.
+        Raises RuntimeError if a member leaves or `options.timeout` passes.
         """
         deadline = time.monotonic() + options.timeout.total_seconds()
         for part in torch.split(tensors[0], self._memory.numel()):
@@ -91,27 +92,27 @@ class SharedCardGroup:
         return Done()
 
     def abort(self) -> None:
-        """Leaves the group; members that still wait in it fail."""
+        """Leaves the group. Members that still wait in it fail."""
         if not self._is_closed:
             self._is_closed = True
             self._store.set(_CLOSED, "")
             _exported.give_back(self._memory)
 
     def _wait(self, keys: list[str], deadline: float) -> None:
-        """Looks again and again: a client that waits in the store would hold up `abort`, which another thread calls."""
+        """Polls the store for the keys. A blocking wait would delay `abort`, which another thread calls."""
         while not self._store.check(keys):
             if self._is_closed or self._store.check([_CLOSED]):
-                raise RuntimeError("the transfer group is closed: a member broke off")
+                raise RuntimeError("the transfer group is closed: a member left it")
             if time.monotonic() > deadline:
-                raise RuntimeError("the transfer's time was up before all members had taken part")
+                raise RuntimeError("the transfer timed out before all members had taken part")
             time.sleep(_LOOK_S)
 
 
 class _Exported:
-    """Memory of this process that others may map.
+    """Memory of this process that other processes may map.
 
-    The driver allocates it: what lies in torch's expandable segments cannot be mapped everywhere. It is never freed, as
-    a receiver may map it still; once its group is closed the next one takes it.
+    It is allocated by the driver, because memory in torch's expandable segments cannot be mapped everywhere. It is
+    never freed, because a receiver may still map it. When its group is closed, the next group reuses it.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class _Exported:
         self._lock = threading.Lock()
 
     def take(self, device: torch.device) -> tuple[Tensor, bytes]:
-        """uint8 [SLICE_BYTES] on the device, and what others map it by. Raises RuntimeError."""
+        """Returns uint8 [SLICE_BYTES] on the device, and the handle for mapping it. Raises RuntimeError."""
         with self._lock:
             if idle := self._idle[device]:
                 memory = idle.pop()
@@ -134,7 +135,7 @@ class _Exported:
             return memory, self._handles[memory.data_ptr()]
 
     def give_back(self, memory: Tensor) -> None:
-        """To the next group that takes some. Memory of another process is left alone."""
+        """Makes memory available to the next group. Ignores memory of another process."""
         with self._lock:
             if memory.data_ptr() in self._handles:
                 self._idle[memory.device].append(memory)
@@ -144,7 +145,7 @@ _exported = _Exported()
 
 
 class _Address:
-    """`SLICE_BYTES` bytes on a GPU, as `torch.as_tensor` reads them without a copy."""
+    """`SLICE_BYTES` bytes on a GPU, in a form that `torch.as_tensor` uses without a copy."""
 
     def __init__(self, address: int) -> None:
         data = (address, False)
@@ -152,7 +153,7 @@ class _Address:
 
 
 class _Mapping(_Address):
-    """Another process's memory; it stays mapped as long as the tensor that is made of it lives."""
+    """Memory of another process. It stays mapped as long as the tensor made from it lives."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         runtime = _cuda_runtime()
@@ -161,7 +162,7 @@ class _Mapping(_Address):
         with torch.cuda.device(device):
             address = _checked(runtime.cudaIpcOpenMemHandle(shared, runtime.cudaIpcMemLazyEnablePeerAccess))
         super().__init__(int(address))
-        weakref.finalize(self, _unmap, address, device).atexit = False  # the driver does so by itself then
+        weakref.finalize(self, _unmap, address, device).atexit = False  # at exit, the driver unmaps it itself
 
 
 def _unmap(address: Any, device: torch.device) -> None:
@@ -175,14 +176,14 @@ def _map(handle: bytes, device: torch.device) -> Tensor:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Returns once it is done, so that the other side may be told."""
+    """Copies a tensor and waits until the copy is complete, so that the other side can be notified."""
     target.copy_(source)
     if target.device.type == "cuda":
         torch.cuda.current_stream(target.device).synchronize()
 
 
 def _cuda_runtime() -> Any:
-    """NVIDIA's bindings, which torch for GPUs needs too."""
+    """Imports NVIDIA's CUDA bindings, a dependency of torch for GPUs."""
     from cuda.bindings import runtime
 
     return runtime
@@ -191,6 +192,6 @@ def _cuda_runtime() -> Any:
 def _checked(answer: tuple[Any, ...]) -> Any:
     status, *found = answer
     if status.value:
-        reason = f"the GPU's memory cannot be shared between processes here: {status.name}"
+        reason = f"GPU memory cannot be shared between processes on this machine: {status.name}"
         raise RuntimeError(f"{reason}; set the sampler's --transfer gloo")
     return found[0] if found else None

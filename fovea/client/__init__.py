@@ -1,4 +1,4 @@
-"""Typed clients of every service, asynchronous, with deadlines, raising the errors that the servers raised."""
+"""Asynchronous typed clients of every service, with deadlines. They raise the errors that the servers raised."""
 
 from fovea.client.gateway import GatewayClient
 from fovea.client.renderer import FeatureFetcher, RendererClient

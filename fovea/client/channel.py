@@ -1,4 +1,4 @@
-"""One channel to one service: limits, safe retries, deadlines, and errors raised as the server raised them."""
+"""Base of the clients: a channel to one service with limits, safe retries, deadlines and the server's own errors."""
 
 import json
 from collections.abc import AsyncIterable, AsyncIterator
@@ -18,18 +18,21 @@ OPTIONS: list[tuple[str, object]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A service that restarts on the same port is found again within a second, not after gRPC's default of two minutes.
+    # Reconnect within a second to a service that restarts on the same port; gRPC's default can take two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 _ENDED_WHILE_SENDING = "Internal error from Core"
-"""Error text of grpc.aio (1.76 to 1.83), with the code INTERNAL."""
+"""Error text of grpc.aio (1.76 to 1.83), with code INTERNAL, if a stream ends while the client still sends."""
 
 
 def retry_options(methods: list[tuple[str, str]]) -> list[tuple[str, object]]:
-    """Lets gRPC repeat the named (service, method) calls on UNAVAILABLE. For calls that a repeat cannot harm."""
+    """Returns options that make gRPC retry the given (service, method) calls on UNAVAILABLE.
+
+    Only for calls that are safe to repeat.
+    """
     names = [{"service": service, "method": method} for service, method in methods]
     policy = {
         "maxAttempts": 4,
@@ -42,27 +45,27 @@ def retry_options(methods: list[tuple[str, str]]) -> list[tuple[str, object]]:
 
 
 def open_channel(address: str, options: list[tuple[str, object]]) -> grpc.aio.Channel:
-    """A channel to a service of the same Fovea: with mutual TLS if this process has certificates."""
+    """Opens a channel to a service of the same Fovea, with mutual TLS if this process has certificates."""
     if certificates := tls.certificates():
         return grpc.aio.secure_channel(address, certificates.for_client(), options=[*options, *tls.CLIENT_OPTIONS])
     return grpc.aio.insecure_channel(address, options=options)
 
 
 def open_blocking_channel(address: str) -> grpc.Channel:
-    """The same for threads."""
+    """Opens a blocking channel, for use in threads."""
     if certificates := tls.certificates():
         return grpc.secure_channel(address, certificates.for_client(), options=[*OPTIONS, *tls.CLIENT_OPTIONS])
     return grpc.insecure_channel(address, options=OPTIONS)
 
 
 class ServiceClient:
-    """Base of the typed clients. Use as `async with`, or call `close`.
+    """Base class of the typed clients. Use it with `async with`, or call `close`.
 
     Args:
         address: host:port of the service.
-        retryable: (service, method) pairs that may be repeated on UNAVAILABLE.
-        metadata: Sent with every call, for example an API key.
-        internal: Whether the service is one behind the gateway, which has certificates if this process has.
+        retryable: (service, method) pairs that gRPC may retry on UNAVAILABLE.
+        metadata: Metadata sent with every call, such as an API key.
+        internal: Whether the service is behind the gateway. Such a service uses TLS if this process has certificates.
     """
 
     def __init__(
@@ -88,11 +91,11 @@ class ServiceClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channel; calls in flight are cancelled."""
+        """Closes the channel and cancels calls in flight."""
         await self.channel.close(None)
 
     async def is_serving(self, service: str = "", timeout_s: float = 2.0) -> bool:
-        """Whether the health check of `service` answers SERVING; False also if nobody listens."""
+        """Returns whether the health check of `service` answers SERVING. False if the service cannot be reached."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
@@ -101,10 +104,10 @@ class ServiceClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _raised(self, error: grpc.aio.AioRpcError) -> FoveaError:
-        """What the server raised, or BrokenOff if it did not come to an answer.
+        """Returns the error that the server raised, or BrokenOff if the server did not answer.
 
-        A bare CANCELLED is a server that stopped: our own cancelling looks different. And who is still sending when a
-        stream ends hears of it as an internal error, whatever ended it.
+        A bare CANCELLED means that the server stopped, because a cancellation by this client raises another error. A
+        client that still sends when the stream ends gets an internal error, whatever the cause.
         """
         raised = from_rpc_error(error)
         trailing: Any = error.trailing_metadata() or ()
@@ -113,7 +116,7 @@ class ServiceClient:
         if isinstance(raised, Cancelled):
             return BrokenOff(f"the service at {self.address} stopped during the call")
         if raised.message == _ENDED_WHILE_SENDING:
-            return BrokenOff(f"the service at {self.address} ended the call while it was being sent")
+            return BrokenOff(f"the service at {self.address} ended the call before the request was complete")
         return BrokenOff(raised.message) if type(raised) is Unavailable else raised
 
     async def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:
@@ -129,7 +132,7 @@ class ServiceClient:
             raise self._raised(error) from None
 
     async def _stream(self, method: Any, request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
-        """Yields responses; `request` is one message or an async iterable of them. Leaving early cancels the call."""
+        """Yields responses. `request` is a message or an async iterable of messages. Leaving early cancels the call."""
         call = method(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         try:
             async for response in call:

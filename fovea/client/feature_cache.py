@@ -1,4 +1,4 @@
-"""Vision tensors of images from renderers, kept by digest. Sampler and trainer fetch each in their own way."""
+"""Cache of vision tensors in samplers and trainers, which fetch the tensors from renderers in different ways."""
 
 from cachetools import LRUCache
 
@@ -10,29 +10,27 @@ from fovea.wire.rendered_input import ImageSpan
 
 
 class FeatureCache:
-    """Tensors that were checked against what their renderer promised; the least recently used go first.
-
-    Not safe across threads.
+    """LRU cache of tensors that match what their renderer promised. Not thread-safe.
 
     Args:
-        vision: Knows what the tensors of an image must be; None for a model that takes text only.
-        limit_bytes: The most memory of kept tensors.
-        default_source: Renderer of images that name none; empty refuses them.
+        vision: Vision family that checks tensors of images; None for a text model.
+        limit_bytes: Maximum memory of cached tensors.
+        default_source: Renderer of images that name none; empty to reject them.
     """
 
     def __init__(self, vision: VisionFamily | None, limit_bytes: int, default_source: str) -> None:
         self._vision = vision
         self._default_source = default_source
-        # By both digests: whoever promises other tensors under a known image must not get those of the first.
+        # Keyed by both digests: a request that promises other tensors for a known image must not get the cached ones.
         self._kept: LRUCache[tuple[str, str], FeatureTensors] = LRUCache(limit_bytes, getsizeof=size_bytes)
 
     @property
     def used_bytes(self) -> int:
-        """Memory of what is kept."""
+        """Memory of the cached tensors, in bytes."""
         return int(self._kept.currsize)
 
     def source_of(self, feature: model_input_pb2.VisionFeature, field: str) -> str:
-        """Address of the renderer to ask. Raises InvalidInput naming `field` if there is none."""
+        """Returns the address of the image's renderer. Raises InvalidInput, naming `field`, if there is none."""
         if not (source := feature.source or self._default_source):
             raise InvalidInput(
                 f"{field}.source is empty, and no --renderer is set: name the renderer that holds the tensors",
@@ -41,18 +39,18 @@ class FeatureCache:
         return source
 
     def get(self, feature: model_input_pb2.VisionFeature) -> FeatureTensors | None:
-        """The tensors of an image, if they are kept."""
+        """Returns the cached tensors of an image; None if they are not cached."""
         return self._kept.get((feature.digest, feature.tensors_sha256))
 
     def put(self, feature: model_input_pb2.VisionFeature, tensors: FeatureTensors) -> None:
-        """Keeps the tensors of an image, unless they alone pass the limit."""
+        """Caches the tensors of an image, unless they alone exceed the limit."""
         if size_bytes(tensors) <= self._kept.maxsize:
             self._kept[feature.digest, feature.tensors_sha256] = tensors
 
     def check(self, span: ImageSpan, tensors: FeatureTensors, field: str) -> None:
-        """Raises InvalidInput naming `field` for tensors that are not those of the span, kept ones too.
+        """Raises InvalidInput, naming `field`, if the tensors do not fit the span. Cached tensors must be checked too.
 
-        A digest names one image, but the ids that replace it are the request's own claim.
+        A digest identifies an image, but the ids that replace the image come from the request and may be wrong.
         """
         assert self._vision is not None  # a text model refuses inputs with images
         problem = self._vision.image_problem(tensors, span.is_embedding)

@@ -1,4 +1,4 @@
-"""Client of the gateway's gRPC front: sessions, models, training commands as futures, streamed samples."""
+"""Client of the gateway's gRPC API: sessions, models, training commands as futures, streamed samples."""
 
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -15,11 +15,11 @@ WAIT_S = 30.0
 
 
 class GatewayClient(ServiceClient):
-    """Typed calls to a gateway. Submissions carry a `seq_id`, so all of them may be repeated.
+    """Typed calls to a gateway. Submissions carry a `seq_id`, so all of them are safe to repeat.
 
     Args:
         address: host:port of the gateway's gRPC server.
-        api_key: As the gateway knows it.
+        api_key: An API key that the gateway accepts.
     """
 
     def __init__(self, address: str, api_key: str) -> None:
@@ -32,7 +32,7 @@ class GatewayClient(ServiceClient):
         self._admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     async def capabilities(self, timeout_s: float = 10.0) -> list[gateway_pb2.ServedModel]:
-        """The served models."""
+        """Returns the served models."""
         response = await self._unary(self._stub.GetCapabilities, gateway_pb2.GetCapabilitiesRequest(), timeout_s)
         return list(response.models)
 
@@ -43,23 +43,23 @@ class GatewayClient(ServiceClient):
         return str(response.session_id)
 
     async def heartbeat(self, session_id: str) -> None:
-        """Keeps a session alive. Raises SessionEnded once it is over."""
+        """Keeps a session alive. Raises SessionEnded if it has ended."""
         await self._unary(self._stub.Heartbeat, gateway_pb2.HeartbeatRequest(session_id=session_id), SUBMIT_TIMEOUT_S)
 
     async def finish_session(self, session_id: str) -> None:
-        """Ends a session, with an admin's key anybody's, and frees its models."""
+        """Ends a session and frees its models. With an admin's key, the session may belong to any owner."""
         request = gateway_pb2.FinishSessionRequest(session_id=session_id)
         await self._unary(self._stub.FinishSession, request, SUBMIT_TIMEOUT_S)
 
     async def parked_sessions(self, owner: str = "") -> list[admin_pb2.ParkedSession]:
-        """Sessions that wait for their clients: one's own, with an admin's key an owner's, or everybody's (`*`)."""
+        """Returns parked sessions: the caller's own or, with an admin's key, those of `owner` (`*` for all owners)."""
         request = admin_pb2.ListParkedSessionsRequest(owner=owner)
         return list((await self._unary(self._admin.ListParkedSessions, request, SUBMIT_TIMEOUT_S)).sessions)
 
     async def create_model(
         self, session_id: str, model_seq_id: int, base_model: str, lora: weights_pb2.LoraConfig
     ) -> str:
-        """Makes a model and waits for it; returns its id. Rank 0 trains all parameters."""
+        """Creates a model, waits for it and returns its id. Rank 0 trains all parameters."""
         request = gateway_pb2.SubmitCreateModelRequest(
             session_id=session_id, model_seq_id=model_seq_id, base_model=base_model, lora=lora
         )
@@ -68,7 +68,7 @@ class GatewayClient(ServiceClient):
         return str(record.model_created.model_id)
 
     async def upload_image(self, data: bytes) -> str:
-        """Uploads one encoded image; returns its SHA-256, to be used in an ImageReference."""
+        """Uploads one encoded image and returns its SHA-256 for use in an ImageReference."""
         sha256 = hashlib.sha256(data).hexdigest()
 
         async def pieces() -> AsyncIterator[gateway_pb2.UploadImageRequest]:
@@ -81,7 +81,7 @@ class GatewayClient(ServiceClient):
     async def forward_backward(
         self, header: gateway_pb2.SubmitForwardBackwardHeader, datums: Iterable[gateway_pb2.InputDatum]
     ) -> ForwardBackwardResult:
-        """Computes a loss and waits for it."""
+        """Computes a loss and its gradients, and waits for the result."""
 
         async def records() -> AsyncIterator[gateway_pb2.SubmitForwardBackwardRequest]:
             yield gateway_pb2.SubmitForwardBackwardRequest(header=header)
@@ -98,7 +98,7 @@ class GatewayClient(ServiceClient):
         raise Internal(f"the result of {future.future_id} ends without metrics")
 
     async def create_custom_loss(self, session_id: str, custom_loss_seq_id: int, loss: trainer_pb2.CustomLoss) -> str:
-        """Keeps a traced loss for the session's models; returns its id, to be used as `custom_loss_id`."""
+        """Stores a traced loss for the session's models and returns its id for use as `custom_loss_id`."""
         request = gateway_pb2.CreateCustomLossRequest(
             session_id=session_id, custom_loss_seq_id=custom_loss_seq_id, loss=loss
         )
@@ -106,7 +106,7 @@ class GatewayClient(ServiceClient):
         return str(response.custom_loss_id)
 
     async def optim_step(self, model_id: str, seq_id: int, adam: trainer_pb2.AdamParams) -> dict[str, float]:
-        """Takes a step and waits for it; returns its metrics."""
+        """Performs an optimizer step, waits for it and returns its metrics."""
         request = gateway_pb2.SubmitOptimStepRequest(model_id=model_id, seq_id=seq_id, adam=adam)
         future = await self._unary(self._stub.SubmitOptimStep, request, SUBMIT_TIMEOUT_S)
         return dict((await self.wait(future.future_id)).metrics.values)
@@ -114,9 +114,10 @@ class GatewayClient(ServiceClient):
     async def save_for_sampler(
         self, model_id: str, seq_id: int, name: str = "", *, inflight: bool = False
     ) -> gateway_pb2.SnapshotSaved:
-        """Freezes weights for sampling and waits until they are; without a name, opens a sampling session on them.
+        """Saves weights for sampling and waits until they are saved. Without a name, also opens a sampling session on
+        them.
 
-        Later ones with `inflight` move that session forward too, under the samples that run.
+        With `inflight`, later calls move that session to the new weights, even while its samples run.
         """
         request = gateway_pb2.SubmitSaveForSamplerRequest(
             model_id=model_id, seq_id=seq_id, name=name, inflight=inflight
@@ -127,7 +128,7 @@ class GatewayClient(ServiceClient):
     async def create_sampling_session(
         self, session_id: str, sampling_session_seq_id: int, base_model: str = "", model_path: str = ""
     ) -> str:
-        """Opens a sampling session on a base model or on a saved path; returns its id."""
+        """Opens a sampling session on a base model or a saved path, and returns its id."""
         weights: dict[str, Any] = {"model_path": model_path} if model_path else {"base_model": base_model}
         request = gateway_pb2.CreateSamplingSessionRequest(
             session_id=session_id, sampling_session_seq_id=sampling_session_seq_id, **weights
@@ -138,17 +139,17 @@ class GatewayClient(ServiceClient):
     def sample(
         self, request: gateway_pb2.SampleTokensRequest, timeout_s: float = 3600.0
     ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
-        """Streams events; closing the iterator early cancels the request in the engine."""
+        """Streams sampling events. Closing the iterator early cancels the request in the engine."""
         return self._stream(self._stub.SampleTokens, request, timeout_s)
 
     async def wait(self, future_id: str) -> gateway_pb2.WaitFutureResponse:
-        """The only record of a result. Raises what the command failed with."""
+        """Waits for a result with one record and returns the record. Raises the error of the command."""
         async for record in self.result(future_id):
             return record
         raise Internal(f"the result of {future_id} is empty")
 
     async def result(self, future_id: str) -> AsyncIterator[gateway_pb2.WaitFutureResponse]:
-        """Streams the records of a result, asking again until there is one. Raises what the command failed with."""
+        """Streams the records of a result, polling until it is available. Raises the error of the command."""
         request = gateway_pb2.WaitFutureRequest(future_id=future_id, timeout_s=WAIT_S)
         pending = True
         while pending:

@@ -1,4 +1,4 @@
-"""Clients of renderers: images go up once, rendered inputs and their tensors come back."""
+"""Clients of renderers: they upload each image once and return rendered inputs and vision tensors."""
 
 import hashlib
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from fovea.wire.features import FeatureAssembler, FeatureTensors, check_feature
 
 
 class RendererClient(ServiceClient):
-    """Typed calls to one renderer. All of them may be repeated, so gRPC does so on UNAVAILABLE."""
+    """Typed calls to one renderer. All of them are safe to repeat, so gRPC retries them on UNAVAILABLE."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -25,7 +25,7 @@ class RendererClient(ServiceClient):
         self._stub = renderer_pb2_grpc.RendererServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0) -> renderer_pb2.GetRendererInfoResponse:
-        """What the renderer serves."""
+        """Returns the model and capabilities of the renderer."""
         response: renderer_pb2.GetRendererInfoResponse = await self._unary(
             self._stub.GetRendererInfo, renderer_pb2.GetRendererInfoRequest(), timeout_s
         )
@@ -34,9 +34,9 @@ class RendererClient(ServiceClient):
     async def render(
         self, model_input: model_input_pb2.ModelInput, timeout_s: float = 60.0
     ) -> model_input_pb2.RenderedInput:
-        """Splices one model input. Images too big to ride along are put first.
+        """Renders one model input. Images that are too large for the request are uploaded first.
 
-        Raises InvalidInput naming the chunk for whatever cannot be rendered.
+        Raises InvalidInput, which names the chunk that cannot be rendered.
         """
         slim = await self._put_large_images(model_input, timeout_s)
         response: renderer_pb2.RenderResponse = await self._unary(
@@ -45,7 +45,7 @@ class RendererClient(ServiceClient):
         return response.rendered
 
     async def put_image(self, data: bytes, timeout_s: float = 60.0) -> str:
-        """Uploads one encoded image; returns its SHA-256, to be used in an ImageReference."""
+        """Uploads one encoded image and returns its SHA-256 for use in an ImageReference."""
         sha256 = hashlib.sha256(data).hexdigest()
 
         async def pieces() -> AsyncIterator[renderer_pb2.PutImageRequest]:
@@ -56,7 +56,7 @@ class RendererClient(ServiceClient):
         return sha256
 
     async def fetch_features(self, digests: list[str], timeout_s: float = 60.0) -> dict[str, FeatureTensors]:
-        """The tensors of rendered images by digest. Raises FeatureEvicted for a digest that is not held."""
+        """Returns the tensors of rendered images by digest. Raises FeatureEvicted if one is no longer cached."""
         assembler = FeatureAssembler()
         features: dict[str, FeatureTensors] = {}
         request = renderer_pb2.FetchFeaturesRequest(digests=digests)
@@ -87,7 +87,7 @@ class RendererClient(ServiceClient):
 
 
 class FeatureFetcher:
-    """Fetches tensors of images from the renderers that hold them; blocks, for processes without an event loop."""
+    """Fetches vision tensors from the renderers that hold them. Blocking, for processes without an event loop."""
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.Channel] = {}
@@ -96,9 +96,11 @@ class FeatureFetcher:
     def fetch(
         self, features: list[model_input_pb2.VisionFeature], timeout_s: float = 60.0
     ) -> dict[str, FeatureTensors]:
-        """Tensors by digest, each checked against its `tensors_sha256`.
+        """Returns tensors by digest, each checked against its `tensors_sha256`.
 
-        Raises FeatureEvicted if a renderer no longer holds one, Internal if bytes differ from what was promised.
+        Raises:
+            FeatureEvicted: A renderer no longer holds the tensors of an image.
+            Internal: Tensors differ from the digest in `features`.
         """
         by_source: dict[str, dict[str, model_input_pb2.VisionFeature]] = {}
         for feature in features:
@@ -109,7 +111,7 @@ class FeatureFetcher:
         return fetched
 
     def close(self) -> None:
-        """Closes all channels."""
+        """Closes the channels to all renderers."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

@@ -1,4 +1,4 @@
-"""Client of the sampler."""
+"""Client of a sampler."""
 
 from collections.abc import AsyncIterable, AsyncIterator
 
@@ -16,7 +16,7 @@ class SamplerClient(ServiceClient):
         self._stub = sampler_pb2_grpc.SamplerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0) -> sampler_pb2.GetSamplerInfoResponse:
-        """What the sampler serves and which snapshots it holds."""
+        """Returns the sampler's model and the snapshots that it holds."""
         response: sampler_pb2.GetSamplerInfoResponse = await self._unary(
             self._stub.GetSamplerInfo, sampler_pb2.GetSamplerInfoRequest(), timeout_s
         )
@@ -25,20 +25,20 @@ class SamplerClient(ServiceClient):
     def sample(
         self, request: sampler_pb2.SampleRequest, timeout_s: float = 3600.0
     ) -> AsyncIterator[sampler_pb2.SampleResponse]:
-        """Streams events; closing the iterator early cancels the request in the engine.
+        """Streams sampling events. Closing the iterator early cancels the request in the engine.
 
-        Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, Unavailable among others.
+        Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput and Unavailable, among others.
         """
         return self._stream(self._stub.Sample, request, timeout_s)
 
     def answer_openai(
         self, requests: AsyncIterable[sampler_pb2.AnswerOpenAIRequest], timeout_s: float = 3600.0
     ) -> AsyncIterator[sampler_pb2.AnswerOpenAIResponse]:
-        """A plan, then the answer, as the caller tells what was sampled. Raises InvalidInput, Unimplemented."""
+        """Streams a plan, then the answer to the samples the caller reports. Raises InvalidInput, Unimplemented."""
         return self._stream(self._stub.AnswerOpenAI, requests, timeout_s)
 
     async def join_transfer_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> str:
-        """Joins a transfer group; returns the instance id of the sampler that joined."""
+        """Joins a transfer group and returns the instance id of the sampler."""
         response: sampler_pb2.JoinTransferGroupResponse = await self._unary(
             self._stub.JoinTransferGroup, request, request.timeout_s + 5.0
         )
@@ -52,14 +52,14 @@ class SamplerClient(ServiceClient):
     def receive_snapshot(
         self, request: sampler_pb2.ReceiveSnapshotRequest
     ) -> AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]:
-        """Streams `ready`, then `loaded`."""
+        """Receives a snapshot. Streams `ready`, then `loaded`."""
         return self._stream(self._stub.ReceiveSnapshot, request, request.timeout_s + 5.0)
 
     async def check_snapshot(self, manifest: weights_pb2.SnapshotManifest, timeout_s: float = 60.0) -> None:
-        """Raises InvalidInput if no snapshot of this layout could be received."""
+        """Raises InvalidInput if the sampler cannot receive snapshots of this layout."""
         request = sampler_pb2.CheckSnapshotRequest(manifest=manifest)
         await self._unary(self._stub.CheckSnapshot, request, timeout_s)
 
     async def drop_snapshot(self, snapshot_id: str, timeout_s: float = 60.0) -> None:
-        """Forgets a snapshot."""
+        """Removes a snapshot from the sampler."""
         await self._unary(self._stub.DropSnapshot, sampler_pb2.DropSnapshotRequest(snapshot_id=snapshot_id), timeout_s)

@@ -1,4 +1,4 @@
-"""Client of the trainer."""
+"""Client of a trainer."""
 
 from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
@@ -20,14 +20,14 @@ class ForwardBackwardResult(NamedTuple):
 
 
 class TrainerClient(ServiceClient):
-    """Typed calls to one trainer. Never repeats a command by itself: one without `seq_id` could step twice."""
+    """Typed calls to one trainer. It never retries a command, because one without `seq_id` could step twice."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, retryable=[(TRAINER_SERVICE, "GetTrainerInfo")], metadata=secret.metadata())
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0, with_kept: bool = False) -> trainer_pb2.GetTrainerInfoResponse:
-        """What the trainer serves and which models exist; if asked, also which are only kept for recovery."""
+        """Returns the trainer's base model and its models; with `with_kept`, also those stored only for recovery."""
         request = trainer_pb2.GetTrainerInfoRequest(with_kept=with_kept)
         response: trainer_pb2.GetTrainerInfoResponse = await self._unary(self._stub.GetTrainerInfo, request, timeout_s)
         return response
@@ -35,7 +35,9 @@ class TrainerClient(ServiceClient):
     async def create_model(
         self, model_id: str, lora: weights_pb2.LoraConfig | None, timeout_s: float = COMMAND_TIMEOUT_S
     ) -> weights_pb2.SnapshotManifest | None:
-        """Makes a model; returns the layout of its snapshots, or None if `lora` is and all parameters are trained."""
+        """Creates a model. Returns the layout of its snapshots, or None if `lora` is None and all parameters are
+        trained.
+        """
         full = trainer_pb2.FullParameterConfig() if lora is None else None
         request = trainer_pb2.CreateModelRequest(model_id=model_id, lora=lora, full=full)
         response: trainer_pb2.CreateModelResponse = await self._unary(self._stub.CreateModel, request, timeout_s)
@@ -44,14 +46,14 @@ class TrainerClient(ServiceClient):
     async def restore_model(
         self, model_id: str, lora: weights_pb2.LoraConfig | None, timeout_s: float = COMMAND_TIMEOUT_S
     ) -> trainer_pb2.RestoreModelResponse:
-        """Makes a model as it was at its newest durable point; one that exists is left alone.
+        """Restores a model from its newest durable state. A model that is in memory stays as it is.
 
         Args:
-            model_id: Which.
-            lora: As it was created with; None if all parameters are trained.
-            timeout_s: Deadline.
+            model_id: Id of the model.
+            lora: The configuration with which it was created; None if all parameters are trained.
+            timeout_s: Deadline in seconds.
 
-        Raises NotFound if nothing is kept of it.
+        Raises NotFound if nothing is stored for the model.
         """
         full = trainer_pb2.FullParameterConfig() if lora is None else None
         request = trainer_pb2.RestoreModelRequest(model_id=model_id, lora=lora, full=full)
@@ -59,13 +61,13 @@ class TrainerClient(ServiceClient):
         return response
 
     async def park_model(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> trainer_pb2.ParkModelResponse:
-        """Makes the newest weights and snapshots of a model durable, then frees it."""
+        """Makes the newest weights and snapshots of a model durable, then frees its memory."""
         request = trainer_pb2.ParkModelRequest(model_id=model_id)
         response: trainer_pb2.ParkModelResponse = await self._unary(self._stub.ParkModel, request, timeout_s)
         return response
 
     async def delete_model(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        """Frees a model."""
+        """Deletes a model from memory."""
         await self._unary(self._stub.DeleteModel, trainer_pb2.DeleteModelRequest(model_id=model_id), timeout_s)
 
     async def forward_backward(
@@ -95,14 +97,14 @@ class TrainerClient(ServiceClient):
     async def fetch_ahead(
         self, model_id: str, features: Iterable[model_input_pb2.VisionFeature], timeout_s: float = 10.0
     ) -> None:
-        """Names images of a `forward_backward` to come, for the trainer to fetch their tensors meanwhile."""
+        """Announces the images of a future `forward_backward`, so that the trainer can prefetch their tensors."""
         request = trainer_pb2.FetchAheadRequest(model_id=model_id, features=features)
         await self._unary(self._stub.FetchAhead, request, timeout_s)
 
     async def clear_gradients(
         self, model_id: str, timeout_s: float | None = COMMAND_TIMEOUT_S, seq_id: int = 0
     ) -> None:
-        """Drops the gradients accumulated since the last step."""
+        """Discards the gradients accumulated since the last step."""
         request = trainer_pb2.ClearGradientsRequest(model_id=model_id, seq_id=seq_id)
         await self._unary(self._stub.ClearGradients, request, timeout_s)
 
@@ -113,7 +115,7 @@ class TrainerClient(ServiceClient):
         timeout_s: float | None = COMMAND_TIMEOUT_S,
         seq_id: int = 0,
     ) -> trainer_pb2.OptimStepResponse:
-        """Applies the accumulated gradients."""
+        """Performs an optimizer step with the accumulated gradients."""
         request = trainer_pb2.OptimStepRequest(model_id=model_id, adam=adam, seq_id=seq_id)
         response: trainer_pb2.OptimStepResponse = await self._unary(self._stub.OptimStep, request, timeout_s)
         return response
@@ -121,7 +123,7 @@ class TrainerClient(ServiceClient):
     async def save_state(
         self, model_id: str, uri: str, timeout_s: float = COMMAND_TIMEOUT_S
     ) -> trainer_pb2.SaveStateResponse:
-        """Writes weights and optimizer to the folder `uri`."""
+        """Writes weights and optimizer state to the folder `uri`."""
         request = trainer_pb2.SaveStateRequest(model_id=model_id, uri=uri)
         response: trainer_pb2.SaveStateResponse = await self._unary(self._stub.SaveState, request, timeout_s)
         return response
@@ -134,7 +136,7 @@ class TrainerClient(ServiceClient):
         timeout_s: float | None = COMMAND_TIMEOUT_S,
         seq_id: int = 0,
     ) -> int:
-        """Reads a saved state into a model; returns the steps that it had taken."""
+        """Loads a saved state into a model and returns the number of steps in that state."""
         request = trainer_pb2.LoadStateRequest(model_id=model_id, uri=uri, optimizer=optimizer, seq_id=seq_id)
         response: trainer_pb2.LoadStateResponse = await self._unary(self._stub.LoadState, request, timeout_s)
         return response.step
@@ -147,7 +149,7 @@ class TrainerClient(ServiceClient):
         timeout_s: float = COMMAND_TIMEOUT_S,
         is_export: bool = False,
     ) -> weights_pb2.Snapshot:
-        """Freezes the weights of a model, in storage too if `uri` is given; of an export, in the form that all read."""
+        """Takes a snapshot of the weights. With `uri`, also stores it; an export is stored in a portable format."""
         request = trainer_pb2.TakeSnapshotRequest(
             model_id=model_id, snapshot_id=snapshot_id, uri=uri, is_export=is_export
         )
@@ -157,7 +159,7 @@ class TrainerClient(ServiceClient):
     async def push_snapshot(
         self, snapshot_id: str, samplers: list[str], uri: str = "", timeout_s: float = 120.0
     ) -> trainer_pb2.PushSnapshotResponse:
-        """Broadcasts a snapshot to samplers; an empty id pushes the base weights."""
+        """Broadcasts a snapshot to samplers. An empty id broadcasts the base weights."""
         request = trainer_pb2.PushSnapshotRequest(
             snapshot_id=snapshot_id, uri=uri, samplers=samplers, timeout_s=timeout_s
         )
@@ -167,6 +169,6 @@ class TrainerClient(ServiceClient):
         return response
 
     async def forget_snapshot(self, snapshot_id: str, timeout_s: float = 60.0) -> None:
-        """Forgets a snapshot held in memory."""
+        """Removes a snapshot from memory."""
         request = trainer_pb2.ForgetSnapshotRequest(snapshot_id=snapshot_id)
         await self._unary(self._stub.ForgetSnapshot, request, timeout_s)

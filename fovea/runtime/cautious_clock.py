@@ -1,4 +1,4 @@
-"""What time it is for deleting what has expired: a wall clock that jumps ahead must delete nothing for good."""
+"""A clock for deleting expired data: if the wall clock jumps ahead, nothing is deleted permanently because of it."""
 
 import logging
 import time
@@ -11,15 +11,15 @@ _BELIEVED_AFTER_S = 86400.0
 
 
 def _since_boot() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps, and nobody can set it
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # includes time asleep and cannot be set
 
 
 class CautiousClock:
-    """The wall's clock, unless it jumped ahead: then what it was, going on. A jump is believed if it lasts for a day.
+    """A wall clock that ignores jumps ahead: after one, it continues from the old time until the jump has lasted a day.
 
     Args:
-        wall: Seconds since the epoch; may jump.
-        steady: Seconds since whenever; never jumps.
+        wall: Returns seconds since the epoch; may jump.
+        steady: Returns seconds since an arbitrary moment; never jumps.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot) -> None:
@@ -28,18 +28,20 @@ class CautiousClock:
         self._jumped_at: float | None = None
 
     def now(self) -> float:
-        """Seconds since the epoch that have passed beyond doubt."""
+        """Returns seconds since the epoch, never later than what is known to be true."""
         steady = self._steady()
         own, wall = self._offset_s + steady, self._wall()
         if wall - own <= _JUMP_S:
             self._jumped_at = None
-            if own - wall <= _JUMP_S:  # the slow corrections that every clock gets
+            if own - wall <= _JUMP_S:  # small corrections, such as those of NTP
                 self._offset_s = wall - steady
             return min(own, wall)
         if self._jumped_at is None:
             self._jumped_at = steady
             logger.error(
-                "the clock jumped ahead by %.0f s: nothing expires by that for a day; set it right", wall - own
+                "the system clock jumped ahead by %.0f s; for one day nothing expires because of it; set "
+                "the clock right",
+                wall - own,
             )
         elif steady - self._jumped_at > _BELIEVED_AFTER_S:
             self._offset_s, self._jumped_at = wall - steady, None

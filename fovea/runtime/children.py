@@ -1,4 +1,4 @@
-"""How processes begin and end: quickly, and with their parent."""
+"""Start and end of processes: fast imports, minimal environments, and an end together with the parent."""
 
 import ctypes
 import gc
@@ -18,18 +18,19 @@ _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 @contextmanager
 def importing(*without: str) -> Iterator[None]:
-    """Imports torch, vLLM and their like in three quarters of the time: what they make stays, and is not looked at.
+    """Runs imports of torch, vLLM and other large packages without garbage collection, which saves a quarter of the
+    time.
 
-    By default the collector goes through hundreds of thousands of objects, again and again, and finds nothing to free;
-    neither do later collections look at them.
+    By default the collector scans hundreds of thousands of objects again and again and finds nothing to free.
+    Afterwards the objects are frozen, so later collections skip them.
 
     Args:
-        without: Packages that count as not installed meanwhile: those which are imported where they are found, take
-            long, and serve nothing here.
+        without: Packages to hide meanwhile, as if they were not installed: slow optional imports that are not needed
+            here.
     """
     hidden = [name for name in without if name not in sys.modules]
     for name in hidden:
-        sys.modules[name] = cast(ModuleType, None)  # as Python's own documentation has it
+        sys.modules[name] = cast(ModuleType, None)  # the documented way to make an import fail
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -46,24 +47,24 @@ _HARMLESS = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ", "HOME", "TMPDIR"
 
 
 def bare_environment(*prefixes: str, **more: str) -> dict[str, str]:
-    """Returns an environment without secrets, for a process that handles what tenants send.
+    """Returns an environment without secrets, for a process that handles data from tenants.
 
     Args:
-        prefixes: Beginnings of further variables to keep.
-        more: Variables to add, or to set otherwise.
+        prefixes: Prefixes of further variables to keep.
+        more: Variables to add or override.
     """
     kept = {name: value for name, value in os.environ.items() if name in _HARMLESS or name.startswith(prefixes)}
     return kept | more
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process once the thread that started it ends. Linux only; elsewhere no effect.
+    """Asks the kernel to kill this process when the thread that started it ends. Has an effect on Linux only.
 
-    SIGKILL, since a process that drains may wait forever for somebody who reads its pipe.
+    The signal is SIGKILL, because a draining process may wait forever for a pipe that is no longer read.
 
     Args:
-        parent_pid: Process id of the parent. It may have died before this call, and then no signal comes: this process
-            ends here if its parent is another one by now. None leaves that out.
+        parent_pid: Process id of the parent. If the parent died before this call, no signal arrives; this process then
+            exits if its parent has another id. None skips that check.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
@@ -73,10 +74,10 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process as soon as its last log lines and spans are out.
+    """Ends this process as soon as its last log lines and spans are written.
 
-    Waits for no thread, one of which may be stuck in a collective with a rank that is gone, and does not tear down the
-    interpreter: with torch and vLLM in it that alone takes three seconds.
+    It does not wait for threads, because one may be stuck in a collective operation with a dead rank. It does not tear
+    down the interpreter either, which takes three seconds with torch and vLLM loaded.
     """
     tracing.shutdown()
     logging.shutdown()

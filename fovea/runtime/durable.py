@@ -1,4 +1,4 @@
-"""What a power cut leaves (a synced file, the name of one whose folder was synced), and what a full disk says."""
+"""Durable writes: fsync of files, folders and names, so that they survive a power cut; and errors for full disks."""
 
 import errno
 import os
@@ -11,19 +11,19 @@ from fsspec.implementations.local import LocalFileSystem
 from fovea.wire.errors import DiskFull
 
 _WITHOUT_NAMES = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
-"""File systems that sync no folders, and folders above ours that are not ours to open."""
+"""Errors of file systems that cannot sync folders, and of parent folders that this user may not open."""
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that a disk, or somebody's share of it, is full."""
+    """Returns whether an error means that a disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def naming_full_disk(place: str) -> Iterator[None]:
-    """Raises DiskFull that names a path or URL, instead of an error that says that its disk is full.
+    """Replaces an error about a full disk with DiskFull, which names `place`, a path or URL.
 
-    Also instead of one that came of that: what writes an archive may fail once more when it closes it.
+    Also replaces errors that a full disk caused indirectly: closing an archive after a failed write may fail once more.
     """
     try:
         yield
@@ -34,17 +34,18 @@ def naming_full_disk(place: str) -> Iterator[None]:
         if cause is None:
             raise
         raise DiskFull(
-            f"the disk of {place} is full, and nothing was kept there: delete checkpoints or have it made larger, then "
-            "send this again",
+            f"the disk of {place} is full, so nothing was stored there; delete checkpoints or enlarge the disk, then "
+            "retry the request",
             place=place,
         ) from error
 
 
 def sync_folder(files: Any, path: str) -> None:
-    """Has the disk keep all that is in a folder, and its own name. Raises OSError if it cannot.
+    """Syncs all files of a folder and its name to disk. Raises OSError on failure.
 
     Args:
-        files: Its fsspec file system. Those that are not this machine's keep what they have acknowledged.
+        files: fsspec file system of the folder. Remote ones are skipped: they store what they have acknowledged.
+        path: Absolute path of the folder.
     """
     if not isinstance(files, LocalFileSystem):
         return
@@ -56,13 +57,13 @@ def sync_folder(files: Any, path: str) -> None:
 
 
 def sync_place(files: Any, path: str) -> None:
-    """Has the disk keep the name of a file or folder, and that of every folder above."""
+    """Syncs the name of a file or folder, and the names of all its parents."""
     if isinstance(files, LocalFileSystem):
         sync_name(path)
 
 
 def sync_name(path: str) -> None:
-    """The same for an absolute path on this machine."""
+    """Does the same as `sync_place` for an absolute path on this machine."""
     while not os.path.ismount(path):
         path = os.path.dirname(path)
         _sync_names(path)

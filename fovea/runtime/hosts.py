@@ -1,4 +1,4 @@
-"""Hosts and ports that servers are told to listen on."""
+"""Addresses and ports for servers to listen on."""
 
 import fcntl
 import ipaddress
@@ -11,18 +11,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 WILDCARDS = ("0.0.0.0", "::")
-"""Those that stand for all addresses of a machine: nothing can be reached under them."""
+"""Addresses that stand for all addresses of a machine; clients cannot connect to them."""
 
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000
 _LEAST_PORTS = 1_000
-_draw = random.SystemRandom()  # two processes that seed `random` alike must not find the same ports
+_draw = random.SystemRandom()  # two processes with the same `random` seed must not find the same ports
 _claims: dict[int, socket.socket] = {}
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a name or an address leads to this machine alone."""
+    """Returns whether a name or address reaches only this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(authority: str) -> str:
-    """Returns the host of `host:port` or `scheme://host:port`, in lower case; an empty text if there is none."""
+    """Returns the host of `host:port` or `scheme://host:port` in lower case; an empty string if there is none."""
     try:
         return urlsplit(authority if "://" in authority else f"//{authority}").hostname or ""
     except ValueError:
@@ -38,16 +38,16 @@ def host_of(authority: str) -> str:
 
 
 def listening(host: str, port: int = 0) -> socket.socket:
-    """A listening socket on `host` alone; on all addresses for 0.0.0.0 and ::, which takes IPv4 too.
+    """Returns a listening socket on `host` only; for 0.0.0.0 and :: on all addresses. :: includes IPv4.
 
-    Raises OSError if `host` is no address of this machine, or the port is taken.
+    Raises OSError if `host` is not an address of this machine or the port is in use.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IP address, such as eth0; empty if none does."""
+    """Returns the network interface with this IP address, such as eth0; empty if there is none."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6:
         with suppress(FileNotFoundError):
@@ -66,12 +66,13 @@ def interface_of(address: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, and that nobody gets by chance before they are used.
+    """Returns unused ports of 127.0.0.1 that no other program will get by chance before they are used.
 
-    The kernel gives ports of one range to outgoing connections and to whoever binds port 0: a port of that range may be
-    taken while a service still imports its libraries. These lie below it, if there is room below it; none is found
-    twice in a process, where gRPC goes on to remember for a while that nobody listens on a port, nor (on Linux) by two
-    processes of a machine that live at once: of 16 Foveas that started together, two had drawn the same port.
+    The kernel assigns ports of a certain range to outgoing connections and to programs that bind port 0. A port of that
+    range could be assigned while a service still imports its libraries, so these ports lie below the range if there is
+    room. A process never returns a port twice, because gRPC remembers for a while that a port did not answer. On Linux,
+    two processes that run at the same time never return the same port: when 16 Foveas started together, two had picked
+    the same one.
     """
     first_given = _first_given()
     if first_given - _LOWEST_PORT < _LEAST_PORTS:
@@ -88,7 +89,7 @@ def free_ports(count: int) -> list[int]:
 def _first_given() -> int:
     with suppress(FileNotFoundError):
         return int(_PORT_RANGE_FILE.read_text().split()[0])
-    return 49152  # where other systems begin, by RFC 6335
+    return 49152  # start of the dynamic range in RFC 6335, which other systems use
 
 
 def _is_free(port: int) -> bool:
@@ -101,11 +102,11 @@ def _is_free(port: int) -> bool:
 
 
 def _claim(port: int) -> socket.socket | None:
-    """What a process holds, until it ends, of a port that it found; None if another holds it."""
+    """Claims a port on this machine until the process ends. Returns the claim; None if another process has one."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if sys.platform == "linux":
         try:
-            claim.bind(f"\0fovea-port-{port}")  # a name without a file: nothing is left behind by a kill
+            claim.bind(f"\0fovea-port-{port}")  # an abstract name: it leaves no file behind after a kill
         except OSError:
             claim.close()
             return None

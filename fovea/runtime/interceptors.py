@@ -1,4 +1,4 @@
-"""What happens around every gRPC call of a service: errors become statuses, calls are counted, traces go on."""
+"""gRPC interceptor of all services: maps errors to statuses, counts and times calls, and continues traces."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ CALL_SECONDS = Histogram(
 
 Context = grpc.aio.ServicerContext
 _AsTold = Callable[[FoveaError], FoveaError]
-_UNTOUCHED = ("/grpc.",)  # health and reflection bring their own statuses
+_UNTOUCHED = ("/grpc.",)  # health and reflection set their own statuses
 _KINDS = {
     (request, response): f"{'stream' if request else 'unary'}_{'stream' if response else 'unary'}"
     for request in (False, True)
@@ -37,13 +37,15 @@ _KINDS = {
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns a raised FoveaError into its status, and anything else into INTERNAL with a request id.
+    """Turns a FoveaError into its gRPC status, and any other exception into INTERNAL with a request id.
 
-    What was raised unmapped never reaches the caller: it may hold paths or secrets. The log has it under the id.
+    The text of other exceptions never reaches the caller, because it may contain paths or secrets. The log has it under
+    the request id.
 
     Args:
-        begins_traces: Whether a call without a `traceparent` begins a trace; one with it is part of the caller's.
-        as_told: Makes of each error what the caller is told.
+        begins_traces: Whether a call without a `traceparent` begins a trace. A call with one continues the caller's
+            trace.
+        as_told: Returns the error that the caller receives for a given error.
     """
 
     def __init__(self, begins_traces: bool = False, as_told: _AsTold = lambda error: error) -> None:
@@ -58,7 +60,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         if handler is None or method.startswith(_UNTOUCHED):
             return handler
-        # The stubs of grpc describe its threaded server; the asyncio one hands the same object with coroutines in it.
+        # grpc's type stubs describe the threaded server; the asyncio server passes the same object with coroutines in
+        # it.
         untyped: Any = handler
         kind = _KINDS[handler.request_streaming, handler.response_streaming]
         guard = _guard_stream if handler.response_streaming else _guard_unary
@@ -95,14 +98,14 @@ def _guard_stream(
 
 
 def _span(method: str, context: Context, begins_traces: bool) -> AbstractContextManager[None]:
-    """The span of a call. Who merely asks whether we are alive has none: those calls are many."""
+    """Returns the span of a call. Health checks, which are frequent, have none."""
     metadata: Any = context.invocation_metadata()
     parent = tracing.incoming(metadata)
     return tracing.span(method.lstrip("/"), parent) if parent or begins_traces else nullcontext()
 
 
 class _Call:
-    """One call: timed, counted, and ended with the right status."""
+    """One call: measures and counts it, and sets its status."""
 
     def __init__(self, method: str, context: Context, as_told: _AsTold) -> None:
         self._method = method.rsplit("/", 1)[-1]
@@ -135,4 +138,4 @@ class _Call:
     def _unmapped(self, error: BaseException) -> FoveaError:
         request_id = uuid.uuid4().hex[:12]
         logger.error("%s failed, request %s", self._method, request_id, exc_info=error)
-        return Internal(f"internal error in {self._method}; the service's log has it as request {request_id}")
+        return Internal(f"internal error in {self._method}; see request {request_id} in the service's log")

@@ -1,4 +1,4 @@
-"""Readable logs: one line per event, time, service, level, logger, message; within a trace its id too."""
+"""Log format: one line per event with time, service, level, logger and message, and the trace id if there is one."""
 
 import logging
 import os
@@ -7,15 +7,15 @@ from typing import Any
 
 from fovea.runtime import tracing
 
-# Control characters of terminals, what readers of lines end them at, what turns text around, and halves of pairs.
+# Terminal control characters, line separators, characters that reverse text, and lone surrogates.
 _UNPRINTABLE = (*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in (*_UNPRINTABLE, *range(0xD800, 0xE000))}
 
 
 def configure(service: str, level: str = "INFO") -> None:
-    """Sends all logging of this process to standard error, each line marked with the service's name."""
+    """Sends all logs of this process to standard error. Each line contains the name of the service."""
     handler = logging.StreamHandler(sys.stderr)
-    # `fovea up` puts the name before every line itself.
+    # `fovea up` adds the name to every line itself.
     name = "" if os.environ.get("FOVEA_SUPERVISED") else f"{service:<8} "
     handler.setFormatter(
         _OneLine(f"%(asctime)s.%(msecs)03d {name}%(levelname)-7s %(name)s:%(trace)s %(message)s", "%H:%M:%S")
@@ -29,9 +29,9 @@ def configure(service: str, level: str = "INFO") -> None:
 
 
 class _OneLine(logging.Formatter):
-    """A message is one line whatever clients put into it, and no line of a traceback looks like a message."""
+    """Formats each message as one line, whatever it contains, and indents tracebacks so they cannot fake messages."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging names it
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in `logging`
         record.message = record.message.translate(_ESCAPES)
         return super().formatMessage(record)
 
@@ -41,7 +41,7 @@ class _OneLine(logging.Formatter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Gives a record the field `trace`; lets it through."""
+    """Adds the field `trace` to a record. Returns true, so the record is logged."""
     trace_id = tracing.trace_id()
     record.trace = f" trace={trace_id}" if trace_id else ""
     return True

@@ -1,4 +1,4 @@
-"""Memory of this machine, and of the GPUs that a service sees, as the driver says; without a GPU, of its processes."""
+"""Memory of the GPUs that a service sees, and of this machine; as metrics and for reports."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMemory(NamedTuple):
-    """One GPU: its number or UUID as the driver counts, bytes in use and in all."""
+    """Memory of one GPU: its index or UUID in the driver, and used and total bytes."""
 
     device: str
     used_bytes: int
@@ -25,7 +25,7 @@ class DeviceMemory(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Memory of a service: bytes in use and in all, of its GPUs or of its host."""
+    """Memory of a service: used and total bytes of its GPUs, or of the host if it has none."""
 
     used_bytes: int
     total_bytes: int
@@ -33,17 +33,17 @@ class MemoryUse(NamedTuple):
 
 
 class GpuMemory(Collector):
-    """Asks for the memory of all devices whenever Prometheus does."""
+    """Prometheus collector that reads the memory of all GPUs at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[DeviceMemory]]) -> None:
         self.read = read
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """The metric without values."""
+        """Yields the metric without values."""
         yield _family()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Used and total bytes by device."""
+        """Yields used and total bytes per device."""
         family = _family()
         for memory in self.read():
             family.add_metric([memory.device, "used"], memory.used_bytes)
@@ -55,18 +55,18 @@ _SHOWN: list[GpuMemory] = []
 
 
 def show_gpu_memory() -> None:
-    """Shows, from now on, the memory of the GPUs in CUDA_VISIBLE_DEVICES, of all if it is not set.
+    """Adds the memory of the GPUs in CUDA_VISIBLE_DEVICES to the metrics; all GPUs if the variable is not set.
 
-    Makes no CUDA context. Without nvidia-ml-py, or where the driver does not answer it, the log says so.
+    Creates no CUDA context. Logs a warning if nvidia-ml-py is missing or the driver does not answer.
     """
     if importlib.util.find_spec("pynvml") is None:
-        logger.warning("GPU memory is not in the metrics: install nvidia-ml-py")
+        logger.warning("GPU memory is missing from the metrics: install nvidia-ml-py")
         return
     nvml: Any = importlib.import_module("pynvml")
     try:
         handles = _visible(nvml)
     except nvml.NVMLError as error:
-        logger.warning("GPU memory is not in the metrics: %s", error)
+        logger.warning("GPU memory is missing from the metrics: %s", error)
         return
 
     def read() -> Iterator[DeviceMemory]:
@@ -79,8 +79,10 @@ def show_gpu_memory() -> None:
 
 
 def memory_use(root_pid: int) -> MemoryUse:
-    """The memory of all GPUs that `show_gpu_memory` shows; without any, what a process and all below it have resident,
-    pages that they share counted for each, and the host's.
+    """Returns the memory of all GPUs in the metrics; without any, the memory of a process and its descendants.
+
+    For processes, used bytes are their resident memory, with shared pages counted once per process; total bytes are the
+    memory of the host.
     """
     devices = [device for shown in _SHOWN for device in shown.read()]
     if devices:
@@ -94,7 +96,7 @@ def _tree(pid: int) -> Iterator[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = task.read_text().split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         for child in children:
             yield from _tree(int(child))
@@ -103,7 +105,7 @@ def _tree(pid: int) -> Iterator[int]:
 def _resident_bytes(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
 
 
@@ -127,14 +129,14 @@ def _family() -> GaugeMetricFamily:
 
 
 def host_memory_bytes() -> int:
-    """What this machine has, or the container that this process is in if that may have less."""
+    """Returns the total memory of this machine, or the limit of this process's container if that is lower."""
     whole = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     limit = _of_container("max")
     return min(whole, int(limit)) if limit.isdigit() else whole
 
 
 def host_free_bytes() -> int:
-    """What of it is left."""
+    """Returns the free memory of this machine or container."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free_bytes = int(lines["MemAvailable"].split()[0]) * 1024
     limit = _of_container("max")
@@ -145,7 +147,7 @@ def host_free_bytes() -> int:
 
 
 def _of_container(name: str) -> str:
-    """A file of this control group's memory; empty where there is no container, or an old one."""
+    """Reads a memory file of this control group; empty outside containers and with cgroup v1."""
     try:
         return Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the files of a base model say that several services must read alike. Needs neither torch nor transformers."""
+"""Reads files of a base model that several services must interpret alike. Needs neither torch nor transformers."""
 
 import hashlib
 import json
@@ -11,39 +11,45 @@ from fovea import vision
 _TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe")
 
 MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
-"""The values of `model_type` that a whole Fovea runs, if `check_supported` finds nothing else."""
+"""Values of `model_type` that Fovea supports in all services, unless `check_supported` rejects the rest of the config.
+"""
 
 STATE_LAYERS = {"qwen3_5_text": "linear_attention", "qwen3_5_moe_text": "linear_attention", "lfm2": "conv"}
-"""What `layer_types` calls layers that carry a state from token to token, by the language model's `model_type`."""
+"""Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
 EXPERT_TYPES = ("qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
-"""The values of `model_type` of mixtures of experts that a whole Fovea runs."""
+"""Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
-"""What some families do to logits after the unembedding, besides capping them."""
+"""Entries that change logits after the unembedding; capping is not among them."""
 _UNLIKE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
-"""Entries of config.json that say how a checkpoint was written, not what it computes."""
+"""Entries of config.json that describe how a checkpoint was written, not what it computes."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def read_config(model: str, download: Callable[[str, str], str]) -> dict[str, Any]:
-    """`config.json` of a checkpoint's directory or, by hub name, of the hub.
+    """Reads `config.json` from a checkpoint folder or, for a Hugging Face model name, from the hub.
 
     Args:
-        download: Fetches (hub name, file) and returns its path, as `hf_hub_download` does.
+        model: Checkpoint folder or Hugging Face model name.
+        download: Downloads (model name, file) and returns the path, as `hf_hub_download` does.
 
-    Raises OSError if there is none, ValueError if it is none.
+    Raises:
+        OSError: The file does not exist.
+        ValueError: The file is not a JSON object.
     """
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
         if path.parent.is_dir() or model.startswith((".", "/", "~")):
-            raise FileNotFoundError(f"{path} does not exist; --model names a checkpoint directory or a hub name")
+            raise FileNotFoundError(
+                f"{path} does not exist; give --model a checkpoint folder or a Hugging Face model name"
+            )
         path = Path(download(model, "config.json"))
     return read_json(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object. Raises ValueError, naming the file, if it does not."""
+    """Reads a file that contains one JSON object. Raises ValueError, which names the file, if it does not."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -54,12 +60,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def language_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's entries of `config.json`: at the top or, in newer checkpoints, in `text_config`."""
+    """Returns the entries of `config.json` for the language model, at the top level or in `text_config`."""
     return {**config, **(config.get("text_config") or {})}
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ValueError, in one line, for a checkpoint that one of the services would refuse. Reads little files."""
+    """Raises ValueError, in one line, for a checkpoint that any service would reject. Reads only small files."""
     config = read_json(directory / "config.json")
     check_supported(config)
     if vision.bind(config, read_added_tokens(directory)):
@@ -67,7 +73,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_supported(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a config.json of which the trainer, the sampler or the renderer cannot run the model."""
+    """Raises ValueError for a config.json of a model that the trainer, the sampler or the renderer cannot run."""
     model_type = config.get("model_type")
     if vision.choose(config) is None and model_type not in _TEXT_MODEL_TYPES:
         experts = f", which has experts ({found})," if (found := experts_of(config)) else ""
@@ -76,14 +82,16 @@ def check_supported(config: Mapping[str, Any]) -> None:
 
 
 def check_variant(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a variant of a supported model that would be computed wrongly where documents are packed.
+    """Raises ValueError for a variant of a supported model that would compute wrong results with packed documents.
 
     Args:
-        config: As the file has it, or as transformers completes it: a file may leave out what is the default.
+        config: config.json as stored, or as completed by transformers; stored files may omit default values.
     """
     name, text = config.get("model_type"), language_entries(config)
     if (found := experts_of(config)) and name not in EXPERT_TYPES:
-        raise ValueError(f"{name} with experts ({found}) is not supported; of mixtures, {', '.join(EXPERT_TYPES)} are")
+        raise ValueError(
+            f"{name} with experts ({found}) is not supported; supported mixtures of experts: {', '.join(EXPERT_TYPES)}"
+        )
     known = {"full_attention", "sliding_attention", STATE_LAYERS.get(str(text.get("model_type")))}
     if unknown := set(text.get("layer_types") or ()) - known:
         raise ValueError(f"layer types {sorted(unknown)} of {name} are not supported")
@@ -91,36 +99,38 @@ def check_variant(config: Mapping[str, Any]) -> None:
         raise ValueError(f"use_bidirectional_attention of {name} is not supported, only causal attention")
     if text.get("hidden_size_per_layer_input") and text.get("pad_token_id", 0) != 0:
         raise ValueError(
-            f"pad_token_id of {name} is {text['pad_token_id']}, must be 0: where images stand, transformers looks it up"
-            " in the embeddings of the layers and vLLM 0"
+            f"pad_token_id of {name} is {text['pad_token_id']}, must be 0: at the positions of images, transformers "
+            "looks up this id in the per-layer embeddings, while vLLM looks up 0"
         )
     if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
-        raise ValueError(f"{changed[0]} of {name} is not supported: logits are products alone")
+        raise ValueError(
+            f"{changed[0]} of {name} is not supported: logits must be the plain product with the unembedding"
+        )
     if any(part.get("attention_dropout") for part in (text, config.get("vision_config") or {})):
         raise ValueError("attention_dropout must be 0")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    # One set of parameters, or one for each type of layer.
+    # There is one set of parameters, or one per type of layer.
     for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
         if "dynamic" in rope_type or rope_type == "longrope":
             raise ValueError(
                 f"rope_type {rope_type!r} of {name} is not supported: its frequencies depend on the longest document "
-                "of a micro-batch, so what a document gets would depend on its neighbours. Take one whose frequencies "
-                "are fixed: default, linear, llama3, yarn"
+                "of a micro-batch, so the result of a document would depend on the others. Use one with fixed "
+                "frequencies: default, linear, llama3 or yarn"
             )
 
 
 def experts_of(config: Mapping[str, Any]) -> str:
-    """The entry of a configuration that says how many experts its language model has; empty if it is dense."""
+    """Returns the config entry that gives the number of experts; empty for a dense model."""
     text = language_entries(config)
     return next((entry for entry in _EXPERT_COUNTS if text.get(entry)), "")
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence that a model was made for, in tokens; None if its configuration does not say.
+    """Returns the longest sequence that a model supports, in tokens; None if its config does not say.
 
-    `max_position_embeddings`, scaled as the rotary embeddings are. With YaRN some checkpoints give the length after
-    scaling there (DeepSeek), some the one before it, as Qwen's own instructions do: the longer of the two holds.
+    This is `max_position_embeddings`, scaled as the rotary embeddings are. For YaRN, some checkpoints store the length
+    after scaling there (DeepSeek), others the length before it, as Qwen's instructions do. The larger result is used.
     """
     text = language_entries(config)
     length = text.get("max_position_embeddings")
@@ -134,7 +144,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def fingerprints(directory: Path) -> dict[str, str]:
-    """SHA-256, hexadecimal, of what all services must read alike of a checkpoint, by the name of it."""
+    """Returns the SHA-256, in hexadecimal, of each file of a checkpoint that all services must read alike."""
     config = read_json(directory / "config.json")
     found = {"config.json": _digest({key: value for key, value in config.items() if key not in _UNLIKE})}
     if (tokenizer := directory / "tokenizer.json").is_file():
@@ -149,7 +159,7 @@ def _digest(settings: Mapping[str, Any]) -> str:
 
 
 def read_added_tokens(directory: Path) -> dict[str, int]:
-    """Ids of the added tokens of a directory's `tokenizer.json` by their text; empty if there is no such file."""
+    """Returns the ids of the added tokens in `tokenizer.json`, keyed by text; empty if the file does not exist."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         return {}
@@ -157,11 +167,13 @@ def read_added_tokens(directory: Path) -> dict[str, int]:
 
 
 def read_image_processor(directory: Path) -> dict[str, Any]:
-    """Settings of a checkpoint's image processor, found as transformers 5 finds them.
+    """Reads the settings of a checkpoint's image processor from the file that transformers 5 would use.
 
-    It saves a processor as one `processor_config.json` with the image processor in it; before, that one had a
-    `preprocessor_config.json` of its own. Raises ValueError, naming both files, if neither says, and naming the one
-    that brings code of its own, whichever is read.
+    transformers 5 saves a processor as one `processor_config.json` that contains the image processor. Older versions
+    saved the image processor as `preprocessor_config.json`.
+
+    Raises:
+        ValueError: Neither file describes an image processor, or one of them needs custom code.
     """
     whole, own = directory / "processor_config.json", directory / "preprocessor_config.json"
     found = {path: read_json(path) for path in (whole, own) if path.is_file()}
@@ -169,8 +181,9 @@ def read_image_processor(directory: Path) -> dict[str, Any]:
     parts = [*found.items(), *([(whole, nested)] if isinstance(nested, dict) else [])]
     if bringing := next((path for path, settings in parts if settings.get("auto_map")), None):
         raise ValueError(
-            f"{bringing} brings code of its own (auto_map, trust_remote_code), which Fovea never runs; take a"
-            " checkpoint whose processor transformers knows itself"
+            f"{bringing} needs custom code (auto_map, trust_remote_code), which Fovea never runs; use a "
+            "checkpoint with "
+            "a processor that is built into transformers"
         )
     if isinstance(nested, dict):
         return nested

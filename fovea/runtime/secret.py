@@ -1,6 +1,7 @@
-"""The secret that the services of one Fovea share: who calls renderer, sampler or trainer proves with it who it is.
+"""The secret that the services of one Fovea share; callers of renderer, sampler and trainer must send it.
 
-It travels with every call: it keeps out who can connect; who reads the network is kept out by `fovea.runtime.tls`.
+It travels with every call. It keeps out callers that can connect; `fovea.runtime.tls` protects against readers of the
+network.
 """
 
 import hmac
@@ -17,19 +18,23 @@ from fovea.wire.errors import Unauthenticated, to_status
 
 VARIABLE = "FOVEA_SERVICE_SECRET"
 FILE_VARIABLE = "FOVEA_SERVICE_SECRET_FILE"
-"""The same for every service and every client, unlike other settings. No argument: others may read a command line."""
+"""Variables with the secret, or with a file that contains it.
+
+Unlike other settings, they have the same name for every service and client. There is no option, because other users can
+read command lines.
+"""
 
 KEY = "fovea-service-secret"
-"""Name of the metadata that carries it."""
+"""Metadata key that carries the secret."""
 
 _LEAST = 16
-_OPEN = "/grpc.health."  # a kubelet's probes bring nothing
+_OPEN = "/grpc.health."  # a kubelet's probes send no secret
 
 
 def service_secret() -> str:
-    """The secret of this process, from its environment or the file that it names; empty if there is none.
+    """Returns the secret of this process, from its environment or a file; empty if there is none.
 
-    Raises ValueError for one that is short or cannot be sent, and for a file that cannot be read.
+    Raises ValueError if the secret is too short or not printable ASCII, or the file cannot be read.
     """
     name = VARIABLE if os.environ.get(VARIABLE) else FILE_VARIABLE
     found = os.environ.get(name, "")
@@ -39,21 +44,21 @@ def service_secret() -> str:
         except (OSError, UnicodeError) as error:
             raise ValueError(f"{FILE_VARIABLE}: {error}") from None
     if found and (len(found) < _LEAST or not found.isascii() or not found.isprintable()):
-        raise ValueError(f"{name} must give at least {_LEAST} printable ASCII characters")
+        raise ValueError(f"{name} must have at least {_LEAST} printable ASCII characters")
     return found
 
 
 def metadata() -> tuple[tuple[str, str], ...]:
-    """What a client of a service sends with every call."""
+    """Returns the metadata that a client of a service sends with every call."""
     secret = service_secret()
     return ((KEY, secret),) if secret else ()
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses with UNAUTHENTICATED whatever comes without the secret, before anything of it is read; not health checks.
+    """Rejects calls without the secret with UNAUTHENTICATED before it reads their data. Health checks need no secret.
 
     Args:
-        secret: Not empty.
+        secret: The secret; not empty.
     """
 
     def __init__(self, secret: str) -> None:
@@ -75,6 +80,6 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
 
 async def _refuse(_: object, context: Any) -> None:
     error = Unauthenticated(
-        f"this service takes calls with the secret of its Fovea alone: give the caller the same {VARIABLE}"
+        f"this service accepts only calls with its Fovea's secret; start the caller with the same {VARIABLE}"
     )
     await context.abort_with_status(rpc_status.to_status(to_status(error)))

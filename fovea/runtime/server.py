@@ -1,4 +1,4 @@
-"""The gRPC server of a service: health, reflection, metrics, error mapping, and a stop that loses nothing."""
+"""The gRPC server of a service: health, reflection, metrics, error mapping and graceful shutdown."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_files() -> int:
-    """How many files, connections among them, this process may have open."""
+    """Returns how many files, including connections, this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -33,7 +33,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Of one connection: a client of gRPC keeps further calls until earlier ones have ended.
+    # Limit per connection. A gRPC client holds further calls back until earlier ones have ended.
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.max_allowed_incoming_connections", open_files() // 4),
     ("grpc.server_handshake_timeout_ms", 30_000),
@@ -43,15 +43,15 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 class ServiceServer:
     """Runs servicers until SIGTERM or SIGINT.
 
-    Args:
-        settings: Where to listen and how long to drain.
-        service_names: Full names, such as `fovea.api.v1.SamplerService`; health and reflection answer for each.
-        begins_traces: Whether calls that bring no trace begin one: at the door of the platform, nowhere behind it.
-        as_told: Makes of each error what the caller is told.
-        options: Of gRPC's core, over `SERVER_OPTIONS`.
-        bounds: Interceptors between ours and the servicers: FoveaErrors of theirs become statuses.
-
     Add servicers to `grpc` before `start`. Health is NOT_SERVING until `set_serving(True)`.
+
+    Args:
+        settings: Address, ports and drain time.
+        service_names: Full names, such as `fovea.api.v1.SamplerService`; health and reflection answer for each.
+        begins_traces: Whether calls without a trace begin one. True only at the entry of the platform.
+        as_told: Returns the error that a caller receives for a given error.
+        options: gRPC core options that override `SERVER_OPTIONS`.
+        bounds: Interceptors between the error interceptor and the servicers. FoveaErrors from them become statuses.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class ServiceServer:
 
     @property
     def address(self) -> str:
-        """host:port that clients dial; known after `start`."""
+        """host:port that clients connect to; known after `start`."""
         return f"{self._settings.host}:{self.port}"
 
     async def start(self) -> None:
-        """Binds and listens. Raises RuntimeError if the port is taken."""
+        """Binds the port and starts to listen. Raises RuntimeError if the port is in use."""
         address = f"{self._settings.host}:{self._settings.port}"
         certificates = tls.certificates() if self._settings.internal else None
         if certificates:
@@ -98,7 +98,7 @@ class ServiceServer:
         await self._publish(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.grpc.start()
         await self._answer_probes()
-        # Not before: vLLM forks first, and an exporter has threads.
+        # Start tracing only now: vLLM forks earlier, and the exporter has threads.
         tracing.configure(_trace_name(self._names), self._settings.trace_endpoint, self.address)
         if self._settings.metrics_port is not None:
             try:
@@ -113,7 +113,7 @@ class ServiceServer:
         logger.info("listening on %s%s%s", self.address, " with mutual TLS" if certificates else "", metrics)
 
     async def _answer_probes(self) -> None:
-        """Health alone, in plain text: a kubelet has no certificate."""
+        """Serves health checks in plain text on a port of their own, because a kubelet has no certificate."""
         if self._settings.health_port is not None:
             self._probes = grpc.aio.server(options=SERVER_OPTIONS)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
@@ -121,7 +121,7 @@ class ServiceServer:
             await self._probes.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Tells health checks whether this service takes requests."""
+        """Sets the result of health checks: whether this service accepts requests."""
         if serving != self._serving:
             logger.info("serving" if serving else "not serving")
         self._serving = serving
@@ -129,13 +129,13 @@ class ServiceServer:
         await self._publish(status.SERVING if serving else status.NOT_SERVING)
 
     def request_stop(self) -> None:
-        """Makes `run_until_stopped` drain and return, as a SIGTERM does."""
+        """Makes `run_until_stopped` drain and return, as SIGTERM does."""
         self._stop.set()
 
     async def run_until_stopped(self) -> None:
-        """Waits for a stop, then refuses new calls and gives those in flight `drain_s` seconds to end."""
+        """Waits for a stop, then rejects new calls and gives calls in flight `drain_s` seconds to finish."""
         await self._stop.wait()
-        logger.info("stopping: up to %.0f s for calls in flight", self._settings.drain_s)
+        logger.info("stopping; calls in flight have up to %.0f s to finish", self._settings.drain_s)
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(self._settings.drain_s)
         if self._probes is not None:
@@ -148,5 +148,5 @@ class ServiceServer:
 
 
 def _trace_name(service_names: Sequence[str]) -> str:
-    """`fovea-sampler` for `fovea.api.v1.SamplerService`."""
+    """Returns `fovea-sampler` for `fovea.api.v1.SamplerService`."""
     return f"fovea-{service_names[-1].rpartition('.')[2].removesuffix('Service').lower()}"

@@ -1,4 +1,7 @@
-"""Settings that every service has. Command line over environment over default; unknown names are refused."""
+"""Settings that every service has. The command line overrides the environment, which overrides defaults.
+
+Unknown names are rejected.
+"""
 
 import os
 from typing import ClassVar, Self
@@ -10,65 +13,68 @@ from fovea.runtime import secret, tls
 from fovea.runtime.hosts import is_loopback
 
 TRACE_VARIABLE = "FOVEA_TRACE_ENDPOINT"
-"""The same for every service, unlike other settings: one trace goes through all of them."""
+"""Variable of the trace endpoint. It is the same for every service, because a trace spans all of them."""
 
 
 class ServiceSettings(BaseSettings):
-    """Base of the settings of one service. A service sets its own `env_prefix`, such as `FOVEA_SAMPLER_`."""
+    """Base class for the settings of one service. Each service sets its `env_prefix`, such as `FOVEA_SAMPLER_`."""
 
     model_config = SettingsConfigDict(
         extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True, frozen=True
     )
 
     internal: ClassVar[bool] = True
-    """Whether only services of the same Fovea call this one: with the secret that they share."""
+    """Whether only services of the same Fovea call this one, with the secret that they share."""
 
     host: str = Field(
         "127.0.0.1",
-        description="Address to listen on. Beyond loopback, services behind the gateway need the environment's "
+        description="Address to listen on. Beyond loopback, services behind the gateway need the environment variable "
         f"{secret.VARIABLE} or {secret.FILE_VARIABLE}.",
     )
-    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    metrics_port: int | None = Field(None, description="Port of Prometheus metrics; 0 takes a free one, none is off.")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 picks a free port.")
+    metrics_port: int | None = Field(
+        None, description="Port of Prometheus metrics; 0 picks a free port, none turns metrics off."
+    )
     health_port: int | None = Field(
         None,
-        description=f"Port that answers health checks alone, without a certificate where {tls.VARIABLE} asks for one.",
+        description=f"Port for health checks only, without a certificate even if {tls.VARIABLE} is set.",
     )
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
-    drain_s: float = Field(20.0, ge=0, description="Seconds that requests in flight get to end at a stop.")
-    reflection: bool = Field(True, description="Whether gRPC reflection answers.")
+    log_level: str = Field("INFO", description="Log level: DEBUG, INFO, WARNING or ERROR.")
+    drain_s: float = Field(20.0, ge=0, description="Seconds that requests in flight may take to finish on shutdown.")
+    reflection: bool = Field(True, description="Whether to serve gRPC reflection.")
     trace_endpoint: str = Field(
         default_factory=lambda: os.environ.get(TRACE_VARIABLE, ""),
         validate_default=True,
-        description=f"URL of an OTLP collector's gRPC port, http://host:4317; empty is off. Also {TRACE_VARIABLE}.",
+        description="URL of an OTLP collector's gRPC port, such as http://host:4317; empty turns tracing off. Also "
+        f"{TRACE_VARIABLE}.",
     )
 
     @field_validator("trace_endpoint")
     @classmethod
     def _check_trace_endpoint(cls, value: str) -> str:
         if value and not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} is no URL of an OTLP collector; give one such as http://127.0.0.1:4317")
+            raise ValueError(f"{value!r} is not a URL of an OTLP collector; use a form such as http://127.0.0.1:4317")
         return value
 
     @model_validator(mode="after")
     def _check_secret(self) -> Self:
         if self.internal and not secret.service_secret() and (open_at := self._reached_at()):
             raise ValueError(
-                f"other machines reach {open_at}: set {secret.VARIABLE}, the same for all services, or "
-                f"{secret.FILE_VARIABLE}"
+                f"other machines can reach {open_at}; set {secret.VARIABLE} or {secret.FILE_VARIABLE} to the same "
+                "secret for all services"
             )
-        tls.certificates()  # what is missing is said before anything starts
+        tls.certificates()  # reports missing certificates before anything starts
         return self
 
     def _reached_at(self) -> str:
-        """What other machines reach; empty if nothing."""
+        """Returns the option through which other machines can reach this service; empty if they cannot."""
         return "" if is_loopback(self.host) else f"--host {self.host}"
 
     @classmethod
     def from_command_line(cls, program: str, arguments: list[str] | None = None) -> Self:
         """Reads `--name value` arguments (sys.argv by default), then the environment, then defaults.
 
-        Prints help and exits for `--help`; exits with code 2 and the reason for an unknown or wrong argument.
+        Prints help and exits for `--help`. Exits with code 2 and the reason for an unknown or invalid argument.
         """
         from pydantic import ValidationError
         from pydantic_settings import CliApp, SettingsError
@@ -79,14 +85,14 @@ class ServiceSettings(BaseSettings):
         except ValidationError as error:
             lines = [_line(item["loc"], item["msg"]) for item in error.errors()]
             raise SystemExit(f"{program}: " + "\n".join(lines)) from None
-        except SettingsError as error:  # a list or an object that is no JSON
+        except SettingsError as error:  # a list or an object that is not valid JSON
             raise SystemExit(f"{program}: {error}") from None
 
     @classmethod
     def find_problem(cls, arguments: list[str]) -> tuple[str, str] | None:
-        """The first setting that `from_command_line` would end the process for, and why; None if there is none.
+        """Returns the first setting that `from_command_line` would reject, and the reason; None if there is none.
 
-        The name is empty for what concerns several, or for an argument that is not known.
+        The name is empty for a problem with several settings or with an unknown argument.
         """
         from pydantic import ValidationError
         from pydantic_settings import CliApp, SettingsError

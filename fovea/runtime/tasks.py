@@ -1,7 +1,7 @@
-"""Work in the event loop that outlives whoever asked for it, and work that is tried again.
+"""Helpers for asyncio: background tasks, shared calls, a read-write lock, retries and periodic work.
 
-asyncio keeps only weak references to tasks, drops the failure of one that nobody awaits, and lets the cancellation of
-one waiter cancel what others wait for; these helpers do none of it. It has no lock that many may share either.
+asyncio holds only weak references to tasks, drops the failure of a task that is not awaited, and lets the cancellation
+of one waiter cancel a task that others wait for. These helpers avoid all three. asyncio also has no read-write lock.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class BackgroundTasks:
-    """Tasks that nobody needs to await. A failure is logged under the task's name."""
+    """Tasks that need not be awaited. Failures are logged under the task's name."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -29,19 +29,19 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, Value], name: str) -> asyncio.Task[Value]:
-        """Begins `work`, and keeps hold of it until it ends."""
+        """Starts `work` and holds a reference to it until it ends."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     async def join(self) -> None:
-        """Returns once all that were started, meanwhile too, have ended."""
+        """Waits until all tasks have ended, including those started meanwhile."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def cancel(self) -> None:
-        """Cancels all, and returns once they have ended."""
+        """Cancels all tasks and waits until they have ended."""
         for task in self._tasks:
             task.cancel()
         await self.join()
@@ -53,10 +53,10 @@ class BackgroundTasks:
 
 
 class SingleFlight(Generic[Key, Value]):
-    """Calls by key, each made once, however many ask for it while it is under way; all get its answer or its error.
+    """Runs one call per key at a time. All callers that ask for the key meanwhile get its result or its error.
 
     Args:
-        abandon: Whether a call is cancelled when the last of those who asked for it is. Else it runs to its end.
+        abandon: Whether to cancel a call when its last waiter is cancelled. If false, the call runs to its end.
     """
 
     def __init__(self, abandon: bool = False) -> None:
@@ -71,11 +71,14 @@ class SingleFlight(Generic[Key, Value]):
     async def run(
         self, key: Key, call: Callable[[], Coroutine[Any, Any, Value]], also: Iterable[Key] = (), name: str = ""
     ) -> Value:
-        """What the call under way for `key` comes to; `call` begins one if there is none. Raises what that raises.
+        """Returns the result of the running call for `key`; starts `call` if there is none. Raises the errors of the
+        call.
 
         Args:
-            also: Further keys that the new call answers, but for those which have one under way.
-            name: Of the new call, for logs.
+            key: Key of the call.
+            call: Starts the call.
+            also: Further keys that the new call answers, except those with a running call.
+            name: Name of the new call, for logs.
         """
         task = self._calls.get(key)
         if task is None:
@@ -84,13 +87,13 @@ class SingleFlight(Generic[Key, Value]):
             task.add_done_callback(self._forget)
         self._waiter_counts[task] = self._waiter_counts.get(task, 0) + 1
         try:
-            # Else the cancellation of one who waits would cancel the call for all.
+            # Without the shield, the cancellation of one waiter would cancel the call for all.
             return await asyncio.shield(task)
         finally:
             self._leave(task)
 
     async def cancel(self) -> None:
-        """Cancels all calls, and returns once they have ended; who waits for one gets CancelledError."""
+        """Cancels all calls and waits until they have ended. Their waiters get CancelledError."""
         calls = list(self._keys)
         for task in calls:
             task.cancel()
@@ -103,28 +106,28 @@ class SingleFlight(Generic[Key, Value]):
         del self._waiter_counts[task]
         if self._abandon and not task.done():
             task.cancel()
-            # It may take a while to end, and the next who asks must not get its cancellation.
+            # The call may take a while to end. Forget it now, so that the next caller does not get its cancellation.
             self._forget(task)
 
     def _forget(self, task: asyncio.Task[Value]) -> None:
         for key in self._keys.pop(task, ()):
             self._calls.pop(key, None)
         if task.done() and not task.cancelled():
-            task.exception()  # all who asked may have left: then asyncio would complain that nobody has seen it
+            task.exception()  # if all waiters have left, asyncio would warn about an exception that was never retrieved
 
 
 class SharedLock:
-    """A lock that many may share or one may have alone; who waits to be alone comes before those who would share."""
+    """A read-write lock for asyncio: many shared holders or one exclusive holder. Exclusive waiters go first."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
         self._shared_count = 0
-        self._exclusive_count = 0  # of those who are alone or wait for it
+        self._exclusive_count = 0  # exclusive holders, present and waiting
         self._is_exclusive = False
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """Beside others that share; waits for whoever is, or wants to be, alone."""
+        """Holds the lock together with other shared holders. Waits for present and waiting exclusive holders."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._exclusive_count)
             self._shared_count += 1
@@ -136,7 +139,7 @@ class SharedLock:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Alone: waits for whoever is inside, and goes before those who would share."""
+        """Holds the lock exclusively. Waits for present holders and goes before waiting shared holders."""
         self._exclusive_count += 1
         try:
             async with self._changed:
@@ -151,15 +154,16 @@ class SharedLock:
             await self._notify()
 
     async def _notify(self) -> None:
-        # A cancelled holder must still wake the others: the lock is free for an instant at most, so this cannot hang.
+        # A cancelled holder must still wake the others. This cannot hang, because the condition is held only for an
+        # instant.
         async with self._changed:
             self._changed.notify_all()
 
 
 async def run_to_end(work: Coroutine[Any, Any, Value]) -> Value:
-    """Runs `work` to its end even if the caller is cancelled meanwhile; only then does the cancellation go on.
+    """Runs `work` to its end even if the caller is cancelled meanwhile, then raises the cancellation.
 
-    Plain `asyncio.shield` lets the caller leave, and release its locks, while the work still runs.
+    With plain `asyncio.shield`, the caller would leave and release its locks while the work still runs.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -170,27 +174,27 @@ async def run_to_end(work: Coroutine[Any, Any, Value]) -> Value:
             if task.cancelled():
                 raise
             cancelled = error
-        except Exception:  # the work's own, whatever it is: the task is done, and its result raises it below
+        except Exception:  # an error of the work: the task is done, and `result` below raises it
             break
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # seen: the cancellation is what the caller gets
+            task.exception()  # marks it as retrieved; the caller gets the cancellation
         raise cancelled
     return task.result()
 
 
 async def repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float, name: str) -> None:
-    """Runs `work` again and again, with a pause of `period_s` after each run, until cancelled. Failures are logged."""
+    """Runs `work` until cancelled, with a pause of `period_s` seconds after each run. Failures are logged."""
     while True:
         try:
             await work()
-        except Exception:  # whatever it is: one that ended the loop would be seen by nobody until a restart
-            logger.exception("%s failed; it is tried again in %g s", name, period_s)
+        except Exception:  # catch everything, so that a failure cannot end the loop unnoticed
+            logger.exception("%s failed; retrying in %g s", name, period_s)
         await asyncio.sleep(period_s)
 
 
 class Backoff:
-    """Pauses that double from one attempt to the next, until a deadline.
+    """Pauses between attempts that double each time, until a deadline.
 
         backoff = Backoff(deadline_s=60.0)
         while True:
@@ -203,9 +207,10 @@ class Backoff:
 
     Args:
         deadline_s: Seconds from now until `is_over`.
-        first_s: Length of the first pause.
-        longest_s: Length that pauses do not pass.
-        jitter: The share of a pause, 0 to 1, that chance may take off, so that many do not try at the same moment.
+        first_s: Seconds of the first pause.
+        longest_s: Maximum seconds of a pause.
+        jitter: Fraction of a pause, 0 to 1, that is removed at random, so that many clients do not retry at the same
+            moment.
     """
 
     def __init__(
@@ -214,7 +219,7 @@ class Backoff:
         self._ends_at = time.monotonic() + deadline_s
         self._first_s, self._longest_s, self._jitter = first_s, longest_s, jitter
         self.next_s = 0.0
-        """Length of the next pause, if the deadline does not cut it short."""
+        """Seconds of the next pause, unless the deadline shortens it."""
         self.reset()
 
     @property
@@ -224,20 +229,20 @@ class Backoff:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
+        """True once the deadline has passed."""
         return self.left_s == 0.0
 
     def reset(self) -> None:
-        """Begins anew with a short pause, after an attempt that went well. The deadline stays."""
+        """Starts again with a short pause, after a successful attempt. The deadline does not change."""
         self._set(self._first_s)
 
     async def pause(self) -> None:
-        """Waits before the next attempt, not beyond the deadline."""
+        """Waits before the next attempt, but not beyond the deadline."""
         await asyncio.sleep(min(self.next_s, self.left_s))
         self.lengthen()
 
     def lengthen(self) -> None:
-        """Doubles the next pause, for a caller that has made this one in its own way."""
+        """Doubles the next pause, for a caller that pauses in its own way."""
         self._set(min(2 * self._whole_s, self._longest_s))
 
     def _set(self, whole_s: float) -> None:

@@ -1,7 +1,8 @@
-"""Mutual TLS between the services of one Fovea: each shows a certificate, and talks only to those that show one too.
+"""Mutual TLS between the services of one Fovea: both ends of a connection must show a certificate.
 
-A folder holds `ca.crt`, `tls.crt` and `tls.key` (PEM), as secrets of cert-manager do. The CA is this Fovea's own: who
-has a certificate of it for the name `fovea` belongs to it, whatever its address: pods have a new one each time.
+A folder contains `ca.crt`, `tls.crt` and `tls.key` (PEM), as cert-manager's secrets do. The CA belongs to this Fovea
+alone. A process with a certificate from it for the name `fovea` is trusted at any address, because pods get a new
+address each time.
 """
 
 import os
@@ -11,7 +12,9 @@ from pathlib import Path
 import grpc
 
 VARIABLE = "FOVEA_TLS_DIR"
-"""The same for every service and every client, unlike other settings; unset is off."""
+"""Variable with the folder of certificates. The same for every service and client, unlike other settings; unset turns
+TLS off.
+"""
 
 NAME = "fovea"
 """The DNS name in every certificate."""
@@ -21,29 +24,29 @@ CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
 
 @dataclass(frozen=True)
 class Certificates:
-    """What a process shows and whom it believes, as PEM."""
+    """Certificate and key of a process, and the CA that it trusts, as PEM."""
 
     ca: bytes
     certificate: bytes
     key: bytes
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Of a server that refuses who shows no certificate of the CA, before it reads a byte."""
+        """Returns server credentials that reject clients without a certificate of the CA before reading any data."""
         return grpc.ssl_server_credentials([(self.key, self.certificate)], self.ca, require_client_auth=True)
 
     def for_client(self) -> grpc.ChannelCredentials:
-        """Of a client."""
+        """Returns client credentials."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
 
 
 CLIENT_OPTIONS: list[tuple[str, object]] = [("grpc.ssl_target_name_override", NAME)]
-"""Of a channel: which name the certificate of the service must have."""
+"""Channel options: the name that the service's certificate must have."""
 
 
 def certificates() -> Certificates | None:
-    """Those of this process, from the folder that its environment names; None if it names none.
+    """Returns the certificates of this process, from the folder in its environment; None if the variable is not set.
 
-    Raises ValueError for a file that cannot be read or is no PEM.
+    Raises ValueError for a file that cannot be read or is not PEM.
     """
     folder = os.environ.get(VARIABLE, "")
     return Certificates(*(_read(Path(folder, name)) for name in (CA, CERTIFICATE, KEY))) if folder else None
@@ -53,8 +56,8 @@ def _read(path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{VARIABLE}: {error}; it must hold {CA}, {CERTIFICATE} and {KEY}") from None
-    # gRPC would only say at the first handshake, in a log of its own, that it cannot use what it was given.
+        raise ValueError(f"{VARIABLE}: {error}; the folder must contain {CA}, {CERTIFICATE} and {KEY}") from None
+    # Check here, because gRPC would report an unusable file only at the first handshake and in its own log.
     if b"-----BEGIN " not in content:
-        raise ValueError(f"{VARIABLE}: {path} is no PEM file")
+        raise ValueError(f"{VARIABLE}: {path} is not a PEM file")
     return content

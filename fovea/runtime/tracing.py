@@ -1,7 +1,7 @@
-"""Traces: one id from a REST call to the engine, as OpenTelemetry spans. Off, and free, until `configure` is called.
+"""Distributed traces with OpenTelemetry: one trace from a REST call to the engine. Off, and free, until `configure`.
 
-A span is current in the context that opened it and is carried on as a W3C `traceparent`: in the metadata of gRPC calls,
-in what waits in a queue, in answers. Spec: https://www.w3.org/TR/trace-context/.
+A span is current in the context that opened it. It is passed on as a W3C `traceparent`: in gRPC metadata, in queued
+work and in answers. Specification: https://www.w3.org/TR/trace-context/.
 """
 
 import atexit
@@ -25,13 +25,13 @@ _LAST_S = 3.0
 Attribute = str | int | float | bool
 Metadata = tuple[tuple[str, str], ...]
 
-# Not OpenTelemetry's own context: leaving that complains when a generator is closed from another task.
+# OpenTelemetry's own context is not used: it logs an error when a generator is closed from another task.
 _CURRENT: ContextVar["Span | None"] = ContextVar("span", default=None)
 _OFF: AbstractContextManager[None] = nullcontext()
 
 
 class _Exporting(NamedTuple):
-    """Where spans go; what of OpenTelemetry is used, which nobody imports while tracing is off."""
+    """The exporter and the OpenTelemetry functions in use. They are imported only when tracing is on."""
 
     provider: "TracerProvider"
     tracer: Any
@@ -46,11 +46,11 @@ def configure(service: str, endpoint: str, instance: str = "") -> None:
     """Sends the spans of this process to an OTLP collector.
 
     Args:
-        service: Shown as `service.name`.
+        service: Value of `service.name`.
         endpoint: URL of the collector's gRPC port, such as http://127.0.0.1:4317; empty leaves tracing off.
-        instance: Shown as `service.instance.id`.
+        instance: Value of `service.instance.id`.
 
-    `OTEL_*` variables mean what the SDK says, `OTEL_TRACES_SAMPLER` for example.
+    `OTEL_*` variables have the meaning that the SDK documents, for example `OTEL_TRACES_SAMPLER`.
     """
     global _exporting
     if not endpoint:
@@ -71,43 +71,43 @@ def configure(service: str, endpoint: str, instance: str = "") -> None:
 
 
 def shutdown() -> None:
-    """Sends what is left, in three seconds at most, and turns tracing off; so does the end of the interpreter."""
+    """Sends the remaining spans, within three seconds, and turns tracing off. Also runs when the interpreter exits."""
     global _exporting
     if _exporting is not None:
         exporting, _exporting = _exporting, None
-        # The SDK's own patience with a collector that is gone is 30 s, which outlasts a pod's.
+        # The SDK waits up to 30 s for a collector that is gone, longer than a pod has to stop.
         last = threading.Thread(target=exporting.provider.shutdown, name="last spans", daemon=True)
         last.start()
         last.join(_LAST_S)
 
 
 def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[None]:
-    """A span around a block, current in it. An error that leaves the block is noted by its reason.
+    """Opens a span around a block and makes it current. An error that leaves the block sets the span's status.
 
     Args:
-        name: What is done.
-        parent: The `traceparent` to go on from; empty begins a trace, None goes on from the current span.
-        attributes: Facts.
+        name: Name of the operation.
+        parent: The `traceparent` to continue; an empty string begins a trace, None continues the current span.
+        attributes: Attributes of the span.
     """
     return _OFF if _exporting is None else _span(_exporting, name, parent, attributes)
 
 
 def record(name: str, since: float, **attributes: Attribute) -> None:
-    """A span of the current one that began at `since`, seconds of `time.time`, and ends now."""
+    """Records a child of the current span that began at `since`, in seconds of `time.time`, and ends now."""
     if _exporting is not None:
         context = _context(_exporting, None)
         _exporting.tracer.start_span(name, context, attributes=attributes, start_time=int(since * 1e9)).end()
 
 
 def note(**attributes: Attribute) -> None:
-    """Adds facts to the current span."""
+    """Adds attributes to the current span."""
     current = _CURRENT.get()
     if current is not None:
         current.set_attributes(attributes)
 
 
 def traceparent() -> str:
-    """The current span, for whoever goes on from it; empty if there is none."""
+    """Returns the `traceparent` of the current span, to be continued elsewhere; empty if there is none."""
     current = _CURRENT.get()
     if current is None or _exporting is None:
         return ""
@@ -117,19 +117,19 @@ def traceparent() -> str:
 
 
 def trace_id() -> str:
-    """32 hexadecimal digits that all spans of a trace share; empty outside of spans."""
+    """Returns the trace id, 32 hexadecimal digits; empty outside spans."""
     current = _CURRENT.get()
     return "" if current is None else f"{current.get_span_context().trace_id:032x}"
 
 
 def metadata(base: Metadata = ()) -> Metadata:
-    """Metadata of a gRPC call, `base` with the current span."""
+    """Returns metadata for a gRPC call: `base` plus the current span."""
     parent = traceparent()
     return (*base, (HEADER, parent)) if parent else base
 
 
 def incoming(metadata: Iterable[tuple[str, Any]] | None) -> str:
-    """The `traceparent` in the metadata of a call, empty if there is none."""
+    """Returns the `traceparent` in the metadata of a call; empty if there is none."""
     return next((str(value) for key, value in metadata or () if key == HEADER), "")
 
 
@@ -155,7 +155,7 @@ def _span(exporting: _Exporting, name: str, parent: str | None, attributes: Mapp
 
 
 def _context(exporting: _Exporting, parent: str | None) -> "Context":
-    """Never None, which OpenTelemetry would take for a context of its own."""
+    """Returns the parent context of a new span. Never None, for which OpenTelemetry would use its own context."""
     if parent is not None:
         carrier = {HEADER: parent} if parent else {}
         extracted: Context = exporting.propagator.extract(carrier, _empty())

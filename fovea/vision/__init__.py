@@ -1,8 +1,8 @@
-"""What a vision-language family is, declared once for renderer, sampler and trainer. numpy only.
+"""Vision-language families, declared once for renderer, sampler and trainer. Depends on numpy only.
 
 A family is a class of facts and formulas (`vision_family.VisionFamily`), bound to a checkpoint by its config.json and
-the added tokens of its tokenizer. A new one is a class in a file here and its name in `FAMILIES`, or no more than its
-`model_type` in the class that fits.
+the added tokens of its tokenizer. To add a family, add a class in this folder and list it in `FAMILIES`; or only add
+the `model_type` to a class that fits.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
 )
 
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
-"""The values of `model_type` in config.json that have a family."""
+"""Values of `model_type` in config.json that have a family."""
 
-# A configuration with any of these takes more than text, whatever its model_type.
+# A config with any of these entries accepts more than text, whatever its model_type.
 _TOWER_KEYS = (
     "vision_config",
     "audio_config",
@@ -48,16 +48,17 @@ _TOWER_KEYS = (
 
 
 def choose(config: Mapping[str, Any]) -> type[VisionFamily] | None:
-    """The family of a checkpoint by its config.json; None for a model that takes text only.
+    """Returns the family of a checkpoint, from its config.json; None for a text model.
 
-    Raises ValueError, naming the supported model types, for a model with a vision or audio tower of no family here, and
-    for one that brings code of its own.
+    Raises:
+        ValueError: The model has a vision or audio tower without a family here, or it needs custom code. Lists the
+            supported model types.
     """
     model_type = config.get("model_type")
     if config.get("auto_map"):
         raise ValueError(
-            f"model_type {model_type!r} brings code of its own (auto_map in config.json, trust_remote_code), which"
-            f" Fovea never runs; take a checkpoint that transformers knows itself, of one of {', '.join(MODEL_TYPES)}"
+            f"model_type {model_type!r} needs custom code (auto_map in config.json, trust_remote_code), which Fovea "
+            f"never runs; use a checkpoint built into transformers, of one of {', '.join(MODEL_TYPES)}"
         )
     for family in FAMILIES:
         if model_type in family.model_types:
@@ -65,19 +66,19 @@ def choose(config: Mapping[str, Any]) -> type[VisionFamily] | None:
     if all(config.get(key) is None for key in _TOWER_KEYS):
         return None
     raise ValueError(
-        f"model_type {model_type!r} is a vision model that Fovea does not know; supported are {', '.join(MODEL_TYPES)},"
-        " and text-only models"
+        f"model_type {model_type!r} is a vision model that Fovea does not support; supported are "
+        f"{', '.join(MODEL_TYPES)}, and text-only models"
     )
 
 
 def bind(config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> VisionFamily | None:
-    """The family of a checkpoint with its facts, None for a model that takes text only.
+    """Returns the family of a checkpoint with the checkpoint's facts; None for a text model.
 
     Args:
-        config: config.json, as the file has it or as transformers completes it.
-        added_tokens: Ids of the added tokens of tokenizer.json by their text.
+        config: config.json, as stored or as completed by transformers.
+        added_tokens: Ids of the added tokens of tokenizer.json, keyed by text.
 
-    Raises ValueError as `choose` does, and for a configuration that lacks an entry which the family needs.
+    Raises ValueError as `choose` does, and if the config lacks an entry that the family needs.
     """
     family = choose(config)
     return None if family is None else family(config, added_tokens)

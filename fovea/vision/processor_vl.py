@@ -1,10 +1,10 @@
-"""Families whose images are what the checkpoint's own Hugging Face processor makes of them, one at a time.
+"""Families that use the output of the checkpoint's own Hugging Face processor, one image at a time.
 
-The processor turns its image token and one image into ids and named tensors, which travel as they are; the ids go with
-them as `input_ids`, so that nobody computes them twice. A family declares its tensors, and how many embeddings its
-tower makes of them: what a model server needs to refuse tensors that would end its engine.
+The processor turns its image token and one image into ids and named tensors, which are passed on unchanged. The ids
+travel with them as `input_ids`, so they are computed once. A family declares its tensors and the number of embeddings
+that its tower makes of them. A model server uses this to reject tensors that would crash its engine.
 
-A shape holds numbers and names: a name stands for any positive size, the same wherever it occurs in an image.
+A shape contains numbers and names. A name stands for any positive size, and for the same size everywhere in an image.
 """
 
 import math
@@ -19,29 +19,29 @@ import numpy.typing as npt
 from fovea.vision.vision_family import ImageAt, ImageTensors, Replacement, VisionFamily, require
 
 IDS = "input_ids"
-"""Name of the ids that replace an image among its tensors, int32 [L]."""
+"""Name, among an image's tensors, of the ids that replace the image, int32 [L]."""
 
-# Of normalised pixels, about. vLLM takes tiles of zeros for padding, which it leaves out (Idefics 3).
+# An approximate value of normalised pixels. It must not be 0: vLLM skips tiles of zeros as padding (Idefics 3).
 _GREY = 0.5
 
-# LLaVA-OneVision pools its tiles' embeddings only if there are too many by this factor.
+# LLaVA-OneVision pools the embeddings of its tiles only if they exceed the maximum by this factor.
 _LEAST_SHRINKING = 1.1
-# Of an image; far more than any has, and safe to multiply.
+# Limit for an image's side in pixels: far more than any image has, and small enough to multiply safely.
 _LONGEST_SIDE = 2**24
 
 Sizes = Mapping[str, int]
-"""What the names in an image's shapes stand for."""
+"""Sizes that the names in an image's shapes stand for."""
 
 
 class Declared(NamedTuple):
-    """What a tensor must be: the name of its numpy type, and its shape."""
+    """Declaration of a tensor: the name of its numpy dtype, and its shape."""
 
     dtype: str
     shape: tuple[int | str, ...]
 
 
 class ProcessorVL(VisionFamily):
-    """Images as the processor's own tensors."""
+    """Images as the tensors of the model's own processor."""
 
     opener: ClassVar[str] = ""
     placeholders: ClassVar[tuple[str, ...]] = ()
@@ -49,19 +49,23 @@ class ProcessorVL(VisionFamily):
     def __init__(self, config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
         super().__init__(config, added_tokens)
         self.declared: Mapping[str, Declared] = self._declare(config, require(config, "vision_config"))
-        """The processor's tensors by name."""
+        """The processor's tensors, keyed by their names."""
 
     @abstractmethod
     def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
-        """The tensors of an image, and whatever `_embedding_count` reads, from config.json and its `vision_config`."""
+        """Returns the tensors of an image, from config.json and its `vision_config`. Also reads what `_embedding_count`
+        needs.
+        """
 
     @abstractmethod
     def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
-        """Embeddings that the tower makes of tensors whose types and shapes are right; 0 if their values are wrong."""
+        """Returns the number of embeddings that the tower makes of tensors with valid types and shapes; 0 for invalid
+        values.
+        """
 
     @abstractmethod
     def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
-        """Sizes of a small image, and those of its tensors that are not pixels."""
+        """Returns the sizes of a small image, and its tensors other than pixels."""
 
     def token_counter(self, processor: Mapping[str, Any]) -> None:
         return None
@@ -87,11 +91,11 @@ class ProcessorVL(VisionFamily):
         made = self._embedding_count(sizes, tensors)
         count = int(np.count_nonzero(self.replacement(tensors).is_embedding))
         if made != count:
-            return f"{IDS} has {count} placeholders, the tower makes {made} embeddings of the other tensors"
+            return f"{IDS} has {count} placeholders, but the tower makes {made} embeddings of the other tensors"
         return ""
 
     def blank_image(self) -> dict[str, npt.NDArray]:
-        """Grey pixels and placeholders alone."""
+        """Returns the tensors of an image of grey pixels, and ids that are only placeholders."""
         sizes, others = self._blank()
         pixels = {
             name: np.full([sizes[size] if isinstance(size, str) else size for size in shape], _GREY, dtype)
@@ -104,7 +108,7 @@ class ProcessorVL(VisionFamily):
 
 
 class TiledVL(ProcessorVL):
-    """Images in square tiles of one size, each of which makes as many embeddings."""
+    """Images in square tiles of one size, each with the same number of embeddings."""
 
     model_types = ("internvl", "gemma3")
     opener = "<img>"
@@ -130,7 +134,7 @@ class TiledVL(ProcessorVL):
 
 
 class MaskedTilesVL(TiledVL):
-    """Such tiles with a mask of their pixels, under a further dimension of one."""
+    """Square tiles with a mask of their pixels. The tensors have an extra leading dimension of 1."""
 
     model_types = ("idefics3", "smolvlm")
     opener = "<fake_token_around_image>"
@@ -152,7 +156,7 @@ class MaskedTilesVL(TiledVL):
 
 
 class RaggedVL(ProcessorVL):
-    """Images whole, in their own proportions: an embedding is a square of merged patches, and a token ends each row."""
+    """Whole images in their own aspect ratio. An embedding is a square of merged patches, and a token ends each row."""
 
     model_types = ("mistral3", "llava")
 
@@ -162,7 +166,7 @@ class RaggedVL(ProcessorVL):
     def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
         if vision.get("model_type", "pixtral") != "pixtral":
             raise ValueError(
-                f"vision_config.model_type is {vision['model_type']!r}; of LLaVA Fovea takes pixtral towers"
+                f"vision_config.model_type is {vision['model_type']!r}; for LLaVA, Fovea supports only pixtral towers"
             )
         self._merge_size = int(config.get("spatial_merge_size", 1))
         self._factor = _first(vision["patch_size"]) * self._merge_size
@@ -184,16 +188,17 @@ class RaggedVL(ProcessorVL):
 
 
 class UnpaddedTilesVL(ProcessorVL):
-    """A view of the whole and tiles of a grid; of the tiles' embeddings those of padding go, and a token ends each row.
+    """A thumbnail of the image and a grid of tiles. The tiles' embeddings of padding are removed; a token ends each
+    row.
 
-    Formulas are those of transformers 5.19: `select_best_resolution` in image_processing_utils.py, and `unpad_image`
-    and `pack_image_features` in models/llava_onevision/modeling_llava_onevision.py.
+    The formulas are those of transformers 5.19: `select_best_resolution` in image_processing_utils.py, and
+    `unpad_image` and `pack_image_features` in models/llava_onevision/modeling_llava_onevision.py.
     """
 
     model_types = ("llava_next",)
 
     def patch_count(self, embedding_count: int) -> int:
-        """At most: many tiles are pooled, few are not."""
+        """Returns an upper bound, because embeddings are pooled only if there are many tiles."""
         return embedding_count * self._most_pooled
 
     def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
@@ -224,7 +229,7 @@ class UnpaddedTilesVL(ProcessorVL):
         return self._tile_patches**2 + rows * (columns + 1)
 
     def _tiles_unpooled(self, config: Mapping[str, Any]) -> int | None:
-        """The tiles whose embeddings are not pooled if there are no more; None if they never are."""
+        """Returns the number of tiles up to which embeddings are not pooled; None if they are never pooled."""
         return None
 
     def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:
@@ -234,7 +239,7 @@ class UnpaddedTilesVL(ProcessorVL):
 
 
 class PooledTilesVL(UnpaddedTilesVL):
-    """Such tiles; if there are many, their embeddings are pooled to about as many as some tiles make."""
+    """Tiles as in `UnpaddedTilesVL`. With many tiles, embeddings are pooled to about as many as a few tiles have."""
 
     model_types = ("llava_onevision",)
     takes_adapters = False
@@ -244,7 +249,7 @@ class PooledTilesVL(UnpaddedTilesVL):
 
 
 class PaddedTilesVL(ProcessorVL):
-    """Tiles and a thumbnail in patches, each padded to as many; an embedding is a square of patches."""
+    """Tiles and a thumbnail in patches, padded to the same number of patches. An embedding is a square of patches."""
 
     model_types = ("lfm2_vl",)
     opener = "<|image_start|>"
@@ -275,7 +280,7 @@ class PaddedTilesVL(ProcessorVL):
 
 
 class PlacedPatchesVL(ProcessorVL):
-    """Images in patches with the place of each, padded to as many by places of -1; squares of them are pooled."""
+    """Patches with their positions, padded with patches at position -1. Squares of patches are pooled."""
 
     model_types = ("gemma4",)
 
@@ -304,14 +309,14 @@ class PlacedPatchesVL(ProcessorVL):
 
 
 def _fit(height: int, width: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """How well pixels of a grid (height, width) fit an image: those that it takes up, then the fewest left over."""
+    """Rates how well a grid (height, width) fits an image: by the pixels that the image covers, then fewest unused."""
     scale = min(grid[1] / width, grid[0] / height)
     taken = min(int(width * scale) * int(height * scale), width * height)
     return taken, taken - grid[0] * grid[1]
 
 
 def _matches(found: Sequence[int], shape: Sequence[int | str], sizes: dict[str, int]) -> bool:
-    """Whether a shape is as declared; notes in `sizes` what its names stand for."""
+    """Returns whether a shape is as declared. Records in `sizes` what its names stand for."""
     if len(found) != len(shape):
         return False
     return all(
@@ -321,5 +326,5 @@ def _matches(found: Sequence[int], shape: Sequence[int | str], sizes: dict[str, 
 
 
 def _first(size: int | Sequence[int]) -> int:
-    """A side that configurations give as a number, or for both sides."""
+    """Returns a side that a config gives as one number or as one number per side."""
     return int(size if isinstance(size, int) else size[0])

@@ -1,11 +1,11 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-4.1V: smart resizing, one id per merged patch, and MRoPE.
 
-They differ in numbers of the checkpoint only (patch 14 and 16). Qwen2.5-VL's time scaling (`tokens_per_second`) is for
-videos, an image has one moment; Qwen3-VL's interleaved MRoPE concerns the model, not the position ids.
+They differ only in numbers from the checkpoint (patch size 14 or 16). Qwen2.5-VL's time scaling (`tokens_per_second`)
+applies to videos only. Qwen3-VL's interleaved MRoPE concerns the model, not the position ids.
 
-Formulas are those of transformers 5.19: `smart_resize` in models/qwen2_vl/image_processing_qwen2_vl.py, and
+The formulas are those of transformers 5.19: `smart_resize` in models/qwen2_vl/image_processing_qwen2_vl.py, and
 `get_rope_index` with `get_vision_position_ids` in models/qwen3_vl/modeling_qwen3_vl.py and
-models/qwen2_5_vl/modeling_qwen2_5_vl.py (for images, without videos, the two are the same).
+models/qwen2_5_vl/modeling_qwen2_5_vl.py (the two are the same for images).
 """
 
 import math
@@ -22,7 +22,7 @@ _Grid = tuple[int, int, int]
 """Patches of one image before merging: time, height, width."""
 
 _GREY = 128
-# Far more than any image has (64 megapixels are 250,000 patches of 16 x 16), and safe to multiply.
+# Far more than any image has (64 megapixels are 250,000 patches of 16 x 16), and small enough to multiply safely.
 _MAX_PATCHES = 2**24
 
 
@@ -41,7 +41,7 @@ class QwenVL(VisionFamily):
         super().__init__(config, added_tokens)
         vision = require(config, "vision_config")
         self._merge_size = int(vision["spatial_merge_size"])
-        channel_count = vision.get("in_channels", vision.get("in_chans", 3))  # Qwen2.5-VL's files say in_chans.
+        channel_count = vision.get("in_channels", vision.get("in_chans", 3))  # Qwen2.5-VL's files use in_chans
         self._patch_bytes = int(channel_count * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
 
     def token_counter(self, processor: Mapping[str, Any]) -> TokenCounter | None:
@@ -62,11 +62,11 @@ class QwenVL(VisionFamily):
         return Replacement(np.full(count, self.image_token_id, dtype=np.int32), np.ones(count, dtype=np.bool_))
 
     def positions(self, length: int, images: Sequence[ImageAt]) -> npt.NDArray[np.int32]:
-        """See `VisionFamily.positions`; the rows are time, height and width.
+        """Returns the position ids of an input; see `VisionFamily.positions`. The rows are time, height and width.
 
-        Text counts on in all three rows. An image keeps its time, counts rows and columns from there, and text goes on
-        after the longer side. Unlike `get_rope_index`, which takes two images in a row for one and fails, each image
-        is placed by itself, as vLLM does.
+        For text, all three rows count up. In an image, the time stays constant, and height and width count up from
+        there; text then continues after the longer side. `get_rope_index` treats two adjacent images as one and fails.
+        Here each image is placed by itself, as in vLLM.
         """
         positions = np.empty((3, length), dtype=np.int32)
         filled, position = 0, 0
@@ -100,13 +100,13 @@ class QwenVL(VisionFamily):
         return ""
 
     def blank_image(self) -> dict[str, npt.NDArray]:
-        """Four by four merged patches."""
+        """Returns an image of four by four merged patches."""
         side = 4 * self._merge_size
         pixels = np.full((side * side, self._patch_bytes), _GREY, dtype=np.uint8)
         return {"pixel_values": pixels, "image_grid_thw": np.array([[1, side, side]], dtype=np.int64)}
 
     def _grid_problem(self, grid: _Grid) -> str:
-        """A grid is (1, height, width) in patches, both multiples of the merge size."""
+        """Checks a grid: it must be (1, height, width) in patches, with multiples of the merge size."""
         said = str(list(grid))
         if any(extent < 1 for extent in grid) or math.prod(grid) > _MAX_PATCHES:
             return f"{said} must be positive and at most {_MAX_PATCHES} patches"
@@ -118,7 +118,7 @@ class QwenVL(VisionFamily):
 
 
 class Glm4v(QwenVL):
-    """The same with a resizing of its own, which counts frames."""
+    """QwenVL with a different resizing, which counts frames."""
 
     model_types = ("glm4v",)
     opener = "<|begin_of_image|>"
@@ -143,12 +143,12 @@ def _mismatch(name: str, array: npt.NDArray, dtype: npt.DTypeLike, shape: tuple[
 
 @dataclass(frozen=True)
 class SmartResize:
-    """The size that an image is resized to, with the rounding of `smart_resize`.
+    """The size to which an image is resized, with the rounding of `smart_resize`.
 
     Args:
-        factor: Pixels along each side of the square that becomes one token.
-        min_pixels: Smaller images are enlarged to at least so many.
-        max_pixels: Larger images are shrunk to at most so many.
+        factor: Side in pixels of the square that becomes one token.
+        min_pixels: Smaller images are enlarged to at least this many pixels.
+        max_pixels: Larger images are shrunk to at most this many pixels.
     """
 
     factor: int
@@ -156,12 +156,12 @@ class SmartResize:
     max_pixels: int
 
     def token_count(self, width: int, height: int) -> int:
-        """Tokens of an image of this size in pixels."""
+        """Returns the number of tokens of an image with this size in pixels."""
         rows, columns = self._rounded(width, height)
         return rows * columns
 
     def _rounded(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tokens."""
+        """Returns rows and columns of tokens."""
         factor = self.factor
         rows, columns = round(height / factor), round(width / factor)
         if rows * columns * factor**2 > self.max_pixels:

@@ -11,34 +11,34 @@ TokenIds = npt.NDArray[np.int32]
 """Token ids, int32 [N]."""
 
 ImageTensors = Mapping[str, npt.NDArray]
-"""The tensors of one image by name."""
+"""The tensors of one image, keyed by their names."""
 
 TokenCounter = Callable[[int, int], int]
-"""The number of ids that replace an image of (width, height) pixels."""
+"""A function of (width, height) in pixels that returns the number of ids that replace an image."""
 
 
 _MARGINS = {"Gemma3Processor": "\n\n"}
-"""The whitespace that a processor writes before and after an image, by the name of the processor's class."""
+"""Whitespace that a processor writes before and after an image, keyed by the name of the processor's class."""
 
 
 def image_margin(tokenizer: Any) -> str:
     """Returns the whitespace that a model's own processor writes on both sides of an image; empty for most models.
 
-    It is text: the tokenizer joins its line feeds with those of the neighbouring text. So it is no part of an image's
-    replacement, and the writer of a prompt puts it into the text before and after each image.
+    The whitespace is text: the tokenizer joins its line feeds with those of the neighbouring text. It is therefore not
+    part of an image's replacement. The writer of a prompt puts it into the text before and after each image.
 
     Args:
-        tokenizer: Of transformers; tokenizer_config.json names the class of the processor.
+        tokenizer: A tokenizer of transformers; tokenizer_config.json contains the class name of the processor.
     """
     return _MARGINS.get(getattr(tokenizer, "init_kwargs", {}).get("processor_class") or "", "")
 
 
 class Replacement(NamedTuple):
-    """What stands in the place of one image.
+    """The ids that replace one image.
 
     Attributes:
         ids: int32 [L].
-        is_embedding: bool [L], where an embedding of the tower takes the place of the id's own.
+        is_embedding: bool [L], true where an embedding of the vision tower replaces the id's own embedding.
     """
 
     ids: TokenIds
@@ -52,7 +52,7 @@ class ImageAt(NamedTuple):
     tensors: ImageTensors
 
 
-# Under one of these a configuration names the token that an image follows.
+# Config entries that may contain the token that precedes an image.
 _OPENER_KEYS = ("vision_start_token_id", "image_start_token_id", "boi_token_index", "boi_token_id")
 
 
@@ -61,25 +61,25 @@ class VisionFamily(ABC):
 
     Args:
         config: config.json of the checkpoint.
-        added_tokens: Ids of the added tokens of tokenizer.json by their text.
+        added_tokens: Ids of the added tokens of tokenizer.json, keyed by text.
 
-    Raises ValueError, naming the entry, for a configuration that lacks one.
+    Raises ValueError, which names the entry, if the config lacks one.
     """
 
     model_types: ClassVar[tuple[str, ...]]
-    """The values of `model_type` in config.json that this family reads."""
+    """Values of `model_type` in config.json that this family handles."""
 
     opener: ClassVar[str]
-    """The token that an image follows."""
+    """The token that precedes an image."""
 
     placeholders: ClassVar[tuple[str, ...]]
-    """Tokens that stand for a piece of an image or a video. Text may not carry one right after the opener."""
+    """Tokens that stand for a component of an image or a video. Text may not have one directly after the opener."""
 
     takes_adapters: ClassVar[bool] = True
-    """Whether vLLM has LoRA for it; if not, all parameters are trained."""
+    """Whether vLLM supports LoRA for it; if not, all parameters are trained."""
 
     position_rows: ClassVar[int] = 1
-    """Rows of the position ids of an input with images; 1 where they count on as in text."""
+    """Rows of the position ids of an input with images; 1 if they count up as for text."""
 
     def __init__(self, config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
         token_key = "image_token_index" if config.get("image_token_index") is not None else "image_token_id"
@@ -95,58 +95,65 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def token_counter(self, processor: Mapping[str, Any]) -> TokenCounter | None:
-        """Counts the ids that replace an image by geometry alone; None if only processing an image tells.
+        """Returns a function that computes the number of ids from the image size alone; None if that is impossible.
 
         Args:
-            processor: Settings of the checkpoint's image processor, as its `to_dict` gives them.
+            processor: Settings of the checkpoint's image processor, as from its `to_dict`.
 
-        Raises ValueError, naming the setting, if processor and checkpoint do not fit.
+        Raises ValueError, which names the setting, if processor and checkpoint do not match.
         """
 
     @abstractmethod
     def replacement(self, tensors: ImageTensors) -> Replacement:
-        """What the family's own processor puts in the place of an image of these tensors, which have no problem.
+        """Returns the ids with which the family's processor replaces an image with these valid tensors.
 
-        Without the whitespace around it, see `image_margin`.
+        They do not include the whitespace around the image; see `image_margin`.
         """
 
     @abstractmethod
     def positions(self, length: int, images: Sequence[ImageAt]) -> npt.NDArray[np.int32] | None:
-        """Position ids of an input of `length` ids with images, int32 [position_rows, length].
+        """Returns the position ids, int32 [position_rows, length], of an input of `length` ids with images.
 
         None for a family without multimodal RoPE, where they are 0 .. length-1.
         """
 
     @abstractmethod
     def patch_count(self, embedding_count: int) -> int:
-        """Patches of the tower that so many embeddings are made of: what its memory depends on."""
+        """Returns the number of patches for a number of embeddings; the tower's memory depends on it."""
 
     @abstractmethod
     def tensors_problem(self, tensors: ImageTensors) -> str:
-        """What is wrong with the tensors of an image, or the empty string: names, types and shapes."""
+        """Checks names, types and shapes of an image's tensors. Returns the problem; empty if there is none."""
 
     @abstractmethod
     def blank_image(self) -> dict[str, npt.NDArray]:
-        """Tensors of a small grey image, for warm-ups."""
+        """Returns the tensors of a small grey image, for warm-ups."""
 
     def image_problem(self, tensors: ImageTensors, is_embedding: npt.NDArray[np.bool_]) -> str:
-        """What is wrong with tensors for an image whose ids are embeddings where `is_embedding` (bool [L]) says."""
+        """Checks tensors against the ids of an image. Returns the problem; empty if there is none.
+
+        Args:
+            tensors: Tensors of the image.
+            is_embedding: bool [L], which of the ids are embeddings according to the request.
+        """
         if problem := self.tensors_problem(tensors):
             return problem
         expected = self.replacement(tensors).is_embedding
         if len(expected) != len(is_embedding):
-            return f"the tensors make {len(expected)} ids, the request says {len(is_embedding)}"
+            return f"the tensors make {len(expected)} ids, but the request has {len(is_embedding)}"
         if not np.array_equal(expected, is_embedding):
             return "embedding_mask is not that of the tensors"
         return ""
 
     def find_lost_image(self, ids: npt.NDArray, previous_id: int = -1) -> int | None:
-        """Index of the first placeholder that follows the opener where no image is: an image that was lost; or None.
+        """Returns the index of the first placeholder that follows the opener but belongs to no image; None if there is
+        none.
 
-        A placeholder by itself is a token like any other, since a model may sample one.
+        Such a placeholder means that an image was lost. A placeholder elsewhere is an ordinary token, which a model may
+        sample.
 
         Args:
-            ids: Token ids [N] without those of images that are there (or with -1 in their places).
+            ids: Token ids [N] without those of existing images, or with -1 in their positions.
             previous_id: The id before `ids`.
         """
         if self.opener_id is None or not len(ids):
@@ -157,7 +164,7 @@ class VisionFamily(ABC):
 
 
 def require(config: Mapping[str, Any], key: str) -> Any:
-    """A top-level entry of config.json. Raises ValueError if it is missing."""
+    """Returns a top-level entry of config.json. Raises ValueError if it is missing."""
     if config.get(key) is None:
         raise ValueError(f"config.json has no {key}")
     return config[key]

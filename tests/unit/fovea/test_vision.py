@@ -228,7 +228,7 @@ def test_what_a_processor_made_is_checked(model_type: str) -> None:
         "pixel_values is float64": tensors | {"pixel_values": pixels.astype(np.float64)},
         "pixel_values has shape": tensors | {"pixel_values": pixels[..., 0]},
         "input_ids is int64": tensors | {"input_ids": tensors["input_ids"].astype(np.int64)},
-        "input_ids has 3 placeholders, the tower makes 4": tensors | {"input_ids": tensors["input_ids"][1:]},
+        "input_ids has 3 placeholders, but the tower makes 4": tensors | {"input_ids": tensors["input_ids"][1:]},
     }
     for problem, bad in spoiled.items():
         assert bound.tensors_problem(bad).startswith(problem)
@@ -292,7 +292,7 @@ def test_places_and_sizes_are_checked() -> None:
 
 
 def test_of_llava_only_a_pixtral_tower_is_taken() -> None:
-    with pytest.raises(ValueError, match="'clip_vision_model'; of LLaVA Fovea takes pixtral towers"):
+    with pytest.raises(ValueError, match="'clip_vision_model'; for LLaVA, Fovea supports only pixtral towers"):
         vision.bind(
             {"model_type": "llava", "image_token_index": 1, "vision_config": {"model_type": "clip_vision_model"}}, {}
         )
@@ -300,5 +300,5 @@ def test_of_llava_only_a_pixtral_tower_is_taken() -> None:
 
 def test_code_of_a_checkpoint_is_refused() -> None:
     for model_type in ("kimi_k25", "qwen3_vl", "qwen3"):
-        with pytest.raises(ValueError, match=rf"'{model_type}' brings code of its own .*which Fovea never runs"):
+        with pytest.raises(ValueError, match=rf"'{model_type}' needs custom code .*which Fovea never runs"):
             vision.choose({"model_type": model_type, "vision_config": {}, "auto_map": {"AutoModel": "m.py"}})

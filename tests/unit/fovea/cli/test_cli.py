@@ -45,7 +45,7 @@ def test_a_model_that_is_not_there_is_named() -> None:
         ({"model_type": "glm4v_moe", "vision_config": {}}, "'glm4v_moe' is a vision model that Fovea does not"),
         ({"model_type": "internvl", "vision_config": {}, "text_config": {"num_experts": 128}}, "with experts"),
         ({"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 1}, "clip"),
-        ({"model_type": "llama", "auto_map": {"AutoModel": "model.Model"}}, "brings code of its own (auto_map in"),
+        ({"model_type": "llama", "auto_map": {"AutoModel": "model.Model"}}, "needs custom code (auto_map in"),
         ({"model_type": "qwen3", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' of qwen3"),
         ({"model_type": "qwen3_vl", "vision_config": {}}, "config.json has no image_token_id"),
     ],

@@ -138,7 +138,7 @@ WAYS: dict[str, tuple[Arguments, str, str]] = {
     "key": (lambda place: ["--api-key", "secret"], "--api-key", "a key of 6 characters is not tml-"),
     "file of keys": (lambda place: ["--api-key-file", "/nowhere"], "--api-key-file", "/nowhere cannot be read"),
     "key in a file": (lambda place: ["--api-key-file", place.file("k", "secret")], "--api-key-file", "is not tml-"),
-    "certificates": (lambda place: ["--tls-dir", str(place.folder)], "--tls-dir", "it must hold ca.crt"),
+    "certificates": (lambda place: ["--tls-dir", str(place.folder)], "--tls-dir", "the folder must contain ca.crt"),
     "unknown setting": (lambda place: ["--set", "sampler.max_lora=1"], "--set", "did you mean 'max_loras'?"),
     "wrong value": (lambda place: ["--set", "sampler.max_loras=many"], "--set sampler.max_loras", "valid integer"),
     "another option's setting": (lambda place: ["--set", "trainer.ranks=3"], "--set", "set trainer.ranks with --ranks"),

@@ -66,7 +66,7 @@ def test_the_renderer_to_ask() -> None:
 @pytest.mark.parametrize(
     ("is_embedding", "size_bytes", "problem"),
     [
-        ([True] * 8, IMAGE_BYTES, "the tensors make 4 ids, the request says 8"),
+        ([True] * 8, IMAGE_BYTES, "the tensors make 4 ids, but the request has 8"),
         ([True, True, False, True], IMAGE_BYTES, "embedding_mask is not that of the tensors"),
         ([True] * 4, 5, f"size_bytes is 5, the tensors have {IMAGE_BYTES}"),
     ],

@@ -111,9 +111,9 @@ def test_code_that_a_processor_alone_brings_is_refused_before_anything_starts(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     check_directory(tmp_path)
     (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"{name} brings code of its own \(auto_map, .*which Fovea never runs"):
+    with pytest.raises(ValueError, match=rf"{name} needs custom code \(auto_map, .*which Fovea never runs"):
         check_directory(tmp_path)
-    with pytest.raises(ValueError, match=f"{name} brings code of its own"):
+    with pytest.raises(ValueError, match=f"{name} needs custom code"):
         fingerprints(tmp_path)  # as every service does when it starts
 
 
@@ -124,7 +124,7 @@ def test_a_hub_name() -> None:
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither preprocessor_config.json nor image_processor in processor_config"):
         read_image_processor(tmp_path)
-    with pytest.raises(FileNotFoundError, match="checkpoint directory or a hub name"):
+    with pytest.raises(FileNotFoundError, match="checkpoint folder or a Hugging Face model name"):
         read_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):

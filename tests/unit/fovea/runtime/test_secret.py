@@ -109,7 +109,7 @@ async def test_calls_of_every_kind_need_the_secret(
     monkeypatch.setenv(VARIABLE, guess)
     # Who is still sending when it is refused hears only that the call has ended: grpcio 1.76, see the notes.
     late = (BrokenOff,) if call in (_put, _stream) else ()
-    with pytest.raises((Unauthenticated, *late), match=f"{VARIABLE}|ended the call while it was being sent"):
+    with pytest.raises((Unauthenticated, *late), match=f"{VARIABLE}|ended the call before the request was complete"):
         await call(address)
     assert not ENTERED
     monkeypatch.setenv(VARIABLE, SECRET)
@@ -150,15 +150,15 @@ def test_it_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_one_that_is_no_good_is_refused_by_name(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, secret)
-    with pytest.raises(SystemExit, match=f"{VARIABLE} must give at least 16 printable ASCII characters"):
+    with pytest.raises(SystemExit, match=f"{VARIABLE} must have at least 16 printable ASCII characters"):
         RendererSettings.from_command_line("renderer", ["--model", "m"])
 
 
 def test_without_one_a_service_is_for_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = ["--model", "m", "--host", "0.0.0.0"]
-    with pytest.raises(SystemExit, match=f"^renderer: .*other machines reach --host 0.0.0.0: set {VARIABLE}"):
+    with pytest.raises(SystemExit, match=f"^renderer: .*other machines can reach --host 0.0.0.0; set {VARIABLE}"):
         RendererSettings.from_command_line("renderer", everywhere)
-    with pytest.raises(SystemExit, match="other machines reach --master-addr node-0"):
+    with pytest.raises(SystemExit, match="other machines can reach --master-addr node-0"):
         TrainerSettings.from_command_line("trainer", ["--model", "m", "--nodes", "2", "--master-addr", "node-0"])
     for host in ("127.0.0.1", "::1", "localhost"):
         RendererSettings.from_command_line("renderer", ["--model", "m", "--host", host])

@@ -174,7 +174,7 @@ async def test_what_is_repeated_goes_on_after_a_failure(caplog: pytest.LogCaptur
     task = asyncio.create_task(repeat(work, 0.0, "the sweep"))
     await enough.wait()
     task.cancel()
-    assert [record.getMessage() for record in caplog.records] == ["the sweep failed; it is tried again in 0 s"]
+    assert [record.getMessage() for record in caplog.records] == ["the sweep failed; retrying in 0 s"]
 
 
 async def test_pauses_double_up_to_the_longest() -> None:

@@ -104,8 +104,8 @@ async def test_threads_have_the_same_channels(folder: Path) -> None:
 def test_what_is_missing_is_said_before_anything_starts(folder: Path, name: str) -> None:
     assert (folder / name).stat().st_mode & 0o777 == 0o600
     (folder / name).write_text("hello")
-    with pytest.raises(ValueError, match=rf"FOVEA_TLS_DIR: .*{name} is no PEM file"):
+    with pytest.raises(ValueError, match=rf"FOVEA_TLS_DIR: .*{name} is not a PEM file"):
         ServiceSettings()
     (folder / name).unlink()
-    with pytest.raises(ValueError, match=rf"{name}.*it must hold ca.crt, tls.crt and tls.key"):
+    with pytest.raises(ValueError, match=rf"{name}.*the folder must contain ca.crt, tls.crt and tls.key"):
         ServiceSettings()

@@ -160,5 +160,5 @@ def test_the_endpoint_has_one_name_for_all_services(monkeypatch: pytest.MonkeyPa
     assert ServiceSettings().trace_endpoint == "http://collector:4317"
     assert ServiceSettings.from_command_line("x", ["--trace-endpoint", "http://b:1"]).trace_endpoint == "http://b:1"
     monkeypatch.setenv("FOVEA_TRACE_ENDPOINT", "collector:4317")
-    with pytest.raises(ValueError, match="'collector:4317' is no URL of an OTLP collector; give one such as"):
+    with pytest.raises(ValueError, match="'collector:4317' is not a URL of an OTLP collector; use a form such as"):
         ServiceSettings()
