@@ -166,9 +166,7 @@ def _read_adapter(folder: pathlib.Path) -> tuple[int, str]:
     """Returns the rank of a PEFT adapter folder and the base model named in it. Raises BadParameter."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            raise typer.BadParameter(
-                f"{folder} contains no {name}; PEFT's save_pretrained writes it", param_hint="FOLDER"
-            )
+            raise typer.BadParameter(f"no {name} in {folder}; PEFT's save_pretrained writes it", param_hint="FOLDER")
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_bytes())
         return int(config["r"]), str(config.get("base_model_name_or_path"))
