@@ -16,7 +16,7 @@ TRAINING = ("create_model", "forward_backward", "optim_step", "load_state", "sav
 _EXACT = ("forward_backward", "optim_step")
 _LINES, _LONGEST_LINE = 6, 400  # of each promise
 _SAMPLED = ("sample", "score")
-_ALARM = "came to another answer than its client was given"
+_ALARM = "gave another answer when it ran again"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
-"""Batches of datums for forward and forward_backward: decoded and rendered while they wait for their turn, so that the
-trainer computes one batch while the next is rendered, and its images are fetched.
+"""Batches of datums for forward and forward_backward.
+
+A batch is decoded and rendered while its command waits in the queue. The trainer therefore computes one batch while the
+gateway renders the next one and the trainer fetches its images.
 """
 
 import asyncio
@@ -23,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8
-"""Batches per owner: what waits for a turn that never comes must not keep others from being rendered in time."""
+"""Batches per owner. The limit keeps commands that wait for a missing request from delaying the rendering of others."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the trainer is sent."""
+    """The header and the rendered datums of one call to the trainer."""
 
     header: trainer_pb2.ForwardBackwardHeader
     datums: list[trainer_pb2.Datum]
@@ -38,7 +40,7 @@ class Batches:
     """Decodes and renders the requests of forward and forward_backward.
 
     Args:
-        trainer: Told of their images ahead.
+            trainer: Receives hints about images that it will need, so that it can fetch them ahead of the batch.
     """
 
     def __init__(
@@ -52,7 +54,10 @@ class Batches:
         self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
 
     def begin(self, pending: Pending) -> None:
-        """Starts on a batch that may have to wait, unless enough are ahead. Never raises: `take` tells."""
+        """Starts to prepare a batch in the background, unless its owner has `_MOST_AHEAD` batches under way already.
+
+        Never raises: `take` raises the error of the preparation.
+        """
         ahead = self._ahead[pending.submission.owner]
         if pending.submission.rejection is None and len(ahead) < _MOST_AHEAD:
             task = asyncio.create_task(self._prepare_ahead(pending), name=f"render {pending.submission.future_id}")
@@ -60,12 +65,12 @@ class Batches:
             ahead[pending.submission.future_id] = task
 
     async def take(self, pending: Pending) -> Batch:
-        """The batch of a request, begun before or not. Raises InvalidInput naming the datum that is wrong."""
+        """Returns the batch of a request, prepared in advance or now. Raises InvalidInput that names a bad datum."""
         task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
         return await (self.prepare(pending) if task is None else task)
 
     def drop(self, pending: Pending) -> None:
-        """Stops work on a request that will not run."""
+        """Cancels the preparation of a request that will not run."""
         task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
         if task is not None:
             task.cancel()
@@ -79,11 +84,11 @@ class Batches:
     async def _tell_trainer(self, model_id: str, features: list[model_input_pb2.VisionFeature]) -> None:
         try:
             await self._trainer.client.fetch_ahead(model_id, features)
-        except FoveaError as error:  # then it fetches them when it computes
-            logger.debug("the trainer was not told of %d images of %s: %s", len(features), model_id, error)
+        except FoveaError as error:  # Only a hint: without it the trainer fetches the images when it computes.
+            logger.debug("could not announce %d images of model %s to the trainer: %s", len(features), model_id, error)
 
     async def prepare(self, pending: Pending) -> Batch:
-        """Decodes and renders now."""
+        """Decodes and renders a request now."""
         first, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
         if not rest:
             raise InvalidInput("data is empty; send at least one datum", field="data")
@@ -109,7 +114,7 @@ class Batches:
         return None
 
     async def render_again(self, pending: Pending, batch: Batch, indexes: Sequence[int]) -> Batch:
-        """The same batch, after some of its datums were rendered once more."""
+        """Returns a copy of a batch in which the datums at `indexes` are rendered anew."""
         _, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
         with stage("render", pending.submission.kind.value):
             rendered = await self._render(pending.submission.owner, {i: rest[i].datum.input for i in indexes})
@@ -133,7 +138,7 @@ class Batches:
 
 
 def _features(batch: Batch) -> list[model_input_pb2.VisionFeature]:
-    """What is needed to fetch the tensors of all images of a batch, each once."""
+    """Returns the references with which the trainer fetches the images of a batch, one for each distinct image."""
     spans = (span for datum in batch.datums for span in datum.input.spans)
     return list({span.feature.digest: _slim(span.feature) for span in spans}.values())
 
@@ -148,7 +153,7 @@ def _slim(feature: model_input_pb2.VisionFeature) -> model_input_pb2.VisionFeatu
 
 
 def _look_at(task: asyncio.Task[Batch]) -> None:
-    """A batch that nobody takes any more may fail in silence."""
+    """Retrieves the exception of a task that may have no consumer, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -157,7 +162,7 @@ def _datum(index: int, rendered: model_input_pb2.RenderedInput, datum: gateway_p
     whole = trainer_pb2.Datum(input=rendered, loss_inputs=datum.loss_inputs)
     if (size_bytes := whole.ByteSize()) > MESSAGE_BYTES - 1024:
         raise InvalidInput(
-            f"data[{index}] takes {size_bytes} bytes without its images; at most {MESSAGE_BYTES - 1024} fit",
+            f"data[{index}] has {size_bytes} bytes without its images; the limit is {MESSAGE_BYTES - 1024} bytes",
             field=f"data[{index}]",
         )
     return whole

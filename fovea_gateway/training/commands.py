@@ -1,7 +1,8 @@
-"""Runs a training command in its turn and keeps its outcome.
+"""Runs one training command and stores its outcome.
 
-What changes a model has no deadline: to give it up would leave unknown what it did. The trainer knows it by its seq_id,
-does it once, and says what came of it however often it is asked.
+A command that changes a model has no deadline: if the gateway gave up, it would not know what the command has done. The
+trainer identifies such a command by its seq_id, runs it once, and returns the same outcome however often the gateway
+asks.
 """
 
 import logging
@@ -22,22 +23,24 @@ from fovea_gateway.training.step_commands import COMPUTING
 logger = logging.getLogger(__name__)
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0
-"""Pauses between two tries to save on a full disk: each try writes what there is room for."""
+"""The shortest and the longest pause between two attempts to save on a full disk. Each attempt writes what fits."""
 
 _BEHIND_S = 0.5
-"""The pause before a command is tried again that waits for durable points: the trainer keeps its place in the line."""
+"""The pause before a retry of a command that waits for durable points. The trainer remembers its queue position."""
 
 Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 
 
 class CommandRunner:
-    """Runs training commands on models of one base model: the model must be there, the outcome is kept, a failure has
-    consequences.
+    """Runs the training commands of one base model.
+
+    Before a command, it makes sure that the trainer holds the model. Afterwards it stores the outcome and updates the
+    state of the model.
 
     Args:
-        trainer: Of this base model, as are `residence` and `batches`.
-        commands: What is done for each kind.
-        disk_wait_s: How long a command that saves waits for room on a full disk.
+        trainer: The trainer of this base model; `residence` and `batches` belong to it too.
+        commands: The function that runs each kind of command.
+        disk_wait_s: Seconds that a saving command waits for space on a full disk.
     """
 
     def __init__(
@@ -56,33 +59,33 @@ class CommandRunner:
         self._disk_wait_s = disk_wait_s
 
     def begin(self, pending: Pending) -> None:
-        """Starts on what can be done before a command's turn comes."""
+        """Starts the work that a command allows before it may run."""
         if pending.submission.kind in BATCH_KINDS:
             self._batches.begin(pending)
 
     async def free(self, model: Model) -> None:
-        """Has the trainer free a model that is over."""
+        """Makes the trainer free a model that has ended."""
         try:
             await self._trainer.client.delete_model(model.model_id)
         except FoveaError as error:
-            logger.warning("model %s could not be freed: %s", model.model_id, error)
+            logger.warning("the trainer could not free model %s: %s", model.model_id, error)
 
     async def run(self, pending: Pending) -> None:
-        """Runs a command and ends its future, together with what must be remembered of its model. Never raises."""
+        """Runs a command, then stores its outcome and the new state of its model in one transaction. Never raises."""
         model = await self._models.load(pending.submission.scope)
         done, outcome = await run_to_outcome(pending, self._attempt(model, pending))
         await self._end(model, pending, done, outcome)
 
     async def refuse(self, pending: Pending, error: FoveaError | None) -> None:
-        """Ends a command that can no longer run: too late, or its session is over."""
+        """Fails a command that can no longer run because it came too late or because its session has ended."""
         submission = pending.submission
-        error = error or NotFound(f"request {submission.seq_id} came after later ones had stopped waiting for it")
-        logger.warning("%s of %s is refused: %s", submission.kind, submission.future_id, error)
+        error = error or NotFound(f"request {submission.seq_id} arrived too late: the model went on without it")
+        logger.warning("refused %s of %s: %s", submission.kind, submission.future_id, error)
         model = await self._models.load(submission.scope)
         await self._end(model, pending, Done(), Outcome(submission.kind, b"", error))
 
     def skip(self, model: Model, first: int, last: int) -> None:
-        """Notes that requests never arrived: they may have been gradients, so the next step must not be taken."""
+        """Records that requests never arrived. They may have carried gradients, so the next optim_step must fail."""
         if model.failed_seq_id is None:
             model.failed_seq_id, model.failed_reason = first, f"requests {first} to {last} never arrived"
 
@@ -97,21 +100,21 @@ class CommandRunner:
             await self._residence.require(model, pending)
         while submission.kind is Kind.FORWARD_BACKWARD and self._journal.must_wait(model):
             words = (
-                "the journal is full (max_journal_bytes): this waits until the trainer has written a durable point of "
-                "this model"
+                "the journal is full (max_journal_bytes): the request waits until the trainer has written a durable "
+                "point of this model"
             )
             await self._wait_a_little(model, pending, words, _BEHIND_S)
         if submission.kind is Kind.SAVE_FOR_SAMPLER:
             model.next_snapshot += 1
         pending.begin()
         pending.progress.wait_on("running")
-        # A trainer that keeps recovery knows by itself what was begun, and would idle until the disk has it too.
+        # A trainer that keeps recovery remembers which commands it began. Waiting for our disk as well would idle it.
         if is_afresh or model.journaled_since is None or submission.kind not in COMPUTING:
             await self._futures.set_running(pending, [self._models.saving(model)])
         blob = await self._futures.request_of(pending)
         looks = Backoff(self._disk_wait_s, _FIRST_LOOK_S, _LONGEST_LOOK_S)
         while True:
-            asked = model.trainer_instance  # by the time it fails, the model may be back in the next one
+            asked = model.trainer_instance  # When the call fails, the model may already be in the next trainer process.
             try:
                 return await self._commands[submission.kind](model, pending, blob)
             except (Unavailable, NotFound) as error:
@@ -126,21 +129,23 @@ class CommandRunner:
                 await self._wait_for_room(model, pending, error, looks)
 
     async def _wait_for_room(self, model: Model, pending: Pending, error: DiskFull, looks: Backoff) -> None:
-        """A save changes no model and leaves nothing half-written, so it waits: what comes after it waits for its turn.
+        """Waits for disk space: a save changes no model and leaves no partial files. Later commands wait behind it.
 
-        Raises what `Residence.require` does.
+        Raises the same errors as `Residence.require`.
         """
         place = error.metadata.get("place", "the checkpoints")
-        logger.warning("%s waits, the disk of %s is full", pending.submission.future_id, place)
-        words = "the disk of the checkpoints is full: this waits for room, delete checkpoints or have it made larger"
+        logger.warning("%s waits: the disk of %s is full", pending.submission.future_id, place)
+        words = (
+            "the disk of the checkpoints is full: the request waits for space. Delete checkpoints or enlarge the disk"
+        )
         await self._wait_a_little(model, pending, words, min(looks.next_s, looks.left_s))
         looks.lengthen()
 
     async def _wait_a_little(self, model: Model, pending: Pending, words: str, seconds: float) -> None:
-        """Tells the client what its command waits for. Raises what `Residence.require` does."""
+        """Reports to the client why its command waits, then waits. Raises the same errors as `Residence.require`."""
         pending.progress.wait_on(words, QueueState.PAUSED)
         await self._residence.pause(model, seconds)
-        await self._residence.require(model, pending)  # the trainer may have restarted meanwhile
+        await self._residence.require(model, pending)  # The trainer may have restarted in the meantime.
         pending.progress.wait_on("running")
 
     async def _end(self, model: Model, pending: Pending, done: Done, outcome: Outcome) -> None:
@@ -159,11 +164,11 @@ class CommandRunner:
             for step in done.afterwards:
                 await step()
         except Exception:
-            logger.exception("the outcome of %s could not be kept", submission.future_id)
+            logger.exception("could not store the outcome of %s", submission.future_id)
 
 
 def _note_end(model: Model, submission: Submission, error: FoveaError | None) -> None:
-    """What a model must remember of how a command ended."""
+    """Updates the state of a model after a command has ended."""
     kind = submission.kind
     if error is None:
         logger.info("%s of %s done in %.2f s", kind, submission.future_id, time.time() - submission.created_at)
@@ -177,14 +182,16 @@ def _note_end(model: Model, submission: Submission, error: FoveaError | None) ->
         if kind is Kind.CREATE_MODEL and model.state is ModelState.CREATING:
             model.state, model.state_reason = ModelState.FAILED, error.message
         if kind is Kind.CREATE_MODEL:
-            model.user_metadata = {}  # of a model that failed the row is kept for a while, and nothing else
+            model.user_metadata = {}  # The row of a failed model remains for a while; its metadata need not.
     if kind is Kind.OPTIM_STEP:
         model.is_accumulating = False
 
 
 def _begin_afresh(model: Model, submission: Submission) -> bool:
-    """Forgets a failed forward_backward if nothing else was accumulated and the caller knew when it sent this one; says
-    whether it did.
+    """Forgets a failed forward_backward, so that gradient accumulation starts anew, and returns True.
+
+    Returns False and changes nothing if other gradients were accumulated, or if the client did not yet know of the
+    failure when it sent this request.
     """
     is_afresh = (
         model.failed_seq_id is not None

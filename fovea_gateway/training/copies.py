@@ -1,4 +1,4 @@
-"""Copying a checkpoint into a training run of its own, which holds it and cannot be trained; and the rows of copies."""
+"""Copies of checkpoints, and their database rows. A copy gets a training run of its own, which cannot be trained."""
 
 import time
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ from fovea_gateway.training.models import Model, ModelState, get_row, id_of_mode
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of a checkpoint, and the training run made to hold it.
+    """A copy of a checkpoint and the training run that holds it.
 
     Attributes:
-        request_key: The client's idempotency key, if it sent one.
+        request_key: The client's idempotency key, or None if the client sent none.
     """
 
     model_id: str
@@ -39,7 +39,7 @@ class Copy:
 
 
 class Copies:
-    """Copies by the training run that holds them. A copy is of its source's kind and shares no file with it."""
+    """Copies checkpoints. A copy has the same kind as its source and shares no file with it."""
 
     def __init__(self, database: Database, sessions: Sessions, checkpoints: Checkpoints) -> None:
         self._database, self._sessions, self._checkpoints = database, sessions, checkpoints
@@ -54,18 +54,20 @@ class Copies:
         ttl_s: int | None,
         request_key: str | None = None,
     ) -> str:
-        """Copies a checkpoint that the caller may read; returns the copy's path. A repeat answers the first one's.
+        """Copies a checkpoint that the caller may read, and returns the path of the copy. A repeat returns the same.
 
         Args:
             session_id: The session that will own the run.
-            model_seq_id: Position among the session's models.
-            ttl_s: Seconds after which the copy expires; None keeps it. The source's own is not inherited.
-            request_key: Of the client; repeats carry the same.
+            model_seq_id: The number of the new model within its session.
+            ttl_s: Seconds after which the copy expires; None means never. The copy does not inherit the expiry of its
+                source.
+            request_key: The client's idempotency key; a client repeats it when it repeats the request.
 
         Raises:
-            NotFound, SessionEnded: For the source, for the session.
-            AlreadyExists: The position is taken by something else.
-            ResourceExhausted: The owner has no room.
+            NotFound: The source does not exist.
+            SessionEnded: The session has ended.
+            AlreadyExists: The model number is already in use by another model.
+            ResourceExhausted: The owner has no space left.
         """
         if request_key and (known := await self._of_key(owner, request_key)):
             return known.path
@@ -73,7 +75,7 @@ class Copies:
         run_id = id_of_model(session.session_id, check_seq_id(model_seq_id, "model_seq_id", 0))
         expires_at = check_ttl_or_none(ttl_s)
         await self._checkpoints.check_room(owner)
-        # A client that stops waiting sends the same again: it must find the copy, or what makes it.
+        # A client that stops waiting repeats its request, which must then find the copy or the task that makes it.
         path = await self._running.run(
             run_id, lambda: self._copy(owner, source_path, session_id, run_id, expires_at, request_key)
         )
@@ -82,7 +84,7 @@ class Copies:
         return path
 
     async def stop(self) -> None:
-        """Gives up what runs, for the end of the process; clients ask again."""
+        """Cancels running copies at the end of the process. Clients repeat their requests."""
         await self._running.cancel()
 
     async def _copy(
@@ -127,7 +129,7 @@ class Copies:
         return copied.path
 
     async def _rename_snapshot(self, copied: Checkpoint) -> KeptSnapshot:
-        """The same weights under a name of their own: the source's goes when the source is deleted."""
+        """Gives the copied weights a snapshot id of their own, since the source's id is deleted with the source."""
         storage = self._checkpoints.storage
         snapshot = json_format.Parse(await storage.read(copied.uri, SNAPSHOT_FILE), weights_pb2.Snapshot())
         copied.snapshot_id = snapshot.snapshot_id = id_of_snapshot(copied.model_id, 1)
@@ -143,7 +145,7 @@ class Copies:
 
 
 def _keep(connection: sa.Connection, model: Model, copied: Checkpoint, kept: KeptSnapshot | None, copy: Copy) -> bool:
-    # Looked up first: what a job has written stays written if it returns. Nobody else writes meanwhile.
+    # Check first: if this job returns False, what it has written so far is committed. No other job runs meanwhile.
     if copy.request_key and _of_key(connection, copy.owner, copy.request_key):
         return False
     if not insert_row(connection, model):
@@ -156,21 +158,21 @@ def _keep(connection: sa.Connection, model: Model, copied: Checkpoint, kept: Kep
 
 
 def _taken(model_id: str) -> AlreadyExists:
-    return AlreadyExists(f"{model_id} exists already and is another model; take the next model_seq_id", "model_seq_id")
+    return AlreadyExists(f"{model_id} already exists and is another model; use the next model_seq_id", "model_seq_id")
 
 
 def _insert(connection: sa.Connection, copy: Copy) -> bool:
-    """Keeps a copy; False if its run or its key has one."""
+    """Inserts a copy. Returns False if its run or its idempotency key already has one."""
     return insert_new(connection, copies, dict(vars(copy)))
 
 
 def _of_key(connection: sa.Connection, owner: str, request_key: str) -> Copy | None:
-    """The copy that a request with this key made."""
+    """Returns the copy made by a request with this idempotency key."""
     return _first(connection, (copies.c.owner == owner) & (copies.c.request_key == request_key))
 
 
 def _of_model(connection: sa.Connection, model_id: str) -> Copy | None:
-    """The copy that a run holds."""
+    """Returns the copy that a run holds."""
     return _first(connection, copies.c.model_id == model_id)
 
 

@@ -1,4 +1,4 @@
-"""Traced losses: checked, kept in the database with their session, and handed to the trainer with each call."""
+"""Traced losses. The gateway checks them, stores them with their session, and sends them along with each call."""
 
 import time
 from collections.abc import Iterable
@@ -29,15 +29,15 @@ from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.sessions.sessions import Sessions
 
 CUSTOM = "custom"
-"""The loss function that takes one."""
+"""The name of the loss function that uses a traced loss."""
 
 MAX_LOSSES = 1024
-"""The most per session."""
+"""The number of losses that one session may create."""
 
 
 @dataclass(frozen=True)
 class CustomLossRow:
-    """A loss of a session; `loss` is a serialized `fovea.api.v1.CustomLoss`."""
+    """A row of a session's loss. `loss` is a serialized `fovea.api.v1.CustomLoss`."""
 
     custom_loss_id: str
     session_id: str
@@ -46,17 +46,17 @@ class CustomLossRow:
 
 
 class CustomLosses:
-    """Traced losses by id, `<session>:loss:<n>`. They end with their session."""
+    """Creates and finds traced losses. Their ids are `<session>:loss:<n>`; they are deleted when their session ends."""
 
     def __init__(self, database: Database, futures: Futures, sessions: Sessions) -> None:
         self._database, self._futures, self._sessions = database, futures, sessions
         self._running = BackgroundTasks()
 
     async def submit(self, owner: str, request: gateway_pb2.CreateCustomLossRequest) -> str:
-        """Accepts a loss; returns the future's id. A repeat gets the first one's.
+        """Accepts a loss and returns the id of its future. A repeat returns the id of the first request.
 
-        Raises NotFound, SessionEnded for the session, InvalidInput for the number. What is wrong with the loss itself
-        fails the future.
+        Raises NotFound or SessionEnded for the session, and InvalidInput for the number. An invalid loss fails the
+        future instead.
         """
         await self._require(owner, request)
         scope = f"{request.session_id}:custom_loss"
@@ -68,7 +68,7 @@ class CustomLosses:
         return own_id
 
     async def resume(self, pendings: Iterable[Pending]) -> None:
-        """Takes up the losses among what an earlier process left unfinished."""
+        """Resumes the creations of losses that an earlier process left unfinished."""
         for pending in pendings:
             if pending.submission.kind is not Kind.CREATE_CUSTOM_LOSS:
                 continue
@@ -83,9 +83,9 @@ class CustomLosses:
         self._running.start(self._run(pending), f"keep {pending.submission.future_id}")
 
     async def create(self, owner: str, request: gateway_pb2.CreateCustomLossRequest) -> str:
-        """Keeps a loss; returns its id. A repeat gets the first one's.
+        """Stores a loss and returns its id. A repeat returns the id of the first request.
 
-        Raises as `submit`, and InvalidInput for what is wrong with the loss.
+        Raises the errors of `submit`, and InvalidInput if the loss itself is invalid.
         """
         await self._require(owner, request)
         kept = await _checked(request)
@@ -95,30 +95,31 @@ class CustomLosses:
     async def get(
         self, session_id: str, header: gateway_pb2.SubmitForwardBackwardHeader
     ) -> trainer_pb2.CustomLoss | None:
-        """The loss that a call names; None if it names a loss function of the trainer.
+        """Returns the traced loss that a call names, or None if the call names a built-in loss function.
 
-        Raises InvalidInput if id and loss function do not belong together, NotFound if the session has no such loss.
+        Raises InvalidInput if the id and the loss function do not belong together, and NotFound if the session has no
+        such loss.
         """
         loss_id, field = header.custom_loss_id, "loss_fn_config.loss_id"
         if header.loss_function != CUSTOM:
             if loss_id:
-                raise InvalidInput(f"{field} goes with loss_fn {CUSTOM!r}, not {header.loss_function!r}", field=field)
+                raise InvalidInput(f"{field} requires loss_fn {CUSTOM!r}, not {header.loss_function!r}", field=field)
             return None
         if not loss_id:
             raise InvalidInput(
-                f"{field} is missing: loss_fn {CUSTOM!r} needs what create_custom_loss gave", field=field
+                f"{field} is missing: loss_fn {CUSTOM!r} needs the id that create_custom_loss returned", field=field
             )
         blob = await self._database.read(lambda connection: _get(connection, session_id, loss_id))
         if blob is None:
-            raise NotFound(f"{field} {loss_id[:200]!r} is no loss of session {session_id}", field=field)
+            raise NotFound(f"{field} {loss_id[:200]!r} does not exist in session {session_id}", field=field)
         return trainer_pb2.CustomLoss.FromString(blob)
 
     async def forget(self, session_id: str) -> None:
-        """Drops the losses of a session that is over."""
+        """Deletes the losses of a session that has ended."""
         await self._database.write(lambda connection: _delete(connection, session_id))
 
     async def stop(self) -> None:
-        """Lets what was begun end."""
+        """Waits until running creations have finished."""
         await self._running.join()
 
     async def _require(self, owner: str, request: gateway_pb2.CreateCustomLossRequest) -> None:
@@ -126,7 +127,7 @@ class CustomLosses:
         check_seq_id(request.custom_loss_seq_id, "custom_loss_seq_id", 0)
         if request.custom_loss_seq_id >= MAX_LOSSES:
             raise InvalidInput(
-                f"custom_loss_seq_id is {request.custom_loss_seq_id}: a session takes {MAX_LOSSES} losses",
+                f"custom_loss_seq_id is {request.custom_loss_seq_id}; a session may create {MAX_LOSSES} losses",
                 field="custom_loss_seq_id",
             )
 
@@ -142,24 +143,24 @@ class CustomLosses:
 
 
 async def _checked(request: gateway_pb2.CreateCustomLossRequest) -> CustomLossRow:
-    """Raises InvalidInput for a loss that the trainer would not run."""
+    """Returns the row of a loss. Raises InvalidInput if the trainer would not run the loss."""
     await off_loop_by_size(len(request.loss.graph), custom_loss.parse, request.loss)
     custom_loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
     return CustomLossRow(custom_loss_id, request.session_id, request.loss.SerializeToString())
 
 
 def _insert(connection: sa.Connection, row: CustomLossRow) -> bool:
-    """Keeps a loss; False if its id is taken, which leaves the first one."""
+    """Inserts a loss. Returns False and leaves the existing row if the id is in use."""
     return insert_new(connection, custom_losses, asdict(row))
 
 
 def _get(connection: sa.Connection, session_id: str, custom_loss_id: str) -> bytes | None:
-    """A serialized loss, if it is the session's."""
+    """Returns a serialized loss, or None if the session has no loss with this id."""
     where = (custom_losses.c.custom_loss_id == custom_loss_id) & (custom_losses.c.session_id == session_id)
     row = connection.execute(sa.select(custom_losses.c.loss).where(where)).first()
     return bytes(row.loss) if row else None
 
 
 def _delete(connection: sa.Connection, session_id: str) -> None:
-    """Drops all losses of a session."""
+    """Deletes all losses of a session."""
     connection.execute(sa.delete(custom_losses).where(custom_losses.c.session_id == session_id))

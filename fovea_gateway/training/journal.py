@@ -1,11 +1,11 @@
-"""The journal: what was done to models and is not durable in their trainer yet, so that it can be done again.
+"""The journal stores the commands that changed models since their last durable points, so that they can run again.
 
-A command that changed a model leaves its request here, moved in the transaction that keeps its outcome, until the
-trainer says that a durable point contains it. A failed one changed nothing, but for a step that was refused and dropped
-the gradients.
+When a command has changed a model, the transaction that stores its outcome also moves its request into the journal. It
+stays there until the trainer reports a durable point that contains the change. A failed command changes nothing, with
+one exception: a refused optimizer step may have dropped the gradients.
 
-`TrainerTurns` is for what has not been done yet: commands wait for their turns there, and it finds a command at which
-the trainer ends again and again.
+`TrainerTurns` covers commands that have not run yet. They wait there until the trainer has capacity, and it detects a
+command that makes the trainer process die repeatedly.
 """
 
 import asyncio
@@ -40,33 +40,36 @@ logger = logging.getLogger(__name__)
 _TABLES = (journal, journal_requests, journal_numerics)
 _CHANGING = (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.SAVE_FOR_SAMPLER)
 _CLEARED = (FailedPrecondition, ResourceExhausted)
-"""What a step fails with that dropped the gradients; anything else was refused before it touched them."""
+"""The errors of an optimizer step that has dropped the gradients. Other errors occur before the gradients are touched.
+"""
 
 _STALLED_S = 300.0
-"""If the durable points of a trainer do not advance for this long, its storage counts as failing."""
+"""If no durable point of a trainer advances for this many seconds, the journal assumes that its storage is failing."""
 
 _FIRST_S, _FIRST_TOKEN_S = 0.05, 0.0005
-"""Estimates of the first command of a kind, and of each token of it, until one has been measured."""
+"""Initial estimates, in seconds, for one command of a kind and for one token, until a command has been measured."""
 _NEWEST = 0.5
-"""The part of an estimate that the newest measurement has."""
+"""The weight of the newest measurement in the moving average."""
 _KNOWN = 4096
 _MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
-"""How often the trainer may end at a command: at one that was never done, and at one that is run again to bring a model
-back, which was done once: without it the model is lost.
+"""The number of trainer deaths after which a command fails.
+
+The first limit is for a command that has never run. The second is for one that ran before and runs again to restore a
+model: without it the model is lost.
 """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One command that was done.
+    """One command that has run.
 
     Attributes:
-        drops_gradients: Of a forward_backward, whether gradients that were there were dropped first; of an optim_step,
-            that they were dropped and no step was taken.
-        subject: What it was done with: the id of the snapshot that it took, or the folder that it loaded.
-        digest: Of the answer that its client was given.
-        size_bytes: Of its request.
-        numerics: Of the trainer that did it, as that tells them; empty of entries from before they were kept.
+        drops_gradients: For a forward_backward: existing gradients were dropped first. For an optim_step: the gradients
+            were dropped and no step was made.
+        subject: The object of the command: the id of the snapshot that it created, or the folder that it loaded.
+        digest: The digest of the answer that the client received.
+        size_bytes: The size of the request.
+        numerics: The numerical settings that the trainer reported when it ran the command. Empty in old entries.
     """
 
     model_id: str
@@ -85,9 +88,10 @@ class Journal:
     """The entries of all models.
 
     Args:
-        capacity_bytes: Of all requests in it. An owner may keep as much as is free. Above that, its models wait for
-            their next durable points; if none come, its model with the most can be restored only from its next one.
-        clock: Seconds, of any origin.
+        capacity_bytes: The limit for all stored requests together. An owner may use as many bytes as are still free.
+            An owner above that waits for the next durable points of its models. If none come, its largest model loses
+            its entries and can be restored only from its next durable point on.
+        clock: Returns seconds since an arbitrary origin.
     """
 
     def __init__(
@@ -114,12 +118,13 @@ class Journal:
         error: FoveaError | None,
         drops_gradients: bool,
     ) -> list[Job[Any]]:
-        """What is to be written together with the outcome of a command; nothing if it did not change its model.
+        """Returns the writes that belong into the transaction with a command's outcome.
 
-        A trainer that keeps no recovery has its models' commands forgotten: they could not be done again.
+        There are none if the command did not change its model, or if the trainer keeps no recovery: such a command
+        could not run again.
         """
         is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
-        is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # in storage already
+        is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # It is in storage already.
         if submission.kind not in _CHANGING or (error is not None and not is_cleared) or is_named:
             return []
         if trainer.info is None or not trainer.info.keeps_recovery:
@@ -137,15 +142,15 @@ class Journal:
         return [lambda connection: _move(connection, submission.future_id, entry)]
 
     async def entries(self, model_id: str) -> list[Entry]:
-        """What is kept of a model, in order."""
+        """Returns the entries of a model, in order."""
         return await self._database.read(lambda connection: _entries(connection, model_id))
 
     async def request_of(self, entry: Entry) -> bytes:
-        """The request of a command."""
+        """Returns the serialized request of an entry."""
         return await self._database.read(lambda connection: _request(connection, entry))
 
     async def trim(self, trainer: TrainerLink) -> None:
-        """Forgets what is durable by now, as a trainer last said; a model remembers from where on it has all."""
+        """Deletes the entries that the trainer reports as durable, and updates `journaled_since` of their models."""
         said = trainer.info.durable_seq_ids if trainer.info is not None else {}
         trimmed = self._trimmed.get(trainer.address, {})
         until = {model_id: seq_id for model_id, seq_id in said.items() if trimmed.get(model_id) != seq_id}
@@ -160,11 +165,11 @@ class Journal:
         self._trimmed[trainer.address] = dict(said)
 
     def must_wait(self, model: Model) -> bool:
-        """Says whether a model's requests must wait: its owner's share is full, and its next point makes room."""
+        """Returns whether a model's requests must wait because its owner's share is full and a durable point is due."""
         return model.owner in self._full_owners and self._awaits_point(model.model_id)
 
     async def bound(self) -> None:
-        """Has an owner's models wait while it keeps more than its share; gives up the largest if no points come."""
+        """Makes models of owners above their share wait. If no durable points come, drops an owner's largest model."""
         sizes = await self._database.read(_sizes)
         of_owner: Counter[str] = Counter()
         for (owner, _), size_bytes in sizes.items():
@@ -178,20 +183,20 @@ class Journal:
             await self._give_up(max(of_model, key=lambda model_id: of_model[model_id]))
 
     async def forget(self, model_ids: Iterable[str]) -> None:
-        """Drops what is kept of models that are over."""
+        """Deletes the entries of models that have ended."""
         over = list(model_ids)
         for model_id in over:
             self._changes.pop(model_id, None)
         await self._database.write(lambda connection: _drop(connection, over))
 
     def _awaits_point(self, model_id: str) -> bool:
-        """Says whether a change of a model's weights is in no durable point yet: the trainer will write one."""
+        """Returns whether a change of a model is in no durable point yet, so that the trainer will write one."""
         durable = max((said.get(model_id, 0) for said in self._trimmed.values()), default=0)
         return self._changes.get(model_id, 0) > durable
 
     async def _give_up(self, model_id: str) -> None:
         model = self._models.use(await self._models.load(model_id))
-        model.journaled_since = model.next_seq_id  # at most: a command that does not change it is no gap
+        model.journaled_since = model.next_seq_id  # An upper bound: commands that change nothing leave no entry.
         saving = self._models.saving(model)
 
         def job(connection: sa.Connection) -> int:
@@ -203,15 +208,15 @@ class Journal:
         model.journaled_since = await self._database.write(job) + 1
         await self._models.save(model)
         logger.error(
-            "the journal is full (max_journal_bytes): commands of model %s before request %d could not be done again "
-            "if the trainer ended now; look why its durable points lag behind",
+            "the journal is full (max_journal_bytes): if the trainer ended now, model %s could not be restored from "
+            "commands before request %d; find out why its durable points lag behind",
             model_id,
             model.journaled_since,
         )
 
 
 def digest_of(result: Iterable[Message]) -> str:
-    """SHA-256, hexadecimal, of an answer: the same for equal values in whatever order maps hold them."""
+    """Returns the hexadecimal SHA-256 of an answer. It does not depend on the order of map fields."""
     digest = hashlib.sha256()
     for message in result:
         digest.update(message.SerializeToString(deterministic=True))
@@ -219,7 +224,7 @@ def digest_of(result: Iterable[Message]) -> str:
 
 
 def _move(connection: sa.Connection, future_id: str, entry: Entry) -> None:
-    """Keeps an entry with the request of a future, which is about to end; a repeated transaction finds it there."""
+    """Moves the request of a future that is about to end into the journal. May be repeated after a failed commit."""
     place = {"model_id": entry.model_id, "seq_id": entry.seq_id}
     given = sa.select(future_requests.c.request).where(future_requests.c.future_id == future_id)
     request: bytes = connection.execute(given).scalar_one()
@@ -264,46 +269,48 @@ def _last(connection: sa.Connection, model_id: str) -> int:
 
 
 def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
-    """Bytes of requests by owner and model."""
+    """Returns the bytes of requests by owner and model."""
     query = sa.select(journal.c.owner, journal.c.model_id, sa.func.sum(journal.c.size_bytes))
     grouped = query.group_by(journal.c.owner, journal.c.model_id)
     return {(owner, model_id): int(size_bytes) for owner, model_id, size_bytes in connection.execute(grouped)}
 
 
 class TrainerTurns:
-    """Schedules the commands of one trainer; owners share its seconds.
+    """Admits commands to one trainer, and divides the trainer's time fairly among owners.
 
-    A command enters on an estimate of its seconds and is settled with the measured ones, also if it failed. A command
-    that has entered must wait for nothing but the trainer. Each command that was at the trainer when it ended is a
-    suspect and runs alone the next time, so that a second end convicts the right one. A convicted command fails:
-    sent to each new trainer, it would end that too.
+    A command is admitted by an estimate of its seconds. When it ends, well or badly, its measured seconds replace the
+    estimate. An admitted command must wait for nothing but the trainer.
+
+    When the trainer dies, every command that it had is a suspect and runs alone the next time. If the trainer dies
+    again, the command that was alone is the cause. It then fails, because it would kill each new trainer as well.
 
     Args:
-        queue: As many places as keep the trainer busy.
-        is_wanted: Says whether a client may wait for what a session has queued.
+        queue: The fair queue, with as many slots as keep the trainer busy.
+        is_wanted: Returns whether a client may still wait for the queued commands of a session.
     """
 
     def __init__(
         self, futures: Futures, trainer: TrainerLink, queue: FairQueue, is_wanted: Callable[[str], bool]
     ) -> None:
         self._futures, self._trainer, self._queue, self._is_wanted = futures, trainer, queue, is_wanted
-        # Seconds by owner and kind: of a token of those that have tokens, else of a command.
+        # Seconds by owner and kind: per token for commands with a batch, per command otherwise.
         self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
-        # By future and kind: the instance that may have ended at it, and how many have.
+        # By future and kind: the trainer instance that may have died in the command, and the number of deaths.
         self._suspects: LRUCache[tuple[str, Kind], str] = LRUCache(_KNOWN)
         self._deaths: LRUCache[tuple[str, Kind], int] = LRUCache(_KNOWN)
-        self._inside = self._isolated = 0  # commands at the trainer; suspects that are there alone, or wait to be
+        self._inside = self._isolated = 0  # Commands at the trainer; suspects that run or wait to run alone.
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
     async def take(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
-        """Waits until the command may go to the trainer, and is one of those there until the block ends.
+        """Waits until the command may go to the trainer, and occupies a slot until the block ends.
 
         Args:
-            tokens: Of its batch; 0 of a command that has none.
-            is_again: Whether it was done before, and brings a model back.
+            doing: A description of the work, for the client's progress report.
+            tokens: The number of tokens in its batch; 0 for a command without a batch.
+            is_again: The command has run before and runs again to restore a model.
 
-        Raises EndsTrainer for a command at which the trainer ended too often.
+        Raises EndsTrainer if the trainer died too often during this command.
         """
         submission = pending.submission
         self._check_deaths(submission, _MOST_DEATHS_AGAIN if is_again else _MOST_DEATHS)
@@ -333,7 +340,7 @@ class TrainerTurns:
 
     @asynccontextmanager
     async def _watching(self, submission: Submission) -> AsyncIterator[None]:
-        """Notes whether the trainer may have ended at a command, which runs alone if an earlier one may have."""
+        """Records whether the trainer may have died during a command. A command with an earlier death runs alone."""
         key = (submission.future_id, submission.kind)
         async with self._admitted(is_alone=key in self._deaths):
             asked = self._trainer.instance_id
@@ -348,7 +355,7 @@ class TrainerTurns:
 
     @asynccontextmanager
     async def _admitted(self, is_alone: bool) -> AsyncIterator[None]:
-        """Holds a command back while a suspect runs or waits, and a suspect until nothing else is at the trainer."""
+        """Delays a command while a suspect runs or waits, and a suspect until no other command is at the trainer."""
         self._isolated += is_alone
         try:
             async with self._changed:
@@ -370,6 +377,7 @@ class TrainerTurns:
             self._deaths[key] = self._deaths.get(key, 0) + 1
         if (count := self._deaths.get(key, 0)) >= most:
             raise EndsTrainer(
-                f"the trainer ended {count} times while it did request {submission.seq_id} ({submission.kind}) of "
-                f"model {submission.scope}: it is not done again. The trainer's log may say why; send less at once"
+                f"the trainer ended {count} times while it ran request {submission.seq_id} ({submission.kind}) of "
+                f"model {submission.scope}, so the request will not run again. The trainer's log may show the cause; "
+                "send less at once"
             )

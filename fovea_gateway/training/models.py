@@ -1,4 +1,4 @@
-"""Models, which clients train: who owns which, what state it is in, and when its trainer is gone; and their rows."""
+"""Models that clients train, with their owners and states, and the database rows of models."""
 
 import enum
 import logging
@@ -28,7 +28,7 @@ _UPDATE = sa.update(models).where(models.c.model_id == sa.bindparam("key"))
 
 
 class ModelState(enum.StrEnum):
-    """Where a model stands."""
+    """The state of a model."""
 
     CREATING = "creating"
     READY = "ready"
@@ -39,20 +39,20 @@ class ModelState(enum.StrEnum):
 
 @dataclass(eq=False)
 class Model:
-    """One model in training, and what its queue of commands must remember.
+    """One model in training, and the state of its command queue.
 
     Attributes:
-        lora: Its shape; rank 0 means that all parameters are trained.
-        trainer_instance: The trainer that holds it; any other one does not. Empty while it is parked.
-        state_reason: Why it failed, was lost or ended.
-        next_seq_id: The next command in turn.
-        next_snapshot: Number of the next snapshot, never used twice.
-        failed_seq_id: A forward_backward that failed since the last step: the next step would be on partial gradients.
-        is_accumulating: Whether a forward_backward has succeeded since the last step, taken or not. Until then, what
-            gradients the trainer may hold are no part of the next step.
-        journaled_since: The first command from which on all that changed it are in the journal; None of a trainer that
-            keeps no recovery: then its memory alone has the model.
-        model_files: Fingerprints of the base model's files, as of the trainer that made it.
+        lora: The shape of the adapter; rank 0 means that all parameters are trained.
+        trainer_instance: The trainer process that holds the model. Empty while the model is parked.
+        state_reason: The reason why the model failed, was lost or ended.
+        next_seq_id: The seq_id of the next command.
+        next_snapshot: The number of the next snapshot. A number is never used twice.
+        failed_seq_id: A forward_backward that failed since the last step. The next step would use partial gradients.
+        is_accumulating: Whether a forward_backward has succeeded since the last optim_step, even one that failed. While
+            this is False, gradients that the trainer may hold do not belong to the next step.
+        journaled_since: The journal contains all changes from this seq_id on. None if the trainer keeps no recovery:
+            then the model exists only in the trainer's memory.
+        model_files: Fingerprints of the base model's files, as reported by the trainer that created the model.
     """
 
     model_id: str
@@ -76,11 +76,11 @@ class Model:
 
 
 class Models:
-    """Models by id, in memory while they are used, in the database always.
+    """Finds models by id. All models have a row in the database; those in use are also in memory.
 
     Args:
-        most_per_owner: How many of an owner the trainer may hold; 0 is no limit but its own.
-        owners: May have other limits.
+        most_per_owner: How many models of one owner the trainer may hold; 0 means no limit apart from the trainer's.
+        owners: Supplies the limits of owners that have their own.
     """
 
     def __init__(self, database: Database, most_per_owner: int, owners: Owners) -> None:
@@ -89,21 +89,21 @@ class Models:
         self._returning: set[str] = set()
 
     async def add(self, model: Model) -> Model:
-        """Keeps a new model; returns the one that has its id already, if there is one."""
+        """Adds a new model. Returns the existing model if there is one with this id."""
         if not await self._database.write(lambda connection: insert_row(connection, model)):
             return await self.load(model.model_id)
         self._models[model.model_id] = model
         return model
 
     async def get(self, owner: str, model_id: str) -> Model:
-        """A model of the caller. Raises NotFound, also for somebody else's."""
+        """Returns a model of the caller. Raises NotFound if there is none, or if it belongs to another owner."""
         model = await self.load(model_id)
         if model.owner != owner:
             raise _unknown(model_id)
         return model
 
     async def load(self, model_id: str) -> Model:
-        """A model by id, whoever owns it: from memory while it is used, else from its row. Raises NotFound."""
+        """Returns a model by id for any owner, from memory if it is in use, otherwise from its row. Raises NotFound."""
         model = self._models.get(model_id)
         if model is None:
             model = await self._database.read(lambda connection: get_row(connection, model_id))
@@ -112,39 +112,41 @@ class Models:
         return model
 
     def use(self, model: Model) -> Model:
-        """Keeps a model in memory until its session is over; returns the one that is there already, if it is."""
+        """Holds a model in memory until its session ends. Returns the instance that is in memory already, if there is
+        one.
+        """
         return self._models.setdefault(model.model_id, model)
 
     def ready(self, base_model: str) -> list[Model]:
-        """Models of a base model, in memory, that are being trained."""
+        """Returns the models of a base model that are in memory and in training."""
         ready = (model for model in self._models.values() if model.state is ModelState.READY)
         return [model for model in ready if model.base_model == base_model]
 
     def find(self, model_id: str) -> Model | None:
-        """A model that may be in use: None if it is not in memory."""
+        """Returns a model if it is in memory, otherwise None."""
         return self._models.get(model_id)
 
     def forget(self, session_id: str) -> None:
-        """Drops from memory the models of a session that is over."""
+        """Drops from memory the models of a session that has ended."""
         for model_id in [one.model_id for one in self._models.values() if one.session_id == session_id]:
             del self._models[model_id]
 
     async def restore(self) -> None:
-        """Reads the models that are in training, after a restart."""
+        """Reads the models in training from the database after a restart."""
         for model in await self._database.read(living_rows):
             self._models.setdefault(model.model_id, model)
 
     async def unfreed_sessions(self) -> list[str]:
-        """The sessions that are over and own something all the same: an earlier gateway ended before it was freed."""
+        """Returns ended sessions that still own something, because an earlier gateway stopped before it freed them."""
         return await self._database.read(ids_of_unfreed_sessions)
 
     async def of_session(self, session_id: str, base_model: str | None = None) -> list[str]:
-        """Ids of a session's models, of all base models or of one."""
+        """Returns the ids of a session's models, optionally only those of one base model."""
         return await self._database.read(lambda connection: ids_of_session(connection, session_id, base_model))
 
     def saving(self, model: Model) -> Job[None]:
-        """A write of the model as it is now."""
-        row = _to_row(model)  # now: a queued write must not see later changes
+        """Returns a write of the model's current state."""
+        row = _to_row(model)  # Copy it now: a queued write must not include later changes.
 
         def job(connection: Any) -> None:
             update_row(connection, row)
@@ -152,18 +154,18 @@ class Models:
         return job
 
     async def save(self, model: Model) -> None:
-        """Writes the model as it is now."""
+        """Writes the model's current state."""
         await self._database.write(self.saving(model))
 
     async def end(self, model: Model, reason: str) -> None:
-        """Marks a model as over."""
+        """Marks a model as ended."""
         if model.state in (ModelState.CREATING, ModelState.READY):
             model.state, model.state_reason = ModelState.ENDED, reason
             await self.save(model)
 
     @contextmanager
     def returning(self, model: Model, trainer_instance: str) -> Iterator[None]:
-        """Counts a model as one that the trainer holds, from now on. Raises as `check_share` does."""
+        """Counts a model as held by the trainer while it is being restored. Raises as `check_share` does."""
         self.check_share(model, trainer_instance)
         self._returning.add(model.model_id)
         try:
@@ -172,17 +174,18 @@ class Models:
             self._returning.discard(model.model_id)
 
     def client_of(self, model: Model, trainer: TrainerLink) -> TrainerClient:
-        """To be asked for right before each call: raises BrokenOff for a model that is not back in this trainer.
+        """Returns the trainer's client. Call this right before each call to the trainer.
 
-        A command may have waited since it was let to the trainer, for a turn, a renderer or room on a disk: if the
-        trainer has restarted meanwhile, the model may be there, but not as its last command left it.
+        Raises BrokenOff if the model is not back in this trainer yet. A command may have waited for its turn, a
+        renderer or disk space since it was checked. If the trainer has restarted meanwhile, the model may be present
+        there, but not in the state in which its last command left it.
         """
         if model.trainer_instance != trainer.instance_id or model.model_id in self._returning:
             raise BrokenOff(f"model {model.model_id} is not back yet in the trainer, which restarted")
         return trainer.client
 
     def check_share(self, model: Model, trainer_instance: str) -> None:
-        """Raises ResourceExhausted if this trainer holds, or is given, as many of the owner's models as it may."""
+        """Raises ResourceExhausted if the trainer holds or is restoring as many of the owner's models as it may."""
         held = [
             other
             for other in self._models.values()
@@ -196,29 +199,29 @@ class Models:
         if most and len(held) >= most:
             raise ResourceExhausted(
                 f"this owner has {len(held)} models in the trainer; {limit} is {most}: "
-                "save what is no longer trained and end its session",
+                "save the models that you no longer train and end their sessions",
                 limit=limit,
             )
 
     async def lose(self, model: Model, reason: str) -> FoveaError:
-        """Marks a model as lost; returns the error that says why and how to go on."""
+        """Marks a model as lost. Returns the error that states the reason and how to continue."""
         model.state, model.state_reason = ModelState.LOST, reason
         logger.error("model %s is lost: %s", model.model_id, reason)
         await self.save(model)
         return await self.lost_error(model)
 
     async def lost_error(self, model: Model, reason: str = "") -> FoveaError:
-        """What to tell whoever uses a lost model."""
+        """Returns the error for a use of a lost model."""
         saved = await self._database.read(lambda connection: rows_of_model(connection, model.model_id))
         path = next((checkpoint.path for checkpoint in saved if checkpoint.segment == TRAINING), None)
         if path:
-            advice = f"Go on from its last checkpoint: create_training_client_from_state_with_optimizer({path!r})"
+            advice = f"Continue from its last checkpoint: create_training_client_from_state_with_optimizer({path!r})"
         else:
-            advice = "It has no checkpoint: start again, and call save_state now and then"
+            advice = "It has no checkpoint: start again, and call save_state regularly"
         return ModelLost(f"{reason or model.state_reason}; its weights since the last save are gone. {advice}")
 
     async def check_ready(self, model: Model) -> None:
-        """Raises the reason for which commands of this model cannot run."""
+        """Raises the error that explains why a command of this model cannot run, unless it can."""
         if model.state is ModelState.LOST:
             raise await self.lost_error(model)
         if model.state is not ModelState.READY:
@@ -228,7 +231,7 @@ class Models:
 
 
 def id_of_model(session_id: str, model_seq_id: int) -> str:
-    """The id that the SDK expects for a session's n-th model."""
+    """Returns the id that the SDK expects for the n-th model of a session."""
     return f"{session_id}:train:{model_seq_id}"
 
 
@@ -237,30 +240,30 @@ def _unknown(model_id: str) -> FoveaError:
 
 
 def insert_row(connection: sa.Connection, model: Model) -> bool:
-    """Keeps a new model; False if its id is taken."""
+    """Inserts a new model. Returns False if its id is in use."""
     return insert_new(connection, models, _to_row(model))
 
 
 def update_row(connection: sa.Connection, row: dict[str, Any]) -> None:
-    """Writes a row made by `_to_row`."""
+    """Updates a model from a row made by `_to_row`."""
     connection.execute(_UPDATE, {**row, "key": row["model_id"]})
 
 
 def get_row(connection: sa.Connection, model_id: str) -> Model | None:
-    """A model by id."""
+    """Returns a model by id, or None."""
     row = (connection.execute(sa.select(models).where(models.c.model_id == model_id))).mappings().first()
     return _from_row(row) if row else None
 
 
 def living_rows(connection: sa.Connection) -> list[Model]:
-    """Models that are being made or trained."""
+    """Returns the models that are being created or trained."""
     states = [ModelState.CREATING.value, ModelState.READY.value]
     query = sa.select(models).where(models.c.state.in_(states))
     return [_from_row(row) for row in (connection.execute(query)).mappings()]
 
 
 def ids_of_session(connection: sa.Connection, session_id: str, base_model: str | None = None) -> list[str]:
-    """Ids of a session's models, of all base models or of one."""
+    """Returns the ids of a session's models, optionally only those of one base model."""
     query = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
     if base_model is not None:
         query = query.where(models.c.base_model == base_model)
@@ -268,26 +271,26 @@ def ids_of_session(connection: sa.Connection, session_id: str, base_model: str |
 
 
 def ids_of_over(connection: sa.Connection, model_ids: list[str]) -> list[str]:
-    """Those of some models that no trainer needs to hold any more."""
+    """Returns those of the given models that no trainer needs to hold any more."""
     states = [ModelState.FAILED.value, ModelState.LOST.value, ModelState.ENDED.value]
     query = sa.select(models.c.model_id).where(models.c.model_id.in_(model_ids) & models.c.state.in_(states))
     return list(connection.scalars(query))
 
 
 def ids_of_ended_sessions(connection: sa.Connection, model_ids: list[str]) -> list[str]:
-    """Those of some models whose session is over."""
+    """Returns those of the given models that belong to an ended session."""
     joined = models.join(sessions, models.c.session_id == sessions.c.session_id)
     where = models.c.model_id.in_(model_ids) & sessions.c.ended_at.is_not(None)
     return list(connection.scalars(sa.select(models.c.model_id).select_from(joined).where(where)))
 
 
 def known_ids(connection: sa.Connection, model_ids: list[str]) -> list[str]:
-    """Those of some models that have a row."""
+    """Returns those of the given models that have a row."""
     return list(connection.scalars(sa.select(models.c.model_id).where(models.c.model_id.in_(model_ids))))
 
 
 def ids_of_unfreed_sessions(connection: sa.Connection) -> list[str]:
-    """Sessions that are over, of which there are models in training, commands in the journal, or losses."""
+    """Returns the ended sessions that still have models in training, commands in the journal, or losses."""
     living = models.c.state.in_([ModelState.CREATING.value, ModelState.READY.value])
     owning = sa.union(
         sa.select(models.c.session_id).where(living),
@@ -299,17 +302,17 @@ def ids_of_unfreed_sessions(connection: sa.Connection) -> list[str]:
 
 
 def all_ids(connection: sa.Connection) -> list[str]:
-    """Ids of all models that ever were."""
+    """Returns the ids of all models, past and present."""
     return list(connection.scalars(sa.select(models.c.model_id)))
 
 
 def rows_of_owner(
     connection: sa.Connection, owner: str, limit: int, offset: int, with_public: bool = False
 ) -> tuple[list[Model], int]:
-    """A page of an owner's models, latest request first, and how many there are in all.
+    """Returns a page of an owner's models, latest request first, and the total number of models.
 
     Args:
-        with_public: Also those of others that have a published checkpoint.
+        with_public: Include other owners' models that have a published checkpoint.
     """
     where = models.c.owner == owner
     if with_public:

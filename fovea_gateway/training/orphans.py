@@ -1,7 +1,7 @@
-"""Orphans, which a killed process left behind: models in the trainer, adapters in samplers, folders in storage.
+"""Frees orphans: models in the trainer, adapters in samplers and folders in storage that a killed gateway left behind.
 
-No row names them any more. Only what belongs to models of this gateway's own rows is freed: another gateway may use the
-same trainer's machine, samplers or storage.
+An orphan is named by no row. The collector frees only what belongs to models in this gateway's own rows, because
+another gateway may use the same trainer machine, samplers or storage.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class OrphanCollector:
-    """Finds them and frees them. Each method may be called at any time; what is being made is never touched."""
+    """Finds and frees orphans. Its methods may be called at any time; they never touch an object under construction."""
 
     def __init__(
         self,
@@ -38,27 +38,27 @@ class OrphanCollector:
         self._foreign: set[str] = set()
 
     async def free_models(self, trainer: TrainerLink) -> None:
-        """Has a trainer free the models that are over, and files of them. Raises FoveaError if it does not answer.
+        """Makes a trainer free ended models and their files. Raises FoveaError if the trainer does not answer.
 
-        Files of models that no row here names stay, and are told of once: their database may come back.
+        Files of models without a row remain, since their database may be restored. A warning reports them once.
         """
         info = await trainer.client.info(with_kept=True)
         held = [*info.model_ids, *info.kept_model_ids]
         foreign = set(info.kept_model_ids) - set(await self._database.read(lambda c: known_ids(c, held)))
         if foreign - self._foreign:
             logger.warning(
-                "the trainer keeps files of %d models for recovery that this gateway does not know, such as %s: they "
-                "are another gateway's, or of a database that was lost; if so, remove them by hand",
+                "the trainer keeps recovery files of %d models that this gateway does not know, such as %s: they "
+                "belong to another gateway or to a lost database. In the second case, remove them by hand",
                 len(foreign),
                 min(foreign),
             )
         self._foreign = foreign
         for model_id in await self._database.read(lambda connection: ids_of_over(connection, held)):
-            logger.warning("the trainer still keeps model %s, which is over: it is freed", model_id)
+            logger.warning("freeing model %s, which has ended but was still in the trainer", model_id)
             await trainer.client.delete_model(model_id)
 
     async def free_adapters(self, base: BaseModel) -> None:
-        """Has samplers and trainer of a base model free the unnamed snapshots of sessions that are over."""
+        """Makes samplers and trainer of a base model free the unnamed snapshots of ended sessions."""
         of_model: dict[str, set[str]] = {}
         for sampler in base.samplers.up:
             for snapshot_id in sampler.adapters:
@@ -70,14 +70,14 @@ class OrphanCollector:
         if unnamed := [
             snapshot_id for snapshot_id in unnamed if snapshot_id in of_model[snapshot_id.partition("@")[0]]
         ]:
-            logger.warning("samplers still hold %d snapshots of sessions that are over: freed", len(unnamed))
+            logger.warning("freeing %d snapshots of ended sessions that samplers still held", len(unnamed))
             await base.snapshots.forget(over, base.samplers.up)
 
     async def remove_folders(self) -> None:
-        """Removes folders of our models that no checkpoint names, once they were found so twice.
+        """Removes folders of our models that no checkpoint names, if two successive calls have found them.
 
-        The trainer may be writing one for a gateway that was killed, and a row is committed after its files are there:
-        calls should be minutes apart.
+        Calls should be minutes apart: the trainer may still be writing a folder for a killed gateway, and the row of a
+        checkpoint is committed after its files exist.
         """
         found = set()
         models = set(await self._database.read(all_ids))
@@ -87,28 +87,28 @@ class OrphanCollector:
             for segment in await storage.entries(f"{storage.root}/{model}"):
                 names = await storage.entries(f"{storage.root}/{model}/{segment}")
                 found |= {f"{storage.root}/{model}/{segment}/{name}" for name in names}
-        # After the listing: what has got its row meanwhile is held.
+        # Read the rows after the listing: a checkpoint that got its row in between is not an orphan.
         held = self._checkpoints.being_written | set(await self._database.read(named_uris))
         orphans = {uri for uri in found if _folder(uri) not in held}
         for uri in orphans & self._suspects:
-            logger.warning("%s belongs to no checkpoint: it is removed", uri)
+            logger.warning("removing %s, which belongs to no checkpoint", uri)
             await storage.remove(uri)
         self._suspects = orphans
 
     async def sweep(self, with_folders: bool) -> None:
-        """All of it. What cannot be reached is tried again at the next call."""
+        """Frees all kinds of orphans. The next call retries what could not be reached."""
         for base in self._base_models:
             try:
                 if base.trainer is not None and base.trainer.up:
                     await self.free_models(base.trainer)
                 await self.free_adapters(base)
             except FoveaError as error:
-                logger.warning("orphans in the trainer or in samplers of %s could not be freed: %s", base.name, error)
+                logger.warning("could not free orphans in the trainer or the samplers of %s: %s", base.name, error)
         if with_folders:
             await self.remove_folders()
             await self._uploads.remove_expired()
 
 
 def _folder(uri: str) -> str:
-    """The folder that one with a suffix is to become, or was."""
+    """Returns the final name of a folder that carries a suffix for staging, replacement or plain text."""
     return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)

@@ -1,4 +1,4 @@
-"""Parks the sessions of clients that have fallen silent, where the trainer can keep their models; else they end."""
+"""Parks sessions of silent clients if the trainer can store their models; otherwise it ends the sessions."""
 
 import asyncio
 import logging
@@ -19,17 +19,20 @@ logger = logging.getLogger(__name__)
 
 _LATE_S = 15.0
 _QUIET_S = 30.0
-"""Without a heartbeat, of which the SDK sends one in ten seconds: a client may be gone; its models make room."""
+"""Seconds without a heartbeat. The SDK sends one every ten seconds; a quiet client may be gone, so its models make
+room.
+"""
 _LOOK_S = 0.5
 
 
 class Parking:
-    """Frees the trainer of what nobody uses, for as long as there is room on its storage.
+    """Parks models that no client uses, which frees the trainer for others while its storage has room.
 
     Args:
         ttl_s: Seconds after which a parked session ends.
-        most_bytes: Of all that is parked. Above, the oldest end of the owner that has most by its weight.
-        weight_of: An owner's weight, above 0.
+        most_bytes: The limit for all parked models together. Above it, the owner with the most bytes in relation to its
+            weight loses its oldest parked sessions.
+        weight_of: Returns an owner's weight, greater than 0.
     """
 
     def __init__(
@@ -52,11 +55,11 @@ class Parking:
         self._made_room: Counter[str] = Counter()
 
     async def sweep(self) -> None:
-        """Parks or ends what is silent, then ends what was parked too long or takes too much."""
+        """Parks or ends silent sessions, then ends those that were parked for too long or use too much storage."""
         infos = [trainer.info for trainer in self._base_models.trainers]
         for session in self._sessions.silent():
             if None in infos:
-                continue  # whether they can keep them is not known yet
+                continue  # It is not known yet whether all trainers can store models.
             if infos and not any(info.keeps_recovery for info in infos if info is not None):
                 await self._sessions.expire(session)
             elif not self._is_busy(session):
@@ -64,10 +67,10 @@ class Parking:
         await self._bound()
 
     async def make_room(self, base_model: str) -> bool:
-        """Parks models of clients that seem to be gone, before their time, since a new model wants their room.
+        """Parks models of clients that seem to be gone, earlier than usual, because a new model needs the room.
 
-        Waits for clients whose last heartbeat is late. Of creations that come at once, one makes room for all. Returns
-        whether the trainer has become emptier since the call.
+        Waits for clients with a late heartbeat until they return or are quiet. If several creations need room at once,
+        one of them makes it for all. Returns whether models have left the trainer since the call.
         """
         before = self._made_room[base_model]
         async with self._making_room[base_model]:
@@ -76,7 +79,7 @@ class Parking:
             return self._made_room[base_model] > before
 
     async def _park_quiet(self, base_model: str) -> int:
-        """Parks the sessions of clients that seem to be gone, once there are any; returns how many."""
+        """Waits for quiet sessions and parks them; returns how many it has parked."""
         while True:
             holders = [session for session in self._holders(base_model) if self._sessions.is_silent(session, _LATE_S)]
             quiet = [session for session in holders if self._sessions.is_silent(session, _QUIET_S)]
@@ -87,7 +90,9 @@ class Parking:
             await asyncio.sleep(_LOOK_S)
 
     def _holders(self, base_model: str) -> list[Session]:
-        """Sessions with models in the trainer, all of which it can keep, that wait for nothing."""
+        """Returns the idle sessions with models in the trainer, provided that the trainer can store all of their
+        models.
+        """
         held = [model for model in self._models.ready(base_model) if model.trainer_instance]
         fixed = {model.session_id for model in held if model.journaled_since is None}
         found = {model.session_id: self._sessions.cached(model.session_id) for model in held}
@@ -99,15 +104,15 @@ class Parking:
             model = self._models.find(model_id)
             if model is None or model.state is not ModelState.READY or not model.trainer_instance:
                 continue
-            if model.base_model not in self._residences:  # not trained here any more: nobody can park it
+            if model.base_model not in self._residences:  # It is no longer trained here, so no trainer can park it.
                 continue
-            if model.journaled_since is None:  # of a trainer that kept no recovery: nothing can be parked
+            if model.journaled_since is None:  # Its trainer kept no recovery, so nothing can be parked.
                 await self._sessions.expire(session)
                 return
             try:
                 size_bytes += await self._residences[model.base_model].park(model)
             except FoveaError as error:
-                logger.warning("session %s is not parked yet: %s", session.session_id, error)
+                logger.warning("could not park session %s yet: %s", session.session_id, error)
                 return
         if self._sessions.is_silent(session, after_s) and not self._is_busy(session):
             self._training.forget_idle(session.session_id)
@@ -132,8 +137,8 @@ class Parking:
             oldest = next(session for session in parked if session.owner == owner and session.parked_bytes)
             await self._sessions.expire(
                 oldest,
-                f"all parked sessions took {held.total()} bytes of parked_bytes, {self._most_bytes}, and this owner's "
-                "most of it: its oldest ended",
+                f"all parked sessions used {held.total()} bytes; parked_bytes is {self._most_bytes}. This owner's "
+                "sessions used the largest share, so its oldest one ended",
             )
             held[owner] -= oldest.parked_bytes
             parked.remove(oldest)

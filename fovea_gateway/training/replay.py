@@ -1,4 +1,4 @@
-"""Brings a model back to a trainer that restarted: its newest durable point, then the commands after it once more."""
+"""Restores a model in a restarted trainer: its newest durable point first, then the later commands once more."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 class Replay:
-    """Runs the journal's commands again, with their numbers: what the trainer has done already it only answers again.
+    """Repeats the journal's commands under their own seq_ids. For a command that it has run, the trainer repeats its
+    answer.
 
-    So a replay that broke off begins anew from wherever the trainer stands. An answer that differs from the first one,
-    which its client has, is logged as an error and counted; by a trainer of other numerics, such as another number of
-    ranks, it is only counted.
+    An interrupted replay can therefore start again from the trainer's current state. If an answer differs from the one
+    that the client received, the difference is counted and logged as an error. It is only counted if the trainer has
+    other numerics than the first one, such as another number of ranks.
 
     Args:
-        timeout_s: Deadline of one call to the trainer that changes no weights.
+        timeout_s: Deadline, in seconds, of a call to the trainer that changes no weights.
     """
 
     def __init__(
@@ -45,42 +46,44 @@ class Replay:
         self._trainer, self._turns, self._timeout_s = trainer, turns, timeout_s
 
     async def bring_back(self, model: Model, tell: Callable[[str], None]) -> int:
-        """Returns how many commands were run again. Raises ModelLost, which says why, if it cannot be brought back.
+        """Restores a model and returns the number of repeated commands. Raises ModelLost, with the reason, if it fails.
 
         Args:
-            tell: Called with what is being done, for whoever waits.
+            tell: Called with a description of each stage, for clients that wait.
         """
-        tell("the trainer restarted and reads this model back")
+        tell("the trainer restarted and is restoring this model")
         entries = await self._remaining(model, *await self._restore(model))
         if unlike := next(filter(None, map(self._other_numerics, entries)), ""):
             logger.warning(
-                "model %s comes back to a trainer with other numerics (%s): what is run again, and what follows, may "
-                "differ in the last bits",
+                "model %s returns to a trainer with other numerics (%s): the repeated commands and later ones may "
+                "differ in their last bits",
                 model.model_id,
                 unlike,
             )
         for number, entry in enumerate(entries, 1):
-            tell(f"the trainer restarted: command {number} of {len(entries)} of this model is run again")
+            tell(f"the trainer restarted: running command {number} of {len(entries)} of this model again")
             try:
                 await self._run(model, entry)
             except (EndsTrainer, InvalidInput, NotFound) as error:
                 raise ModelLost(
                     f"the trainer at {self._trainer.address} restarted, and request {entry.seq_id} ({entry.kind}) of "
-                    f"model {model.model_id}, which is in no durable point, could not be run again: {error.message}"
+                    f"model {model.model_id}, which is in no durable point, could not run again: {error.message}"
                 ) from None
         return len(entries)
 
     async def _restore(self, model: Model) -> tuple[int | None, str]:
-        """The last command that is in the model as the trainer restored it; or None, and why it has nothing of it."""
+        """Returns the seq_id of the last command in the restored model, or None and the reason why nothing was
+        restored.
+        """
         lora = model.lora if model.lora.rank else None
         try:
-            async with self._turns.take(_pending(model, Kind.LOAD_STATE, 0), "reading this model back", is_again=True):
+            async with self._turns.take(_pending(model, Kind.LOAD_STATE, 0), "restoring this model", is_again=True):
                 restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
         except NotFound as error:
             return None, error.message
         except EndsTrainer as error:
-            raise ModelLost(f"model {model.model_id} cannot be read back: {error.message}") from None
-        # Now it says what is durable of the model: 0 may be a checkpoint that it was made from, or nothing yet.
+            raise ModelLost(f"model {model.model_id} cannot be restored: {error.message}") from None
+        # The trainer now reports the model's durable seq_id. 0 means its creation from a checkpoint, or nothing at all.
         await self._trainer.look_again()
         await self._journal.trim(self._trainer)
         return restored.seq_id, ""
@@ -90,25 +93,25 @@ class Replay:
         if restored is None:
             if not entries or entries[0].kind is not Kind.CREATE_MODEL:
                 raise ModelLost(
-                    f"the trainer at {self._trainer.address} that held model {model.model_id} restarted, and has no "
+                    f"the trainer at {self._trainer.address} that held model {model.model_id} restarted and has no "
                     f"durable point of it ({problem})"
                 )
-            # What it may have answered for a model that it did not know is no answer.
+            # Discard answers that the trainer may have recorded for a model that it did not know.
             await self._trainer.client.delete_model(model.model_id, self._timeout_s)
             return entries
         if model.journaled_since is None or model.journaled_since > restored + 1:
             raise ModelLost(
-                f"the trainer at {self._trainer.address} restarted, its durable point of model {model.model_id} is "
-                f"that of request {restored}, and what came then is not in the journal: a newer point was there and "
-                "is damaged, or the journal was full"
+                f"the trainer at {self._trainer.address} restarted. Its durable point of model {model.model_id} is "
+                f"from request {restored}, and the journal lacks later requests: either a newer point is damaged, or "
+                "the journal was full"
             )
-        # A model that stands at 0 may have been made without what it was to load.
+        # A model at seq_id 0 may have been created without the checkpoint that it was to load, so repeat the creation.
         return [entry for entry in entries if entry.seq_id > restored or entry.seq_id == restored == 0]
 
     async def _run(self, model: Model, entry: Entry) -> None:
         request = await self._journal.request_of(entry)
         pending = _pending(model, entry.kind, entry.seq_id, request)
-        if entry.kind is Kind.FORWARD_BACKWARD:  # it takes its turn once it is rendered
+        if entry.kind is Kind.FORWARD_BACKWARD:  # `compute` renders first and waits for the trainer afterwards.
             self._compare(entry, await self._steps.compute(pending, entry.drops_gradients))
             return
         async with self._turns.take(pending, "running again, or waiting for the trainer", is_again=True):
@@ -137,12 +140,12 @@ class Replay:
     async def _load(self, model: Model, path: str, optimizer: bool, entry: Entry) -> None:
         checkpoint = await self._checkpoints.find_training(model.owner, path)
         if checkpoint.uri != entry.subject:
-            raise NotFound(f"{path} was saved anew since then")
-        # A creation's has no number: the model is not in use yet.
+            raise NotFound(f"{path} has been overwritten since then")
+        # The load of a creation has no seq_id of its own: no client uses the model yet.
         await self._trainer.client.load_state(model.model_id, checkpoint.uri, optimizer, None, entry.seq_id)
 
     async def _freeze(self, model_id: str, entry: Entry) -> None:
-        """Takes an unnamed snapshot again, unless nobody can name it any more."""
+        """Creates an unnamed snapshot again, unless its row is gone, so that no client can use it."""
         kept = await self._database.read(lambda connection: snapshot_pushes.get_row(connection, entry.subject))
         if kept is None:
             return
@@ -157,22 +160,22 @@ class Replay:
         metrics.REPLAYED.labels("equal" if is_equal else "rounded" if is_expected else "different").inc()
         if not is_expected:
             logger.error(
-                "request %d (%s) of model %s was run again and came to another answer than its client was given, by a "
-                "trainer that is alike: does a kernel of it round by chance?",
+                "request %d (%s) of model %s gave another answer when it ran again than the one that its client "
+                "received, on a trainer with the same numerics: check the trainer's kernels for nondeterminism",
                 entry.seq_id,
                 entry.kind,
                 entry.model_id,
             )
 
     def _other_numerics(self, entry: Entry) -> str:
-        """In what the trainer is unlike the one that did a command, in words; empty if in nothing that is known."""
+        """Describes how the trainer's numerics differ from those of the first run; empty if no difference is known."""
         now = self._trainer.info.numerics if self._trainer.info is not None else {}
         unlike = [name for name, value in entry.numerics.items() if now.get(name, value) != value]
         return ", ".join(f"{name} {now[name]} instead of {entry.numerics[name]}" for name in sorted(unlike))
 
 
 def _pending(model: Model, kind: Kind, seq_id: int, request: bytes = b"") -> Pending:
-    """Work on a model that no client waits for."""
+    """Returns a pending command that no client waits for."""
     own_id = future_id(model.model_id, seq_id)
     submission = Submission(own_id, kind, model.owner, model.session_id, model.model_id, seq_id, traceparent="")
     return Pending(submission, request)

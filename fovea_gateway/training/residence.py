@@ -1,7 +1,7 @@
-"""Which models are in the trainer: the one place that decides it, brings them back and parks them.
+"""Residency: decides which models are in the trainer, restores them there, and parks them.
 
-Commands, pushes of snapshots and sampling ask here. A trainer that keeps recovery is waited for, however long, until
-the session ends; one that does not has its models lost with it.
+Commands, snapshot pushes and sampling ask this module before they use a model. If the trainer keeps recovery, they wait
+for it until the session ends, without a time limit. If it does not, its models are lost when it ends.
 """
 
 import asyncio
@@ -31,18 +31,20 @@ from fovea_gateway.training.replay import Replay
 logger = logging.getLogger(__name__)
 
 _CHANGING = (Kind.OPTIM_STEP, Kind.LOAD_STATE)
-"""Commands after which the weights are others: if what came of one cannot be learned, the model is lost."""
+"""Commands that change the weights. If the outcome of such a command cannot be learned, the model is lost."""
 _LOOK_S = 1.0
 _AGAIN_S = 0.2
 _FULL_S = 2.0
-"""Pauses: until the trainer is looked at again, until a return that broke off begins anew, and while it has no room."""
+"""Pauses in seconds: between two looks at the trainer, before an interrupted restore is retried, and while the trainer
+is full.
+"""
 
 
 class Residence:
-    """Moves models of one base model into its trainer and out of it, each by one task at a time.
+    """Moves models of one base model into and out of its trainer. At most one task moves a model at a time.
 
     Args:
-        patience_s: How long a command that an earlier process sent waits for a trainer that keeps no recovery.
+        patience_s: Seconds that a command sent by an earlier process waits for a trainer that keeps no recovery.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class Residence:
         self._refusals: dict[str, str] = {}
 
     async def require(self, model: Model, pending: Pending) -> None:
-        """Returns once the trainer holds a model, as its last command left it.
+        """Returns once the trainer holds a model in the state in which its last command left it.
 
-        Raises ModelLost if it never will, FailedPrecondition if the trainer has another base model, SessionEnded.
+        Raises ModelLost if the model cannot be restored, FailedPrecondition if the trainer has another base model, and
+        SessionEnded.
         """
         if model.journaled_since is None:
             was_sent = pending.state is State.RUNNING
@@ -85,10 +88,11 @@ class Residence:
                 await self._bear(model, error)
 
     async def mend(self, model: Model, pending: Pending, error: FoveaError, asked: str) -> None:
-        """After a call failed: returns, the model in the trainer, if the command is to be run again; else raises.
+        """Handles a failed call. Returns, with the model in the trainer, if the command should run again; otherwise
+        raises.
 
         Args:
-            asked: The instance of the trainer that was called.
+            asked: The trainer instance that was called.
         """
         instance = await self._trainer.look_again()
         is_same = instance == asked
@@ -101,7 +105,7 @@ class Residence:
             await self._require_kept_in_memory(model, pending.submission.kind, was_sent=True, patience_s=0.0)
 
     async def pause(self, model: Model, seconds: float) -> None:
-        """Returns after a while, for a command that is to be tried again. Raises SessionEnded soon once that is so."""
+        """Waits before a command is retried. Raises SessionEnded, within a second, when the session ends."""
         ends_at = time.monotonic() + seconds
         while (left_s := ends_at - time.monotonic()) > 0:
             self._check_open(model)
@@ -109,16 +113,16 @@ class Residence:
         self._check_open(model)
 
     async def check_snapshots(self, model_id: str) -> None:
-        """Raises Returning while a model is brought back, and with it snapshots that were not durable yet."""
+        """Raises Returning while a model is being restored, and with it the snapshots that are not durable yet."""
         model = self._models.find(model_id)
         if model is None or model.journaled_since is None or model.state is not ModelState.READY:
             return
         if model_id in self._moves or not self._trainer.up or self._is_away(model):
-            words = self._doing.get(model_id, f"the trainer at {self._trainer.address} is away: it is waited for")
+            words = self._doing.get(model_id, f"the trainer at {self._trainer.address} is away; waiting for it")
             raise Returning(words)
 
     async def sweep(self) -> None:
-        """Brings back what another instance of the trainer held, whether somebody waits for it or not."""
+        """Starts to restore the models that another trainer instance held, even if no client waits for them."""
         for model in self._models.ready(self._base_model):
             is_due = time.monotonic() >= self._not_before.get(model.model_id, 0.0)
             is_free = is_due and model.model_id not in self._moves
@@ -127,17 +131,18 @@ class Residence:
                 self._begin(model, self._return(model, info))
 
     async def park(self, model: Model) -> int:
-        """Has the trainer keep a model on storage and free it; returns how many bytes. Raises FoveaError if it cannot.
+        """Makes the trainer store a model and free its memory. Returns the stored bytes.
 
-        Raises Unavailable while it is moved, or away.
+        Raises FoveaError if the trainer cannot store it, and Unavailable while the model is being moved or the trainer
+        is away.
         """
         if model.model_id in self._moves or not self._trainer.up or self._is_away(model):
-            raise Unavailable(f"model {model.model_id} is away: it is not parked now")
+            raise Unavailable(f"model {model.model_id} cannot be parked now: it is being moved, or its trainer is away")
         size_bytes: int = await self._begin(model, self._park(model))
         return size_bytes
 
     async def leave(self, model_ids: Iterable[str], error: SessionEnded) -> None:
-        """Has whoever waits for models of a session that is over go; their moves are given up."""
+        """Cancels the moves of models of an ended session and fails the commands that wait for them."""
         moves = []
         for model_id in model_ids:
             self._over[model_id] = error
@@ -147,21 +152,23 @@ class Residence:
         await asyncio.gather(*moves, return_exceptions=True)
 
     def forget(self, model_ids: Iterable[str]) -> None:
-        """Drops what is in memory of models that are over."""
+        """Drops the records of ended models from memory."""
         for model_id in model_ids:
             self._over.pop(model_id, None)
             self._not_before.pop(model_id, None)
             self._refusals.pop(model_id, None)
 
     async def stop(self) -> None:
-        """Gives up all moves, for the end of the process: the next one begins them anew."""
+        """Cancels all moves at the end of the process. The next process starts them anew."""
         moves = list(self._moves.values())
         for move in moves:
             move.cancel()
         await asyncio.gather(*moves, return_exceptions=True)
 
     def _is_away(self, model: Model) -> bool:
-        """Whether a model that is not parked was held by another instance than the one that answers."""
+        """Returns whether the trainer instance that held a model, which is not parked, has been replaced by another
+        one.
+        """
         info = self._trainer.info
         return info is not None and model.trainer_instance not in ("", info.instance_id)
 
@@ -170,13 +177,15 @@ class Residence:
             raise error
 
     async def _present(self, model: Model, pending: Pending) -> trainer_pb2.GetTrainerInfoResponse:
-        """The trainer, once it answers."""
+        """Returns the trainer's info once the trainer answers."""
         while True:
             self._check_open(model)
             try:
                 return await self._trainer.require(_LOOK_S)
             except Unavailable as error:
-                pending.progress.wait_on(f"{error.message}: it is waited for, nothing is lost", QueueState.PAUSED)
+                pending.progress.wait_on(
+                    f"{error.message}: waiting for the trainer, nothing is lost", QueueState.PAUSED
+                )
 
     def _begin(self, model: Model, move: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(move, name=f"moving {model.model_id}")
@@ -187,8 +196,10 @@ class Residence:
             self._doing.pop(model.model_id, None)
             if not task.cancelled() and (error := task.exception()):
                 self._not_before[model.model_id] = time.monotonic() + _FULL_S
-                if self._refusals.get(model.model_id) != str(error):  # it is tried again and again
-                    logger.warning("model %s could not be moved: %s", model.model_id, error)
+                if self._refusals.get(model.model_id) != str(
+                    error
+                ):  # Log a reason once: moves are retried again and again.
+                    logger.warning("could not move model %s: %s", model.model_id, error)
                 self._refusals[model.model_id] = str(error)
 
         task.add_done_callback(end)
@@ -211,10 +222,10 @@ class Residence:
         self._refusals.pop(model.model_id, None)
         seconds = time.perf_counter() - started
         metrics.RESTORE_SECONDS.observe(seconds)
-        logger.info("model %s is back in %.2f s, %d commands were run again", model.model_id, seconds, count)
+        logger.info("model %s is restored after %.2f s; %d commands ran again", model.model_id, seconds, count)
 
     async def _park(self, model: Model) -> int:
-        self._doing[model.model_id] = "this model was parked and comes back"
+        self._doing[model.model_id] = "this model was parked and is being restored"
         kept = await self._trainer.client.park_model(model.model_id)
         model.trainer_instance = ""
         await self._models.save(model)
@@ -222,7 +233,7 @@ class Residence:
         return kept.size_bytes
 
     async def _bear(self, model: Model, error: BaseException) -> None:
-        """After a move failed: waits and returns if another one may succeed, else raises."""
+        """Handles a failed move. Waits and returns if another attempt may succeed; otherwise raises the error."""
         if isinstance(error, ModelLost) or not isinstance(error, Unavailable | ResourceExhausted):
             raise error
         if isinstance(error, ResourceExhausted):
@@ -236,12 +247,12 @@ class Residence:
         unlike = [name for name, print_ in model.model_files.items() if info.model_files.get(name, print_) != print_]
         if unlike:
             raise FailedPrecondition(
-                f"the trainer at {self._trainer.address} came back with another {unlike[0]} than model "
-                f"{model.model_id} was trained on: start it with the model that it had"
+                f"the trainer at {self._trainer.address} returned with another {unlike[0]} than the one on which model "
+                f"{model.model_id} was trained: start it with the original model"
             )
 
     async def _require_kept_in_memory(self, model: Model, kind: Kind, was_sent: bool, patience_s: float) -> None:
-        """The same of a trainer that keeps no recovery: a restart of it, or a change nobody knows of, is the end."""
+        """Does the work of `require` for a trainer without recovery: a restart or an unknown change loses the model."""
         is_unknown = was_sent and kind in _CHANGING
         try:
             info = await self._trainer.require(patience_s if is_unknown else 0.0)

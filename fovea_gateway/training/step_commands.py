@@ -25,14 +25,15 @@ class StepCommands:
         self._turns = turns
 
     async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Renders the datums and has their loss computed, with gradients or without."""
+        """Renders the datums and computes their loss, with or without gradients."""
         return Done(await self.compute(pending, not model.is_accumulating, model))
 
     async def compute(self, pending: Pending, drop_gradients: bool, model: Model | None = None) -> list[Message]:
-        """The outputs of a forward or forward_backward, then its metrics.
+        """Returns the outputs of a forward or forward_backward, then its metrics.
 
         Args:
-            model: It must be in the trainer as its last command left it; None for what brings it back there.
+            model: A model that must be in the trainer in the state in which its last command left it. None for a
+                command that restores a model there.
         """
         pending.progress.wait_on("rendering")
         batch = await self._batches.take(pending)
@@ -42,15 +43,15 @@ class StepCommands:
             try:
                 answer = await self._send(batch, pending, drop_gradients, model)
                 break
-            except FeatureEvicted as error:  # the trainer fetches before it computes: nothing was added yet
+            except FeatureEvicted as error:  # The trainer fetches images before it computes, so no gradient was added.
                 missing = _missing(error, len(batch.datums))
                 came = len(set(again).difference(missing))
                 if again and not came and portion == 1:
                     raise
-                # As many as came the last time: more than renderers hold at once would push each other out.
+                # Render as many at once as arrived last time: more than the renderers can hold would evict one another.
                 portion = max(1, came or portion // 4) if again else portion
                 again = missing[:portion]
-                pending.progress.wait_on("rendering again what the renderers no longer hold")
+                pending.progress.wait_on("rendering again the images that the renderers no longer hold")
                 batch = await self._batches.render_again(pending, batch, again)
         outputs = [gateway_pb2.WaitFutureResponse(output=output) for output in answer.outputs]
         metrics = trainer_pb2.Metrics(values=answer.metrics)
@@ -72,7 +73,9 @@ class StepCommands:
         return answer
 
     async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Takes a step, unless a forward_backward since the last one failed: then gradients are partial and dropped."""
+        """Makes an optimizer step. If a forward_backward failed since the last step, drops the partial gradients
+        instead.
+        """
         seq_id = pending.submission.seq_id
         if model.failed_seq_id is not None:
             failed, reason = model.failed_seq_id, model.failed_reason
@@ -81,7 +84,7 @@ class StepCommands:
                 await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
             model.failed_seq_id, model.failed_reason = None, ""
             raise FailedPrecondition(
-                f"this optim_step (request {seq_id}) was not taken: forward_backward request {failed} before it "
+                f"this optim_step (request {seq_id}) was not run: forward_backward request {failed} before it "
                 f"failed ({reason}), so the gradients were partial. They were dropped; send the forward_backward calls "
                 "again, then optim_step"
             )
@@ -93,6 +96,6 @@ class StepCommands:
 
 
 def _missing(error: FeatureEvicted, count: int) -> list[int]:
-    """The datums that must be rendered again; all, if the trainer does not say."""
+    """Returns the indexes of the datums to render again; all of them if the trainer does not name any."""
     named = error.metadata.get("datums", "")
     return [int(index) for index in named.split(",") if int(index) < count] if named else list(range(count))

@@ -1,6 +1,4 @@
-"""Training submissions: accepted in any order, each once, and handed to the queue of their model, which has them run
-strictly by seq_id.
-"""
+"""Training submissions. Each is accepted once, in any order, and put into its model's queue, which runs by seq_id."""
 
 import asyncio
 import logging
@@ -45,19 +43,20 @@ _KINDS: Mapping[type[CommandRequest], Kind] = {
 
 
 KINDS = frozenset({*_KINDS.values(), *BATCH_KINDS, Kind.CREATE_MODEL})
-"""What is done with models."""
+"""The kinds of commands on models."""
 
 
 class CommandQueue:
-    """The commands of one model: run one after another, strictly by seq_id, whatever order they arrive in.
+    """The command queue of one model. It runs commands one at a time, strictly by seq_id, in whatever order they
+    arrive.
 
     Args:
-        model_id: For logs.
-        next_seq_id: The first command in turn.
-        run: Runs one command and ends its future, well or badly; never raises.
-        refuse: Ends the future of a command that can no longer run.
-        skip: Notes that a range of seq ids never arrived.
-        gap_timeout_s: How long later commands wait for a missing one, counted from the last arrival.
+        model_id: The model's id, for logs.
+        next_seq_id: The seq_id of the first command to run.
+        run: Runs one command and completes its future, with a result or an error. Never raises.
+        refuse: Fails the future of a command that can no longer run.
+        skip: Records that a range of seq ids never arrived.
+        gap_timeout_s: Seconds that later commands wait for a missing one, counted from the last arrival.
     """
 
     def __init__(
@@ -82,11 +81,11 @@ class CommandQueue:
 
     @property
     def in_turn(self) -> int:
-        """The seq_id that runs now, or runs next once it has arrived."""
+        """The seq_id that is running, or that will run next once it has arrived."""
         return self._next
 
     def add(self, pending: Pending) -> None:
-        """Takes a command; returns at once."""
+        """Adds a command and returns at once."""
         if pending.submission.seq_id < self._next:
             self._late.append(pending)
         else:
@@ -98,20 +97,20 @@ class CommandQueue:
             self._task = asyncio.create_task(self._work(), name=f"commands of {self._model_id}")
 
     async def close(self, error: FoveaError) -> None:
-        """Refuses what waits and what is to come; the running command ends first."""
+        """Refuses waiting and future commands. Waits for the running command to finish."""
         self._closed_by = error
         self._arrived.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Stops at once, for the end of the process: what waits stays in the database."""
+        """Cancels the queue at the end of the process. Waiting commands remain in the database."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def pause(self) -> asyncio.Task[None] | None:
-        """Starts nothing more; returns the task to wait for if a command runs now."""
+        """Starts no further command. Returns the task of the running command, or None."""
         self._is_paused = True
         self._arrived.set()
         return None if self._task is None or self._task.done() else self._task
@@ -144,13 +143,13 @@ class CommandQueue:
 
 
 class Training:
-    """What clients do with models.
+    """Accepts the commands that clients send to models.
 
-    Content that is wrong never refuses a submission: it fails the future when its turn comes, because a client that was
-    refused one of several requests would wait forever for the others (tinker-contract.md, section 3).
+    A submission with invalid content is accepted, and its future fails when the command is due. If the gateway refused
+    one of several requests, the client would wait forever for the others (tinker-contract.md, section 3).
 
     Args:
-        runners: By base model, as are the residences: those that have a trainer.
+        runners: Runners by base model, for the base models that have a trainer. `residences` has the same keys.
     """
 
     def __init__(
@@ -174,10 +173,10 @@ class Training:
     async def submit_create(
         self, owner: str, request: gateway_pb2.SubmitCreateModelRequest, rejection: FoveaError | None = None
     ) -> tuple[str, str]:
-        """Accepts the creation of a model; returns the future's id and the model's.
+        """Accepts the creation of a model; returns the id of the future and the id of the model.
 
-        Raises NotFound for the base model, and InvalidInput if it is for sampling only; NotFound, SessionEnded for the
-        session, InvalidInput for too much metadata, ResourceExhausted above the owner's share.
+        Raises NotFound for the base model, InvalidInput if the base model is for sampling only, NotFound or
+        SessionEnded for the session, InvalidInput for too much metadata, and ResourceExhausted above the owner's share.
         """
         self._base_models.check_trained(request.base_model)
         session = await self._sessions.require(owner, request.session_id)
@@ -197,9 +196,10 @@ class Training:
         data: Sequence[gateway_pb2.InputDatum],
         rejection: FoveaError | None = None,
     ) -> str:
-        """Accepts a loss, with gradients or without; returns the future's id.
+        """Accepts a loss computation, with or without gradients; returns the id of the future.
 
-        Raises NotFound, SessionEnded, and ResourceExhausted above the owner's share, unless it is its turn.
+        Raises NotFound and SessionEnded. Raises ResourceExhausted above the owner's share, unless this is the next
+        command.
         """
         parts = [gateway_pb2.SubmitForwardBackwardRequest(header=header)]
         parts += [gateway_pb2.SubmitForwardBackwardRequest(datum=datum) for datum in data]
@@ -208,7 +208,7 @@ class Training:
         return await self._submit(owner, kind, header.model_id, header.seq_id, parts, rejection, tokens)
 
     async def submit(self, owner: str, request: CommandRequest, rejection: FoveaError | None = None) -> str:
-        """Accepts any other command. Raises as above."""
+        """Accepts any other command. Raises the same errors as `submit_forward_backward`."""
         return await self._submit(owner, _KINDS[type(request)], request.model_id, request.seq_id, [request], rejection)
 
     async def _submit(
@@ -225,7 +225,7 @@ class Training:
         await self._sessions.require(owner, model.session_id)
         model = self._models.use(model)
         check_seq_id(seq_id, "seq_id", 0 if kind is Kind.CREATE_MODEL else 1)
-        model.last_request_at = time.time()  # written with the next change
+        model.last_request_at = time.time()  # Written with the next change of the model.
         blob = join_messages(request) if kind in BATCH_KINDS else request[0].SerializeToString()
         failed = model.failed_seq_id
         known_failure = failed if failed is not None and self._futures.has_told_failure(model_id, failed) else None
@@ -235,13 +235,13 @@ class Training:
         )  # fmt: skip
         queue = self._queues.get(model_id)
         in_turn = model.next_seq_id if queue is None else queue.in_turn
-        # Later commands are held for this one: refusing it would keep them, and with them the owner's share.
+        # Later commands wait for this one. If it were refused, they would stay queued and occupy the owner's share.
         others_wait_for_it = kind is not Kind.CREATE_MODEL and seq_id <= in_turn
         await self._futures.submit(submission, blob, self._start, others_wait_for_it)
         return submission.future_id
 
     async def resume(self, pendings: Iterable[Pending]) -> None:
-        """Takes up the commands among what an earlier process left unfinished."""
+        """Resumes the commands that an earlier process left unfinished."""
         for pending in pendings:
             submission = pending.submission
             if submission.kind not in KINDS:
@@ -255,7 +255,7 @@ class Training:
                 self._start(pending)
 
     def _start(self, pending: Pending) -> None:
-        """Hands an accepted command to its model's queue. The model is in memory, unless its session has just ended."""
+        """Adds an accepted command to its model's queue. The model is in memory unless its session has just ended."""
         submission = pending.submission
         model = self._models.find(submission.scope)
         runner = self._runners.get(model.base_model) if model else None
@@ -272,16 +272,16 @@ class Training:
         submission = pending.submission
         model = await self._models.load(submission.scope)
         if runner := self._runners.get(model.base_model):
-            error = SessionEnded(f"session {submission.session_id} is over: open a new one")
+            error = SessionEnded(f"session {submission.session_id} has ended: open a new one")
             await runner.refuse(pending, error)
         else:
             gone = FailedPrecondition(
-                f"model {model.model_id} is of base model {model.base_model!r}, which is not trained here any more"
+                f"model {model.model_id} belongs to base model {model.base_model!r}, which is no longer trained here"
             )
             await self._futures.finish(pending, Outcome(submission.kind, b"", gone))
 
     async def end_session(self, session: Session, error: SessionEnded) -> None:
-        """Discards what a session's models have queued, then frees them."""
+        """Discards the queued commands of a session's models, then frees the models."""
         model_ids = await self._models.of_session(session.session_id)
         for residence in self._residences.values():
             await residence.leave(model_ids, error)
@@ -296,19 +296,19 @@ class Training:
         await self._journal.forget(model_ids)
 
     def forget_idle(self, session_id: str) -> None:
-        """Drops from memory the models of a session of which nothing is unfinished; they are read again when used."""
+        """Drops the models of an idle session from memory. They are read again when they are used."""
         for model_id in [model_id for model_id in self._queues if model_id.startswith(f"{session_id}:")]:
             del self._queues[model_id]
         self._models.forget(session_id)
 
     async def drain(self, timeout_s: float) -> None:
-        """Starts no further command and gives the running ones `timeout_s` to end."""
+        """Starts no further command. Gives running commands `timeout_s` seconds to finish."""
         tasks = [task for queue in self._queues.values() if (task := queue.pause()) is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     async def stop(self) -> None:
-        """Stops the queues, for the end of the process."""
+        """Cancels the queues at the end of the process."""
         await asyncio.gather(*(queue.stop() for queue in self._queues.values()))
 
     async def _free(self, model: Model, reason: str) -> None:

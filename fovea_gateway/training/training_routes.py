@@ -1,4 +1,4 @@
-"""Routes of training."""
+"""HTTP routes of training."""
 
 import json
 from collections.abc import Callable
@@ -42,12 +42,12 @@ B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C", bound=CommandRequest)
 _ADAM = "adamw"
 _MOST_LOSS_BYTES = 2 * MAX_GRAPH_BYTES
-"""A graph as it is kept, with whatever white space a client puts in."""
+"""The limit for the body of a custom loss: twice the stored graph, because a client may add white space."""
 _SAMPLER_KINDS = ("snapshot", "inflight")
 
 
 class TrainingRoutes:
-    """Handlers of training. Wrong content is accepted and fails its future; see `Training`."""
+    """Handlers of training. They accept invalid content and fail its future; see `Training`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TrainingRoutes:
         ]
 
     async def create_model(self, request: Request, owner: str) -> Response:
-        """Submits a fresh model."""
+        """Submits the creation of a fresh model."""
         body = await parse_json(request, wire.CreateModel, await read(request))
         message = gateway_pb2.SubmitCreateModelRequest(
             session_id=body.session_id,
@@ -113,7 +113,9 @@ class TrainingRoutes:
         )
 
     async def forward_backward(self, request: Request, owner: str) -> Response:
-        """Submits a loss. A refused body still uses up its seq_id: later requests must not wait for it."""
+        """Submits a loss computation. A refused body still consumes its seq_id, so that later requests do not wait for
+        it.
+        """
         try:
             blob = await read(request, self._settings.max_body_bytes)
         except BodyTooLarge as error:
@@ -137,7 +139,7 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": body.model_id})
 
     async def _use_up(self, owner: str, prefix: bytes, error: FoveaError) -> None:
-        """Fails, in its turn, the request that a refused body was, if its start tells which one that was."""
+        """Fails the future of a refused body in its order, if the start of the body contains model_id and seq_id."""
         if address := peek_address(prefix):
             header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
             with suppress(NotFound, InvalidInput, SessionEnded):
@@ -163,7 +165,7 @@ class TrainingRoutes:
         )
 
     async def load_weights(self, request: Request, owner: str) -> Response:
-        """Submits a load: into a model that it makes (form A), or into one that exists (form B)."""
+        """Submits a load, either into a new model (form A) or into an existing one (form B)."""
         kind = gateway_pb2.SubmitLoadStateRequest
         blob, fields = await self._read(request, owner, kind)
         if fields.get("session_id") is None:
@@ -184,11 +186,13 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def _base_model_of(self, owner: str, path: str) -> str:
-        """The base model of a checkpoint; the default one, which refuses it in its turn, if that is not served here."""
+        """Returns a checkpoint's base model. If that is not served here, returns the default one, which refuses the
+        load.
+        """
         default = self._base_models.default.name
         try:
             base_model = (await self._checkpoints.find_training(owner, path)).base_model
-        except FoveaError:  # told again when its turn comes, as a failed future
+        except FoveaError:  # The same error will fail the future when the command runs.
             return default
         return base_model if self._base_models.find(base_model) else default
 
@@ -198,7 +202,7 @@ class TrainingRoutes:
         )
 
     async def create_custom_loss(self, request: Request, owner: str) -> Response:
-        """Submits a loss. What it may not do fails the future."""
+        """Submits a traced loss. An invalid loss fails the future."""
         body = await parse_json(request, wire.CreateCustomLoss, await read(request, _MOST_LOSS_BYTES))
         loss = trainer_pb2.CustomLoss(
             name=body.name,
@@ -218,14 +222,16 @@ class TrainingRoutes:
         message_kind: Callable[..., C],
         fill: Callable[[B, C], None],
     ) -> Response:
-        """Decodes as far as model and seq_id; whatever is wrong beyond them fails the future instead."""
+        """Decodes model_id and seq_id at once. Any other error in the body fails the future instead."""
         blob, fields = await self._read(request, owner, message_kind)
         return await self._accept(request, owner, kind, message_kind(**_address(fields)), fill, blob)
 
     async def _read(
         self, request: Request, owner: str, kind: Callable[..., CommandRequest]
     ) -> tuple[bytes, dict[str, Any]]:
-        """A command's body and its fields. One that is too large still uses up its seq_id, if its start tells that."""
+        """Reads a command's body and its fields. A body that is too large still consumes its seq_id if its start has
+        one.
+        """
         prefix = b""
         try:
             blob = await read(request)
@@ -256,7 +262,7 @@ class TrainingRoutes:
 
 
 def _address(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields model_id and seq_id. Raises InvalidInput."""
+    """Returns the fields model_id and seq_id. Raises InvalidInput."""
     model_id, seq_id = body.get("model_id"), body.get("seq_id")
     if not isinstance(model_id, str) or isinstance(seq_id, bool) or not isinstance(seq_id, int):
         raise InvalidInput("model_id (text) and seq_id (whole number) are required", field="model_id")
@@ -282,7 +288,7 @@ def _save_weights(body: wire.SaveWeights, message: gateway_pb2.SubmitSaveStateRe
 def _save_external(body: wire.SaveWeightsExternal, message: gateway_pb2.SubmitSaveExternalRequest) -> None:
     if body.age_encryption_recipients == []:
         field = "age_encryption_recipients"
-        raise InvalidInput(f"{field} names nobody; leave it out for an export that is not encrypted", field=field)
+        raise InvalidInput(f"{field} is empty; leave it out for an export that is not encrypted", field=field)
     message.name, message.ttl_s = body.path, _ttl(body.ttl_seconds)
     message.age_recipients.extend(body.age_encryption_recipients or [])
 
@@ -303,7 +309,7 @@ def _load_weights(body: wire.LoadWeights, message: gateway_pb2.SubmitLoadStateRe
     if rejection := _unsupported_load(body):
         raise rejection
     if body.model_seq_id is not None:
-        raise InvalidInput("model_seq_id goes with session_id, not with model_id", field="model_seq_id")
+        raise InvalidInput("model_seq_id belongs with session_id, not with model_id", field="model_seq_id")
     message.path, message.optimizer = body.path, body.optimizer
 
 
@@ -320,7 +326,7 @@ def _unsupported_optimizer(config: dict[str, Any] | None) -> Unimplemented | Non
 
 
 def _ttl(ttl_seconds: int | None) -> int:
-    """0 means forever on our wire; a client's own 0 is as wrong as any other short time."""
+    """Converts a ttl to our protocol, where 0 means forever. A client's own 0 becomes -1, which is refused later."""
     return 0 if ttl_seconds is None else min(max(ttl_seconds, -1), 2**62) or -1
 
 

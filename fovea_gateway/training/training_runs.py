@@ -1,4 +1,4 @@
-"""Training runs, as the SDK's REST client lists them: models with their checkpoints, and the copies of checkpoints."""
+"""Training runs for the SDK's REST client: models with their checkpoints, and the route that copies checkpoints."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _ACCESS_TOKEN = "x-tinker-weights-access-token"
 
 
 class CopyWeights(Body):
-    """POST copy_weights."""
+    """The body of POST copy_weights."""
 
     source_path: str
     session_id: str | None = None
@@ -35,16 +35,16 @@ class CopyWeights(Body):
 
 
 class TrainingRuns:
-    """Models with those of their checkpoints that an owner may read."""
+    """Finds models together with the checkpoints that an owner may read."""
 
     def __init__(self, database: Database, checkpoints: Checkpoints) -> None:
         self._database, self._checkpoints = database, checkpoints
 
     async def get(self, owner: str, model_id: str, with_public: bool) -> tuple[Model, list[Checkpoint]]:
-        """A training run and its checkpoints that the owner may read, newest first. Raises NotFound.
+        """Returns a training run and those of its checkpoints that the owner may read, newest first. Raises NotFound.
 
         Args:
-            with_public: Whether somebody else's run is shown if one of its checkpoints is published.
+            with_public: Also find another owner's run if one of its checkpoints is published.
         """
         model = await self._database.read(lambda connection: get_row(connection, model_id))
         if model is not None and (with_public or model.owner == owner):
@@ -56,7 +56,7 @@ class TrainingRuns:
     async def page(
         self, owner: str, limit: int, offset: int, with_public: bool
     ) -> tuple[list[tuple[Model, list[Checkpoint]]], int]:
-        """A page of training runs with their checkpoints that the owner may read, and how many runs there are."""
+        """Returns a page of training runs with the checkpoints that the owner may read, and the number of all runs."""
         page, total = await self._database.read(
             lambda connection: rows_of_owner(connection, owner, limit, offset, with_public)
         )
@@ -81,7 +81,7 @@ class TrainingRunRoutes:
         ]
 
     async def page(self, request: Request, owner: str) -> Response:
-        """A page of training runs: the caller's, or with access_scope=accessible also those with something public."""
+        """Returns a page of the caller's training runs; access_scope=accessible adds published ones."""
         with_public = _with_public(request, "limit", "offset", "project_id")
         limit, offset = paging(request, 20, _MOST)
         page, total = await self._runs.page(owner, limit, offset, with_public)
@@ -93,13 +93,13 @@ class TrainingRunRoutes:
         return Json(_run_json(*await self._runs.get(owner, request.path_params["run"], with_public)))
 
     async def checkpoints(self, request: Request, owner: str) -> Response:
-        """The checkpoints of a run that the caller may read, all of them."""
+        """Returns all checkpoints of a run that the caller may read."""
         check_query(request)
         _, found = await self._runs.get(owner, request.path_params["run"], with_public=True)
         return Json({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in found]})
 
     async def copy(self, request: Request, owner: str) -> Response:
-        """Copies a checkpoint into a training run of its own, once for each X-Idempotency-Key and place."""
+        """Copies a checkpoint into a training run of its own, once for each X-Idempotency-Key and model number."""
         body = await parse_json(request, CopyWeights, await read(request))
         if body.destination_project_id is not None:
             raise Unimplemented(
@@ -111,7 +111,7 @@ class TrainingRunRoutes:
                 "weights_access_token is not supported: publish the source instead", field="weights_access_token"
             )
         if body.session_id is None or body.model_seq_id is None:
-            raise InvalidInput("send session_id with model_seq_id: they place the copy", field="session_id")
+            raise InvalidInput("send session_id with model_seq_id: they identify the copy", field="session_id")
         path = await self._copies.copy(
             owner, body.source_path, body.session_id, body.model_seq_id, body.ttl_seconds,
             request.headers.get("x-idempotency-key"),
@@ -120,13 +120,13 @@ class TrainingRunRoutes:
 
 
 def _with_public(request: Request, *known: str) -> bool:
-    """Whether what others published is asked for. Raises InvalidInput, Unimplemented."""
+    """Returns whether the request asks for other owners' published runs. Raises InvalidInput, Unimplemented."""
     check_query(request, "access_scope", *known)
     if "project_id" in request.query_params:
         raise Unimplemented("there are no projects here: leave project_id out", field="project_id")
     scope = request.query_params.get("access_scope", "owned")
     if scope not in _SCOPES:
-        raise InvalidInput(f"access_scope is {scope!r}; it is owned or accessible", field="access_scope")
+        raise InvalidInput(f"access_scope is {scope!r}; it must be owned or accessible", field="access_scope")
     return _SCOPES[scope]
 
 

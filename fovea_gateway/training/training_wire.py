@@ -1,5 +1,6 @@
-"""Training in Tinker's JSON and protobuf: the bodies of commands, datums in, losses out. What has no meaning here is
-refused by name.
+"""Training in Tinker's JSON and protobuf formats: bodies of commands, datums and losses.
+
+A field without a meaning here is refused with an error that names it.
 """
 
 import math
@@ -35,7 +36,7 @@ _RESULT_DTYPES: dict[int, "tinker_pb2.DType"] = {
 
 
 class CreateModel(Body):
-    """POST create_model."""
+    """The body of POST create_model."""
 
     session_id: str
     model_seq_id: ModelNumber
@@ -47,7 +48,7 @@ class CreateModel(Body):
 
 
 class GetInfo(Body):
-    """POST get_info."""
+    """The body of POST get_info."""
 
     model_id: str
     type: str = ""
@@ -55,7 +56,7 @@ class GetInfo(Body):
 
 @with_config(ConfigDict(extra="forbid"))
 class AdamParams(TypedDict, total=False):
-    """Parameters of one AdamW step. What is left out stays so: trainer.proto names the defaults, the SDK's."""
+    """Parameters of one AdamW step. Absent fields stay absent: trainer.proto has the defaults, which are the SDK's."""
 
     learning_rate: float
     beta1: float
@@ -66,7 +67,7 @@ class AdamParams(TypedDict, total=False):
 
 
 class OptimStep(Body):
-    """POST optim_step."""
+    """The body of POST optim_step."""
 
     model_id: str
     seq_id: Number
@@ -76,7 +77,7 @@ class OptimStep(Body):
 
 
 class SaveWeights(Body):
-    """POST save_weights."""
+    """The body of POST save_weights."""
 
     model_id: str
     seq_id: Number
@@ -88,7 +89,7 @@ class SaveWeights(Body):
 
 
 class SaveWeightsForSampler(Body):
-    """POST save_weights_for_sampler."""
+    """The body of POST save_weights_for_sampler."""
 
     model_id: str
     seq_id: Number
@@ -101,7 +102,7 @@ class SaveWeightsForSampler(Body):
 
 
 class SaveWeightsExternal(Body):
-    """POST save_weights_external."""
+    """The body of POST save_weights_external."""
 
     model_id: str
     seq_id: Number
@@ -112,7 +113,10 @@ class SaveWeightsExternal(Body):
 
 
 class LoadWeights(Body):
-    """POST load_weights: form A makes a model (session_id, model_seq_id), form B loads into one (model_id, seq_id)."""
+    """The body of POST load_weights.
+
+    Form A creates a model (session_id, model_seq_id); form B loads into an existing one (model_id, seq_id).
+    """
 
     model_id: str | None = None
     seq_id: Number | None = None
@@ -128,14 +132,14 @@ class LoadWeights(Body):
 
 
 class CustomLossInput(Body):
-    """What a traced loss takes."""
+    """An input of a traced loss."""
 
     name: str
     rank: int = Field(ge=0, le=2)
 
 
 class CreateCustomLoss(Body):
-    """POST create_custom_loss. The graph is checked where it is kept."""
+    """The body of POST create_custom_loss. `CustomLosses` checks the graph before it stores it."""
 
     session_id: str
     custom_loss_seq_id: Number
@@ -146,7 +150,7 @@ class CreateCustomLoss(Body):
 
 
 def check_dense_size(data: Sequence[tinker_pb2.Datum], most_bytes: int) -> None:
-    """Raises PayloadTooLarge for sparse tensors of a few bytes each that are more than `most_bytes` once dense."""
+    """Raises PayloadTooLarge if the sparse tensors would use more than `most_bytes` in total as dense tensors."""
     sparse = (t for datum in data for t in datum.loss_fn_inputs.values() if t.WhichOneof("encoding") == "sparse_csr")
     size_bytes = sum(abs(math.prod(tensor.shape)) * _WIDEST_BYTES for tensor in sparse)
     if size_bytes > most_bytes:
@@ -154,7 +158,7 @@ def check_dense_size(data: Sequence[tinker_pb2.Datum], most_bytes: int) -> None:
 
 
 def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDatum:
-    """A training example out of a protobuf body. Raises InvalidInput or Unimplemented naming the part."""
+    """Converts a training example from a protobuf body. Raises InvalidInput or Unimplemented that names the field."""
     check_provenance(datum, field)
     whole = gateway_pb2.InputDatum()
     for index, chunk in enumerate(datum.model_input):
@@ -165,9 +169,9 @@ def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDa
 
 
 def tensor_from_proto(tensor: tinker_pb2.Tensor, field: str) -> tensor_pb2.Tensor:
-    """A dense tensor: int64 or float32. Sparse ones are made dense, each by its own pattern, absent cells 0.
+    """Converts a tensor to a dense int64 or float32 tensor. Absent cells of a sparse tensor become 0.
 
-    Raises InvalidInput naming `field` for another type, or for bytes, shape and indices that do not belong together.
+    Raises InvalidInput that names `field` for another dtype, or if the bytes, the shape and the indices do not match.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -176,23 +180,23 @@ def tensor_from_proto(tensor: tinker_pb2.Tensor, field: str) -> tensor_pb2.Tenso
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return tensors.encode(_densify(tensor, dtype, field))
     values = _flat(tensor.dense, dtype, field)
-    # The SDK leaves the shape out for one dimension.
+    # The SDK omits the shape of a one-dimensional tensor.
     shape = given_shape or (values.size,)
     if math.prod(shape) != values.size:
-        raise InvalidInput(f"{field} has {values.size} values, but shape {list(shape)}", field=field)
+        raise InvalidInput(f"{field} has {values.size} values, but its shape is {list(shape)}", field=field)
     return tensors.encode(values.reshape(shape))
 
 
 def _flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
     if len(data) % dtype.itemsize:
-        raise InvalidInput(f"{field} has {len(data)} bytes, no multiple of {dtype.itemsize}", field=field)
+        raise InvalidInput(f"{field} has {len(data)} bytes, not a multiple of {dtype.itemsize}", field=field)
     return np.frombuffer(data, dtype)
 
 
 def _densify(tensor: tinker_pb2.Tensor, dtype: np.dtype, field: str) -> npt.NDArray:
     shape = list(tensor.shape)
     if len(shape) != 2 or math.prod(shape) * dtype.itemsize > MESSAGE_BYTES:
-        raise InvalidInput(f"{field} is sparse with shape {shape}; 2-D of at most 4 MiB is taken", field=field)
+        raise InvalidInput(f"{field} is sparse with shape {shape}; it must be 2-D and at most 4 MiB", field=field)
     index_type = np.dtype("<i8")
     values = _flat(tensor.sparse_csr.values, dtype, field)
     rows = _flat(tensor.sparse_csr.crow_indices, index_type, f"{field}.crow_indices")
@@ -205,9 +209,9 @@ def _densify(tensor: tinker_pb2.Tensor, dtype: np.dtype, field: str) -> npt.NDAr
 
 
 def loss_config_from_proto(request: tinker_pb2.ForwardBackwardRequest) -> tuple[dict[str, float], str]:
-    """Settings of the loss, and the id of a traced one, if it is that. The newer map wins.
+    """Returns the numeric settings of the loss, and the id of a traced loss or "". The newer map has precedence.
 
-    Raises InvalidInput for text, which only the `loss_id` of `custom` is.
+    Raises InvalidInput for a text value, unless it is the `loss_id` of `custom`.
     """
     if not request.loss_fn_config_v2:
         return dict(request.loss_fn_config), ""
@@ -220,16 +224,17 @@ def loss_config_from_proto(request: tinker_pb2.ForwardBackwardRequest) -> tuple[
                 loss_id = value.text
             case _:
                 field, seen = f"loss_fn_config.{name}", repr(value.text[:80])
-                raise InvalidInput(f"{field} is {seen}; {request.loss_fn} takes numbers only", field=field)
+                raise InvalidInput(f"{field} is {seen}; {request.loss_fn} accepts numbers only", field=field)
     return config, loss_id
 
 
 def check_provenance(datum: tinker_pb2.Datum, field: str) -> None:
-    """Raises InvalidInput naming the list unless both are absent or both tile what they describe.
+    """Raises InvalidInput that names the list unless both lists of spans are absent or both tile their sequences.
 
-    Provenance spans say which sampled sequence the positions of a training example came from. Only the loss
-    stable_reinforce reads them, and it is refused by name. The cookbook (from 0.6.1 on) attaches them to the examples
-    of every loss, so they are taken, once they are what the SDK's Datum.with_provenance promises.
+    Provenance spans state the sampled sequence from which the positions of a training example came. Only the loss
+    stable_reinforce reads them, and the gateway refuses that loss with an error that names it. The cookbook (since
+    0.6.1) attaches spans to the examples of every loss. The gateway therefore accepts them if they fulfil the promise
+    of the SDK's Datum.with_provenance.
     """
     here = [name for name in _SPAN_LISTS if getattr(datum, name)]
     if len(here) == 1:
@@ -249,7 +254,7 @@ def _spans_length(spans: Iterable[tinker_pb2.ProvenanceSpan], field: str) -> int
     for index, one in enumerate(spans):
         kind = one.WhichOneof("span")
         if kind is None:
-            raise InvalidInput(f"{field}[{index}] is neither of a prompt nor of sampled tokens", field=field)
+            raise InvalidInput(f"{field}[{index}] is neither a prompt span nor a span of sampled tokens", field=field)
         span = one.prompt_tokens if kind == "prompt_tokens" else one.sampled_tokens
         if not span.sequence_id or span.offset < 0 or span.length < 0:
             seen = f"sequence_id {span.sequence_id!r}, offset {span.offset}, length {span.length}"
@@ -260,11 +265,11 @@ def _spans_length(spans: Iterable[tinker_pb2.ProvenanceSpan], field: str) -> int
 
 def _tile(covered: int, length: int | None, field: str, what: str) -> None:
     if length is not None and covered != length:
-        raise InvalidInput(f"{field} cover {covered} positions, but {what} has {length}", field=field)
+        raise InvalidInput(f"{field} covers {covered} positions, but {what} has {length}", field=field)
 
 
 def _input_length(chunks: Iterable[tinker_pb2.Chunk]) -> int | None:
-    """Positions of an input; None if an image does not say how many it takes."""
+    """Returns the number of positions of an input; None if an image does not state its number of tokens."""
     total = 0
     for chunk in chunks:
         if chunk.WhichOneof("chunk") == "encoded_text":
@@ -277,7 +282,7 @@ def _input_length(chunks: Iterable[tinker_pb2.Chunk]) -> int | None:
 
 
 def _target_length(datum: tinker_pb2.Datum) -> int | None:
-    """Length of target_tokens [N]; None for others, whose tiling the SDK does not check either."""
+    """Returns the length of target_tokens [N]; None for other forms, the tiling of which the SDK does not check."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None or targets.dtype != tinker_pb2.DTYPE_INT64:
         return None
@@ -301,7 +306,9 @@ def _split(blob: bytes) -> tuple[list[trainer_pb2.DatumOutput], dict[str, float]
 
 
 def _signature(output: trainer_pb2.DatumOutput) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Datums of one signature fit into one record: same fields, types and trailing shapes."""
+    """Returns the key by which datums are grouped: those with the same fields, types and trailing shapes share a
+    record.
+    """
     return [(name, t.element_type, tuple(t.shape[1:])) for name, t in sorted(output.tensors.items())]
 
 
@@ -338,4 +345,4 @@ def _forward_backward_proto(blob: bytes) -> bytes:
 
 
 LOSSES = ResultEncoder(_forward_backward_json, _forward_backward_proto)
-"""Results of forward and forward_backward."""
+"""Encodes the results of forward and forward_backward."""

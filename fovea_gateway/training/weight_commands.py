@@ -1,5 +1,6 @@
-"""Commands that make, load and keep weights: create_model, load_state; save_state, save_weights_for_sampler,
-save_weights_external.
+"""Commands that create, load and save weights.
+
+These are create_model, load_state, save_state, save_weights_for_sampler and save_weights_external.
 """
 
 import logging
@@ -36,9 +37,9 @@ class CreationCommands:
     """Runs create_model and load_state.
 
     Args:
-        timeout_s: Deadline of one call to the trainer that changes no model.
-        patience_s: How long a creation, which loses nothing by it, waits for a trainer that restarts.
-        make_room: Parks models of clients that are gone; says whether it could.
+        timeout_s: Deadline, in seconds, of a call to the trainer that changes no model.
+        patience_s: Seconds that a creation waits for a trainer that restarts. Waiting loses nothing.
+        make_room: Parks models of clients that are gone; returns whether it has parked any.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class CreationCommands:
         self._make_room = make_room
 
     async def create_model(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Makes a fresh model, or one from a checkpoint. Either way the model's state says how it went."""
+        """Creates a fresh model, or one from a checkpoint. The model's state records success or failure."""
         request = gateway_pb2.SubmitCreateModelRequest.FromString(blob)
         try:
             step, uri = await self._create_patiently(model, pending, request)
@@ -76,11 +77,11 @@ class CreationCommands:
     async def _create_patiently(
         self, model: Model, pending: Pending, request: gateway_pb2.SubmitCreateModelRequest
     ) -> tuple[int, str]:
-        """Creating loses nothing and may be repeated, so it waits for a trainer that restarts.
+        """Creates a model. A creation loses nothing and may be repeated, so it waits for a trainer that restarts.
 
-        Returns the steps that the model has taken, and the folder that it was loaded from, if it was.
+        Returns the number of optimizer steps in the model, and the folder from which it was loaded or "".
         """
-        # A client that closes one session and opens the next expects the room of the first one's models.
+        # A client that closes one session and opens the next expects that the first one's models have freed their room.
         await self._sessions.wait_freed(but=model.session_id)
         backoff = Backoff(self._patience_s, longest_s=_LONGEST_PAUSE_S)
         while True:
@@ -92,7 +93,7 @@ class CreationCommands:
                 return await self._create(model, pending, request, info.max_lora_rank)
             except (Unavailable, NotFound) as error:
                 is_same = await self._trainer.look_again() == info.instance_id
-                # Another instance does not know the model that it was to load into.
+                # NotFound from a new instance is no final answer: that instance does not know the created model.
                 if backoff.is_over or (isinstance(error, NotFound) and is_same):
                     raise
                 await backoff.pause()
@@ -111,7 +112,7 @@ class CreationCommands:
         checkpoint = await self._checkpoints.find_training(model.owner, request.from_path, request.optimizer)
         if checkpoint.base_model != model.base_model:
             raise InvalidInput(
-                f"{request.from_path} was trained on {checkpoint.base_model!r}, this is {model.base_model!r}",
+                f"{request.from_path} was trained on {checkpoint.base_model!r}, not on {model.base_model!r}",
                 field="path",
             )
         model.lora = checkpoint.lora
@@ -127,9 +128,9 @@ class CreationCommands:
             raise
 
     async def _create_servable(self, model: Model, pending: Pending) -> None:
-        """Has the trainer create a model, and raises InvalidInput for an adapter that the samplers have no place for.
+        """Makes the trainer create a model. Raises InvalidInput if the samplers do not support its adapter.
 
-        They are all alike: one that is up is asked. If none is, the first push tells.
+        All samplers are alike, so one that is up is asked. If none is up, the first push will report the problem.
         """
         client = self._trainer.client
         async with self._turns.take(pending, "creating, or waiting for the trainer"):
@@ -141,12 +142,12 @@ class CreationCommands:
         except InvalidInput as error:
             await client.delete_model(model.model_id, self._timeout_s)
             raise InvalidInput(
-                f"no sampler could take this adapter: {error.message}; leave out which of train_attn, train_mlp and "
-                "train_unembed that is",
+                f"the samplers do not support this adapter: {error.message}; switch off train_attn, train_mlp or "
+                "train_unembed accordingly",
                 field="lora_config",
             ) from None
         except FoveaError as error:
-            logger.warning("no sampler said whether it can take model %s: %s", model.model_id, error)
+            logger.warning("no sampler reported whether it supports model %s: %s", model.model_id, error)
 
     async def load_state(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Loads a checkpoint of the same shape into a model."""
@@ -154,8 +155,8 @@ class CreationCommands:
         checkpoint = await self._checkpoints.find_training(model.owner, request.path, request.optimizer)
         if _shape(checkpoint.lora) != _shape(model.lora):
             raise InvalidInput(
-                f"{request.path} has LoRA rank {checkpoint.lora.rank} and other settings than the model, whose rank is "
-                f"{model.lora.rank}; use create_training_client_from_state, which takes the checkpoint's own",
+                f"{request.path} has LoRA rank {checkpoint.lora.rank} and other settings than the model of rank "
+                f"{model.lora.rank}; use create_training_client_from_state, which uses the checkpoint's settings",
                 field="path",
             )
         async with self._turns.take(pending, "loading, or waiting for the trainer"):
@@ -171,7 +172,7 @@ class SaveCommands:
     """Runs save_state, save_weights_for_sampler and save_weights_external.
 
     Args:
-        timeout_s: Deadline of one call to the trainer.
+        timeout_s: Deadline, in seconds, of one call to the trainer.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class SaveCommands:
         self._turns, self._timeout_s = turns, timeout_s
 
     async def save_state(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Writes a resumable checkpoint, then registers it; only then is one of the same name given up."""
+        """Writes a resumable checkpoint, registers it, and only then removes an older one of the same name."""
         request = gateway_pb2.SubmitSaveStateRequest.FromString(blob)
         name = request.name or f"state-{pending.submission.seq_id:06d}"
         expires_at = check_ttl(request.ttl_s)
@@ -200,13 +201,17 @@ class SaveCommands:
         return self._saved(checkpoint, old)
 
     async def save_for_sampler(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Freezes the weights. Named: in storage too, under a path. Unnamed: in memory, with a sampling session."""
+        """Freezes the weights. With a name, they also go to storage; without, they stay in memory for a sampling
+        session.
+        """
         request = gateway_pb2.SubmitSaveForSamplerRequest.FromString(blob)
-        # The number was counted up, durably, before the command began: one that breaks off leaves a hole.
+        # The number was incremented durably before the command began, so an interrupted command leaves a gap.
         own_id = id_of_snapshot(model.model_id, model.next_snapshot - 1)
         expires_at = check_ttl(request.ttl_s)
         if request.inflight and request.name:
-            raise InvalidInput("kind 'inflight' keeps weights without a name; use 'snapshot' with a path", field="kind")
+            raise InvalidInput(
+                "kind 'inflight' stores weights without a name; use 'snapshot' with a path", field="kind"
+            )
         if not request.name:
             self._sampling.check_sampled(model.base_model)
         checkpoint = None
@@ -232,7 +237,7 @@ class SaveCommands:
             effects.append(effect)
             saved.sampling_session_id = sampling.sampling_session_id
             if frozen.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
-                # The client will sample next: push while it asks, and before the commands that it queues behind.
+                # The client will sample next: push while it waits, and before the commands that it queues later.
                 self._sampling.push_soon(model.base_model, kept)
             if request.inflight:
                 afterwards.append(lambda: self._sampling.move_followers(model.base_model, model.model_id, own_id))
@@ -240,7 +245,7 @@ class SaveCommands:
         return Done([*result], effects, afterwards, subject="" if checkpoint else own_id)
 
     async def save_external(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Writes a PEFT adapter, or a Hugging Face checkpoint for full parameters; encrypts and registers it."""
+        """Writes a PEFT adapter, or a Hugging Face checkpoint of all parameters; encrypts it and registers it."""
         request = gateway_pb2.SubmitSaveExternalRequest.FromString(blob)
         expires_at = check_ttl(request.ttl_s)
         recipients = parse_recipients(request.age_recipients)
@@ -254,7 +259,7 @@ class SaveCommands:
         return self._saved(checkpoint, old)
 
     async def _write_export(self, model: Model, pending: Pending, uri: str) -> int:
-        """Has the trainer write the weights as they are now; returns the steps that they have taken."""
+        """Makes the trainer write the current weights; returns their number of optimizer steps."""
         own_id = id_of_export(model.model_id, pending.submission.seq_id)
         async with self._turns.take(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
@@ -262,12 +267,12 @@ class SaveCommands:
         try:
             await client.forget_snapshot(own_id)
         except FoveaError as error:
-            # It is written; the trainer drops old snapshots by itself when its memory is full.
-            logger.warning("the export snapshot %s could not be freed: %s", own_id, error)
+            # The export is written, and the trainer drops old snapshots itself when its memory is full.
+            logger.warning("could not free the export snapshot %s: %s", own_id, error)
         return snapshot.step
 
     def _saved(self, checkpoint: Checkpoint, old: Checkpoint | None) -> Done:
-        """Registers a checkpoint that is written; one of the same name is given up afterwards."""
+        """Registers a written checkpoint and schedules the removal of an older one of the same name."""
         saved = gateway_pb2.CheckpointSaved(path=checkpoint.path)
         afterwards: list[Callable[[], Awaitable[None]]] = []
         if old:
@@ -292,10 +297,10 @@ class SaveCommands:
 
 
 def check_lora(lora: weights_pb2.LoraConfig, max_rank: int) -> None:
-    """Raises InvalidInput for a shape that no trainer can make. Rank 0 means full parameters.
+    """Raises InvalidInput for a shape that no trainer can create. Rank 0 means full parameters.
 
     Args:
-        max_rank: Of the trainer; 0 if it makes no adapters.
+        max_rank: The largest rank of the trainer; 0 if it cannot create adapters.
     """
     if lora.rank and not max_rank:
         raise InvalidInput(

@@ -35,7 +35,7 @@ from tests.waiting import eventually
 
 START, END = "<|im_start|>user\n<|vision_start|>", "<|vision_end|>What is this?<|im_end|>\n"
 CREATED = "fovea_gateway.training.commands: create_model of"
-RETURNED = "is back in"
+RETURNED = "is restored after"
 """What the gateway logs of each model that it has made, and brought back to the trainer."""
 
 
@@ -138,7 +138,7 @@ def test_gateway_and_trainer_killed_again_and_again(fragile: Stack) -> None:
                 print(f"{victims} killed: the trainer has all models again after {time.monotonic() - killed:.1f} s")
         assert not any(each.done() for each in running), "the last kill met no work"
         assert [each.result() for each in running] == undisturbed
-    assert "came to another answer" not in fragile.log.read_text()
+    assert "gave another answer" not in fragile.log.read_text()
 
 
 def train_in_halves(stack: Stack, told: "Queue[list[float]]", go_on: Event) -> None:

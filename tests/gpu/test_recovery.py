@@ -33,13 +33,13 @@ def test_a_killed_trainer_is_a_pause(stack: Stack, bench: Bench) -> None:
     for each in undisturbed:
         train(bench, each)
     disturbed: list[float] = []
-    back = stack.log.read_text().count("is back in")
+    back = stack.log.read_text().count("is restored after")
     with ThreadPoolExecutor() as pool:
         running = pool.submit(train, bench, disturbed)
         asyncio.run(eventually(lambda: len(disturbed) >= ROUNDS // 3, 300))
         stack.kill("0")
         met, killed = len(disturbed), time.monotonic()
-        asyncio.run(eventually(lambda: stack.log.read_text().count("is back in") > back, 300))
+        asyncio.run(eventually(lambda: stack.log.read_text().count("is restored after") > back, 300))
         print(f"killed after {met} of {ROUNDS} steps; its models are back {time.monotonic() - killed:.1f} s later")
         running.result()
     assert met < ROUNDS, "the kill met no work"

@@ -170,7 +170,7 @@ async def test_models_of_all_survive_a_restart_and_one_that_is_not_served_any_mo
         await stand.stop()
         await stand.start(further_models=[])
         answer = await rest.result((await rest.forward_backward(second, 2)).json()["request_id"])
-        assert f"base model '{OTHER}', which is not trained here any more" in answer["error"]
+        assert f"base model '{OTHER}', which is no longer trained here" in answer["error"]
         assert "metrics" in await rest.result((await rest.forward_backward(first, 2)).json()["request_id"])
         gone = await rest.sample(opened["sampling_session_id"], 0)
         assert (gone.status_code, f"base_model '{TEACHER}' is not served" in gone.text) == (404, True)

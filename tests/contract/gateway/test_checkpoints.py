@@ -259,7 +259,7 @@ async def test_copies_are_made_once_for_a_key(stand: Stand, rest: Rest) -> None:
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [
-        ({"model_seq_id": 0}, 400, "exists already"),
+        ({"model_seq_id": 0}, 400, "already exists"),
         ({"destination_project_id": "p"}, 400, "destination_project_id"),
         ({"weights_access_token": "t"}, 400, "weights_access_token"),
         ({"session_id": None}, 400, "session_id"),

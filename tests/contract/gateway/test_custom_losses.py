@@ -118,7 +118,7 @@ async def test_a_loss_that_is_not_allowed_fails_its_future(rest: Rest, changes: 
     assert words in failed["error"]
     model_id = await rest.create_model()
     unknown = await _call(rest, model_id, 1, loss_id=f"{rest.session_id}:loss:3")
-    assert "is no loss of session" in unknown["error"]
+    assert "does not exist in session" in unknown["error"]
 
 
 async def test_bodies_that_are_no_request_are_refused_at_once(rest: Rest) -> None:
@@ -146,7 +146,7 @@ async def test_wrong_names_fail_their_future_and_the_next_works(rest: Rest, stan
     await other.open_session()
     foreign = await other.create_model(0)
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("custom", {"loss_id": "nothing"}, "'nothing' is no loss of session"),
+        ("custom", {"loss_id": "nothing"}, "'nothing' does not exist in session"),
         ("custom", {}, "loss_fn_config.loss_id is missing"),
         ("custom", {"loss_id": 3.0}, "loss_fn_config.loss_id is missing"),
         ("custom", {"loss_id": loss_id, "mode": "fast"}, "loss_fn_config.mode is 'fast'; custom takes numbers only"),
@@ -157,7 +157,7 @@ async def test_wrong_names_fail_their_future_and_the_next_works(rest: Rest, stan
         assert failed["category"] == "user"
         assert words in failed["error"]
     stolen = await _call(rest, foreign, 1, loss_id=loss_id)
-    assert "is no loss of session" in stolen["error"]
+    assert "does not exist in session" in stolen["error"]
     assert not stand.trainer.of("ForwardBackward")
     good = await _call(rest, model_id, len(cases) + 1, loss_id=loss_id)
     assert "loss:sum" in good["metrics"]

@@ -228,7 +228,7 @@ async def test_encrypted_exports(keeping: Stand, client: Rest) -> None:
     ("options", "words"),
     [
         ({"age_encryption_recipients": ["age1nonsense"]}, r"age_encryption_recipients\[0\]"),
-        ({"age_encryption_recipients": []}, "age_encryption_recipients names nobody"),
+        ({"age_encryption_recipients": []}, "age_encryption_recipients is empty"),
         ({"age_encryption_recipients": "age1"}, "age_encryption_recipients"),
         ({"age_encryption_recipients": ["ssh-ed25519 AAAA"]}, r"age_encryption_recipients\[0\]"),
         ({"age_encryption_recipients": ["x"] * 65}, "65 entries"),

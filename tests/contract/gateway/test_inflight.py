@@ -130,7 +130,7 @@ async def test_wrong_kinds_fail_by_name(rest: Rest) -> None:
     bad = await save(rest, model_id, 1, kind="live")
     assert bad["error"] == "kind is 'live'; it must be one of snapshot, inflight"
     named = await save(rest, model_id, 2, sampling_session_seq_id=None, path="x")
-    assert "'inflight' keeps weights without a name" in named["error"]
+    assert "'inflight' stores weights without a name" in named["error"]
     assert bad["category"] == named["category"] == "user"
     assert "sampling_session_id" in await save(rest, model_id, 3)
 

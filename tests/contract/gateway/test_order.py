@@ -348,7 +348,7 @@ async def test_missing_request_is_given_up_and_the_step_behind_it_refused(stand:
     refused = await rest.result((await rest.optim_step(model_id, 3))["request_id"])
     assert "requests 1 to 2 never arrived" in refused["error"]
     late = await rest.forward_backward(model_id, 1)
-    assert "came after later ones" in (await rest.result(late.json()["request_id"]))["error"]
+    assert "arrived too late" in (await rest.result(late.json()["request_id"]))["error"]
     refused = await rest.result((await rest.optim_step(model_id, 4))["request_id"])
     assert "request 1" in refused["error"], "what came too late is missing from this step, too"
     assert "metrics" in await rest.result((await rest.optim_step(model_id, 5))["request_id"])

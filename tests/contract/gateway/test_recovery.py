@@ -447,7 +447,7 @@ async def test_a_model_that_ended_while_the_trainer_was_away_leaves_no_files(
         for _ in range(2):
             await gateway.parts.orphans.sweep(with_folders=False)
     assert stand.trainer.points.keys() == {kept, "of a lost database"}
-    assert sum("1 models for recovery that this gateway does not know" in each.message for each in caplog.records) == 1
+    assert sum("recovery files of 1 models that this gateway does not know" in each.message for each in caplog.records) == 1
 
 
 @pytest.mark.parametrize("has_gradients", [False, True])
@@ -528,7 +528,7 @@ async def test_a_command_at_which_the_trainer_ends_twice_fails_and_all_models_go
     ids.append((await rest.optim_step(deadly, 2, learning_rate=0.1))["request_id"])
     done += await answers(rest, await submit(rest, neighbour, 4, 2))
     failed, not_taken = await answers(rest, ids)
-    assert "the trainer ended 2 times while it did request 1 (forward_backward)" in failed["error"]
+    assert "the trainer ended 2 times while it ran request 1 (forward_backward)" in failed["error"]
     assert "was not taken" in not_taken["error"]
     assert set(deaths) == {deadly}
     assert 2 <= len(deaths) <= 4, "another command of the owner may have been there before it, and was suspected"
@@ -581,7 +581,7 @@ async def test_a_model_whose_return_ends_the_trainer_is_given_up_by_name(
     done += await answers(rest, await submit(rest, neighbour, 4, 2))
     lost = await rest.result((await rest.optim_step(deadly, 2, learning_rate=0.1))["request_id"])
     assert "request 1 (forward_backward)" in lost["error"]
-    assert "could not be run again: the trainer ended 5 times" in lost["error"]
+    assert "could not run again: the trainer ended 5 times" in lost["error"]
     assert set(deaths) == {deadly}
     assert 5 <= len(deaths) <= 10
     assert done == expected
@@ -756,5 +756,5 @@ async def test_an_older_point_than_was_durable_is_not_gone_on_from(stand: Recove
     await stand.start()
     lost = await rest.result((await rest.forward_backward(model_id, 7)).json()["request_id"])
     assert lost["reason"] == "MODEL_LOST"
-    assert "is that of request 3" in lost["error"]
+    assert "is from request 3" in lost["error"]
     assert "damaged" in lost["error"]

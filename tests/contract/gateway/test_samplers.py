@@ -119,7 +119,7 @@ async def test_an_adapter_that_no_sampler_takes_is_refused_when_it_is_created(st
     lora = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
     refused = await rest.ok("create_model", model_seq_id=0, lora_config=lora, **asked)
     answer = await rest.result(refused["request_id"])
-    assert "cannot adapt model.layers.0.mlp.odd_proj; leave out which of train_attn, train_mlp" in answer["error"]
+    assert "cannot adapt model.layers.0.mlp.odd_proj; switch off train_attn, train_mlp" in answer["error"]
     assert answer["category"] == "user"
     assert not stand.trainer.models, "the trainer was left with it"
     taken = await rest.ok("create_model", model_seq_id=1, lora_config=lora | {"train_mlp": False}, **asked)

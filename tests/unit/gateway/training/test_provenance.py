@@ -49,11 +49,11 @@ def test_an_image_that_does_not_say_its_size_leaves_the_input_untiled() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda spans: spans[1].sampled_tokens.__setattr__("length", 4), "cover 7 positions, but .* has 6"),
+        (lambda spans: spans[1].sampled_tokens.__setattr__("length", 4), "covers 7 positions, but .* has 6"),
         (lambda spans: spans[1].sampled_tokens.__setattr__("length", -1), "length -1"),
         (lambda spans: spans[0].prompt_tokens.__setattr__("offset", -2), "offset -2"),
         (lambda spans: spans[0].prompt_tokens.__setattr__("sequence_id", ""), "sequence_id ''"),
-        (lambda spans: spans[1].Clear(), "neither of a prompt nor of sampled tokens"),
+        (lambda spans: spans[1].Clear(), "neither a prompt span nor a span of sampled tokens"),
     ],
 )
 def test_bad_spans_are_refused_by_name(name: str, change: Any, said: str) -> None:
