@@ -563,7 +563,7 @@ async def test_a_healthy_command_beside_a_deadly_one_is_not_blamed(
     ids.append((await rest.forward_backward(deadly, 1, data=[text_datum(13)])).json()["request_id"])
     done, failed = await answers(rest, ids)
     assert "error" not in done
-    assert "the trainer ended 2 times while it did request 1 (forward_backward)" in failed["error"]
+    assert "the trainer ended 2 times while it ran request 1 (forward_backward)" in failed["error"]
     assert deaths == [deadly, deadly]
 
 
