@@ -447,7 +447,10 @@ async def test_a_model_that_ended_while_the_trainer_was_away_leaves_no_files(
         for _ in range(2):
             await gateway.parts.orphans.sweep(with_folders=False)
     assert stand.trainer.points.keys() == {kept, "of a lost database"}
-    assert sum("recovery files of 1 models that this gateway does not know" in each.message for each in caplog.records) == 1
+    assert (
+        sum("recovery files of 1 models that this gateway does not know" in each.message for each in caplog.records)
+        == 1
+    )
 
 
 @pytest.mark.parametrize("has_gradients", [False, True])
