@@ -1,7 +1,7 @@
-"""Who waits for many samples at once: what each client of a sampling session has finished, in order.
+"""Logs of finished samples, in order, for clients that wait for many samples at once.
 
-A client names the last number that it has seen and gets what came after it. The database has the truth; what is kept
-here spares reading it again and wakes those who wait.
+A client sends the last number that it has seen and receives the later completions. The database is authoritative; the
+logs in memory avoid repeated reads and wake waiting clients.
 """
 
 import asyncio
@@ -16,29 +16,29 @@ from fovea_gateway.database.schema import future_results, futures
 from fovea_gateway.futures.future import State
 
 CLIENT_SPAN = 1_000_000_000
-"""Each client of a sampling session numbers its samples within a span of its own: tinker-contract.md, section 3."""
+"""The number of seq_ids that each client of a sampling session has for its samples: tinker-contract.md, section 3."""
 _PAGE = 4096
 
 
 class Target(NamedTuple):
-    """One client of a sampling session; 0 is the one that opened it."""
+    """One client of a sampling session. Client 0 is the one that opened the session."""
 
     sampling_session_id: str
     client: int
 
     @property
     def first_seq_id(self) -> int:
-        """The first number that its samples have."""
+        """The first seq_id of the client's samples."""
         return self.client * CLIENT_SPAN
 
     @property
     def last_seq_id(self) -> int:
-        """The last number that they may have; fits into 64 bits."""
+        """The last possible seq_id of the client's samples; fits into 64 bits."""
         return min(self.first_seq_id + CLIENT_SPAN - 1, 2**63 - 1)
 
 
 class Completion(NamedTuple):
-    """A sample that ended. `number` rises from one to the next; `size_bytes` is that of the kept result."""
+    """A sample that has ended. Completions are ordered by `number`; `size_bytes` is the size of the stored result."""
 
     number: int
     future_id: str
@@ -47,7 +47,7 @@ class Completion(NamedTuple):
 
 
 class _Log:
-    """Completions of one target with a number above `since`, in order; `since` is None while nothing was read."""
+    """The completions of one target with numbers above `since`, in order. `since` is None until they have been read."""
 
     def __init__(self) -> None:
         self.since: int | None = None
@@ -56,7 +56,7 @@ class _Log:
         self._entries: dict[str, Completion] = {}
 
     def begin(self, after: int, reading: Coroutine[Any, Any, list[Completion]]) -> None:
-        """Begins anew, with what `reading` finds after a number."""
+        """Starts the log again with the completions that `reading` finds after a number."""
         self.since = after
         self.filled = asyncio.create_task(self._fill(reading), name="reading completions")
 
@@ -68,7 +68,7 @@ class _Log:
             raise
 
     def add(self, entries: Sequence[Completion]) -> None:
-        """Takes entries, whatever order they come in."""
+        """Adds entries, in any order."""
         if not entries:
             return
         is_later = not self._entries or entries[0].number > next(reversed(self._entries.values())).number
@@ -78,12 +78,12 @@ class _Log:
         self.grown.set()
 
     def drop(self, future_ids: Sequence[str]) -> None:
-        """Forgets entries whose results are gone."""
+        """Drops entries of deleted results."""
         for future_id in future_ids:
             self._entries.pop(future_id, None)
 
     def trim(self, until: int) -> None:
-        """Forgets what was seen."""
+        """Drops the entries that the client has seen."""
         if self.since is not None and until > self.since:
             self.since = until
             seen = []
@@ -94,7 +94,7 @@ class _Log:
             self.drop(seen)
 
     def page(self, after: int) -> list[Completion]:
-        """The first entries after a number."""
+        """Returns the first entries after a number, at most `_PAGE`."""
         found = []
         for entry in self._entries.values():
             if entry.number > after:
@@ -105,7 +105,7 @@ class _Log:
 
 
 class CompletionLogs:
-    """The logs of all targets that somebody asks for."""
+    """The logs of all targets for which a client has asked."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -113,18 +113,21 @@ class CompletionLogs:
         self._is_closing = False
 
     def note(self, sampling_session_id: str, seq_id: int, completion: Completion) -> None:
-        """Takes a completion that is in the database, and wakes whoever waits for it."""
+        """Adds a completion that is in the database, and wakes the clients that wait for it."""
         log = self._logs.get(Target(sampling_session_id, seq_id // CLIENT_SPAN))
         if log is not None:
             log.add([completion])
 
     async def wait(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
-        """Completions after a number, in order; those that come within `timeout_s` if there are none yet."""
+        """Returns the completions after a number, in order. Waits up to `timeout_s` for the next ones if there are
+        none.
+        """
         log = self._logs.get(target)
         if log is None:
             log = self._logs[target] = _Log()
         if log.since is None or after < log.since:
-            # Through the writer: what was finished before this log was there is committed before it is read.
+            # Read through the writer: everything that finished before this log existed is then committed before the
+            # read.
             log.begin(after, self._database.write(lambda connection: read_completions(connection, target, after)))
         await asyncio.shield(log.filled)
         log.trim(after)
@@ -139,13 +142,13 @@ class CompletionLogs:
         return found
 
     def drop(self, target: Target, future_ids: Sequence[str]) -> None:
-        """Forgets completions whose results the client has."""
+        """Drops completions of results that the client has received."""
         log = self._logs.get(target)
         if log is not None:
             log.drop(future_ids)
 
     def forget(self, session_id: str) -> None:
-        """Drops what is in memory of a session that is over; who asks later is answered from the database."""
+        """Drops the logs of an ended session. Later requests are answered from the database."""
         self._logs = {
             target: log
             for target, log in self._logs.items()
@@ -159,7 +162,7 @@ class CompletionLogs:
 
 
 def read_completions(connection: sa.Connection, target: Target, after: int) -> list[Completion]:
-    """What a client has finished since number `after` and not acknowledged, in order."""
+    """Returns the completions of a client after number `after` that it has not acknowledged, in order."""
     seq_id = futures.c.seq_id
     where = (futures.c.scope == target.sampling_session_id) & (futures.c.finish_number > after)
     where &= (seq_id >= target.first_seq_id) & (seq_id <= target.last_seq_id)

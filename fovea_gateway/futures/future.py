@@ -1,4 +1,4 @@
-"""A future: accepted work, how it goes and how it ended; and how requests and results of several messages are kept."""
+"""Futures: accepted work, its progress and its outcome; and the encoding of requests and results."""
 
 import asyncio
 import enum
@@ -27,11 +27,11 @@ M = TypeVar("M", bound=Message)
 
 INT64_MAX = 2**63 - 1
 _OUTCOME_BYTES = 1024
-"""What one outcome takes besides its contents: its objects, and its entry in the cache."""
+"""The estimated memory of one outcome besides its contents: its objects and its cache entry."""
 
 
 class Kind(enum.StrEnum):
-    """What kind of work; decides how request and result are read."""
+    """The kind of work, which determines the messages in the request and the result."""
 
     CREATE_MODEL = "create_model"
     FORWARD = "forward"
@@ -46,29 +46,29 @@ class Kind(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """Where it stands, as the database has it."""
+    """The state of a future, as stored in the database."""
 
     QUEUED = "queued"
     REJECTED = "rejected"
-    """Accepted, but its content is wrong: it fails when its turn comes. The request blob holds the status."""
+    """Accepted with invalid content: it fails when the work is due. The request blob contains the status."""
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
-    """The result blob holds the status."""
+    """The result blob contains the status."""
 
 
 UNFINISHED = (State.QUEUED, State.REJECTED, State.RUNNING)
 
 
 class QueueState(enum.StrEnum):
-    """What a poll of an unfinished future says; the words are the SDK's."""
+    """The queue state in the answer to a poll of an unfinished future. The values are the SDK's."""
 
     ACTIVE = "active"
     PAUSED = "paused_capacity"
 
 
 class Outcome(NamedTuple):
-    """How a future ended: a result, or an error."""
+    """The outcome of a future: a result or an error."""
 
     kind: Kind
     result: bytes
@@ -76,30 +76,30 @@ class Outcome(NamedTuple):
 
     @property
     def state(self) -> State:
-        """The state to keep."""
+        """The state for the database."""
         return State.DONE if self.error is None else State.FAILED
 
     @property
     def held_bytes(self) -> int:
-        """What it takes in memory, an error as well as a result."""
+        """The memory that the outcome occupies, whether it is an error or a result."""
         return _OUTCOME_BYTES + len(self.result) + (len(self.error.message) if self.error is not None else 0)
 
     def to_blob(self) -> bytes:
-        """What the database keeps."""
+        """Returns the bytes for the database."""
         return self.result if self.error is None else to_status(self.error).SerializeToString()
 
     @classmethod
     def from_blob(cls, kind: Kind, state: State, blob: bytes) -> "Outcome":
-        """Reads what `to_blob` wrote."""
+        """Reads the bytes that `to_blob` returned."""
         return cls(kind, blob) if state is State.DONE else cls(kind, b"", error_from_blob(blob))
 
 
 class ResultEncoder(NamedTuple):
-    """How the results of one kind of work are written for Tinker's clients.
+    """Encodes the results of one kind of work for Tinker's clients.
 
     Attributes:
-        to_json: The kept result as JSON values.
-        to_proto: The kept result as protobuf, the same bytes every time; None if no client reads that.
+        to_json: Converts a stored result into JSON values.
+        to_proto: Converts a stored result into protobuf, always to the same bytes; None if no client reads protobuf.
     """
 
     to_json: Callable[[bytes], dict[str, Any]]
@@ -113,15 +113,15 @@ def error_from_blob(blob: bytes) -> FoveaError:
 
 @dataclass(frozen=True)
 class Submission:
-    """What a client asked for.
+    """The work that a client has requested.
 
     Attributes:
-        scope: What `seq_id` counts in: a model, or a sampling session.
-        rejection: Why it will fail when its turn comes.
-        known_failure: The failed forward_backward, by seq_id, of which the client had been told before it sent this.
-        traceparent: The call that submitted it; empty without tracing and after a restart.
-        token_count: Tokens that it may come to, as far as can be told.
-        key_id: Which of the owner's keys submitted it.
+        scope: The model or the sampling session within which `seq_id` counts.
+        rejection: The reason for which the work will fail when it is due.
+        known_failure: The seq_id of a failed forward_backward about which the client knew when it sent this request.
+        traceparent: The trace context of the submitting call; empty without tracing and after a restart.
+        token_count: An estimate of the tokens that the work may process.
+        key_id: The id of the owner's API key that submitted the work.
     """
 
     future_id: str
@@ -140,12 +140,12 @@ class Submission:
 
 @dataclass(eq=False)
 class Progress:
-    """How it goes, for whoever polls and for the metrics.
+    """The progress of a future, for polls and metrics.
 
     Attributes:
-        begun_at: When its turn came, seconds of `time.time`; None while it waits.
-        sampled: Whose weights a sample is drawn from, once that is known: a trained model's id, or the base's name.
-        describe: Says what it waits for as long as it is one of many in a queue: asked for, not told to each.
+        begun_at: The start of the work in seconds of `time.time`; None while it waits.
+        sampled: The source of a sample's weights, once it is known: a trained model's id or the base model's name.
+        describe: Describes the wait of work in a queue. It is called for each poll, because the position changes.
     """
 
     queue_state: QueueState = QueueState.ACTIVE
@@ -155,16 +155,16 @@ class Progress:
     sampled: str = ""
 
     def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
-        """Says what the work waits for."""
+        """Sets the reason for which the work waits."""
         self.reason, self.queue_state, self.describe = reason, queue_state, None
 
     def queue(self, describe: Callable[[], str], queue_state: QueueState = QueueState.ACTIVE) -> None:
-        """Has `describe` asked what the work waits for, until `wait_on` says it."""
+        """Lets `describe` supply the reason for which the work waits, until the next `wait_on`."""
         self.describe, self.queue_state = describe, queue_state
 
     @property
     def waiting_for(self) -> str:
-        """Words for whoever polls."""
+        """The reason for which the work waits, for clients that poll."""
         return self.describe() if self.describe is not None else self.reason
 
 
@@ -173,13 +173,13 @@ class Pending:
     """A future that has not ended.
 
     Attributes:
-        request: Serialized request, or None if it must be read from the database.
-        usage: What it has used by now.
-        work: The task that works on it, if cancelling is possible.
-        refusal: Why the submission could not be kept.
-        accepted: Set once the submission is kept, or has failed to be.
+        request: The serialized request, or None if it must be read from the database.
+        usage: The resources used so far.
+        work: The task that runs the work, if it can be cancelled.
+        refusal: The reason for which the submission could not be stored.
+        accepted: Set once the submission has been stored or could not be stored.
         done: Set once there is an outcome.
-        woken: Set when waiters should look, done or not.
+        woken: Set when waiting polls should look, with or without an outcome.
     """
 
     submission: Submission
@@ -196,12 +196,12 @@ class Pending:
 
     @property
     def model(self) -> str:
-        """What it belongs to: a trained model's id, or the base's name; empty if neither is known."""
+        """The id of the trained model or the name of the base model; empty if neither is known."""
         is_of_model = self.submission.kind not in (Kind.SAMPLE, Kind.CREATE_CUSTOM_LOSS)
         return self.submission.scope if is_of_model else self.progress.sampled
 
     def begin(self) -> None:
-        """Notes that its turn has come; a repeat changes nothing."""
+        """Records the start of the work. Repeated calls change nothing."""
         if self.progress.begun_at is None:
             self.progress.begun_at = time.time()
             gateway_metrics.queued(self.submission.kind.value, self.submission.created_at)
@@ -209,10 +209,11 @@ class Pending:
 
 @dataclass
 class Done:
-    """What work came to: messages for the client, writes to be kept together with them, and what comes after.
+    """The success of some work: messages for the client, writes for the outcome's transaction, and calls for
+    afterwards.
 
     Attributes:
-        subject: What it was done with, to do it again: an unnamed snapshot's id, or the folder that was loaded.
+        subject: The object needed to repeat the work: the id of an unnamed snapshot, or the folder that was loaded.
     """
 
     result: list[Message] = field(default_factory=list)
@@ -222,7 +223,7 @@ class Done:
 
 
 async def run_to_outcome(pending: Pending, work: Awaitable[Done]) -> tuple[Done, Outcome]:
-    """Awaits the work of a future. What it raises becomes the outcome, with nothing done beside it."""
+    """Awaits the work of a future. An exception becomes the outcome, with an empty `Done`."""
     submission, done, error = pending.submission, Done(), None
     with tracing.span(f"future {submission.kind}", submission.traceparent, future_id=submission.future_id):
         try:
@@ -232,7 +233,7 @@ async def run_to_outcome(pending: Pending, work: Awaitable[Done]) -> tuple[Done,
         except Exception as failure:
             log_id = uuid.uuid4().hex[:12]
             logger.error("%s failed, log id %s", submission.future_id, log_id, exc_info=failure)
-            error = Internal(f"internal error in {submission.kind}; the gateway's log has it as {log_id}")
+            error = Internal(f"internal error in {submission.kind}; the gateway's log has details under {log_id}")
         if error is not None:
             tracing.note(reason=error.reason)
             logger.warning("%s of %s failed: %s: %s", submission.kind, submission.future_id, error.reason, error)
@@ -240,19 +241,19 @@ async def run_to_outcome(pending: Pending, work: Awaitable[Done]) -> tuple[Done,
 
 
 def future_id(scope: str, seq_id: int) -> str:
-    """Id of the command `seq_id` of a model or a sampling session: a repeat has the same."""
+    """Returns the id of command `seq_id` of a model or sampling session. A repeated command has the same id."""
     return f"{scope}:{seq_id}"
 
 
 def check_seq_id(seq_id: int, field: str, least: int) -> int:
-    """Returns a sequence number. Raises InvalidInput outside `least` .. 2^63-1."""
+    """Returns the sequence number. Raises InvalidInput unless it is in `least` .. 2^63-1."""
     if not least <= seq_id <= INT64_MAX:
-        raise InvalidInput(f"{field} is {seq_id}; it counts up from {least}", field=field)
+        raise InvalidInput(f"{field} is {seq_id}; it must be at least {least} and fit into 63 bits", field=field)
     return seq_id
 
 
 def join_messages(messages: Iterable[Message]) -> bytes:
-    """Writes messages one after another, each after its length."""
+    """Serializes messages one after another, each with a length prefix."""
     blob = io.BytesIO()
     for message in messages:
         proto.serialize_length_prefixed(message, blob)
@@ -260,7 +261,7 @@ def join_messages(messages: Iterable[Message]) -> bytes:
 
 
 def split_messages(kind: type[M], blob: bytes) -> list[M]:
-    """Reads what `join_messages` wrote."""
+    """Reads messages that `join_messages` serialized."""
     stream = io.BytesIO(blob)
     messages: list[M] = []
     while stream.tell() < len(blob):
@@ -271,5 +272,5 @@ def split_messages(kind: type[M], blob: bytes) -> list[M]:
 
 
 def in_order(values: Mapping[str, float]) -> dict[str, float]:
-    """A protobuf map by its keys: its own order differs between processes, and a result is always the same bytes."""
+    """Sorts a protobuf map by its keys. Map order differs between processes, but equal results must be equal bytes."""
     return dict(sorted(values.items()))

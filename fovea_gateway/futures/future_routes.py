@@ -1,4 +1,4 @@
-"""Routes of futures."""
+"""HTTP routes of futures."""
 
 import asyncio
 import random
@@ -24,20 +24,20 @@ _SPREAD = 0.2
 
 
 class RetrieveFuture(Body):
-    """POST retrieve_future."""
+    """The body of POST retrieve_future."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class CancelFuture(Body):
-    """POST cancel_future."""
+    """The body of POST cancel_future."""
 
     request_id: str
 
 
 def hold_s(poll_hold_s: float) -> float:
-    """Seconds to hold one poll. Those that began together do not end together: their renewal would be one burst."""
+    """Returns the seconds to hold one poll. They vary, so that simultaneous polls are not all renewed in one burst."""
     return poll_hold_s * random.uniform(1 - _SPREAD, 1 + _SPREAD)
 
 
@@ -45,11 +45,11 @@ class FutureRoutes:
     """Handlers of futures.
 
     Args:
-        limiter: Spreads answers to polls that end together.
-        encoders: Of the results of each kind of work.
-        poll_hold_s: Seconds that a poll of an unfinished future is held, give or take a fifth.
-        inline_limit_bytes: Results above this are announced by size to clients that take that.
-        compress_from_bytes: Results from this size on are compressed.
+        limiter: Spreads the answers to polls that end together.
+        encoders: The encoder of results for each kind of work.
+        poll_hold_s: Seconds to hold a poll of an unfinished future, varied by up to a fifth.
+        inline_limit_bytes: Larger results are announced by their size to clients that support this.
+        compress_from_bytes: The size from which results are compressed.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class FutureRoutes:
         ]
 
     async def retrieve(self, request: Request, owner: str) -> Response:
-        """The result of a future, its error (both with status 200), or 408 while there is none.
+        """Returns the result or the error of a future, both with status 200, or 408 while it is unfinished.
 
-        A result above the inline limit is announced by its size, to clients that take that.
+        A result above the inline limit is announced by its size to clients that support this.
         """
         body = await parse_json(request, RetrieveFuture, await read(request))
         outcome = await self._futures.wait(body.request_id, owner, hold_s(self._poll_hold_s))
@@ -93,7 +93,7 @@ class FutureRoutes:
         return await compress(response, request.headers.get("accept-encoding", ""))
 
     async def cancel(self, request: Request, owner: str) -> Response:
-        """Stops a sample that nobody waits for; harmless for anything else."""
+        """Cancels a sample that its client no longer needs. Has no effect on other work."""
         body = await parse_json(request, CancelFuture, await read(request))
         await self._futures.cancel(body.request_id, owner)
         return Json({"status": "cancelled"})
@@ -106,12 +106,12 @@ class FutureRoutes:
 
 
 async def _off_loop(encode: Callable[[bytes], T], result: bytes) -> T:
-    """Encodes a large result in a thread, so that others are answered meanwhile."""
+    """Encodes a large result in a thread, so that the event loop can serve other requests."""
     if len(result) < _OFF_LOOP_BYTES:
         return encode(result)
     return await asyncio.to_thread(encode, result)
 
 
 def error_json(error: FoveaError) -> dict[str, Any]:
-    """A failed future as the SDK expects it."""
+    """Returns a failed future in the form that the SDK expects."""
     return {"error": error.message, "category": error.category, "reason": error.reason}

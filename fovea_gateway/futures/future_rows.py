@@ -1,4 +1,4 @@
-"""Rows of futures and their blobs."""
+"""Database rows of futures, their requests and their results."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ from fovea_gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, Sta
 
 _IDS_PER_STATEMENT = 500
 _ROWS_PER_DROP = 5000
-# Built once: building one takes SQLAlchemy longer than SQLite takes to run it, and every request runs these.
+# Built once, because every request runs them: SQLAlchemy builds a statement more slowly than SQLite runs it.
 _UPDATE = sa.update(futures).where(futures.c.future_id == sa.bindparam("key"))
 _KEEP_REQUEST = sa.insert(future_requests)
 _DROP_REQUEST = sa.delete(future_requests).where(future_requests.c.future_id == sa.bindparam("key"))
 
 
 class StoredFuture(NamedTuple):
-    """A row, with its outcome if that is still kept."""
+    """A row of a future, with its outcome unless the result has been dropped."""
 
     owner: str
     state: State
@@ -28,7 +28,7 @@ class StoredFuture(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Work to be kept; of a rejected one `request` holds the status."""
+    """Work to be stored. `request` contains the status if the work is rejected."""
 
     submission: Submission
     state: State
@@ -36,7 +36,7 @@ class Accepted(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """How a future ended. `number` rises from one finished future to the next."""
+    """An ended future. `number` increases from one ended future to the next."""
 
     future_id: str
     outcome: Outcome
@@ -46,7 +46,7 @@ class Finished(NamedTuple):
 
 
 def insert(connection: sa.Connection, accepted: list[Accepted]) -> list[bool]:
-    """Keeps submissions; False for one whose id is taken, which leaves everything as it was."""
+    """Inserts submissions. Returns False for each id that was in use; such a submission changes nothing."""
     ids = [one.submission.future_id for one in accepted]
     new = set(connection.scalars(_adding(connection.dialect.name), [_row(one) for one in accepted]))
     requests = [
@@ -81,12 +81,12 @@ def _row(accepted: Accepted) -> dict[str, Any]:
 
 
 def set_running(connection: sa.Connection, future_id: str) -> None:
-    """Notes that work began whose effect cannot be undone by running it again."""
+    """Records the start of work that must not run twice."""
     connection.execute(_UPDATE, {"key": future_id, "state": State.RUNNING.value})
 
 
 def finish(connection: sa.Connection, finished: list[Finished]) -> list[None]:
-    """Keeps outcomes and drops the requests."""
+    """Stores outcomes and deletes the requests."""
     keeping = insertion(connection.dialect.name, future_results)
     ends = [
         {"key": future_id, "state": outcome.state.value, "finished_at": finished_at, "finish_number": number}
@@ -100,7 +100,7 @@ def finish(connection: sa.Connection, finished: list[Finished]) -> list[None]:
 
 
 def get(connection: sa.Connection, future_id: str) -> StoredFuture | None:
-    """A finished or unfinished future by id."""
+    """Returns a future by id, finished or not, or None."""
     row = (connection.execute(sa.select(futures).where(futures.c.future_id == future_id))).first()
     if row is None:
         return None
@@ -114,14 +114,14 @@ def get(connection: sa.Connection, future_id: str) -> StoredFuture | None:
 
 
 def get_request(connection: sa.Connection, future_id: str) -> bytes:
-    """The request of an unfinished future."""
+    """Returns the request of an unfinished future."""
     query = sa.select(future_requests.c.request).where(future_requests.c.future_id == future_id)
     blob: bytes = (connection.execute(query)).scalar_one()
     return blob
 
 
 def unfinished(connection: sa.Connection) -> list[Pending]:
-    """Everything that has not ended, oldest first, requests left in the database."""
+    """Returns all unfinished futures, oldest first. Their requests stay in the database."""
     states = [state.value for state in UNFINISHED]
     query = sa.select(futures).where(futures.c.state.in_(states)).order_by(futures.c.created_at)
     pendings = []
@@ -138,12 +138,12 @@ def unfinished(connection: sa.Connection) -> list[Pending]:
 
 
 def last_number(connection: sa.Connection) -> int:
-    """The highest number of a finished future, 0 if there is none."""
+    """Returns the highest number of a finished future, or 0."""
     return connection.execute(sa.select(sa.func.max(futures.c.finish_number))).scalar() or 0
 
 
 def drop_fetched(connection: sa.Connection, scope: str, future_ids: list[str]) -> None:
-    """Drops results of one scope that were fetched for good, so that fetching them again answers 'expired'."""
+    """Deletes acknowledged results of one scope. A later request for one of them is answered with "expired"."""
     ours = sa.select(futures.c.future_id).where(futures.c.scope == scope)
     for start in range(0, len(future_ids), _IDS_PER_STATEMENT):
         named = future_results.c.future_id.in_(future_ids[start : start + _IDS_PER_STATEMENT])
@@ -151,24 +151,25 @@ def drop_fetched(connection: sa.Connection, scope: str, future_ids: list[str]) -
 
 
 def drop_results(connection: sa.Connection, since: float, before: float) -> tuple[float, int]:
-    """Drops results of futures that finished in a span of time, so that fetching them answers 'expired'.
+    """Deletes results of futures that finished in a span of time, so that later requests are answered with "expired".
 
-    Returns until when, which is earlier than `before` if there are many, and how many.
+    Deletes a limited number per call. Returns the end of the span that was handled, at most `before`, and the count.
     """
     until = _part(connection, since, before)
     return until, connection.execute(_dropping(since, until)).rowcount
 
 
 def result_bytes(connection: sa.Connection) -> dict[str, int]:
-    """What is kept of results, by owner."""
+    """Returns the bytes of stored results by owner."""
     joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
     query = sa.select(futures.c.owner, sa.func.sum(sa.func.length(future_results.c.result))).select_from(joined)
     return {owner: int(size) for owner, size in connection.execute(query.group_by(futures.c.owner))}
 
 
 def drop_oldest(connection: sa.Connection, owner: str, least_bytes: int) -> dict[str, int]:
-    """Drops results of an owner, those that finished first, until they come to so many bytes, or to a part of them;
-    returns their sizes by future id.
+    """Deletes an owner's oldest results until `least_bytes` are free or a limited number is deleted.
+
+    Returns the sizes of the deleted results by future id.
     """
     joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
     query = sa.select(futures.c.future_id, sa.func.length(future_results.c.result)).select_from(joined)
@@ -187,7 +188,7 @@ def drop_oldest(connection: sa.Connection, owner: str, least_bytes: int) -> dict
 
 
 def drop_rows(connection: sa.Connection, since: float, before: float) -> tuple[float, int]:
-    """Forgets that futures which finished in a span of time ever were. Returns as above."""
+    """Deletes futures that finished in a span of time with all their data. Returns as `drop_results` does."""
     until = _part(connection, since, before)
     connection.execute(_dropping(since, until))
     return until, connection.execute(sa.delete(futures).where(_finished(since, until))).rowcount
@@ -203,7 +204,7 @@ def _dropping(since: float, until: float) -> sa.Delete:
 
 
 def _part(connection: sa.Connection, since: float, before: float) -> float:
-    """The end of a span with about _ROWS_PER_DROP futures: others wait for the one connection that writes."""
+    """Returns the end of a span with about _ROWS_PER_DROP futures, since other writes wait for the same connection."""
     query = sa.select(futures.c.finished_at).where(_finished(since, before)).order_by(futures.c.finished_at)
     last: float | None = connection.execute(query.offset(_ROWS_PER_DROP).limit(1)).scalar()
     return before if last is None or last <= since else last

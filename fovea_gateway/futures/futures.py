@@ -1,6 +1,6 @@
-"""The registry of futures: accepts submissions once, keeps them, wakes those who wait, serves results again.
+"""The registry of futures. It accepts each submission once, stores it, wakes waiting clients and repeats results.
 
-A submission is in the database before its id is given out. Waiters are woken in memory; nobody polls the database.
+A submission is in the database before its id is returned. Waiting clients are woken in memory, without database polls.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ _ROW_TTL_FACTOR = 8
 
 
 class Futures:
-    """All futures of this gateway. What runs them is not known here.
+    """All futures of this gateway. The registry does not know which component runs the work.
 
     Args:
-        database: Where they are kept.
+        database: Stores the futures.
         result_ttl_s: Seconds for which a result can be fetched again.
-        quota: Limits how many an owner may have unfinished.
-        owners: Limits how many tokens these may come to.
-        result_room: Limits how many bytes of results an owner keeps.
-        on_end: Told of each future that has ended; must not block.
-        on_ask: Told the session of each future that a client waits for; must not block.
+        quota: Limits the number of unfinished futures per owner.
+        owners: Limits the tokens of an owner's unfinished futures.
+        result_room: Limits the bytes of stored results per owner.
+        on_end: Called with each future that has ended; must not block.
+        on_ask: Called with the session of each future for which a client waits; must not block.
     """
 
     def __init__(
@@ -70,28 +70,28 @@ class Futures:
         self._held_bytes = self._kept_bytes = 0
         self._is_closing = False
         self._last_number = 0
-        # By scope: of which failed commands, by seq_id, a client has been told.
+        # By scope: the seq_ids of failed commands the errors of which a client has received.
         self._told_failures: defaultdict[str, set[int]] = defaultdict(set)
-        # What finished before was dropped already: looking at those rows again would take longer from day to day.
+        # Rows that finished earlier are already deleted. Scanning that span again would take longer every day.
         self._results_until = self._rows_until = 0.0
         self._completions = CompletionLogs(database)
 
     @property
     def pending_count(self) -> int:
-        """Futures that have not ended."""
+        """The number of unfinished futures."""
         return len(self._pending)
 
     def check_quota(self, owner: str) -> None:
-        """Raises ResourceExhausted if an owner has its share of futures."""
+        """Raises ResourceExhausted if an owner has as many unfinished futures as it may."""
         self._quota.check(owner)
 
     def unfinished_kind(self, future_id: str) -> Kind | None:
-        """What kind of work it is, if there is such a future and it has not ended."""
+        """Returns the kind of an unfinished future, or None."""
         pending = self._pending.get(future_id)
         return None if pending is None else pending.submission.kind
 
     def unfinished(self) -> list[Pending]:
-        """Futures that have not ended, oldest first."""
+        """Returns the unfinished futures, oldest first."""
         return list(self._pending.values())
 
     async def submit(
@@ -101,14 +101,15 @@ class Futures:
         start: Callable[[Pending], None],
         others_wait_for_it: bool = False,
     ) -> bool:
-        """Accepts work; returns False if the same id was accepted before, which then is left alone.
+        """Accepts work. Returns False, and changes nothing, if work with the same id was accepted before.
 
         Args:
-            start: Called once the work is kept, even if the caller has gone away by then. Must not block.
-            others_wait_for_it: Whether accepted work of the owner cannot run before this: then it is never refused.
+            start: Called once the work is stored, even if the caller was cancelled meanwhile. Must not block.
+            others_wait_for_it: Accepted work of the owner cannot run before this work, so it is never refused for lack
+                of a share.
 
-        Raises ResourceExhausted above the owner's share, and Unavailable while the disk is full, after which clients
-        send the same again.
+        Raises ResourceExhausted above the owner's share. Raises Unavailable while the disk is full; clients then repeat
+        the request.
         """
         known = self._pending.get(submission.future_id)
         if known is not None:
@@ -121,7 +122,7 @@ class Futures:
             self._check_share(submission)
         pending = Pending(submission, request)
         self._add(pending)
-        # Whoever submits may go away meanwhile: what is in the database must be begun all the same.
+        # The submitting request may be cancelled meanwhile, but work that is in the database must be started.
         return await asyncio.shield(asyncio.create_task(self._accept(pending, request, start)))
 
     async def _accept(self, pending: Pending, blob: bytes, start: Callable[[Pending], None]) -> bool:
@@ -150,14 +151,14 @@ class Futures:
         return True
 
     async def request_of(self, pending: Pending) -> bytes:
-        """The request's bytes, from memory or from the database."""
+        """Returns the serialized request, from memory or from the database."""
         if pending.request is not None:
             return pending.request
         future_id = pending.submission.future_id
         return await self._database.read(lambda connection: rows.get_request(connection, future_id))
 
     async def set_running(self, pending: Pending, also: Iterable[Job[Any]] = ()) -> None:
-        """Notes, durably and together with the effects in `also`, that work began which must not be done twice."""
+        """Records durably, together with the effects in `also`, the start of work that must not run twice."""
         pending.state, effects = State.RUNNING, list(also)
 
         def job(connection: Any) -> None:
@@ -168,19 +169,20 @@ class Futures:
         await self._database.write(job)
 
     async def finish(self, pending: Pending, outcome: Outcome, also: Iterable[Job[Any]] = ()) -> None:
-        """Keeps the outcome, together with the effects in `also`, in one transaction, then wakes whoever waits."""
-        if pending.is_finishing:  # a cancel and a result may meet: the first one counts
+        """Stores the outcome together with the effects in `also`, in one transaction; then wakes waiting clients."""
+        if pending.is_finishing:  # A cancellation and a result may coincide: the first one counts.
             return
         pending.is_finishing = True
         if outcome.error is not None:
             outcome = outcome._replace(error=self._as_told(outcome.error))
-        # Whoever is woken must find the outcome in the database, even if the work was cancelled while it was written.
+        # A woken client must find the outcome in the database, even if the work was cancelled during the write.
         await asyncio.shield(asyncio.create_task(self._keep(pending, outcome, list(also))))
 
     async def wait(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
-        """The outcome of a future, or the pending future after `timeout_s`. The caller is to tell the client.
+        """Returns the outcome of a future, or the pending future after `timeout_s`. The caller must send it to the
+        client.
 
-        Raises NotFound for an unknown id or somebody else's, Expired if the result was dropped.
+        Raises NotFound for an unknown id and for another owner's, and Expired if the result was dropped.
         """
         found = await self._found(future_id, owner, timeout_s)
         if isinstance(found, Outcome) and found.error is not None and found.kind is not Kind.SAMPLE:
@@ -189,14 +191,14 @@ class Futures:
         return found
 
     def has_told_failure(self, scope: str, seq_id: int) -> bool:
-        """Whether a client has been told, by this process, that a command failed."""
+        """Returns whether a client has received, from this process, the error of a failed command."""
         return seq_id in self._told_failures.get(scope, ())
 
     async def wait_any(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
-        """What a client of a sampling session has finished since number `after`, in order.
+        """Returns the completions of a client of a sampling session after number `after`, in order.
 
-        Waits up to `timeout_s` if there is nothing. Numbers rise, also over restarts. Completions are told again until
-        they are acknowledged or their results expire.
+        Waits up to `timeout_s` if there are none. Numbers keep increasing across restarts. A completion is repeated
+        until it is acknowledged or its result expires.
         """
         session_id = target.sampling_session_id.partition(":")[0]
         self._on_ask(session_id)
@@ -205,7 +207,7 @@ class Futures:
         return found
 
     async def acknowledge(self, target: Target, future_ids: list[str]) -> None:
-        """Drops results that a client has fetched for good. Ids that are unfinished or not its own are left alone."""
+        """Deletes results that a client has received. Ignores ids of unfinished futures and of other scopes."""
         scope = target.sampling_session_id
         mine = [future_id for future_id in future_ids if future_id.rpartition(":")[0] == scope]
         if not mine:
@@ -216,32 +218,32 @@ class Futures:
             self._recent.pop(future_id, None)
 
     def forget(self, session_id: str) -> None:
-        """Drops what is in memory of a session that is over."""
+        """Drops the data of an ended session from memory."""
         self._completions.forget(session_id)
         for scope in [scope for scope in self._told_failures if scope.startswith(f"{session_id}:")]:
             del self._told_failures[scope]
 
     def release_waiters(self) -> None:
-        """Answers every poll now: the process is about to end, and clients ask the next one."""
+        """Answers every waiting poll at once. The process is about to end, and clients will poll the next one."""
         self._is_closing = True
         self._completions.release()
         for pending in self._pending.values():
             pending.woken.set()
 
     async def cancel(self, future_id: str, owner: str) -> None:
-        """Stops a sample that is wanted no more. Harmless for anything else, finished or unknown."""
+        """Cancels a sample that its client no longer needs. Has no effect on any other future."""
         pending = self._pending.get(future_id)
         if pending is not None and pending.submission.owner == owner and pending.submission.kind is Kind.SAMPLE:
             await self._give_up(pending, Cancelled("the request was cancelled by its client"))
 
     async def cancel_session(self, session_id: str, error: FoveaError) -> None:
-        """Ends the samples of a session with `error`."""
+        """Fails the unfinished samples of a session with `error`."""
         samples = [pending for pending in self._pending.values() if pending.submission.kind is Kind.SAMPLE]
         gone = [pending for pending in samples if pending.submission.session_id == session_id]
         await asyncio.gather(*(self._give_up(pending, error) for pending in gone))
 
     async def restore(self) -> list[Pending]:
-        """Reads unfinished futures after a restart, oldest first, for those to resume who know how."""
+        """Reads the unfinished futures after a restart, oldest first. The caller resumes them."""
         pendings = await self._database.read(rows.unfinished)
         self._last_number = await self._database.read(rows.last_number)
         for pending in pendings:
@@ -251,7 +253,7 @@ class Futures:
         return pendings
 
     async def sweep(self) -> None:
-        """Drops results past their time, or above their owner's share."""
+        """Deletes results that are too old or above their owner's share."""
         now, ttl_s = self._clock.now(), self._result_ttl_s
         self._results_until, dropped = await self._drop(rows.drop_results, self._results_until, now - ttl_s)
         self._rows_until, _ = await self._drop(rows.drop_rows, self._rows_until, now - ttl_s * _ROW_TTL_FACTOR)
@@ -263,7 +265,7 @@ class Futures:
 
     @contextmanager
     def counting(self, submission: Submission) -> Iterator[None]:
-        """Counts work without a future, a stream, as long as it lasts. Raises ResourceExhausted as `submit` does."""
+        """Counts work without a future, such as a stream, while it runs. Raises ResourceExhausted as `submit` does."""
         self._check_share(submission)
         self._take(submission)
         try:
@@ -272,7 +274,7 @@ class Futures:
             self._give(submission)
 
     async def keep_usage(self, pending: Pending) -> None:
-        """Keeps what work without a future has used."""
+        """Stores the usage of work that has no future."""
         used = [_used(pending)]
         metrics.note_usage(pending.submission.owner, pending.submission.kind.value, vars(pending.usage))
         await self._database.write(lambda connection: add_usage(connection, used, time.time()))
@@ -281,7 +283,7 @@ class Futures:
         owner, tokens = submission.owner, self._tokens[submission.owner]
         self._quota.check(owner)
         most = self._owners.of(owner).max_tokens_in_flight
-        # What is above the limit by itself may run alone, or it never could.
+        # A request that exceeds the limit alone may run while nothing else of its owner does; otherwise it never could.
         if most and tokens and tokens + submission.token_count > most:
             raise exceeded("max_tokens_in_flight", most, f"its unfinished requests have {tokens} tokens")
 
@@ -306,7 +308,7 @@ class Futures:
     async def _drop(
         self, drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float
     ) -> tuple[float, int]:
-        """Drops part after part, so that other writes get in between; returns until when, and how many."""
+        """Deletes in portions, so that other writes can run in between. Returns the end of the span and the count."""
         total = 0
         while since < before:
             since, count = await self._database.write(partial(_call, drop, since, before))
@@ -330,8 +332,8 @@ class Futures:
         if stored is None or stored.owner != owner:
             raise NotFound(f"there is no request {future_id!r}", field="request_id")
         if stored.outcome is None:
-            kept = f"kept for {self._result_ttl_s:.0f} s, within max_result_bytes, or until the client acknowledges it"
-            raise Expired(f"the result of {future_id!r} is gone: it was {kept}")
+            kept = f"kept for {self._result_ttl_s:.0f} s, within max_result_bytes, and until the client acknowledges it"
+            raise Expired(f"the result of {future_id!r} has been deleted: results are {kept}")
         return stored.outcome
 
     async def _give_up(self, pending: Pending, error: FoveaError) -> None:
@@ -341,7 +343,7 @@ class Futures:
 
     async def _keep(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
         submission, finished_at = pending.submission, time.time()
-        # Rises in order of the writes, also after a restart whose predecessor's rows have been dropped.
+        # Increases with each write, also after a restart and after the rows of the previous process were deleted.
         self._kept_bytes += len(outcome.result)
         number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
         ended = rows.Finished(submission.future_id, outcome, finished_at, number, _used(pending))
@@ -355,7 +357,8 @@ class Futures:
         try:
             await self._database.write(job if effects else keep)
         finally:
-            # If the database fails, waiters still get the outcome; after a restart the work counts as unfinished.
+            # If the database fails, waiting clients still get the outcome. After a restart the work counts as
+            # unfinished.
             self._tell(pending, outcome)
             if submission.kind is Kind.SAMPLE:
                 is_failed, size_bytes = outcome.error is not None, len(outcome.result)
@@ -363,7 +366,7 @@ class Futures:
                 self._completions.note(submission.scope, submission.seq_id, completion)
 
     def _tell(self, pending: Pending, outcome: Outcome) -> None:
-        """Lets waiters have the outcome, and those who ask again."""
+        """Gives the outcome to waiting clients and caches it for repeated requests."""
         submission = pending.submission
         if submission.future_id not in self._pending:
             return

@@ -1,4 +1,4 @@
-"""Room for kept results: of what all owners may have together, one may have as much as is free."""
+"""The limit for stored results. An owner may use as many bytes as are still free."""
 
 import logging
 from collections import Counter
@@ -12,27 +12,29 @@ logger = logging.getLogger(__name__)
 
 
 class ResultRoom:
-    """Counts, if they may be many, what the database keeps of results; above an owner's share its oldest expire early.
+    """Limits the stored results. If an owner exceeds its share, its oldest results expire early.
 
-    Nobody is refused for it: those who wait for a result are given it when it comes, and results that are old have been
-    fetched, but for those of clients that are away.
+    No request is refused for this reason: waiting clients receive a result when it arrives, and older results have been
+    fetched already, except those of clients that are away.
 
     Args:
-        capacity_bytes: Of all results.
+        capacity_bytes: The limit for all stored results together.
     """
 
     def __init__(self, database: Database, capacity_bytes: int) -> None:
         self._database, self._capacity_bytes = database, capacity_bytes
-        self._counted_bytes, self._counted_at = capacity_bytes, 0  # until the first count anything may be there
+        self._counted_bytes, self._counted_at = capacity_bytes, 0  # Assume a full store until the first count.
 
     async def bound(self, kept_bytes: int) -> list[str]:
-        """Drops what is above shares; returns whose results, by future id.
+        """Deletes results above the owners' shares and returns the ids of their futures.
+
+        Counts the stored bytes only if enough results may have accumulated since the last count.
 
         Args:
-            kept_bytes: Of all results that this process ever kept.
+            kept_bytes: The bytes of all results that this process has ever stored.
         """
         if self._counted_bytes + kept_bytes - self._counted_at <= self._capacity_bytes // 2:
-            return []  # no owner can have more than is free
+            return []  # No owner can have more than is free.
         held = Counter(await self._database.read(rows.result_bytes))
         dropped: list[str] = []
         for owner, size_bytes in held.most_common():
@@ -43,7 +45,8 @@ class ResultRoom:
             held[owner] -= sum(found.values())
             dropped += found
             logger.warning(
-                "owner %s kept %d bytes of results, more than was free of max_result_bytes, %d: its oldest %d are gone",
+                "owner %s stored %d bytes of results, more than were free of max_result_bytes, %d: its oldest %d are "
+                "deleted",
                 owner,
                 size_bytes,
                 self._capacity_bytes,

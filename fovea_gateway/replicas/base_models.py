@@ -1,6 +1,4 @@
-"""The base models that are served, and the parts of each: who renders, samples and trains it. The one place that maps a
-name to them.
-"""
+"""The served base models. Maps the name of each to its renderers, samplers, snapshots and trainer."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -18,11 +16,11 @@ class BaseModel:
     """One base model.
 
     Attributes:
-        name: What clients call it.
-        tokenizer_id: Tokenizer that clients are told to load.
-        snapshots: What was trained from it; pushed to its own samplers alone.
-        trainer: None if it is served for sampling only.
-        is_sampled: Whether it has samplers, be they up or not; else it is served for training only.
+        name: The name that clients use.
+        tokenizer_id: The tokenizer that clients should load.
+        snapshots: The snapshots trained from this base model. They are pushed only to its own samplers.
+        trainer: None if the base model is served for sampling only.
+        is_sampled: Whether it has samplers, up or not. If not, it is served for training only.
     """
 
     name: str
@@ -34,20 +32,20 @@ class BaseModel:
     is_sampled: bool = True
 
     def up_samplers(self) -> list[Sampler]:
-        """Its samplers that take requests now."""
+        """Returns the samplers that currently accept requests."""
         return self.samplers.up
 
     @property
     def max_context_length(self) -> int:
-        """Positions that its samplers take; 0 before one was seen."""
+        """The context length of its samplers in tokens; 0 until a sampler has answered."""
         return self.samplers.info.max_context_length if self.samplers.info else 0
 
 
 class BaseModels:
-    """All of them, in the order of the settings. Call `start` before use.
+    """All served base models, in the order of the settings. Call `start` before use.
 
     Args:
-        models: At least one; the first is the default where a client need not name any.
+        models: At least one base model. The first is the default for requests that need not name one.
     """
 
     def __init__(self, models: Sequence[BaseModel]) -> None:
@@ -59,31 +57,32 @@ class BaseModels:
 
     @property
     def trainers(self) -> list[TrainerLink]:
-        """Of those that can be trained."""
+        """The trainers of the base models that can be trained."""
         return [model.trainer for model in self if model.trainer is not None]
 
     def find(self, name: str) -> BaseModel | None:
-        """A base model by name; None if it is not served."""
+        """Returns the base model with this name, or None if it is not served."""
         return self._by_name.get(name)
 
     def get(self, name: str) -> BaseModel:
-        """A base model by name. Raises NotFound."""
+        """Returns the base model with this name. Raises NotFound."""
         if (model := self.find(name)) is None:
-            raise NotFound(f"base_model {name!r} is not served; here it is {_listed(self)}", field="base_model")
+            raise NotFound(f"base_model {name!r} is not served; use {_listed(self)}", field="base_model")
         return model
 
     def check_trained(self, name: str) -> None:
-        """Raises NotFound for a base model that is not served, InvalidInput for one that is for sampling only."""
+        """Raises NotFound for a base model that is not served, InvalidInput for one that is served for sampling only."""
         if self.get(name).trainer is None:
             trained = [model for model in self if model.trainer is not None]
             fix = f"train {_listed(trained)}" if trained else "no base model here has a trainer"
             raise InvalidInput(f"base_model {name!r} is served for sampling only; {fix}", field="base_model")
 
     def check_sampled(self, name: str, field: str = "base_model") -> None:
-        """Raises NotFound for a base model that is not served, InvalidInput for one that is for training only.
+        """Raises NotFound for a base model that is not served, and InvalidInput for one that is served for training
+        only.
 
         Args:
-            field: What the client chose it by.
+            field: The request field with which the client chose the base model.
         """
         if not self.get(name).is_sampled:
             sampled = [model for model in self if model.is_sampled]
@@ -93,12 +92,12 @@ class BaseModels:
             raise InvalidInput(f"base_model {name!r} is served for training only; {fix}", field=field)
 
     async def start(self) -> None:
-        """Trainers first: whose files the others must have."""
+        """Starts the trainers first, because the files of the other services are compared with theirs."""
         await asyncio.gather(*(trainer.start() for trainer in self.trainers))
         await asyncio.gather(*(part.start() for model in self for part in (model.renderers, model.samplers)))
 
     async def close(self) -> None:
-        """Stops watching and closes the channels."""
+        """Stops the health checks and closes the channels."""
         for model in self:
             await model.samplers.close()
             await model.renderers.close()

@@ -1,4 +1,4 @@
-"""Renderers: text is spliced here, everything else by the renderer that most likely has it cached."""
+"""Renderers. The gateway splices pure text itself; a renderer that probably has the images cached does the rest."""
 
 import hashlib
 import logging
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.5
 _MORE = 4
-"""Calls in a renderer that never count as busy."""
+"""A renderer with at most this many calls never counts as busy."""
 
 
 def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
-    """Tokens of an input that is not rendered yet: exact if every image says its count, else at least so many."""
+    """Returns the tokens of an unrendered input: exact if every image states its count, otherwise a lower bound."""
     count = 0
     for chunk in model_input.chunks:
         if chunk.WhichOneof("kind") == "tokens":
@@ -36,7 +36,7 @@ def least_token_count(model_input: model_input_pb2.ModelInput) -> int:
 
 
 class Renderer(Replica):
-    """One renderer as the gateway knows it."""
+    """The gateway's connection to one renderer."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Renderer(Replica):
         return self._client
 
     async def ask(self) -> None:
-        """Asks what it serves. Raises FailedPrecondition if it is not what the trainer trains."""
+        """Asks for the renderer's info. Raises FailedPrecondition if its model files differ from the trainer's."""
         info = await self.client.info(timeout_s=5.0)
         self._check_files(f"the renderer at {self.address}", info.model_files)
         self.info = info
 
 
 class Renderers(Replicas[Renderer]):
-    """All renderers of a base model as one. Call `start` before use.
+    """All renderers of a base model. Call `start` before use.
 
     Args:
-        discovery: Where they are.
-        concurrency: Calls inside one renderer at once; the rest wait here.
-        retry_deadline_s: How long a render waits for any renderer to answer.
-        check_files: Whether they have the model that is trained.
-        weight_of: An owner's share of the calls.
+        discovery: Supplies their addresses.
+        concurrency: The number of calls in one renderer at a time. Further calls wait in the gateway.
+        retry_deadline_s: Seconds that a render waits until a renderer answers.
+        check_files: Checks that a renderer has the model that is trained.
+        weight_of: Returns an owner's weight for the division of the calls.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Renderers(Replicas[Renderer]):
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 
     async def info(self, within_s: float = 0.0) -> renderer_pb2.GetRendererInfoResponse:
-        """What the renderers serve: they are all alike. Raises Unavailable if none has ever answered by then."""
+        """Returns the info of the renderers, which are all alike. Raises Unavailable if none answers in `within_s`."""
         backoff = Backoff(within_s, longest_s=_LONGEST_PAUSE_S)
         while self._info is None:
             self._info = next((renderer.info for renderer in self.members if renderer.info is not None), None)
@@ -101,7 +101,7 @@ class Renderers(Replicas[Renderer]):
         return self._info
 
     def check_files(self, who: str, files: Mapping[str, str]) -> None:
-        """Raises FailedPrecondition, naming it, for a file of the model that another service reads differently."""
+        """Raises FailedPrecondition that names the file if a renderer and another service have different model files."""
         for renderer in self.members:
             own = renderer.info.model_files if renderer.info is not None else {}
             if unlike := find_unlike(own, files):
@@ -112,10 +112,10 @@ class Renderers(Replicas[Renderer]):
     async def render(
         self, owner: str, model_input: model_input_pb2.ModelInput, field: str
     ) -> model_input_pb2.RenderedInput:
-        """Splices an owner's input. Text needs no call, unless it holds an id that stands for an image.
+        """Renders an owner's input. Text needs no call to a renderer unless it contains an id reserved for images.
 
-        Raises InvalidInput naming `field` and what is wrong, ContextOverflow for an input above the context,
-        Unavailable if no renderer answers in time.
+        Raises InvalidInput that names `field` and the problem, ContextOverflow for an input longer than the context,
+        and Unavailable if no renderer answers in time.
         """
         rendered = await self._splice_text(model_input, field) or await self._render_remotely(owner, model_input, field)
         await self._check(rendered, field)
@@ -136,7 +136,7 @@ class Renderers(Replicas[Renderer]):
         info = await self.info(self._retry_deadline_s)
         ids = tensors.decode_tokens(rendered.tokens, field)
         if ids.size == 0:
-            raise InvalidInput(f"{field} has no tokens; at least one is needed", field=field)
+            raise InvalidInput(f"{field} has no tokens; send at least one", field=field)
         outside = np.flatnonzero((ids < 0) | (ids >= info.vocabulary_size))
         if outside.size:
             position = int(outside[0])
@@ -159,7 +159,7 @@ class Renderers(Replicas[Renderer]):
             for renderer in self._by_affinity(model_input):
                 try:
                     async with renderer.place(Turn(owner, least_token_count(model_input))):
-                        if renderer.up or not self.up:  # else it went away while this waited
+                        if renderer.up or not self.up:  # Otherwise it failed while this call waited.
                             return await renderer.client.render(model_input)
                 except ReplicaLeft:
                     continue
@@ -175,9 +175,9 @@ class Renderers(Replicas[Renderer]):
             await backoff.pause()
 
     def _by_affinity(self, model_input: model_input_pb2.ModelInput) -> list[Renderer]:
-        """Renderers in the order to try them: rendezvous hashing over the first image, the much busier last.
+        """Returns the renderers in the order of attempts: rendezvous hashing over the first image, busy ones last.
 
-        The turns of a conversation share their first image, so all of its images meet the same cache.
+        All requests of a conversation share their first image, so all of its images reach the same cache.
         """
         renderers = self.up or self.members
         if len(renderers) < 2:
@@ -185,12 +185,12 @@ class Renderers(Replicas[Renderer]):
         image = next((chunk for chunk in model_input.chunks if chunk.WhichOneof("kind") != "tokens"), None)
         key = _image_key(image) if image is not None else b""
         ranked = sorted(renderers, key=lambda renderer: hashlib.sha256(key + renderer.address.encode()).digest())
-        # An image is soon rendered again: its cache is worth a short wait only.
+        # Rendering an image again is cheap, so a warm cache justifies only a short wait.
         most = 2 * min(renderer.queued for renderer in renderers) + _MORE
         return sorted(ranked, key=lambda renderer: renderer.queued > most)
 
 
 def _image_key(chunk: model_input_pb2.Chunk) -> bytes:
-    """Alike for the same image under the same name."""
+    """Returns a key that is the same for the same image under the same name."""
     reference = chunk.image_reference
     return hashlib.sha256(chunk.image.data or (reference.sha256 or reference.uri).encode()).digest()

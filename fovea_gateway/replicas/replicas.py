@@ -1,5 +1,6 @@
-"""Replicas of one service: they join, are asked for their health, fail, come back, drain and leave. Owners
-share the places of each by their weights.
+"""Replicas of one service: they join, are checked for health, fail, recover, drain and leave.
+
+Owners divide the slots of each replica by their weights.
 """
 
 import asyncio
@@ -18,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 WeightOf = Callable[[str], float]
 CheckFiles = Callable[[str, Mapping[str, str]], None]
-"""Raises FailedPrecondition if a service, named first, has other files of the model than those it works with."""
+"""Raises FailedPrecondition if a service, named in the first argument, has other model files than ours."""
 
 
 def find_unlike(own: Mapping[str, str], files: Mapping[str, str]) -> str:
-    """Which of the model's files, by fingerprint, two services have both but not alike; empty if there is none."""
+    """Returns the name of a model file that two services have with different fingerprints, or an empty text."""
     return next((name for name in own if name in files and files[name] != own[name]), "")
 
 
@@ -30,20 +31,20 @@ _POLL_S = 2.0
 _POLL_DOWN_S = 0.3
 _AGAIN_S = 2.0
 _FIRST_S = 5.0
-"""How long a start waits for discovery and for first answers; who comes later joins later."""
+"""Seconds that a start waits for discovery and the first answers. Slower replicas join later."""
 
 
 class Peer(ABC):
-    """A process that the gateway calls: asked for its health, it fails and comes back.
+    """A process that the gateway calls and whose health it checks.
 
     Args:
         on_change: Called when `up` may have changed.
 
     Attributes:
         address: host:port.
-        answers: Whether it answered when it was last asked or called.
-        up: Whether it answers and takes requests.
-        has_been_up: Whether it did before; else it may be starting still.
+        answers: Whether it answered the last check or call.
+        up: Whether it answers and accepts requests.
+        has_been_up: Whether it has ever been up. If not, it may still be starting.
     """
 
     def __init__(self, service: str, address: str, on_change: Callable[[], None]) -> None:
@@ -56,26 +57,26 @@ class Peer(ABC):
     @property
     @abstractmethod
     def client(self) -> ServiceClient:
-        """Its channel."""
+        """The channel to the process."""
 
     @abstractmethod
     async def ask(self) -> None:
-        """Asks what it serves and holds. Raises FoveaError."""
+        """Asks the process for its info. Raises FoveaError."""
 
     async def prepare(self) -> bool:
-        """Called whenever it answers and is not up, before it takes requests; False to be called again later."""
+        """Prepares a process that answers but is not up yet. Returns False if the next check should call this again."""
         return True
 
     async def refresh(self, is_first: bool = False) -> None:
-        """Asks it, and lets it take requests if it answers; `is_first` at the gateway's start, as it is."""
+        """Checks the process and marks it as up if it answers. `is_first`, at the start, skips `prepare`."""
         try:
             await self.ask()
         except DeadlineExceeded:
-            # Busy is not dead: a peer that is gone breaks the connection, which keepalive notices.
+            # A slow answer does not mean death: keepalive notices when the connection of a dead process breaks.
             logger.warning("%s %s is slow to answer", self.service, self.address)
             return
         except FoveaError as error:
-            # Services start side by side, and the gateway is soonest there: to wait for the others is no warning.
+            # Services start in parallel and the gateway is ready first, so a wait for the others is no warning.
             is_starting = isinstance(error, Unavailable) and not self.has_been_up
             self.mark_down(str(error), logging.INFO if is_starting else logging.WARNING)
             return
@@ -86,7 +87,7 @@ class Peer(ABC):
             self._on_change()
 
     def mark_down(self, reason: str, level: int = logging.WARNING) -> None:
-        """Notes that calls fail; it is asked again soon."""
+        """Records that calls fail. The next check follows soon."""
         if level > self._reported_level:
             logger.log(level, "%s %s is not used: %s", self.service, self.address, reason)
             self._reported_level = level
@@ -94,30 +95,31 @@ class Peer(ABC):
         self._on_change()
 
     async def watch(self) -> None:
-        """Asks it again and again, until cancelled."""
+        """Checks the process repeatedly until cancelled."""
         while True:
             try:
                 await self.refresh()
             except Exception:
-                logger.exception("%s %s could not be looked at; it is tried again", self.service, self.address)
+                logger.exception("the health check of %s %s failed and will be repeated", self.service, self.address)
             await asyncio.sleep(_POLL_S if self.answers else _POLL_DOWN_S)
 
 
 class ReplicaLeft(Exception):
-    """A replica leaves before a request was sent to it: the request goes to another, and nothing was lost."""
+    """A replica leaves before a request was sent to it. The request goes to another replica; nothing is lost."""
 
 
 class Replica(Peer):
-    """One of several alike.
+    """One of several equal processes.
 
     Args:
-        concurrency: Requests inside at once; the rest wait for a place.
-        weight_of: An owner's share of the places.
+        concurrency: The number of requests in it at a time. Further requests wait for a slot.
+        weight_of: Returns an owner's weight for the division of the slots.
 
     Attributes:
-        queued: Requests that are bound for it, waiting or inside.
-        waiting: Those of them that wait for a place.
-        is_leaving: Set for good once discovery no longer names it: what runs ends, nothing new is sent.
+        queued: The number of requests that wait for a slot or have one.
+        waiting: The number of requests that wait for a slot.
+        is_leaving: Set for good when discovery no longer lists the replica. Running requests finish; no new one is
+            sent.
     """
 
     def __init__(
@@ -131,25 +133,26 @@ class Replica(Peer):
         self._idle.set()
 
     def leave(self) -> None:
-        """Notes that discovery no longer names it, and sends those who wait for it elsewhere."""
+        """Records that discovery no longer lists the replica, and sends waiting requests to other replicas."""
         self.is_leaving, self.up = True, False
         self._places.dismiss(ReplicaLeft(self.address))
 
     def check_stays(self) -> None:
-        """Raises ReplicaLeft if nothing new is to be sent."""
+        """Raises ReplicaLeft if no new request may be sent."""
         if self.is_leaving:
             raise ReplicaLeft(self.address)
 
     def mark_down(self, reason: str, level: int = logging.WARNING) -> None:
-        """As of any peer; one that leaves may fail as it likes."""
+        """Records that calls fail, unless the replica is leaving: then failures are expected."""
         if not self.is_leaving:
             super().mark_down(reason, level)
 
     @asynccontextmanager
     async def place(self, turn: Turn) -> AsyncIterator[None]:
-        """Waits for a place, in its turn. It is not let go before all that wait or have one have ended.
+        """Waits for a slot, in fair order. A leaving replica stays open until all waiting and running requests have
+        ended.
 
-        Raises ReplicaLeft if it leaves.
+        Raises ReplicaLeft if the replica leaves.
         """
         self.check_stays()
         self.queued += 1
@@ -169,15 +172,15 @@ class Replica(Peer):
                 self._idle.set()
 
     def free(self, turn: Turn, places: int) -> None:
-        """Lets others have some of a turn's places before it ends."""
+        """Releases some of a turn's slots before the turn ends."""
         self._places.free(turn, places)
 
     def describe(self, turn: Turn) -> str:
-        """Where a turn stands that waits for a place here."""
+        """Describes the queue position of a turn that waits for a slot."""
         return self._places.describe(turn)
 
     async def drained(self) -> None:
-        """Returns once no request is bound for it."""
+        """Returns once no request waits or runs."""
         await self._idle.wait()
 
 
@@ -185,12 +188,12 @@ R = TypeVar("R", bound=Replica)
 
 
 class Replicas(Generic[R]):
-    """All replicas of a service, as discovery tells. Call `start` before use.
+    """All replicas of a service, as listed by discovery. Call `start` before use.
 
     Args:
-        service: What they are, for logs.
-        discovery: Where they are.
-        make: Makes one of an address, and of what it is to call when it comes up or goes down.
+        service: The name of the service, for logs.
+        discovery: Supplies the addresses.
+        make: Creates a replica from its address and the callback for changes of its `up`.
     """
 
     def __init__(self, service: str, discovery: Discovery, make: Callable[[str, Callable[[], None]], R]) -> None:
@@ -204,13 +207,13 @@ class Replicas(Generic[R]):
         self._any_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Follows discovery; returns once those that are there were asked, or after a few seconds."""
+        """Follows discovery. Returns once the first replicas have been checked, or after a few seconds."""
         self._following = asyncio.create_task(self._follow(), name=f"{self._service} discovery")
         with suppress(TimeoutError):
             await asyncio.wait_for(self._began.wait(), _FIRST_S)
 
     async def close(self) -> None:
-        """Stops watching and closes the channels."""
+        """Stops the health checks and closes the channels."""
         tasks = [*self._watches.values(), *self._leaving.values()]
         tasks += [self._following] if self._following else []
         for task in tasks:
@@ -220,16 +223,16 @@ class Replicas(Generic[R]):
 
     @property
     def members(self) -> list[R]:
-        """Those that discovery names, up or not."""
+        """The replicas that discovery lists, up or not."""
         return list(self._members.values())
 
     @property
     def up(self) -> list[R]:
-        """Those that take requests."""
+        """The replicas that accept requests."""
         return [member for member in self._members.values() if member.up]
 
     async def wait_up(self, timeout_s: float) -> None:
-        """Returns once one is up, or after `timeout_s`."""
+        """Returns once a replica is up, or after `timeout_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._any_up.wait(), max(timeout_s, 0.0))
 
@@ -244,7 +247,7 @@ class Replicas(Generic[R]):
                             self._began.set()
                 return
             except Exception:
-                logger.exception("discovery of %ss failed; it begins anew", self._service)
+                logger.exception("the discovery of %ss failed and starts again", self._service)
                 await asyncio.sleep(_AGAIN_S)
 
     def _apply(self, addresses: Addresses) -> None:
@@ -257,7 +260,7 @@ class Replicas(Generic[R]):
         self._note()
 
     def _let_go(self, member: R) -> None:
-        logger.info("%s %s leaves, %d requests run on", member.service, member.address, member.queued)
+        logger.info("%s %s leaves; %d requests are still running", member.service, member.address, member.queued)
         member.leave()
         self._watches.pop(member.address).cancel()
         earlier = self._leaving.get(member.address)
@@ -279,7 +282,8 @@ class Replicas(Generic[R]):
         logger.info("%s %s has left", member.service, member.address)
 
     async def _watch(self, member: R) -> None:
-        # Whoever comes back under the same address shares an engine with what still runs there: that ends first.
+        # A replica that returns under the same address shares its engine with requests of its predecessor: wait for
+        # them.
         if earlier := self._leaving.get(member.address):
             await asyncio.wait([earlier])
         await self._began.wait()

@@ -1,4 +1,4 @@
-"""Samplers: which are up, how busy they are, what they hold."""
+"""Samplers: their health, their load and the weights that they hold."""
 
 import asyncio
 import hashlib
@@ -22,36 +22,36 @@ _BLOCK_BYTES = 32 * 4
 _CAPACITY = 2**16
 
 _FILL = 1.25
-"""Sequences in a sampler over those of its batch: some wait there for places that become free, and the rest here, where
-owners share them."""
+"""The number of sequences in a sampler, relative to its batch size. A few wait in the sampler for free slots; the rest
+wait in the gateway, where owners share the slots fairly."""
 _BESIDE = 0.25
-"""What of a batch is used beside an owner who sends a little: each sequence makes the steps of all others longer, on an
-H200 from 4.6 to 13 ms for 64 of them and the 4B shape (docs/lab/robustness.md)."""
+"""The share of the batch that one owner may use while another owner sends a few requests. Each sequence makes the steps
+of all others longer: on an H200 from 4.6 to 13 ms with 64 of them, for the 4B shape (docs/robustness.md)."""
 _PATIENCE_S = 60.0
-"""How long a sampler that cannot be given the current weights is kept out while others serve."""
+"""Seconds for which a sampler that cannot receive the current weights is kept out while others serve."""
 
 
 class Weights(Protocol):
-    """Brings weights to samplers."""
+    """Transfers weights to samplers."""
 
     async def put_resident(self, sampler: "Sampler", snapshot_id: str) -> None:
         """Puts full weights in place. Raises FoveaError."""
         ...
 
     async def catch_up(self, sampler: "Sampler", peers: Callable[[], list["Sampler"]]) -> None:
-        """Brings what the peers are sampled with. Raises FoveaError."""
+        """Transfers the weights from which the peers are sampled. Raises FoveaError."""
         ...
 
     def is_lost(self, snapshot_id: str) -> bool:
-        """Whether nobody who lacks a snapshot can be given it."""
+        """Returns whether a snapshot can no longer be pushed to samplers that lack it."""
         ...
 
 
 class Sampler(Replica):
-    """One sampler as the gateway knows it.
+    """The gateway's connection to one sampler.
 
     Attributes:
-        adapters: Snapshots that it holds as adapters.
+        adapters: The ids of the snapshots that it holds as adapters.
         weights_lock: Guards the full weights in place.
     """
 
@@ -81,18 +81,18 @@ class Sampler(Replica):
 
     @property
     def instance_id(self) -> str:
-        """Of its engine, another one after a restart; empty before it first answered."""
+        """The id of its engine, which changes with each restart; empty until it has answered."""
         return self.info.instance_id if self.info is not None else ""
 
     @property
     def device_count(self) -> int:
-        """Devices over which its model is split."""
+        """The number of devices over which its model is split."""
         return max(self.info.transfer_worker_count, 1) if self.info is not None else 1
 
     async def ask(self) -> None:
-        """Asks what it holds; a new engine has to be prepared anew.
+        """Asks which weights it holds. A new engine must be prepared again.
 
-        Raises FailedPrecondition if it has another model than the other services.
+        Raises FailedPrecondition if its model files differ from those of the other services.
         """
         info = await self.client.info(timeout_s=5.0)
         self._check_files(f"the sampler at {self.address}", info.model_files)
@@ -106,52 +106,53 @@ class Sampler(Replica):
             self.up = False
             self.adapters = set()
             self.weights_lock.reset(info.resident_snapshot_id)
-        # An earlier gateway may have had one pushed that has only come now.
+        # A push that an earlier gateway began may have ended only now.
         self.adapters.update(info.adapter_snapshot_ids)
 
     def note_not_loaded(self, snapshot_id: str) -> None:
-        """Notes that it says that it does not hold a snapshot."""
+        """Records that the sampler reports a snapshot as not loaded."""
         self.adapters.discard(snapshot_id)
         if self.weights_lock.resident == snapshot_id or not snapshot_id:
             self.weights_lock.reset(None)
 
     async def prepare(self) -> bool:
-        """Gives it the weights that the others are sampled with now."""
+        """Transfers the weights from which the other samplers are sampled now."""
         try:
             await self._weights.catch_up(self, self._peers)
         except FoveaError as error:
             now = asyncio.get_running_loop().time()
             if self._behind_since is None:
                 self._behind_since = now
-                logger.warning("sampler %s waits for the current weights: %s", self.address, error)
+                logger.warning("sampler %s is waiting for the current weights: %s", self.address, error)
             if self._peers() and now - self._behind_since < _PATIENCE_S:
                 return False
-            logger.warning("sampler %s takes requests without the current weights: %s", self.address, error)
+            logger.warning("sampler %s accepts requests without the current weights: %s", self.address, error)
         self._behind_since = None
         return True
 
     def leave(self) -> None:
-        """Sends those who wait for it elsewhere."""
+        """Sends waiting requests to other samplers."""
         super().leave()
         self.weights_lock.dismiss(ReplicaLeft(self.address))
 
 
 class Affinity:
-    """Which samplers have computed the beginning of a prompt, so that a conversation returns to its prefix cache.
+    """Remembers which samplers have computed the beginning of a prompt, so that a conversation reaches its prefix
+    cache.
 
-    Only prompts count, by blocks, as vLLM caches them. What was sampled after the last one is not known here: a turn
-    later it is part of a prompt, and computing it anew takes one step. What was not seen for longest is forgotten
-    first.
+    Only whole blocks of prompts count, as in vLLM's cache. The tokens sampled after the last prompt are unknown here.
+    One request later they are part of a prompt, and computing them again takes one step. The block that was unused for
+    the longest time is forgotten first.
 
     Args:
-        capacity: Blocks of 32 tokens that are remembered.
+        capacity: The number of blocks of 32 tokens to remember.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._instances: LRUCache[bytes, set[str]] = LRUCache(capacity)
 
     def longest(self, keys: Sequence[bytes]) -> set[str]:
-        """The sampler instances that were sent the most blocks of a prompt; empty if nobody was sent even the first."""
+        """Returns the instances that received the most leading blocks of a prompt; empty if none has the first block."""
         found: set[str] = set()
         for key in keys:
             deeper = self._instances.get(key, set())
@@ -163,19 +164,20 @@ class Affinity:
         return set(found)
 
     def note(self, keys: Sequence[bytes], instance: str) -> None:
-        """An instance is sent a prompt."""
-        # The first block goes last: without it the others are of no use.
+        """Records that an instance receives a prompt."""
+        # Touch the first block last, so that it is forgotten last: the other blocks are useless without it.
         for key in reversed(keys):
             self._instances.setdefault(key, set()).add(instance)
 
 
 def prefix_keys(owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> list[bytes]:
-    """A key for each whole block of a prompt, which depends on all that the engine's cache does.
+    """Returns a key for each whole block of a prompt. It depends on everything on which the engine's cache depends.
 
     Args:
-        owner: Whose request it is: what is cached for one is not used for another.
+        owner: The owner of the request. Cache entries of one owner are not used for another.
         snapshot_id: The weights.
-        prompt: Its placeholders are alike for all pictures; what tells them apart is the features' digests.
+        prompt: The rendered prompt. Placeholder tokens are the same for all images, so the digests of the features
+            distinguish them.
     """
     key = hashlib.blake2b(f"{owner}\0{snapshot_id}".encode(), digest_size=16).digest()
     spans = [(4 * span.offset, span.feature.digest.encode()) for span in prompt.spans]
@@ -193,12 +195,13 @@ class Samplers(Replicas[Sampler]):
     """All samplers of a base model. Call `start` before use.
 
     Args:
-        discovery: Where they are.
-        concurrency: Sequences inside one sampler at once.
-        weights: Brings weights to them.
-        check_files: Whether they have the model that the other services have.
-        weight_of: An owner's share of the places in each.
-        beside: Sequences inside one while an owner is there who sends a little; 0 goes by what it runs on.
+        discovery: Supplies their addresses.
+        concurrency: The number of sequences in one sampler at a time.
+        weights: Transfers weights to them.
+        check_files: Checks that they have the same model as the other services.
+        weight_of: Returns an owner's weight for the division of the slots.
+        beside: The number of sequences in one sampler while an owner with few requests is present; 0 derives it from
+            the sampler's batch size.
     """
 
     def __init__(
@@ -222,17 +225,17 @@ class Samplers(Replicas[Sampler]):
 
     @property
     def info(self) -> sampler_pb2.GetSamplerInfoResponse | None:
-        """What a sampler serves: they are all alike. None before one was ever seen."""
+        """The info of a sampler; all are alike. None until one has answered."""
         return next((sampler.info for sampler in self.members if sampler.info is not None), None)
 
     def least_busy(self) -> Sampler:
-        """For what any sampler does. Raises Unavailable if none is up."""
+        """Returns the least busy sampler. Raises Unavailable if none is up."""
         if not self.up:
             raise Unavailable("no sampler answers")
         return min(self.up, key=_queued)
 
     def pick(self, owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> Sampler:
-        """A sampler that holds the snapshot if possible: the one that has seen most of the owner's prompt, or the
+        """Returns the best sampler for a prompt: a holder of the snapshot that has seen most of the prompt, or the
         least busy.
 
         Raises Unavailable if none is up.
@@ -242,15 +245,15 @@ class Samplers(Replicas[Sampler]):
         if holders and self._weights.is_lost(snapshot_id):
             least = min(holders, key=_queued)
         best = min(holders, key=_queued, default=least)
-        # A holder is preferred until it has twice the queue of the least busy one, and 8 more, so that short queues do
-        # not count: then loading the snapshot elsewhere, once, takes less time than waiting does for each request.
+        # Prefer a holder until its queue is twice the least busy one's plus 8, so that short queues do not count.
+        # Beyond that, loading the snapshot elsewhere once takes less time than the waits of the requests.
         if best.queued > 2 * least.queued + 8:
             best = least
         keys = prefix_keys(owner, snapshot_id, prompt)
         seen = self._affinity.longest(keys)
         affine = min((s for s in holders if s.instance_id in seen), key=_queued, default=best)
-        # A cached prefix saves less than a loaded snapshot, since it is soon computed again: a quarter more in the
-        # queue, and 4, is what it is worth.
+        # A cached prefix saves less than a loaded snapshot, since it is soon computed again. It justifies a queue that
+        # is a quarter longer, plus 4.
         if affine.queued <= 1.25 * least.queued + 4:
             best = affine
         self._affinity.note(keys, best.instance_id)

@@ -1,7 +1,7 @@
-"""Snapshots: their rows, and that a sampler has the one that a sample names.
+"""Snapshots: their database rows, and their pushes to the samplers that need them.
 
-One mechanism serves first use, eviction and restarted samplers: whoever needs a snapshot asks the trainer to push it,
-and everybody who needs the same one meanwhile waits for that push.
+One mechanism covers first use, eviction and restarted samplers: a request that needs a snapshot asks the trainer to
+push it, and other requests for the same snapshot wait for that push.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 _KNOWN = 4096
 _RECENT = 64
-"""How many snapshots, the last used ones, a sampler that joins is given if its peers hold them."""
+"""The number of recently used snapshots that a joining sampler receives, if its peers hold them."""
 _ROUNDS = 3
-"""How often a sampler that joins is brought to the full weights of its peers, which change meanwhile."""
+"""The number of attempts to bring a joining sampler to the full weights of its peers, which may change meanwhile."""
 
 
 @dataclass(eq=False)
 class KeptSnapshot:
-    """Frozen weights: in the memory of one trainer, and in storage if `uri` is set."""
+    """Frozen weights. They are in the memory of one trainer, and also in storage if `uri` is set."""
 
     identity: weights_pb2.Snapshot
     uri: str
@@ -48,22 +48,22 @@ class KeptSnapshot:
 
 
 class Returning(Unavailable):
-    """A trainer that restarted brings back what it held: however long that takes, it is worth waiting."""
+    """A restarted trainer is restoring the model. Waiting is worthwhile, however long it takes."""
 
 
 class Residence(Protocol):
-    """Knows which models are in the trainer."""
+    """Reports which models are in the trainer."""
 
     async def check_snapshots(self, model_id: str) -> None:
-        """Raises Returning while unnamed snapshots of a model are brought back."""
+        """Raises Returning while the unnamed snapshots of a model are being restored."""
         ...
 
 
 class Snapshots:
-    """Pushes the snapshots of one base model to its samplers, once for all who wait.
+    """Pushes the snapshots of one base model to its samplers. Concurrent requests share a push.
 
     Args:
-        trainer: None, as `residence`, for a base model that is served for sampling only.
+        trainer: None, like `residence`, for a base model that is served for sampling only.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Snapshots:
         self._frees = BackgroundTasks()
 
     async def get(self, snapshot_id: str) -> KeptSnapshot:
-        """A snapshot by id. Raises NotFound."""
+        """Returns a snapshot by id. Raises NotFound."""
         kept = self._known.get(snapshot_id)
         if kept is None:
             kept = await self._database.read(lambda connection: get_row(connection, snapshot_id))
@@ -99,30 +99,30 @@ class Snapshots:
         return kept
 
     def remember(self, kept: KeptSnapshot) -> None:
-        """Notes a snapshot that may not be in the database yet."""
+        """Caches a snapshot that may not be in the database yet."""
         self._known[kept.identity.snapshot_id] = kept
 
     async def resident_for(self, snapshot_id: str) -> str:
-        """The full weights that must be in place to sample a snapshot: itself, or the base for an adapter."""
+        """Returns the full weights needed to sample a snapshot: the snapshot itself, or the base for an adapter."""
         if snapshot_id == BASE:
             return BASE
         kept = await self.get(snapshot_id)
         return snapshot_id if kept.identity.kind == weights_pb2.SNAPSHOT_KIND_FULL else BASE
 
     async def ensure_adapter(self, sampler: Sampler, snapshot_id: str, peers: list[Sampler]) -> None:
-        """Returns once `sampler` holds the adapter; `peers` that lack it get it in the same push."""
+        """Returns once `sampler` holds the adapter. The same push also goes to `peers` that lack it."""
         if snapshot_id in sampler.adapters:
             return
         lacking = [peer for peer in peers if peer is not sampler and snapshot_id not in peer.adapters]
         await self._push_once([sampler, *lacking], snapshot_id)
 
     async def put_resident(self, sampler: Sampler, snapshot_id: str) -> None:
-        """Puts full weights in place in one sampler; empty means the base."""
+        """Puts full weights in place in one sampler. An empty id means the base model."""
         await self._push_once([sampler], snapshot_id)
         sampler.adapters.clear()
 
     async def catch_up(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
-        """Brings to a sampler, before it takes requests, what its peers are sampled with. Raises what a push raises."""
+        """Transfers to a sampler the weights from which its peers are sampled. Raises the errors of a push."""
         done: str | None = None
         for _ in range(_ROUNDS):
             wanted = _most_common_resident(peers())
@@ -133,31 +133,31 @@ class Snapshots:
                 await self._bring_adapters(sampler, peers)
 
     def is_lost(self, snapshot_id: str) -> bool:
-        """Whether a push has found that the trainer has lost the snapshot: only samplers still hold it."""
+        """Returns whether a push found that the trainer has lost the snapshot, so that only samplers still hold it."""
         return snapshot_id in self._lost
 
     async def _bring_adapters(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
         hopeless: set[str] = set()
         while True:
             held = {snapshot_id for peer in peers() for snapshot_id in peer.adapters} - sampler.adapters - hopeless
-            # The longest unused first, so that it is also the first that the sampler evicts.
+            # Push the least recently used first, so that the sampler also evicts it first.
             snapshot_id = next((recent for recent in self._recent if recent in held), None)
             if snapshot_id is None:
                 return
             try:
                 await self.ensure_adapter(sampler, snapshot_id, [])
             except (ModelLost, NotFound) as error:
-                logger.warning("sampler %s cannot be given %s: %s", sampler.address, snapshot_id, error)
+                logger.warning("sampler %s did not receive %s: %s", sampler.address, snapshot_id, error)
                 hopeless.add(snapshot_id)
 
     async def forget(self, model_ids: list[str], samplers: list[Sampler]) -> None:
-        """Frees the unnamed snapshots of models that are over. What cannot be freed now goes with the next restart."""
+        """Frees the unnamed snapshots of ended models. The next restart frees what cannot be freed now."""
         for snapshot_id in await self._database.read(lambda connection: ids_of_unnamed(connection, model_ids)):
             await self._drop(snapshot_id, samplers)
 
     @contextmanager
     def using(self, snapshot_id: str) -> Iterator[None]:
-        """Keeps a snapshot from being freed while somebody samples from it or pushes it."""
+        """Prevents a snapshot from being freed while a request samples from it or pushes it."""
         self._users[snapshot_id] += 1
         self._recent[snapshot_id] = None
         self._recent.move_to_end(snapshot_id)
@@ -172,12 +172,12 @@ class Snapshots:
                 self._free_if_unused(snapshot_id)
 
     def retire(self, snapshot_id: str, samplers: Callable[[], list[Sampler]]) -> None:
-        """Frees a snapshot that nobody can name any more, once those who use it have ended."""
+        """Frees a snapshot that clients can no longer name, as soon as no request uses it."""
         self._retired[snapshot_id] = samplers
         self._free_if_unused(snapshot_id)
 
     async def retire_unreachable(self, samplers: Callable[[], list[Sampler]]) -> None:
-        """Frees what an earlier process, or a failed call, left behind."""
+        """Frees the snapshots that an earlier process or a failed call left behind."""
         for snapshot_id in await self._database.read(
             lambda connection: ids_of_unreachable(connection, self._base_model)
         ):
@@ -185,7 +185,7 @@ class Snapshots:
                 self.retire(snapshot_id, samplers)
 
     async def close(self) -> None:
-        """Stops freeing; what is left goes after the next start."""
+        """Stops freeing. The next process frees the remaining snapshots."""
         await self._frees.cancel()
 
     def _free_if_unused(self, snapshot_id: str) -> None:
@@ -198,7 +198,7 @@ class Snapshots:
         try:
             if await self._drop(snapshot_id, samplers):
                 await self._database.write(lambda connection: delete_row(connection, snapshot_id))
-                logger.info("snapshot %s is freed: nobody can name it any more", snapshot_id)
+                logger.info("snapshot %s is freed: no client can name it any more", snapshot_id)
         finally:
             self._being_freed.discard(snapshot_id)
 
@@ -213,7 +213,7 @@ class Snapshots:
         try:
             await asyncio.gather(*calls)
         except FoveaError as error:
-            logger.warning("snapshot %s could not be freed: %s", snapshot_id, error)
+            logger.warning("could not free snapshot %s: %s", snapshot_id, error)
             return False
         return True
 
@@ -241,7 +241,9 @@ class Snapshots:
         logger.info("pushed %s to %d samplers in %.2f s", snapshot_id or "base", len(samplers) - len(errors), seconds)
         if samplers[0].address in errors:
             reason = errors[samplers[0].address]
-            raise Unavailable(f"the push of {snapshot_id or 'the base weights'} to {samplers[0].address}: {reason}")
+            raise Unavailable(
+                f"the push of {snapshot_id or 'the base weights'} to {samplers[0].address} failed: {reason}"
+            )
 
     async def _call(
         self, kept: KeptSnapshot | None, snapshot_id: str, addresses: list[str]
@@ -249,7 +251,8 @@ class Snapshots:
         uri = kept.uri if kept else ""
         if self._trainer is None or self._residence is None:
             raise FailedPrecondition(
-                f"base model {self._base_model!r} is served for sampling only: without a trainer nobody pushes weights"
+                f"base model {self._base_model!r} is served for sampling only: without a trainer, no weights can be "
+                "pushed"
             )
         if kept and not uri:
             await self._residence.check_snapshots(kept.identity.model_id)
@@ -257,7 +260,7 @@ class Snapshots:
         try:
             return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
         except NotFound:
-            if kept and not uri:  # the trainer may have restarted a moment ago
+            if kept and not uri:  # The trainer may have restarted a moment ago.
                 await self._trainer.look_again()
                 await self._residence.check_snapshots(kept.identity.model_id)
             raise self._gone(snapshot_id, kept) from None
@@ -279,28 +282,28 @@ class Snapshots:
 
 
 async def _drop_from(sampler: Sampler, snapshot_id: str) -> None:
-    sampler.adapters.discard(snapshot_id)  # at once: nobody is to sample it there any more
+    sampler.adapters.discard(snapshot_id)  # Immediately, so that no request samples from it there.
     try:
         await sampler.client.drop_snapshot(snapshot_id)
     except FoveaError:
-        sampler.adapters.add(snapshot_id)  # it may hold it still: the next look for orphans asks again
+        sampler.adapters.add(snapshot_id)  # The sampler may still hold it; the orphan collector asks again.
         raise
 
 
 def _most_common_resident(samplers: list[Sampler]) -> str | None:
-    """The full weights that most samplers have in place; None if none is known."""
+    """Returns the full weights that most samplers have in place; None if none is known."""
     places = Counter(sampler.weights_lock.resident for sampler in samplers if sampler.weights_lock.resident is not None)
     return places.most_common(1)[0][0] if places else None
 
 
 class Versions:
-    """The newest snapshot of each model that a sample has asked for."""
+    """Remembers the newest requested snapshot of each model."""
 
     def __init__(self) -> None:
         self._newest: LRUCache[str, int] = LRUCache(_KNOWN)
 
     def want(self, snapshot_id: str) -> None:
-        """Notes that a sample asks for a snapshot; the base model has no versions."""
+        """Records a request for a snapshot. The base model has no versions."""
         version = version_of(snapshot_id)
         if version is None:
             return
@@ -308,9 +311,9 @@ class Versions:
         self._newest[model_id] = max(number, self._newest.get(model_id, number))
 
     def lag(self, held: Iterable[str]) -> int:
-        """Versions between the newest that was asked for and the newest of `held`, of the model where they are most.
+        """Returns how many versions `held` is behind the newest requested one, for the model that is furthest behind.
 
-        Models of which nothing is held do not count: nobody samples them there, or their adapters had to leave.
+        Ignores models without a held version: this sampler does not serve them, or it had to evict their adapters.
         """
         newest_held: dict[str, int] = {}
         for model_id, number in filter(None, map(version_of, held)):
@@ -319,7 +322,7 @@ class Versions:
 
 
 def put_row(connection: sa.Connection, kept: KeptSnapshot) -> None:
-    """Keeps a new snapshot."""
+    """Inserts a new snapshot."""
     row = {
         "snapshot_id": kept.identity.snapshot_id,
         "model_id": kept.identity.model_id,
@@ -332,20 +335,20 @@ def put_row(connection: sa.Connection, kept: KeptSnapshot) -> None:
 
 
 def get_row(connection: sa.Connection, snapshot_id: str) -> KeptSnapshot | None:
-    """A snapshot by id."""
+    """Returns a snapshot by id, or None."""
     query = sa.select(snapshots).where(snapshots.c.snapshot_id == snapshot_id)
     row = (connection.execute(query)).mappings().first()
     return _to_snapshot(row) if row else None
 
 
 def ids_of_unnamed(connection: sa.Connection, model_ids: list[str]) -> list[str]:
-    """Ids of the snapshots of models that are in memory only."""
+    """Returns the ids of the models' snapshots that are only in memory."""
     where = snapshots.c.model_id.in_(model_ids) & (snapshots.c.uri == "")
     return [row.snapshot_id for row in connection.execute(sa.select(snapshots.c.snapshot_id).where(where))]
 
 
 def ids_of_unreachable(connection: sa.Connection, base_model: str) -> list[str]:
-    """Ids of a base model's snapshots that are in memory only and that no sampling session, open or over, names."""
+    """Returns a base model's snapshots that are only in memory and that no sampling session, open or ended, names."""
     is_named = sa.exists().where(sampling_sessions.c.snapshot_id == snapshots.c.snapshot_id)
     joined = snapshots.join(models, models.c.model_id == snapshots.c.model_id)
     where = (models.c.base_model == base_model) & (snapshots.c.uri == "") & ~is_named
@@ -363,16 +366,16 @@ def _to_snapshot(row: Any) -> KeptSnapshot:
 
 
 def id_of_snapshot(model: str, number: int) -> str:
-    """Id of a model's n-th snapshot."""
+    """Returns the id of a model's n-th snapshot."""
     return f"{model}@{number}"
 
 
 def version_of(snapshot: str) -> tuple[str, int] | None:
-    """The model and the number of a snapshot that can be sampled; None for the base and for exports."""
+    """Returns the model and the number of a snapshot that can be sampled; None for the base model and for exports."""
     model, _, number = snapshot.partition("@")
     return (model, int(number)) if number.isdecimal() else None
 
 
 def id_of_export(model: str, seq_id: int) -> str:
-    """Id of the snapshot that the export command `seq_id` of a model writes; never sampled from."""
+    """Returns the id of the snapshot that export command `seq_id` of a model writes. It is never sampled from."""
     return f"{model}@export-{seq_id}"

@@ -1,8 +1,9 @@
-"""Which full weights a sampler has in place, and who may use them now.
+"""Guards the full weights in a sampler, so that requests for different weights do not overlap.
 
-A sampler holds one set of full parameters (or the base, on which adapters sit). Requests for the set in place run side
-by side; a request for another set waits until those have ended, then the set is changed, and everybody who waits for
-the new set is let in together. Later requests for the old set queue behind, so no side can starve the other.
+A sampler holds one set of full parameters, or the base model, to which adapters are added. Requests for the current set
+run side by side. A request for another set waits until they have ended; then the set is replaced, and all requests that
+wait for the new set are admitted together. Later requests for the old set queue behind them, so neither side can starve
+the other.
 """
 
 import asyncio
@@ -14,10 +15,10 @@ BASE = ""
 
 
 class WeightsLock:
-    """Guards one sampler.
+    """The lock of one sampler.
 
     Args:
-        change: Puts a set of weights in place; called with nobody inside.
+        change: Puts a set of weights in place. It is called while no request is inside.
     """
 
     def __init__(self, change: Callable[[str], Awaitable[None]]) -> None:
@@ -29,21 +30,21 @@ class WeightsLock:
 
     @property
     def resident(self) -> str | None:
-        """The set in place; None if unknown, which makes the next request put its own."""
+        """The current set; None if it is unknown, in which case the next request puts its own set in place."""
         return self._resident
 
     @property
     def inside(self) -> int:
-        """Requests that use the set in place."""
+        """The number of requests that use the current set."""
         return self._inside
 
     def reset(self, resident: str | None) -> None:
-        """Notes what is in place, after a restart or a surprise."""
+        """Records the current set after a restart or an unexpected change."""
         self._resident = resident
         self._advance()
 
     def dismiss(self, error: Exception) -> None:
-        """Ends all waiting: `hold` raises the error. Who is inside stays."""
+        """Makes all waiting `hold` calls raise the error. Requests inside are not affected."""
         for _, turn in self._waiting:
             if not turn.done():
                 turn.set_exception(error)
@@ -51,7 +52,7 @@ class WeightsLock:
 
     @asynccontextmanager
     async def hold(self, wanted: str) -> AsyncIterator[None]:
-        """Waits until `wanted` is in place and keeps it there. Raises what changing raised."""
+        """Waits until `wanted` is in place and holds it there. Raises the errors of `change`."""
         if self._waiting or self._changing or self._resident != wanted:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((wanted, turn))
@@ -60,7 +61,7 @@ class WeightsLock:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self._leave()  # let in and cancelled in the same moment
+                    self._leave()  # Admitted and cancelled at the same moment.
                 raise
         else:
             self._inside += 1

@@ -89,7 +89,7 @@ async def test_what_is_only_sampled_is_not_trained_and_says_so(school: School) -
     def use(client: tinker.ServiceClient) -> Any:
         with pytest.raises(tinker.BadRequestError, match="for sampling only; train 'fovea/fake-vl' or 'fovea/other"):
             client.create_lora_training_client(base_model=TEACHER, rank=8).result()
-        with pytest.raises(tinker.NotFoundError, match="'nobody' is not served; here it is 'fovea/fake-vl' or"):
+        with pytest.raises(tinker.NotFoundError, match="'nobody' is not served; use 'fovea/fake-vl' or"):
             client.create_lora_training_client(base_model="nobody", rank=8).result()
         return client.create_lora_training_client(base_model=OTHER, rank=8).result().get_info()
 
