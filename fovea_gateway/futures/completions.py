@@ -119,9 +119,7 @@ class CompletionLogs:
             log.add([completion])
 
     async def wait(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
-        """Returns the completions after a number, in order. Waits up to `timeout_s` for the next ones if there are
-        none.
-        """
+        """Returns the completions after a number, in order. If there are none, waits up to `timeout_s` for some."""
         log = self._logs.get(target)
         if log is None:
             log = self._logs[target] = _Log()

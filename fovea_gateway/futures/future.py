@@ -248,7 +248,7 @@ def future_id(scope: str, seq_id: int) -> str:
 def check_seq_id(seq_id: int, field: str, least: int) -> int:
     """Returns the sequence number. Raises InvalidInput unless it is in `least` .. 2^63-1."""
     if not least <= seq_id <= INT64_MAX:
-        raise InvalidInput(f"{field} is {seq_id}; it must be at least {least} and fit into 63 bits", field=field)
+        raise InvalidInput(f"{field} is {seq_id}; numbers count up from {least}", field=field)
     return seq_id
 
 

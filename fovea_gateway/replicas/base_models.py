@@ -71,7 +71,7 @@ class BaseModels:
         return model
 
     def check_trained(self, name: str) -> None:
-        """Raises NotFound for a base model that is not served, InvalidInput for one that is served for sampling only."""
+        """Raises NotFound for a base model that is not served, InvalidInput for one that is for sampling only."""
         if self.get(name).trainer is None:
             trained = [model for model in self if model.trainer is not None]
             fix = f"train {_listed(trained)}" if trained else "no base model here has a trainer"

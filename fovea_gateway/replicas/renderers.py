@@ -101,7 +101,7 @@ class Renderers(Replicas[Renderer]):
         return self._info
 
     def check_files(self, who: str, files: Mapping[str, str]) -> None:
-        """Raises FailedPrecondition that names the file if a renderer and another service have different model files."""
+        """Raises FailedPrecondition that names the file if a renderer and another service differ in a model file."""
         for renderer in self.members:
             own = renderer.info.model_files if renderer.info is not None else {}
             if unlike := find_unlike(own, files):

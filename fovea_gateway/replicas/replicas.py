@@ -35,7 +35,7 @@ _FIRST_S = 5.0
 
 
 class Peer(ABC):
-    """A process that the gateway calls and whose health it checks.
+    """A process that the gateway calls, with regular health checks.
 
     Args:
         on_change: Called when `up` may have changed.

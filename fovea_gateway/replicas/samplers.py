@@ -152,7 +152,7 @@ class Affinity:
         self._instances: LRUCache[bytes, set[str]] = LRUCache(capacity)
 
     def longest(self, keys: Sequence[bytes]) -> set[str]:
-        """Returns the instances that received the most leading blocks of a prompt; empty if none has the first block."""
+        """Returns the instances that received most leading blocks of a prompt; empty if none has the first block."""
         found: set[str] = set()
         for key in keys:
             deeper = self._instances.get(key, set())
