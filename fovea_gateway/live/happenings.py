@@ -1,6 +1,7 @@
-"""What has happened in the gateway since somebody last took it: noted in no time by whoever it happens to.
+"""The activity of the gateway since the live page last read it. Recording an event costs almost no time.
 
-It holds what the gateway has in memory anyway, for a moment longer, and drops the oldest where too much comes at once.
+The queues hold objects that the gateway has in memory anyway, a moment longer. If too many arrive at once, the oldest
+are dropped.
 """
 
 from collections import deque
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class Ending(NamedTuple):
-    """A future that has ended, with its request as far as it was in memory."""
+    """A future that has ended, with its request if that was in memory."""
 
     pending: Pending
     outcome: Outcome
@@ -49,7 +50,7 @@ class _Queue(Generic[T]):
             self._bytes -= self._items.popleft()[1]
 
     def take(self, most_bytes: int, most: int) -> list[T]:
-        """The oldest, up to so many and one at least."""
+        """Removes and returns the oldest items up to the limits, but at least one."""
         taken: list[T] = []
         left = most_bytes
         while self._items and len(taken) < most and (not taken or left > 0):
@@ -62,14 +63,14 @@ class _Queue(Generic[T]):
 
 @dataclass
 class Happenings:
-    """What is to be looked at. One of its kind for a gateway."""
+    """The events that the live page has not read yet. A gateway has one instance."""
 
     _training: _Queue[Ending] = field(default_factory=lambda: _Queue(_TRAINING_BYTES, 2**17))
     _samples: _Queue[Ending] = field(default_factory=lambda: _Queue(_SAMPLE_BYTES, _SAMPLES))
     _failures: _Queue[Failure] = field(default_factory=lambda: _Queue(2**62, _FAILURES))
 
     def note_end(self, pending: Pending, outcome: Outcome) -> None:
-        """A future has ended."""
+        """Records the end of a future."""
         submission = pending.submission
         if outcome.error is not None:
             subject = pending.model or submission.scope
@@ -78,17 +79,17 @@ class Happenings:
         queue.put(Ending(pending, outcome), len(outcome.result) + len(pending.request or b""))
 
     def note_refusal(self, owner: str, route: str, error: FoveaError) -> None:
-        """A REST request of an owner was refused."""
+        """Records the refusal of a REST request of an owner."""
         self._failures.put(Failure(owner, route, "", error), 0)
 
     def take_training(self) -> list[Ending]:
-        """Commands that have ended, in order; the next ones at the next call if they are many."""
+        """Returns ended commands in order. If there are many, the next call returns the rest."""
         return self._training.take(_PORTION_BYTES, 2000)
 
     def take_samples(self) -> list[Ending]:
-        """Samples that have ended, in order; the next ones at the next call if they are many."""
+        """Returns ended samples in order. If there are many, the next call returns the rest."""
         return self._samples.take(_PORTION_BYTES, _PORTION)
 
     def take_failures(self) -> list[Failure]:
-        """What was refused or has failed."""
+        """Returns the refused requests and the failed futures."""
         return self._failures.take(2**62, _FAILURES)

@@ -1,6 +1,6 @@
-"""The page's files, and the routes that tell it what happens; keys, usage and checkpoints have routes of their own.
+"""Serves the files of the live page and its data. Keys, usage and checkpoints have routes of their own.
 
-The page holds nothing of anybody: whoever opens it gives a key, which it sends as any client does.
+The page itself contains no data of any owner. Its user enters a key, which the page sends as any client does.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _HEADERS = {
 _EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
 
 PERIOD_S = 1.0
-"""The least time between two events of one section."""
+"""The shortest time between two events of one section, in seconds."""
 _ALIVE_S = 15.0
 _STREAMS = 512
 _POINTS = 300
@@ -49,7 +49,7 @@ Text = Annotated[str, Field(max_length=4096)]
 
 
 def _drawable(value: float) -> float:
-    """Raises ValueError for a finite number whose sums would overflow. NaN and infinity are shown, but not drawn."""
+    """Raises ValueError for a finite number with sums that overflow. NaN and infinity are shown, but not drawn."""
     if LARGEST < abs(value) < math.inf:
         raise ValueError(f"must be at most {LARGEST:g} in magnitude")
     return value
@@ -59,7 +59,7 @@ Value = Annotated[float, AfterValidator(_drawable)]
 
 
 class Judgement(Body):
-    """What a client says of a sampled sequence."""
+    """A client's judgement of a sampled sequence."""
 
     sequence_id: str
     reward: Value | None = Field(None, allow_inf_nan=False)
@@ -67,7 +67,7 @@ class Judgement(Body):
 
 
 class Report(Body):
-    """POST live/reports."""
+    """The body of POST live/reports."""
 
     model_id: str
     step: Number | None = None
@@ -79,8 +79,8 @@ class LiveRoutes:
     """Handlers of the page.
 
     Args:
-        identify: Who shows an API key; raises Unauthenticated once it is taken back.
-        base_path: In front of all paths, without trailing slash.
+        identify: Returns the caller that an API key identifies. Raises Unauthenticated once the key is revoked.
+        base_path: The prefix of all paths, without a trailing slash.
     """
 
     def __init__(
@@ -106,39 +106,39 @@ class LiveRoutes:
         ]
 
     async def page(self, request: Request) -> Response:
-        """The page itself, the same for everybody."""
+        """Returns the page itself, which is the same for all users."""
         return _file_response(request, "index.html")
 
     async def file(self, request: Request) -> Response:
-        """A file that the page loads."""
+        """Returns a file that the page loads."""
         name = request.path_params["file"]
         if name not in page_files():
             return Json({"detail": f"the page has no file {name[:80]!r}"}, status_code=404)
         return _file_response(request, name)
 
     async def slash(self, request: Request) -> Response:
-        """The page's links are relative: its address ends with a slash."""
+        """Redirects to the address with a trailing slash, because the page's links are relative."""
         return RedirectResponse(f"{self._base_path}/", status_code=308)
 
     async def events(self, request: Request, owner: str) -> Response:
-        """Server-sent events: each section when it has changed, at most once a second."""
+        """Streams server-sent events: each section when it has changed, at most once a second."""
         check_query(request)
         with self._streams.holding(owner) as use:
-            use.take(1)  # raises if there are too many; those that run count by themselves
+            use.take(1)  # Raises if there are too many streams. A running stream counts itself.
         stream = self._stream(CALLER.get(), request.headers.get("x-api-key"))
         return StreamingResponse(stream, media_type="text/event-stream", headers=_EVENT_HEADERS)
 
     async def curves(self, request: Request, owner: str) -> Response:
-        """The curves of a model, in at most `points` points each."""
+        """Returns the curves of a model, with at most `points` points each."""
         check_query(request, "points")
         most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
         found = await self._view.curves(_seen(CALLER.get()), request.path_params["run"], most)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
     async def samples(self, request: Request, owner: str) -> Response:
-        """The groups of one step of one source: a model's id, or a base model's name.
+        """Returns the groups of one step of one source, which is a model's id or a base model's name.
 
-        The caller's, or with the scope admin another owner's.
+        Returns the caller's groups, or with the scope admin another owner's.
         """
         check_query(request, "source", "step", "owner")
         query = request.query_params
@@ -150,16 +150,16 @@ class LiveRoutes:
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
     async def picture(self, request: Request, owner: str) -> Response:
-        """A picture of a sample's prompt. Raises NotFound, also for somebody else's."""
+        """Returns a picture of a sample's prompt. Raises NotFound if there is none or it belongs to another owner."""
         digest = request.path_params["digest"]
         picture = self._view.state.gallery.picture(_seen(CALLER.get()), digest)
         if picture is None or not picture.media_type:
-            raise NotFound(f"the picture {digest[:64]!r} is not kept any more, or never was", field="digest")
+            raise NotFound(f"there is no picture {digest[:64]!r}, or it has been deleted", field="digest")
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, max-age=3600"}
         return Response(picture.data, media_type=picture.media_type, headers=headers)
 
     async def report(self, request: Request, owner: str) -> Response:
-        """Takes what only a client knows: rewards, KL and the like of a step, what a sample's right answer was."""
+        """Accepts values that only a client knows: rewards, KL and the like of a step, and right answers of samples."""
         body = await parse_json(request, Report, await read(request))
         model = await self._models.get(owner, body.model_id)
         state = self._view.state
@@ -195,7 +195,10 @@ class LiveRoutes:
 
 
 def _changes(sections: dict[str, Any], sent: dict[str, Any]) -> list[str]:
-    """Events of what is unlike what was sent, and notes it; of models, those that changed and the ids of all."""
+    """Returns events for the sections that differ from those sent, and updates `sent`.
+
+    The event of the section `models` contains the changed models and the ids of all.
+    """
     events = []
     for name, section in sections.items():
         if sent.get(name) == section:
@@ -215,7 +218,7 @@ def _event(name: str, data: Any) -> str:
 
 
 def _seen(caller: Caller) -> str | None:
-    """Whose things a caller sees: its own, or with the scope admin everybody's."""
+    """Returns the owner of the data that a caller may see; None, with the scope admin, means all owners."""
     return None if caller.scope.includes(Scope.ADMIN) else caller.owner
 
 
@@ -225,7 +228,7 @@ def _json(found: Any) -> Response:
 
 @cache
 def page_files() -> dict[str, tuple[bytes, str]]:
-    """The page's files and their tags, by name."""
+    """Returns the page's files and their entity tags, keyed by file name."""
     files = {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _TYPES}
     return {name: (data, f'"{hashlib.sha256(data).hexdigest()[:16]}"') for name, data in files.items()}
 

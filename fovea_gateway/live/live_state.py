@@ -1,8 +1,8 @@
-"""What the page knows beyond what other parts know anyway: curves, samples, errors, how busy the services are.
+"""The data that only the live page needs: curves, samples, errors and the load of the services.
 
-Curves are in memory, and in the database: a model's first at once, so that each that was trained has a row, then half a
-minute after they have grown. A restart shows them again, a kill may cost the last half minute of them. Samples and
-errors are in memory alone.
+Curves are in memory and in the database. A model's first curves are written at once, so that each trained model has a
+row; later ones half a minute after they have grown. A restart restores them; a kill may lose the last half minute.
+Samples and errors are only in memory.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ _NOT_SHOWN = ("expert_load/layer_", "loss:", *_DENOMINATORS)
 
 @dataclass
 class SeenError:
-    """An error, and how often it came."""
+    """An error and the number of its occurrences."""
 
     what: str
     subject: str
@@ -68,7 +68,7 @@ class SeenError:
 
 
 class LiveState:
-    """Keeps it. Call `tick` now and then, and `close` at the end; nothing else takes time from others."""
+    """The state of the live page. Call `tick` regularly and `close` at the end."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LiveState:
         self._sampling, self._base_models = sampling, base_models
         self.gallery = SampleGallery()
         self._curves: OrderedDict[str, StepCurves] = OrderedDict()
-        # What forward_backward has said since a model's last step.
+        # The metrics of the forward_backwards since a model's last step.
         self._since: defaultdict[str, deque[Mapping[str, float]]] = defaultdict(lambda: deque(maxlen=_MOST_PARTS))
         self._taking = asyncio.Lock()
         self._unsaved: OrderedDict[str, float] = OrderedDict()
@@ -90,17 +90,17 @@ class LiveState:
         self._work: deque[tuple[float, str, bool, float]] = deque()
 
     async def tick(self) -> None:
-        """Takes up what has happened, and keeps some of the curves that are not in the database yet."""
+        """Processes new events, and writes some of the curves that are not in the database yet."""
         await self._take_up()
         await self._save(time.time() - _SAVE_S, _SAVES_PER_TICK)
 
     async def close(self) -> None:
-        """Keeps what is left."""
+        """Processes the remaining events and writes all unsaved curves."""
         await self._take_up()
         await self._save(time.time(), _MOST_MODELS)
 
     async def curves(self, model_id: str) -> StepCurves:
-        """The curves of a model, empty ones if nothing is known."""
+        """Returns the curves of a model; empty ones if nothing is known."""
         found = self._curves.get(model_id)
         if found is None:
             blob = await self._database.read(lambda connection: read_curves(connection, model_id))
@@ -113,7 +113,7 @@ class LiveState:
         return found
 
     async def report(self, model_id: str, step: int | None, metrics: Mapping[str, float]) -> int:
-        """Notes what a client says of a step of its model, the last one if none is named; returns the step."""
+        """Records a client's metrics for a step of its model, by default the last one. Returns the step."""
         await self._take_up()
         curves = await self.curves(model_id)
         at = curves.last_step if step is None else step
@@ -122,13 +122,13 @@ class LiveState:
         return at
 
     def errors(self, owner: str | None) -> list[tuple[str, SeenError]]:
-        """The newest errors with their owners, newest first: an owner's, or all."""
+        """Returns the newest errors with their owners, newest first, of one owner or of all."""
         owners = list(self._errors) if owner is None else [owner]
         found = [(name, error) for name in owners for error in self._errors.get(name, {}).values()]
         return sorted(found, key=lambda pair: -pair[1].at)[:_ERRORS_PER_OWNER]
 
     def busy(self, base_model: str, is_training: bool, devices: int) -> float:
-        """The share of the last minute for which trainer or samplers were at work, 0 to 1, by what has ended."""
+        """Returns the share of the last minute, 0 to 1, that the trainer or the samplers spent on ended futures."""
         begun = time.time() - _BUSY_S
         while self._work and self._work[0][0] < begun:
             self._work.popleft()
@@ -136,7 +136,7 @@ class LiveState:
         return min(seconds / (_BUSY_S * max(devices, 1)), 1.0)
 
     async def _take_up(self) -> None:
-        async with self._taking:  # in order, whoever asks
+        async with self._taking:  # Events must be processed in order, even by concurrent callers.
             for take, ended in (
                 (self._take_command, self._happenings.take_training()),
                 (self._take_sample, self._happenings.take_samples()),
@@ -145,7 +145,7 @@ class LiveState:
                     try:
                         await take(ending)
                     except (FoveaError, ValueError, ArithmeticError, DecodeError) as error:
-                        logger.info("the page leaves out %s: %s", ending.pending.submission.future_id, error)
+                        logger.info("the live page omits %s: %s", ending.pending.submission.future_id, error)
             for failure in self._happenings.take_failures():
                 self._take_failure(failure)
 
@@ -190,12 +190,12 @@ class LiveState:
         if ending.pending.usage.gpu_seconds:
             self._work.append((time.time(), base.name, False, ending.pending.usage.gpu_seconds))
         if not any(len(one.tokens) for one in drawn) or (len(drawn[0].tokens) == 1 and request.prompt_logprobs):
-            return  # a prompt was scored, nothing was asked for
+            return  # The request only scored a prompt.
         version, step = version_of(snapshot), 0
         if version is not None:
             try:
                 step = (await base.snapshots.get(snapshot)).identity.step
-            except NotFound:  # freed by now
+            except NotFound:  # The snapshot has been freed meanwhile.
                 step = (await self.curves(version[0])).last_step
         digest, pieces = await off_loop_by_size(len(ending.pending.request), read_prompt, request)
         source = version[0] if version is not None else base.name
@@ -226,7 +226,7 @@ class LiveState:
         try:
             await self._write(blobs)
         except BaseException:
-            for model_id in due:  # not sooner, or a full disk would be told of twice a second
+            for model_id in due:  # Retry after the full delay: a full disk should not be logged twice a second.
                 self._unsaved.setdefault(model_id, time.time())
             raise
         for model_id in due:
@@ -241,8 +241,10 @@ class LiveState:
 
 
 def summed(parts: Collection[Mapping[str, float]]) -> dict[str, float]:
-    """What the forward_backwards of one step come to: sums are summed, means averaged; a loss is told for each token
-    where the calls say of how many it is (`loss_per_token`), else as their sum (`loss_sum`).
+    """Combines the metrics of the forward_backwards of one step: sums are added, means are averaged.
+
+    The loss is given per token (`loss_per_token`) if the calls report their number of tokens, otherwise as the sum
+    (`loss_sum`).
     """
     found: dict[str, float] = {}
     names = dict.fromkeys(name for part in parts for name in part)
@@ -264,13 +266,13 @@ def _of_step(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _plain(name: str) -> str:
-    """A metric's name without how it is reduced, unless that is a maximum or minimum."""
+    """Returns a metric's name without its reduction, unless that is a maximum or minimum."""
     plain, _, reduction = name.partition(":")
     return f"{plain}_{reduction}" if reduction in ("max", "min") else plain
 
 
 def _metrics_of(result: bytes) -> dict[str, float]:
-    """The metrics of a kept result: its last message."""
+    """Returns the metrics of a stored result, which are in its last message."""
     records = split_messages(gateway_pb2.WaitFutureResponse, result)
     return dict(records[-1].metrics.values) if records else {}
 
@@ -281,18 +283,18 @@ def _from_blob(model_id: str, blob: bytes | None) -> StepCurves:
     try:
         return StepCurves.from_blob(blob)
     except Exception:
-        logger.exception("the curves of %s cannot be read: they begin anew", model_id)
+        logger.exception("the curves of %s cannot be read and start again", model_id)
         return StepCurves()
 
 
 def read_curves(connection: sa.Connection, model_id: str) -> bytes | None:
-    """What is kept of a model."""
+    """Returns the stored curves of a model, or None."""
     blob: bytes | None = connection.scalar(sa.select(live_curves.c.curves).where(live_curves.c.model_id == model_id))
     return blob
 
 
 def write_curves(connection: sa.Connection, blobs: Mapping[str, bytes], now: float) -> None:
-    """Keeps curves by model, in place of earlier ones, and forgets those that have not grown for longest."""
+    """Writes curves by model, replacing earlier ones, and deletes those that have not grown for the longest time."""
     for model_id, blob in blobs.items():
         values: dict[str, Any] = {"updated_at": now, "curves": blob}
         if not insert_new(connection, live_curves, {"model_id": model_id} | values):

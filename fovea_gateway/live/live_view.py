@@ -1,4 +1,4 @@
-"""What the page is told: an owner's own things, or everybody's, in sections that are sent again when they change."""
+"""The sections of the live page for one owner or for all. A section is sent again when it has changed."""
 
 import asyncio
 import json
@@ -38,9 +38,9 @@ Section = dict[str, Any]
 
 
 class LiveView:
-    """Sections of the page. Those of one owner are made once a second, however many look.
+    """Builds the sections of the page. The sections of one owner are built once a second for all its viewers.
 
-    `owner` is whose things are told; None, for callers with the scope admin, is everybody's.
+    `owner` selects the owner of the data; None, for callers with the scope admin, selects all owners.
 
     Attributes:
         closing: Set at the end of the process.
@@ -51,17 +51,17 @@ class LiveView:
         self._futures, self._base_models, self._database = futures, base_models, database
         self._made: dict[str | None, tuple[float, dict[str, Section]]] = {}
         self._rows: dict[str | None, tuple[float, list[Section], str]] = {}
-        # Of each model what its curves come to, as of which version of them.
+        # For each model the drawn form of its curves, and the version of the curves from which it was made.
         self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
         self._pushes = _PushTimes()
         self.closing = asyncio.Event()
 
     def close(self) -> None:
-        """Ends all streams: the process is about to end, and the page comes back to the next one."""
+        """Ends all streams, because the process is about to end. The page reconnects to the next process."""
         self.closing.set()
 
     async def sections(self, owner: str | None) -> dict[str, Section]:
-        """All sections by name; of `models`, one by the id of each."""
+        """Returns all sections, under their names. The section `models` contains one entry for each id."""
         now = time.monotonic()
         at, made = self._made.get(owner, (-math.inf, {}))
         if now - at < _SECTION_S:
@@ -81,7 +81,7 @@ class LiveView:
         return made
 
     async def curves(self, owner: str | None, model_id: str, most: int) -> Section:
-        """The curves of a model. Raises NotFound, also for somebody else's."""
+        """Returns the curves of a model. Raises NotFound if there is none or if it belongs to another owner."""
         await self._check_model(owner, model_id)
         curves = await self.state.curves(model_id)
         shown = {name: curves.points(name, most) for name in curves.names}
@@ -94,7 +94,7 @@ class LiveView:
         return model
 
     def samples(self, owner: str, source: str, step: int | None) -> Section:
-        """The groups of a step, their tokens as texts where a tokenizer is here. Blocks: it may read a file."""
+        """Returns the groups of a step, with token texts if a tokenizer is available. Blocks: it may read a file."""
         groups = self.state.gallery.groups(owner, source, step)
         return {"owner": owner, "source": source, "groups": [self._group(group) for group in groups]}
 
@@ -221,7 +221,7 @@ class LiveView:
 
 
 class _PushTimes:
-    """How long pushes of weights took, from the figures that Prometheus is shown."""
+    """Measures the durations of weight pushes from the Prometheus metrics."""
 
     def __init__(self) -> None:
         self._count, self._sum = 0.0, 0.0
@@ -256,7 +256,7 @@ def _sampler(sampler: Sampler) -> Section:
 
 
 def _memory(info: trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse | None) -> Section | None:
-    """To a hundred megabytes, so that the page is not told of every breath."""
+    """Returns the memory, rounded to 100 MB, so that small changes cause no new event."""
     if info is None or not info.memory_total_bytes:
         return None
     used = round(info.memory_used_bytes, -8) or info.memory_used_bytes
@@ -272,7 +272,7 @@ def _finite(value: float) -> float | None:
 
 
 def read_rows(connection: sa.Connection, owner: str | None) -> tuple[list[Section], str]:
-    """The models of an owner, or all, that were last used, and what changes when checkpoints do."""
+    """Returns the most recently used models of one owner or of all, and a text that changes when checkpoints change."""
     joined = models.join(sessions, models.c.session_id == sessions.c.session_id)
     query = sa.select(models, sessions.c.display_name, sessions.c.parked_at).select_from(joined)
     counting = sa.select(sa.func.count(), sa.func.max(checkpoints.c.created_at)).select_from(checkpoints)
@@ -299,7 +299,7 @@ def _row(row: Any) -> Section:
 
 
 def to_text(section: Any) -> str:
-    """Writes JSON that browsers read. A number that is not finite becomes null, so that it never ends a stream."""
+    """Writes JSON that browsers can read. A number that is not finite becomes null, so that it never ends a stream."""
     try:
         return json.dumps(section, separators=(",", ":"), allow_nan=False)
     except ValueError:

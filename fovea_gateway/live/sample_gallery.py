@@ -1,6 +1,6 @@
-"""The newest samples, with their pictures, by whose weights drew them, by step and by prompt: in memory alone, bounded.
+"""The newest samples with their pictures, grouped by the weights that drew them, by step and by prompt.
 
-Neither a restart nor whoever samples most keeps what is old: pictures are large, and whose they are may end any day.
+They are only in memory, and bounded: pictures are large, and their owners may not want them stored.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ _SEQUENCES = 16
 _PROMPT_TOKENS = 4096
 _SAMPLED_TOKENS = 2048
 _LINGER_S = 10.0
-"""How long a picture outlives the last prompt with it: who has just been told of that comes for it a moment later."""
+"""Seconds for which a picture outlives the last prompt with it. A page that has just received the prompt still loads
+it."""
 _MEDIA_TYPES = {model_input_pb2.IMAGE_FORMAT_PNG: "image/png", model_input_pb2.IMAGE_FORMAT_JPEG: "image/jpeg"}
 _STOPS = {sampler_pb2.FINISH_REASON_STOP: "stop", sampler_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -34,7 +35,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class Picture(NamedTuple):
-    """An encoded picture; `data` is empty for one that is only named, by address or digest."""
+    """An encoded picture. `data` is empty for a picture that is known only by its address or digest."""
 
     digest: str
     media_type: str
@@ -47,8 +48,8 @@ class Drawn:
 
     Attributes:
         logprobs: float32, one per token; empty if there are none.
-        reward: What the client said; None if it said nothing.
-        is_cut: Whether there were more tokens than are kept.
+        reward: The client's reward; None if it sent none.
+        is_cut: Whether the sequence had more tokens than are stored.
     """
 
     sequence_id: str
@@ -62,13 +63,13 @@ class Drawn:
 
 @dataclass
 class Group:
-    """One prompt and what was drawn for it.
+    """One prompt and the sequences drawn for it.
 
     Attributes:
         source: The trained model's id, or the base model's name.
-        step: Steps that the weights had taken.
+        step: The number of optimizer steps in the weights.
         pieces: The prompt, in reading order.
-        truth: What the right answer is, if the client told.
+        truth: The right answer, if the client has sent it.
     """
 
     owner: str
@@ -83,18 +84,18 @@ class Group:
 
     @property
     def key(self) -> tuple[str, str, int, str]:
-        """Unlike any other group's."""
+        """The unique key of the group."""
         return self.owner, self.source, self.step, self.prompt
 
     @property
     def size_bytes(self) -> int:
-        """What it takes, pictures aside."""
+        """The memory of the group without its pictures."""
         pieces = sum(piece.nbytes for piece in self.pieces if isinstance(piece, np.ndarray))
         return 1024 + pieces + sum(512 + one.tokens.nbytes + one.logprobs.nbytes for one in self.drawn)
 
 
 class SampleGallery:
-    """Groups, the newest of each step, of steps spread over the training. What has not grown for longest goes first."""
+    """Holds the newest groups of each step, for steps spread over a training. The longest unchanged one goes first."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -108,7 +109,7 @@ class SampleGallery:
         self.version = 0
 
     def add(self, group: Group, drawn: list[Drawn]) -> None:
-        """Takes what was drawn for a prompt, beside what was drawn for it before with the same weights."""
+        """Adds the sequences drawn for a prompt to those drawn before with the same weights."""
         known = self._groups.get(group.key)
         if known is None:
             known = group
@@ -127,7 +128,7 @@ class SampleGallery:
         self._bound(known)
 
     def judge(self, owner: str, sequence_id: str, reward: float | None, truth: str) -> bool:
-        """Notes what a client says of a sequence; False if it is not kept, or somebody else's."""
+        """Records a client's judgement of a sequence. Returns False if it is not stored or belongs to another owner."""
         group = self._groups_of.get(sequence_id)
         if group is None or group.owner != owner:
             return False
@@ -140,19 +141,19 @@ class SampleGallery:
         return True
 
     def sources(self, owner: str | None) -> Iterator[tuple[str, str, list[int], float]]:
-        """Whose samples there are, newest first: owner, source, steps in order, when the newest came."""
+        """Yields the sources of samples, newest first: owner, source, sorted steps, and time of the newest sample."""
         for (of, source), steps in reversed(self._steps.items()):
             if owner in (None, of):
                 yield of, source, sorted(steps), max(group.at for groups in steps.values() for group in groups)
 
     def groups(self, owner: str, source: str, step: int | None) -> list[Group]:
-        """The groups of a step, newest first; of the last step if none is named."""
+        """Returns the groups of a step, newest first; by default those of the last step."""
         steps = self._steps.get((owner, source), {})
         wanted = max(steps, default=0) if step is None else step
         return sorted(steps.get(wanted, []), key=lambda group: -group.at)
 
     def picture(self, owner: str | None, digest: str) -> Picture | None:
-        """A picture that an owner, or with None anybody, has sampled with."""
+        """Returns a picture from a prompt of the owner, or of any owner if that is None."""
         known = ((group.owner, piece) for group in self._groups.values() for piece in group.pieces)
         told = ((of, piece.digest) for of, piece in known if isinstance(piece, Picture))
         if any(owner in (None, of) and name == digest for of, name in chain(told, self._parting)):
@@ -210,7 +211,7 @@ class SampleGallery:
                 self._parting[place] = time.monotonic()
 
     def _release(self, place: tuple[str, str]) -> None:
-        """Lets go of one use of an owner's picture, and with the last one of its bytes."""
+        """Releases one use of an owner's picture. The last release deletes the bytes."""
         digest = place[1]
         self._uses[digest] -= 1
         if not self._uses[digest]:
@@ -219,13 +220,13 @@ class SampleGallery:
 
 
 def _closest(steps: list[int]) -> int:
-    """The step whose neighbours are nearest to each other, neither the first nor one of the last few."""
+    """Returns the step with the nearest neighbours, excluding the first and the last few."""
     inner = range(1, len(steps) - 4)
     return steps[min(inner, key=lambda index: (steps[index + 1] - steps[index - 1], index))]
 
 
 def read_prompt(request: gateway_pb2.SampleTokensRequest) -> tuple[str, list[Ids | Picture]]:
-    """A prompt's digest, and its pieces; beyond some thousand tokens its beginning is left out."""
+    """Returns a prompt's digest and its pieces; of a long prompt, only its last `_PROMPT_TOKENS` tokens."""
     digest = hashlib.sha256(request.prompt.SerializeToString(deterministic=True)).hexdigest()[:16]
     pieces: list[Ids | Picture] = []
     room = _PROMPT_TOKENS
@@ -246,7 +247,7 @@ def read_prompt(request: gateway_pb2.SampleTokensRequest) -> tuple[str, list[Ids
 
 
 def read_drawn(future_id: str, result: bytes, at: float) -> tuple[str, list[Drawn]]:
-    """The id of the snapshot that a kept result was drawn from, empty for the base model, and its sequences."""
+    """Returns the snapshot id of a stored result, empty for the base model, and the result's sequences."""
     snapshot, found = "", []
     for record in split_messages(gateway_pb2.SampleTokensResponse, result):
         if record.WhichOneof("event") != "delta":

@@ -1,4 +1,4 @@
-"""The curves of one model: its metrics by step in bounded memory, and as few points of them as a screen has room for.
+"""The curves of one model: its metrics by step, in bounded memory, reduced to as many points as a screen can show.
 
 Shapes: M metrics, P places.
 """
@@ -18,21 +18,23 @@ _COLUMNS = ("count", "total", "low", "high")
 _EMPTY = {"count": 0.0, "total": 0.0, "low": math.inf, "high": -math.inf}
 _HEAD_BYTES = 4
 LARGEST = 1e200
-"""The largest magnitude that a curve draws: sums of as many as a gateway ever notes stay finite."""
+"""The largest magnitude that a curve draws. Sums of as many values as a gateway ever records stay finite."""
 
 Array = npt.NDArray[np.float64]
 
 
 class StepCurves:
-    """Metrics of the steps 0, 1, 2 and so on, at full resolution up to PLACES steps. Then neighbours share a place, of
-    which mean, least and greatest value are kept: a spike is seen however long a training lasts.
+    """Metrics of the steps 0, 1, 2 and so on, at full resolution up to PLACES steps.
+
+    Beyond that, neighbouring steps share a place, which stores their mean, minimum and maximum. A spike therefore
+    remains visible however long a training runs.
 
     Attributes:
-        stride: Steps that share a place.
-        last_step: The last one that anything was noted of.
+        stride: The number of steps that share a place.
+        last_step: The last step with a value.
         last: The newest value of each metric, finite or not.
-        version: Changes whenever anything is noted.
-        is_kept: Whether the database has them, if perhaps not their newest steps.
+        version: Changes with each recorded value.
+        is_kept: Whether the database has a version of the curves, possibly without the newest steps.
     """
 
     def __init__(self, stride: int = 1, last_step: int = 0, last: Mapping[str, float] | None = None) -> None:
@@ -43,11 +45,11 @@ class StepCurves:
 
     @property
     def names(self) -> list[str]:
-        """Metrics of which anything is known, in order of appearance."""
+        """The names of the metrics with values, in order of appearance."""
         return list(self.last)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Notes metrics of a step, which may be one of before. Above MOST_METRICS, further names are left out."""
+        """Records metrics of a step, which may be an earlier one. Ignores further names above MOST_METRICS."""
         while step // self.stride >= PLACES:
             self._halve()
         place = step // self.stride
@@ -56,7 +58,7 @@ class StepCurves:
             if row is None:
                 continue
             self.last[name] = value
-            if not abs(value) <= LARGEST:  # NaN is not either
+            if not abs(value) <= LARGEST:  # This form also excludes NaN.
                 continue
             columns = self._columns
             columns["count"][row, place] += 1
@@ -67,7 +69,7 @@ class StepCurves:
         self.version += 1
 
     def means(self, name: str, most: int) -> list[float]:
-        """The `mean` of `points`, for less work."""
+        """Returns the `mean` of `points`, with less work."""
         row, used = self._rows.get(name), self.last_step // self.stride + 1
         if row is None:
             return []
@@ -77,7 +79,7 @@ class StepCurves:
         return _rounded(total[there] / count[there])
 
     def points(self, name: str, most: int) -> dict[str, list[float]]:
-        """A metric as at most so many points: `step`, `mean`, and, if a point is of several steps, `low` and `high`."""
+        """Returns a metric as at most `most` points: `step`, `mean`, and `low` and `high` if a point joins steps."""
         row, used = self._rows.get(name), self.last_step // self.stride + 1
         if row is None:
             return {"step": [], "mean": []}
@@ -93,11 +95,11 @@ class StepCurves:
         return found
 
     def note_kept(self) -> None:
-        """The database has them from now on."""
+        """Records that the database has the curves."""
         self.is_kept = True
 
     def to_blob(self) -> bytes:
-        """What the database keeps."""
+        """Returns the bytes for the database."""
         used = self.last_step // self.stride + 1
         head = json.dumps([self.stride, self.last_step, self.last, list(self._rows)]).encode()
         columns = [self._columns[column][:, :used].tobytes() for column in _COLUMNS]
@@ -105,7 +107,7 @@ class StepCurves:
 
     @classmethod
     def from_blob(cls, blob: bytes) -> "StepCurves":
-        """Reads what `to_blob` wrote."""
+        """Reads the bytes that `to_blob` returned."""
         data = zstandard.decompress(blob)
         end = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES], "little")
         *facts, names = json.loads(data[_HEAD_BYTES:end])
@@ -138,7 +140,7 @@ class StepCurves:
 
 
 def _joined(values: Array, column: str, together: int) -> Array:
-    """Neighbours along the last axis as one, the last of them perhaps fewer than `together`."""
+    """Joins neighbours along the last axis into groups of `together`; the last group may be smaller."""
     if together == 1:
         return values
     missing = -values.shape[-1] % together
@@ -151,5 +153,5 @@ def _joined(values: Array, column: str, together: int) -> Array:
 
 
 def _rounded(values: Array) -> list[float]:
-    """Six digits: more than a screen shows, and half the bytes."""
+    """Rounds to six digits: more than a screen shows, in half the bytes."""
     return [float(f"{value:.6g}") for value in values]

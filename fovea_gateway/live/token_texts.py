@@ -1,4 +1,4 @@
-"""Texts of tokens, for people: read by the tokenizer's own file if this machine has it, and nothing is fetched."""
+"""Texts of tokens for the live page, from a tokenizer file on this machine. Nothing is downloaded."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,12 @@ class _Tokenizer(Protocol):
 
 
 def texts(tokenizer: str, ids: Sequence[int]) -> list[str] | None:
-    """The text of each token; None if there is no tokenizer here. A character of several tokens is shown by the last
-    of them. Blocks: it may read a file.
+    """Returns the text of each token; None if no tokenizer is available. Blocks: it may read a file.
+
+    If a character consists of several tokens, its last token has the text and the others are empty.
 
     Args:
-        tokenizer: A directory, or a hub name whose files are in this machine's cache.
+        tokenizer: A directory, or the name of a hub repository in this machine's cache.
     """
     found = _load(tokenizer)
     return None if found is None else list(_texts(found, ids))
@@ -50,8 +51,8 @@ def _load(tokenizer: str) -> _Tokenizer | None:
         loaded: Any = Tokenizer.from_file(str(path))
         found: _Tokenizer = loaded
         return found
-    except Exception as error:  # tokenizers raises bare ones
-        logger.info("the page shows token ids alone: no tokenizer of %s is here (%s)", tokenizer, error)
+    except Exception as error:  # The library raises plain exceptions.
+        logger.info("the live page shows token ids only: found no tokenizer of %s (%s)", tokenizer, error)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Routes of sessions."""
+"""HTTP routes of sessions."""
 
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ _MOST_SESSIONS = 200
 
 
 class CreateSession(Body):
-    """POST create_session."""
+    """The body of POST create_session."""
 
     tags: list[str] = Field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
@@ -28,20 +28,20 @@ class CreateSession(Body):
 
 
 class Heartbeat(Body):
-    """POST session_heartbeat."""
+    """The body of POST session_heartbeat."""
 
     session_id: str
     type: str = ""
 
 
 class FinishReason(Body):
-    """Why a session is over."""
+    """The reason for the end of a session."""
 
     type: Literal["success", "errored", "interrupted"]
 
 
 class FinishSession(Body):
-    """POST sessions/{id}/finish."""
+    """The body of POST sessions/{id}/finish."""
 
     reason: FinishReason
     detail: str | None = None
@@ -65,7 +65,7 @@ class SessionRoutes:
         ]
 
     async def create(self, request: Request, owner: str) -> Response:
-        """Opens a session, once for each X-Idempotency-Key."""
+        """Opens a session. Requests with the same X-Idempotency-Key open it once."""
         body = await parse_json(request, CreateSession, await read(request))
         key = request.headers.get("x-idempotency-key")
         if body.project_id is not None:
@@ -74,7 +74,7 @@ class SessionRoutes:
         return Json({"type": "create_session", "session_id": session.session_id})
 
     async def heartbeat(self, request: Request, owner: str) -> Response:
-        """Keeps a session alive; 410 once it is over."""
+        """Extends the life of a session. Answers 410 if the session has ended."""
         body = await parse_json(request, Heartbeat, await read(request))
         await self._sessions.require(owner, body.session_id)
         return Json({"type": "session_heartbeat"})
@@ -90,16 +90,16 @@ class SessionRoutes:
         return Json({"sessions": await self._sessions.page(owner, limit, offset)})
 
     async def parked(self, request: Request, owner: str) -> Response:
-        """Parked sessions, what has waited longest first, each with its size; to finish one deletes it.
+        """Lists parked sessions with their sizes, longest parked first. Finishing one deletes it.
 
-        The caller's, or with the scope admin another owner's, or everybody's (`owner=*`).
+        Lists the caller's sessions. With the scope admin, `owner` selects another owner's or all (`owner=*`).
         """
         check_query(request, "owner")
         found = await self._sessions.parked_for(request.query_params.get("owner", ""))
         return Json({"sessions": [_parked_json(session, model_ids) for session, model_ids in found]})
 
     async def get(self, request: Request, owner: str) -> Response:
-        """What a session owns."""
+        """Returns the ids of a session's models and sampling sessions."""
         session = await self._sessions.get(owner, request.path_params["session_id"])
         model_ids, sampler_ids = await self._sessions.contents(session)
         metadata = {name: str(value) for name, value in session.user_metadata.items()}

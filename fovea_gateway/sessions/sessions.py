@@ -1,6 +1,6 @@
-"""Sessions, which clients open, keep alive and end; and their rows.
+"""Sessions, which clients open, keep alive and end; and their database rows.
 
-The end of a session frees everything that it owns, which is done by who takes the session from `next_ended`.
+The end of a session frees everything that it owns. The consumer of `next_ended` does this work.
 """
 
 import asyncio
@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Session:
-    """What a client opened; owns models and sampling sessions.
+    """A client's session, which owns models and sampling sessions.
 
     Attributes:
-        parked_at: Since when its models wait on the trainer's storage, as it was silent; None while it is in use.
-        parked_bytes: What they take there.
+        parked_at: The time since which its models wait in the trainer's storage, because its client is silent. None
+            while it is in use.
+        parked_bytes: The bytes that its models use there.
     """
 
     session_id: str
@@ -49,13 +50,13 @@ class Session:
 
 
 class Sessions:
-    """Sessions by id.
+    """Finds sessions by id.
 
     Args:
-        ttl_s: Seconds without heartbeat after which a session is silent.
-        quota: Limits how many an owner may have open.
-        rows: Limits what the database keeps of an owner.
-        quiet_s: Seconds without being heard of after which a client may be gone.
+        ttl_s: Seconds without a heartbeat after which a session is silent.
+        quota: Limits the number of open sessions per owner.
+        rows: Limits the size of an owner's rows in the database.
+        quiet_s: Seconds without any request after which a client may be gone.
     """
 
     def __init__(self, database: Database, ttl_s: float, quota: Quota, rows: KeptRows, quiet_s: float) -> None:
@@ -76,10 +77,10 @@ class Sessions:
         request_key: str | None,
         display_name: str | None = None,
     ) -> Session:
-        """Opens a session, or answers the one that the same request key opened before.
+        """Opens a session, or returns the one that a request with the same key has opened.
 
-        Raises InvalidInput for too much text, ResourceExhausted above the owner's share, Unavailable while the disk is
-        full.
+        Raises InvalidInput for too much text, ResourceExhausted above the owner's share, and Unavailable while the disk
+        is full.
         """
         self._database.check_room()
         self._quota.check(owner)
@@ -88,7 +89,7 @@ class Sessions:
         session = Session(f"sess-{secrets.token_hex(8)}", owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: insert_session(connection, session)):
             known = await self._database.read(lambda connection: find_session(connection, owner, request_key or ""))
-            assert known is not None, "an insert failed without a row in its way"
+            assert known is not None, "an insert failed although no row was in its way"
             return self._sessions.get(known.session_id, known)
         self._sessions[session.session_id] = session
         self._alive_at[session.session_id] = time.monotonic()
@@ -97,14 +98,14 @@ class Sessions:
         return session
 
     async def get(self, owner: str, session_id: str) -> Session:
-        """A session of the owner, over or not. Raises NotFound."""
+        """Returns a session of the owner, open or ended. Raises NotFound."""
         session = await self.load(session_id)
         if session.owner != owner:
             raise NotFound(f"there is no session {session_id!r}", field="session_id")
         return session
 
     async def load(self, session_id: str) -> Session:
-        """A session, whoever owns it: from memory while it is open, else from its row. Raises NotFound."""
+        """Returns a session of any owner, from memory if it is open, otherwise from its row. Raises NotFound."""
         session = self._sessions.get(session_id)
         if session is None:
             session = await self._database.read(lambda connection: get_session(connection, session_id))
@@ -113,30 +114,30 @@ class Sessions:
         return session
 
     async def load_open(self, session_id: str) -> Session:
-        """A session that is not over, whoever owns it. Raises NotFound, SessionEnded."""
+        """Returns a session of any owner that has not ended. Raises NotFound, SessionEnded."""
         session = await self.load(session_id)
         if session.ended_at is not None:
-            raise SessionEnded(f"session {session_id} is over ({session.end_reason})")
+            raise SessionEnded(f"session {session_id} has ended ({session.end_reason})")
         return session
 
     def cached(self, session_id: str) -> Session:
-        """A session that is in use, so in memory."""
+        """Returns a session that is in use and therefore in memory."""
         return self._sessions[session_id]
 
     async def require(self, owner: str, session_id: str) -> Session:
-        """A session that is not over, taken up again if it was parked. Raises NotFound, SessionEnded."""
+        """Returns a session that has not ended, and resumes it if it was parked. Raises NotFound, SessionEnded."""
         session = await self.get(owner, session_id)
         if session.ended_at is not None:
-            raise SessionEnded(f"session {session_id} is over ({session.end_reason}): open a new one")
+            raise SessionEnded(f"session {session_id} has ended ({session.end_reason}): open a new one")
         if session.parked_at is not None:
             session = await self._take_up(session)
-        self._alive_at[session_id] = time.monotonic()  # whoever uses a session is alive
+        self._alive_at[session_id] = time.monotonic()  # Any use of a session counts as a heartbeat.
         return session
 
     async def finish(self, owner: str, session_id: str, reason: str, detail: str | None) -> None:
-        """Ends a session, with the scope admin anybody's. The first reason stays.
+        """Ends a session of the caller, or of any owner with the scope admin. The first reason remains.
 
-        Raises NotFound, PermissionDenied for what the key could not make.
+        Raises NotFound. Raises PermissionDenied if the caller's key could not have created the session's contents.
         """
         check_text({"detail": detail})
         is_admin = CALLER.get().scope.includes(Scope.ADMIN)
@@ -148,37 +149,37 @@ class Sessions:
         await self._end(session, reason, detail)
 
     async def page(self, owner: str, limit: int, offset: int) -> list[str]:
-        """Ids of the caller's sessions, newest first."""
+        """Returns the ids of the caller's sessions, newest first."""
         return await self._database.read(lambda connection: list_sessions(connection, owner, limit, offset))
 
     async def contents(self, session: Session) -> tuple[list[str], list[str]]:
-        """Ids of a session's models and of its sampling sessions."""
+        """Returns the ids of a session's models and of its sampling sessions."""
         return await self._database.read(lambda connection: owned_ids(connection, session.session_id))
 
     async def next_ended(self) -> Session:
-        """Waits for a session that is over. Whoever takes it frees what it owns, and says so by `forget`."""
+        """Waits for a session that has ended. The caller must free what it owns and then call `forget`."""
         return await self._ended.get()
 
     async def wait_freed(self, but: str) -> None:
-        """Waits until what sessions owned that are over by now is free: all but one, which may wait for the caller."""
+        """Waits until all sessions that have ended by now are freed, except `but`, which may wait for the caller."""
         for session_id, freed in list(self._being_freed.items()):
             if session_id != but:
                 await freed.wait()
 
     def free(self, session: Session) -> None:
-        """Has what a session owns freed that is over."""
+        """Queues an ended session so that everything it owns is freed."""
         self._being_freed[session.session_id] = asyncio.Event()
         self._ended.put_nowait(session)
 
     def forget(self, session_id: str) -> None:
-        """Drops from memory a session that is over and owns nothing any more."""
+        """Drops from memory an ended session that no longer owns anything."""
         self._sessions.pop(session_id, None)
         self._alive_at.pop(session_id, None)
         self._heard_at.pop(session_id, None)
         self._being_freed.pop(session_id).set()
 
     async def restore(self) -> None:
-        """Reads open sessions after a restart; each gets its full time again, since it could not heartbeat."""
+        """Reads open sessions after a restart. Each gets its full time again, since it could not send heartbeats."""
         for session in await self._database.read(open_sessions):
             self._alive_at[session.session_id] = time.monotonic()
             self._sessions[session.session_id] = session
@@ -186,51 +187,51 @@ class Sessions:
 
     @property
     def open_count(self) -> int:
-        """Sessions that are open, those of silent clients included."""
+        """The number of open sessions, including those of silent clients."""
         return len(self._sessions)
 
     def silent(self) -> list[Session]:
-        """Open sessions without heartbeat for longer than they may be."""
+        """Returns the open sessions without a heartbeat for `ttl_s`."""
         return [session for session in self._sessions.values() if self.is_silent(session)]
 
     def is_silent(self, session: Session, after_s: float | None = None) -> bool:
-        """Whether an open session's client has not been heard of for longer than it may be, or than `after_s`."""
-        now = time.monotonic()  # the wall's clock may jump, which would end the sessions of clients that are well
+        """Returns whether an open session has had no heartbeat for `ttl_s`, or for `after_s` if that is given."""
+        now = time.monotonic()  # A jump of the wall clock must not end the sessions of live clients.
         is_late = now - self._alive_at.get(session.session_id, now) > (self._ttl_s if after_s is None else after_s)
         return session.ended_at is None and session.parked_at is None and is_late
 
     def hear(self, session_id: str) -> None:
-        """Notes that a client asks for a result of a session in use. That is no heartbeat: silence still ends it."""
+        """Records a request for a result. This is no heartbeat: a silent session still ends."""
         if session_id in self._alive_at:
             self._heard_at[session_id] = time.monotonic()
 
     def is_wanted(self, session_id: str) -> bool:
-        """Returns whether a client may wait for what a session has queued: it sent a heartbeat or asked lately."""
+        """Returns whether a client may wait for queued work of a session: it sent a heartbeat or a poll lately."""
         now = time.monotonic()
         last = max(self._alive_at.get(session_id, now), self._heard_at.get(session_id, 0.0))
         return now - last <= self._quiet_s
 
     async def expire(self, session: Session, detail: str = "") -> None:
-        """Ends a session whose client is gone."""
+        """Ends a session, the client of which is gone."""
         await self._end(session, "expired", detail or f"no heartbeat for {self._ttl_s:.0f} s")
 
     async def park(self, session: Session, size_bytes: int) -> None:
-        """Notes that a session waits for its client on storage, and drops it from memory."""
+        """Marks a session as parked in storage and drops it from memory."""
         session.parked_at, session.parked_bytes = time.time(), size_bytes
         self._quota.give(session.owner)
         await self._save_parked(session)
-        if session.parked_at is not None:  # it may have been taken up meanwhile
+        if session.parked_at is not None:  # The client may have resumed it meanwhile.
             self._sessions.pop(session.session_id, None)
             self._alive_at.pop(session.session_id, None)
             self._heard_at.pop(session.session_id, None)
         logger.info("session %s is parked: %d bytes", session.session_id, size_bytes)
 
     async def parked(self, owner: str | None = None) -> list[Session]:
-        """Parked sessions, those that have waited longest first: an owner's, or all."""
+        """Returns parked sessions, longest parked first, of one owner or of all."""
         return await self._database.read(lambda connection: parked_sessions(connection, owner))
 
     async def parked_for(self, asked: str) -> list[tuple[Session, list[str]]]:
-        """The same for a caller who asked about an owner, as `asked_owner` has it; with the ids of their models."""
+        """Returns parked sessions and the ids of their models. `asked_owner` determines the owner from the query."""
         owner = asked_owner(asked, "sessions")
         return [(session, (await self.contents(session))[0]) for session in await self.parked(owner)]
 
@@ -241,7 +242,7 @@ class Sessions:
             self._quota.take(session.owner)
             self._alive_at[session.session_id] = time.monotonic()
             await self._save_parked(session)
-            logger.info("session %s is taken up again", session.session_id)
+            logger.info("session %s is resumed", session.session_id)
         return session
 
     async def _save_parked(self, session: Session) -> None:
@@ -257,37 +258,37 @@ class Sessions:
             self._quota.give(session.owner)
         values = {"ended_at": session.ended_at, "end_reason": reason, "end_detail": detail}
         await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
-        logger.info("session %s is over: %s", session.session_id, reason)
+        logger.info("session %s has ended: %s", session.session_id, reason)
         self.free(session)
 
 
 def insert_session(connection: sa.Connection, session: Session) -> bool:
-    """Keeps a new session; False if its request key is taken."""
+    """Inserts a new session. Returns False if its request key is in use."""
     return insert_new(connection, sessions, vars(session))
 
 
 def find_session(connection: sa.Connection, owner: str, request_key: str) -> Session | None:
-    """The session that an earlier request with the same key opened."""
+    """Returns the session that an earlier request with the same key opened, or None."""
     where = (sessions.c.owner == owner) & (sessions.c.request_key == request_key)
     row = (connection.execute(sa.select(sessions).where(where))).mappings().first()
     return Session(**row) if row else None
 
 
 def get_session(connection: sa.Connection, session_id: str) -> Session | None:
-    """A session by id."""
+    """Returns a session by id, or None."""
     query = sa.select(sessions).where(sessions.c.session_id == session_id)
     row = (connection.execute(query)).mappings().first()
     return Session(**row) if row else None
 
 
 def open_sessions(connection: sa.Connection) -> list[Session]:
-    """Sessions that have not ended and are not parked."""
+    """Returns the sessions that are neither ended nor parked."""
     query = sa.select(sessions).where(sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_(None))
     return [Session(**row) for row in (connection.execute(query)).mappings()]
 
 
 def parked_sessions(connection: sa.Connection, owner: str | None) -> list[Session]:
-    """Parked sessions, those that have waited longest first; of all owners if none is named."""
+    """Returns parked sessions, longest parked first, of one owner or of all."""
     where = sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_not(None)
     if owner is not None:
         where &= sessions.c.owner == owner
@@ -296,19 +297,19 @@ def parked_sessions(connection: sa.Connection, owner: str | None) -> list[Sessio
 
 
 def list_sessions(connection: sa.Connection, owner: str, limit: int, offset: int) -> list[str]:
-    """Ids of an owner's sessions, newest first."""
+    """Returns the ids of an owner's sessions, newest first."""
     query = sa.select(sessions.c.session_id).where(sessions.c.owner == owner)
     query = query.order_by(sessions.c.created_at.desc()).limit(limit).offset(offset)
     return [row.session_id for row in connection.execute(query)]
 
 
 def update_session(connection: sa.Connection, session_id: str, **values: Any) -> None:
-    """Writes columns of one session."""
+    """Updates columns of one session."""
     connection.execute(sa.update(sessions).where(sessions.c.session_id == session_id).values(**values))
 
 
 def owned_ids(connection: sa.Connection, session_id: str) -> tuple[list[str], list[str]]:
-    """Ids of a session's models, oldest first, and of its sampling sessions."""
+    """Returns the ids of a session's models, oldest first, and of its sampling sessions."""
     of_models = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
     id_column = sampling_sessions.c.sampling_session_id
     of_sampling_sessions = sa.select(id_column).where(sampling_sessions.c.session_id == session_id)

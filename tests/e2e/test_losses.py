@@ -105,7 +105,7 @@ def test_settings_and_names_that_no_loss_has(
     data = _policy_data(training, prompts[:1], "ppo")
     cases: list[tuple[str, dict[str, float | str], str]] = [
         ("ppo", {"beta": 1.0}, r"beta is unknown for ppo; known: clip_low_threshold, clip_high_threshold"),
-        ("ppo", {"clip_low_threshold": "low"}, r"clip_low_threshold is 'low'; ppo takes numbers only"),
+        ("ppo", {"clip_low_threshold": "low"}, r"clip_low_threshold is 'low'; ppo accepts numbers only"),
         ("ppo", {"clip_low_threshold": 2.0}, r"clip_low_threshold is 2\.0, above"),
         ("gspo", {}, r"sequence_ratio_mask is missing: gspo requires it"),
         ("cross_entropy", {}, r"(advantages|logprobs) is unknown for cross_entropy"),

@@ -149,7 +149,7 @@ async def test_wrong_names_fail_their_future_and_the_next_works(rest: Rest, stan
         ("custom", {"loss_id": "nothing"}, "'nothing' does not exist in session"),
         ("custom", {}, "loss_fn_config.loss_id is missing"),
         ("custom", {"loss_id": 3.0}, "loss_fn_config.loss_id is missing"),
-        ("custom", {"loss_id": loss_id, "mode": "fast"}, "loss_fn_config.mode is 'fast'; custom takes numbers only"),
+        ("custom", {"loss_id": loss_id, "mode": "fast"}, "loss_fn_config.mode is 'fast'; custom accepts numbers only"),
         ("cross_entropy", {"loss_id": loss_id}, "loss_fn_config.loss_id is"),
     ]
     for seq_id, (loss_fn, config, words) in enumerate(cases, 1):

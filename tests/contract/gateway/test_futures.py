@@ -176,8 +176,8 @@ async def test_finished_session_refuses_work_and_stops_its_samples(stand: Stand,
     finish = f"sessions/{rest.session_id}/finish"
     await rest.ok(finish, reason={"type": "success"}, detail=None)
     await rest.ok(finish, reason={"type": "errored"}, detail="late")
-    assert "is over (success)" in (await rest.result(request_id))["error"]
-    assert "is over (success)" in (await rest.result(held))["error"], "a command behind a gap fails, it does not hang"
+    assert "has ended (success)" in (await rest.result(request_id))["error"]
+    assert "has ended (success)" in (await rest.result(held))["error"], "a command behind a gap fails, it does not hang"
     await eventually(lambda: stand.sampler.running == 0)
     assert (await rest.forward_backward(model_id, 4)).status_code == 410
     assert (await rest.sample(sampling_id, 1)).status_code == 410
@@ -234,7 +234,7 @@ async def test_silence_ends_a_session_by_itself_and_frees_all_it_had(stand: Stan
     await eventually(lambda: stand.sampler.running == 1)
     await eventually(lambda: stand.sampler.running == 0)
     await eventually(lambda: [request.model_id for request in stand.trainer.of("DeleteModel")] == [model_id])
-    assert "is over (expired)" in (await rest.result(request_id))["error"]
+    assert "has ended (expired)" in (await rest.result(request_id))["error"]
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
     # Who waits for all samples of a session learns it too.
     told = await rest.ok("retrieve_futures", target={"sampling_session_id": sampling_id}, timeout=0)

@@ -163,7 +163,7 @@ def test_newer_loss_config_wins_and_text_is_refused() -> None:
     request.loss_fn_config_v2["beta"].number = 2.0
     assert loss_config_from_proto(request) == ({"beta": 2.0}, "")
     request.loss_fn_config_v2["loss_id"].text = "x"
-    with pytest.raises(InvalidInput, match=r"loss_fn_config\.loss_id is 'x'; dro takes numbers only"):
+    with pytest.raises(InvalidInput, match=r"loss_fn_config\.loss_id is 'x'; dro accepts numbers only"):
         loss_config_from_proto(request)
     request.loss_fn = "custom"
     assert loss_config_from_proto(request) == ({"beta": 2.0}, "x")
