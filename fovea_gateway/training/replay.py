@@ -61,7 +61,7 @@ class Replay:
                 unlike,
             )
         for number, entry in enumerate(entries, 1):
-            tell(f"the trainer restarted: running command {number} of {len(entries)} of this model again")
+            tell(f"the trainer restarted: command {number} of {len(entries)} of this model is being run again")
             try:
                 await self._run(model, entry)
             except (EndsTrainer, InvalidInput, NotFound) as error:

@@ -84,7 +84,7 @@ class StepCommands:
                 await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
             model.failed_seq_id, model.failed_reason = None, ""
             raise FailedPrecondition(
-                f"this optim_step (request {seq_id}) was not run: forward_backward request {failed} before it "
+                f"this optim_step (request {seq_id}) was not taken: forward_backward request {failed} before it "
                 f"failed ({reason}), so the gradients were partial. They were dropped; send the forward_backward calls "
                 "again, then optim_step"
             )
