@@ -119,7 +119,9 @@ async def test_commands_in_flight_and_behind_wait_for_the_trainer(stand: Recover
 
     async def is_paused() -> bool:
         waiting = (await rest.poll(ids[0])).json()
-        return waiting["queue_state"] == "paused_capacity" and "waiting for the trainer" in waiting["queue_state_reason"]
+        return (
+            waiting["queue_state"] == "paused_capacity" and "waiting for the trainer" in waiting["queue_state_reason"]
+        )
 
     await eventually(is_paused)
     stand.trainer.restart()
