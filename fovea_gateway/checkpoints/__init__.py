@@ -1,1 +1,1 @@
-"""Checkpoints: kept under names, listed, published, copied, exported, removed."""
+"""Checkpoints: their registry, their storage, exports and uploads."""

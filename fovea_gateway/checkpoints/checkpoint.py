@@ -1,4 +1,4 @@
-"""A checkpoint: weights in storage, under a `tinker://` path."""
+"""A checkpoint: stored weights that a `tinker://` path names."""
 
 import re
 import time
@@ -17,7 +17,10 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=@]{0,199}")
 
 @dataclass(eq=False)
 class Checkpoint:
-    """Weights in storage under a name. `snapshot_id` is set for those to sample from; `public` ones are everybody's."""
+    """Stored weights under a name.
+
+    `snapshot_id` is set for weights to sample from. Every caller can read a `public` checkpoint.
+    """
 
     path: str
     model_id: str
@@ -37,12 +40,12 @@ class Checkpoint:
 
     @property
     def picture_side(self) -> int:
-        """The most pixels of the longer side of a picture that it is asked about; 0 keeps every size."""
+        """The maximum number of pixels of the longer side of images sent to it; 0 means that images keep their size."""
         return conventions.picture_side(self.user_metadata) or 0
 
 
 class CheckpointPath(NamedTuple):
-    """The parts of a `tinker://` path."""
+    """The components of a `tinker://` path."""
 
     model_id: str
     segment: str
@@ -53,12 +56,12 @@ class CheckpointPath(NamedTuple):
 
 
 def folder_name(model: str) -> str:
-    """The folder of a model's checkpoints."""
+    """Returns the name of the folder that holds a model's checkpoints."""
     return model.replace(":", "_")
 
 
 def check_name(name: str, field: str) -> str:
-    """Returns a checkpoint's name. Raises InvalidInput for one that could not be a folder of its own."""
+    """Returns a checkpoint's name. Raises InvalidInput if the name could not be the name of a folder."""
     if not _NAME.fullmatch(name):
         raise InvalidInput(
             f"{field} {name[:_SHOWN]!r} is not a name: use 1 to 200 letters, digits or _ . - + = @, not starting "
@@ -69,7 +72,7 @@ def check_name(name: str, field: str) -> str:
 
 
 _SHOWN = 300
-"""Characters of a wrong path that an error repeats."""
+"""Characters of a wrong path that an error message repeats."""
 
 
 def parse_path(path: str, field: str) -> CheckpointPath:

@@ -1,4 +1,4 @@
-"""The registry of checkpoints: names, places, expiry, who may read them; and their rows."""
+"""The registry of checkpoints: names, storage locations, expiry and read permission; and their database rows."""
 
 import logging
 import math
@@ -46,7 +46,10 @@ _NOUNS = {
 
 
 def check_ttl(ttl_s: int, field: str = "ttl_seconds") -> float | None:
-    """When something with this time to live expires; None for 0. Raises InvalidInput outside 1 hour .. 10 years."""
+    """Returns when something with this time to live expires; None for 0.
+
+    Raises InvalidInput outside 1 hour .. 10 years.
+    """
     if ttl_s == 0:
         return None
     if not _LEAST_TTL_S <= ttl_s <= _MOST_TTL_S:
@@ -55,17 +58,17 @@ def check_ttl(ttl_s: int, field: str = "ttl_seconds") -> float | None:
 
 
 def check_ttl_or_none(ttl_s: int | None) -> float | None:
-    """The same for a client's own number, where None means forever and 0 is as wrong as any other short time."""
+    """Returns the same for a number from a client: None means forever, and 0 is an error like any other short time."""
     return None if ttl_s is None else check_ttl(ttl_s or -1)
 
 
 class Search(NamedTuple):
-    """Which checkpoints are asked for.
+    """The criteria of a search for checkpoints.
 
     Attributes:
-        with_public: Also what other owners published.
+        with_public: Also include what other owners published.
         segment: One of the kinds; None for all.
-        before: Where the last one of the page before stands: its `created_at` and its path.
+        before: The `created_at` and path of the last checkpoint of the previous page.
     """
 
     owner: str
@@ -77,7 +80,7 @@ class Search(NamedTuple):
 
 
 class Checkpoints:
-    """Checkpoints by `tinker://` path. The owner may do everything, others may read what is published."""
+    """Checkpoints by `tinker://` path. Their owner has full access; others may read the published ones."""
 
     def __init__(
         self, database: Database, storage: Storage, owners: Owners, clock: CautiousClock, rows: KeptRows
@@ -101,9 +104,10 @@ class Checkpoints:
         user_metadata: dict[str, str],
         overwrite: bool = False,
     ) -> tuple[Checkpoint, Checkpoint | None]:
-        """A checkpoint of a model to be written, in a folder that nothing else uses, and the one that it replaces.
+        """Plans a checkpoint in a folder that nothing else uses; returns it and the checkpoint that it replaces, if
+        any.
 
-        Raises InvalidInput for a bad name or too much metadata, AlreadyExists for a taken name, ResourceExhausted if
+        Raises InvalidInput for a bad name or too much metadata, AlreadyExists for a name in use, ResourceExhausted if
         the owner has no room.
         """
         self._rows.take(owner, {"user_metadata": user_metadata})
@@ -111,8 +115,8 @@ class Checkpoints:
         path = str(CheckpointPath(model_id, segment, check_name(name, "path")))
         old = await self._database.read(lambda connection: get_row(connection, path))
         if old is not None and not overwrite and not _is_expired(old, self._clock.now()):
-            fix = "save with overwrite=True or take another name" if segment == TRAINING else "take another name"
-            raise AlreadyExists(f"there is a checkpoint {path} already: {fix}", field="path")
+            fix = "save with overwrite=True or use another name" if segment == TRAINING else "use another name"
+            raise AlreadyExists(f"checkpoint {path} exists already: {fix}", field="path")
         uri = self.new_folder(model_id, segment, name)
         planned = Checkpoint(path, model_id, owner, segment, name, uri, base_model, lora, user_metadata=user_metadata)
         return planned, old
@@ -123,31 +127,31 @@ class Checkpoints:
             raise self.no_room(owner)
 
     async def room(self, owner: str) -> float:
-        """The bytes that an owner may store still: infinity without a limit."""
+        """Returns the bytes that an owner may still store: infinity without a limit."""
         if not (most := self._owners.of(owner).max_stored_bytes):
             return math.inf
         stored = await self._database.read(lambda connection: stored_bytes(connection, owner))
         return most - stored - self.unfinished_bytes[owner]
 
     def no_room(self, owner: str) -> ResourceExhausted:
-        """The error for an owner that has stored as many bytes as it may."""
+        """Returns the error for an owner that has stored as many bytes as it may."""
         return ResourceExhausted(
-            f"this owner's max_stored_bytes is {self._owners.of(owner).max_stored_bytes}, and its checkpoints, their "
-            "texts and its unfinished uploads have as many: delete checkpoints, or let them expire",
+            f"this owner's max_stored_bytes is {self._owners.of(owner).max_stored_bytes}, and its checkpoints "
+            "with their texts and its unfinished uploads use all of it: delete checkpoints, or let them expire",
             limit="max_stored_bytes",
         )
 
     async def forget_model(self, model_id: str) -> None:
-        """Removes the folder of a model that has no checkpoint any more, and is forgotten."""
+        """Removes the folder of a deleted model, which has no checkpoint any more."""
         await self.storage.remove(f"{self.storage.root}/{folder_name(model_id)}")
 
     def new_folder(self, model_id: str, segment: str, name: str) -> str:
-        """A folder below the root that nothing uses."""
+        """Returns the URI of a folder below the root that nothing uses."""
         return f"{self.storage.root}/{folder_name(model_id)}/{segment}/{name}.{uuid.uuid4().hex[:8]}"
 
     @asynccontextmanager
     async def writing(self, *uris: str) -> AsyncIterator[None]:
-        """Leaves no files of these folders behind if what writes them fails: a trainer that died cannot clean up."""
+        """Removes these folders if the block fails, because a trainer that died cannot clean up."""
         self.being_written.update(uris)
         try:
             yield
@@ -159,7 +163,10 @@ class Checkpoints:
             self.being_written.difference_update(uris)
 
     async def find(self, owner: str, path: str, field: str = "path") -> Checkpoint:
-        """A checkpoint that the caller may read. Raises NotFound for an unknown, expired or somebody else's one."""
+        """Returns a checkpoint that the caller may read.
+
+        Raises NotFound if it is unknown, expired, or another owner's and not published.
+        """
         parse_path(path, field)
         checkpoint = await self._database.read(lambda connection: get_row(connection, path))
         if checkpoint is None or not _is_readable(checkpoint, owner):
@@ -167,77 +174,78 @@ class Checkpoints:
         return checkpoint
 
     async def find_own(self, owner: str, path: str, field: str = "path") -> Checkpoint:
-        """A checkpoint of the caller. Raises NotFound as above, and for what others published."""
+        """Returns a checkpoint that the caller owns. Raises NotFound for all others, published ones included."""
         checkpoint = await self.find(owner, path, field)
         if checkpoint.owner != owner:
             raise NotFound(f"there is no checkpoint {path} of yours", field=field)
         return checkpoint
 
     async def find_training(self, owner: str, path: str, optimizer: bool = False) -> Checkpoint:
-        """What training can go on from: a training checkpoint, or an adapter that was exported or uploaded.
+        """Returns a checkpoint that training can continue from: a training checkpoint, or an exported or uploaded
+        adapter.
 
         Args:
-            optimizer: Whether its optimizer state is wanted.
+            optimizer: Whether its optimizer state is needed.
 
         Raises NotFound, InvalidInput for other kinds.
         """
         checkpoint = await self.find(owner, path)
         if checkpoint.segment == SAMPLER:
-            raise InvalidInput(f"{path} is {_NOUNS[SAMPLER]}; load one that save_state made", field="path")
+            raise InvalidInput(f"{path} is {_NOUNS[SAMPLER]}; load one that save_state created", field="path")
         if checkpoint.segment == EXTERNAL:
             if optimizer:
-                raise InvalidInput(f"{path} has no optimizer state: load its weights alone", field="path")
+                raise InvalidInput(f"{path} has no optimizer state: load only its weights", field="path")
             if ADAPTER_WEIGHTS not in await self.storage.sizes(checkpoint.uri):
                 raise InvalidInput(
-                    f"{path} is encrypted, or of full parameters; load one that save_state made", field="path"
+                    f"{path} is encrypted or holds full parameters; load one that save_state created", field="path"
                 )
         return checkpoint
 
     async def find_sampler(self, owner: str, path: str) -> Checkpoint:
-        """A checkpoint that can be sampled from. Raises NotFound, InvalidInput for other kinds."""
+        """Returns a checkpoint that can be sampled from. Raises NotFound, InvalidInput for other kinds."""
         checkpoint = await self.find(owner, path, "model_path")
         if checkpoint.segment != SAMPLER:
             raise InvalidInput(
-                f"{path} is {_NOUNS[checkpoint.segment]}; sample from one that save_weights_for_sampler made",
+                f"{path} is {_NOUNS[checkpoint.segment]}; sample from one that save_weights_for_sampler created",
                 field="model_path",
             )
         return checkpoint
 
     async def check_sampled(self, owner: str, path: str, snapshot_id: str) -> None:
-        """Raises NotFound once the weights of an open sampling session have expired, been deleted or taken back."""
+        """Raises NotFound once the weights of an open sampling session have expired or been deleted or unpublished."""
         checkpoint = self._sampled.get(path)
         if checkpoint is None or not _is_readable(checkpoint, owner):
             checkpoint = await self.find_sampler(owner, path)
             self._sampled[path] = checkpoint
         if checkpoint.snapshot_id != snapshot_id:
-            raise NotFound(f"{path} was saved anew; create a sampling client on it again", field="model_path")
+            raise NotFound(f"{path} has been overwritten; create a new sampling client for it", field="model_path")
 
     async def readable(self, owner: str, model_ids: list[str]) -> list[Checkpoint]:
-        """The checkpoints of some models that an owner may read, newest first."""
+        """Returns the checkpoints of some models that an owner may read, newest first."""
         listed = await self._database.read(lambda connection: rows_of_models(connection, model_ids))
         return [checkpoint for checkpoint in listed if _is_readable(checkpoint, owner)]
 
     async def page(self, owner: str | None, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
-        """A page of an owner's checkpoints, or of everybody's, newest first, and how many there are."""
+        """Returns a page of the checkpoints of an owner, or of all owners, newest first, and their total number."""
         return await self._database.read(lambda connection: rows_of_owner(connection, owner, limit, offset))
 
     async def search(self, search: Search) -> list[Checkpoint]:
-        """Checkpoints, the newest first."""
+        """Returns checkpoints, newest first."""
         return await self._database.read(lambda connection: rows_of_search(connection, search))
 
     async def delete(self, owner: str, path: str) -> None:
-        """Forgets a checkpoint and removes its folder."""
+        """Deletes a checkpoint and its folder."""
         await self._drop(await self.find_own(owner, path))
 
     async def set_ttl(self, owner: str, path: str, ttl_s: int | None) -> None:
-        """Sets when a checkpoint expires; None keeps it."""
+        """Sets when a checkpoint expires; None means never."""
         expires_at = check_ttl_or_none(ttl_s)
         await self.find_own(owner, path)
         await self._database.write(lambda connection: update_expiry(connection, path, expires_at))
         self._sampled.pop(path, None)
 
     async def set_public(self, owner: str, path: str, public: bool) -> None:
-        """Lets everybody read a checkpoint, or its owner alone; neither is an error twice."""
+        """Publishes a checkpoint, or withdraws it. Doing either twice is not an error."""
         await self.find_own(owner, path)
         await self._database.write(lambda connection: update_public(connection, path, public))
         self._sampled.pop(path, None)
@@ -255,7 +263,7 @@ class Checkpoints:
         await self._database.write(lambda connection: delete_row(connection, checkpoint))
         self._sampled.pop(checkpoint.path, None)
         await self.remove_folder(checkpoint.uri)
-        logger.info("checkpoint %s is gone", checkpoint.path)
+        logger.info("checkpoint %s was deleted", checkpoint.path)
 
 
 def _is_expired(checkpoint: Checkpoint, now: float) -> bool:
@@ -267,7 +275,7 @@ def _is_readable(checkpoint: Checkpoint, owner: str) -> bool:
 
 
 def put_row(connection: sa.Connection, checkpoint: Checkpoint) -> None:
-    """Keeps a checkpoint, which nobody else can read yet, in place of any of the same path."""
+    """Stores a checkpoint, which only its owner can read, replacing any of the same path."""
     for table in (published, checkpoints):
         connection.execute(sa.delete(table).where(table.c.path == checkpoint.path))
     row = {**vars(checkpoint), "lora": checkpoint.lora.SerializeToString()}
@@ -276,13 +284,13 @@ def put_row(connection: sa.Connection, checkpoint: Checkpoint) -> None:
 
 
 def get_row(connection: sa.Connection, path: str) -> Checkpoint | None:
-    """A checkpoint by its `tinker://` path, expired or not."""
+    """Returns a checkpoint by its `tinker://` path, expired or not."""
     row = (connection.execute(_selected().where(checkpoints.c.path == path))).mappings().first()
     return _to_checkpoint(row) if row else None
 
 
 def delete_row(connection: sa.Connection, checkpoint: Checkpoint) -> None:
-    """Forgets a checkpoint, but not one that has taken its place under the same path, and what was to sample from."""
+    """Deletes a checkpoint and its snapshot, but not a newer checkpoint that has replaced it under the same path."""
     where = (checkpoints.c.path == checkpoint.path) & (checkpoints.c.uri == checkpoint.uri)
     if connection.execute(sa.delete(checkpoints).where(where)).rowcount:
         connection.execute(sa.delete(published).where(published.c.path == checkpoint.path))
@@ -296,7 +304,7 @@ def update_expiry(connection: sa.Connection, path: str, expires_at: float | None
 
 
 def update_public(connection: sa.Connection, path: str, public: bool) -> None:
-    """Publishes a checkpoint or takes it back; neither is an error twice."""
+    """Publishes a checkpoint or withdraws it. Doing either twice is not an error."""
     if public:
         insert_new(connection, published, {"path": path, "published_at": time.time()})
     else:
@@ -304,22 +312,23 @@ def update_public(connection: sa.Connection, path: str, public: bool) -> None:
 
 
 def rows_of_models(connection: sa.Connection, model_ids: list[str]) -> list[Checkpoint]:
-    """The checkpoints of some models that have not expired, newest first."""
+    """Returns the unexpired checkpoints of some models, newest first."""
     where = checkpoints.c.model_id.in_(model_ids) & _living(time.time())
     query = _selected().where(where).order_by(checkpoints.c.created_at.desc())
     return [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
 
 
 def rows_of_model(connection: sa.Connection, model_id: str) -> list[Checkpoint]:
-    """A model's checkpoints that have not expired, newest first."""
+    """Returns a model's unexpired checkpoints, newest first."""
     return rows_of_models(connection, [model_id])
 
 
 def rows_of_owner(
     connection: sa.Connection, owner: str | None, limit: int, offset: int
 ) -> tuple[list[Checkpoint], int]:
-    """A page of an owner's checkpoints that have not expired, or with None of all, newest first, and how many there are
-    in all.
+    """Returns a page of an owner's unexpired checkpoints, newest first, and their total number.
+
+    With `owner` None, the checkpoints are those of all owners.
     """
     where = _living(time.time())
     if owner is not None:
@@ -331,7 +340,7 @@ def rows_of_owner(
 
 
 def rows_of_search(connection: sa.Connection, search: Search) -> list[Checkpoint]:
-    """Checkpoints that have not expired, as many as are asked for; the newest first."""
+    """Returns the unexpired checkpoints that match, newest first, up to the search's limit."""
     place, where = (checkpoints.c.created_at, checkpoints.c.path), checkpoints.c.owner == search.owner
     if search.with_public:
         where |= published.c.path.is_not(None)
@@ -348,19 +357,19 @@ def rows_of_search(connection: sa.Connection, search: Search) -> list[Checkpoint
 
 
 def public_models(now: float) -> sa.Select[Any]:
-    """Ids of the models that have a published checkpoint, as a subquery."""
+    """Returns a subquery for the ids of the models that have a published checkpoint."""
     query = sa.select(checkpoints.c.model_id).join(published, checkpoints.c.path == published.c.path)
     return query.where(_living(now))
 
 
 def expired_rows(connection: sa.Connection, now: float) -> list[Checkpoint]:
-    """Checkpoints past their time."""
+    """Returns the expired checkpoints."""
     query = _selected().where(checkpoints.c.expires_at <= now)
     return [_to_checkpoint(row) for row in (connection.execute(query)).mappings()]
 
 
 def named_uris(connection: sa.Connection) -> list[str]:
-    """Every folder that a checkpoint or a snapshot names."""
+    """Returns every folder that a checkpoint or a snapshot names."""
     folders = sa.union(sa.select(checkpoints.c.uri), sa.select(snapshots.c.uri))
     return [row.uri for row in connection.execute(folders)]
 

@@ -1,5 +1,6 @@
-"""Routes of checkpoints, exports and uploads, these as SDK 0.39 asks for them. An export is listed for who has a key;
-its files, and an upload's, are for who has a link.
+"""Routes of checkpoints, exports and uploads, as SDK 0.39 calls them.
+
+Listing an export needs an API key. Fetching its files, and sending those of an upload, needs a link.
 """
 
 import re
@@ -28,7 +29,7 @@ from fovea_gateway.scopes import Scope, asked_owner
 _TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _MOST = 1000
 _SCANNED, _MOST_SCANNED = 200, 2000
-"""Checkpoints that a search by metadata looks at, in one reading and in all; then it says where to go on."""
+"""Checkpoints that a search by metadata examines, per query and in total; the answer then says where to continue."""
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 _MEDIA_TYPE = "application/octet-stream"
 
@@ -46,14 +47,14 @@ class SetTtl(Body):
 
 
 class SearchOwner(Body):
-    """Whose checkpoints: the caller's own, or all that it may read."""
+    """Selects the caller's own checkpoints, or all that the caller may read."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] = Field([])
 
 
 class SearchCursor(Body):
-    """The last checkpoint of the page before."""
+    """The last checkpoint of the previous page."""
 
     last_created_at: AwareDatetime
     last_checkpoint_uuid: str
@@ -71,7 +72,9 @@ class SearchCheckpoints(Body):
     cursor: SearchCursor | None = None
 
     def first(self, owner: str) -> Search:
-        """The first question to the database; its cursor knows no fraction of a microsecond."""
+        """Returns the first database query. The cursor has no fractions of a microsecond, so the query starts one
+        later.
+        """
         types = {kind: segment for segment, kind in _TYPES.items()}
         return Search(
             owner,
@@ -83,7 +86,7 @@ class SearchCheckpoints(Body):
         )
 
     def matches(self, checkpoint: Checkpoint) -> bool:
-        """Returns whether a checkpoint matches the searched metadata and comes after the cursor."""
+        """Returns whether a checkpoint has the metadata and comes after the cursor."""
         return self.user_metadata.items() <= (checkpoint.user_metadata or {}).items() and (
             self.cursor is None or _place(checkpoint) < (self.cursor.last_created_at, self.cursor.last_checkpoint_uuid)
         )
@@ -104,7 +107,7 @@ class FinishUpload(Body):
 
 
 class CheckpointRoutes:
-    """Handlers of checkpoints."""
+    """Handlers of the checkpoint routes."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -146,7 +149,9 @@ class CheckpointRoutes:
         return Json(answer)
 
     async def page(self, request: Request, owner: str) -> Response:
-        """A page of the caller's checkpoints, or with the scope admin another owner's, or everybody's (`owner=*`)."""
+        """Lists a page of checkpoints: the caller's, or with the scope admin those of another owner or of all
+        (`owner=*`).
+        """
         check_query(request, "limit", "offset", "owner")
         limit, offset = paging(request, 100, _MOST)
         whose = asked_owner(request.query_params.get("owner", ""), "checkpoints")
@@ -158,15 +163,17 @@ class CheckpointRoutes:
         return Json({"checkpoints": listed, "cursor": cursor})
 
     async def search(self, request: Request, owner: str) -> Response:
-        """A page of the checkpoints that match, newest first, and where the next one begins.
+        """Lists a page of the checkpoints that match, newest first, and the cursor of the next page.
 
-        Of a search by metadata a page may have fewer than `limit`, and yet not be the last one.
+        In a search by metadata a page may have fewer than `limit` checkpoints and still not be the last one.
         """
         body = await parse_json(request, SearchCheckpoints, await read(request))
         if body.project_ids is not None:
-            raise InvalidInput("project_ids: there are no projects here; leave it out", field="project_ids")
+            raise InvalidInput("project_ids: Fovea has no projects; leave the field out", field="project_ids")
         if body.owner.type == "user":
-            raise InvalidInput("owner: search your own or accessible ones; owners have no URNs here", field="owner")
+            raise InvalidInput(
+                "owner: search `own` or `accessible` checkpoints; Fovea has no owner URNs", field="owner"
+            )
         search, page, count = body.first(owner), list[Checkpoint](), 0
         last: Checkpoint | None = None
         while len(page) <= body.limit and count < _MOST_SCANNED:
@@ -191,11 +198,11 @@ class CheckpointRoutes:
         return Json({"status": "deleted"})
 
     async def untyped(self, request: Request, owner: str) -> Response:
-        """Refuses an id that is only a name: a run may have one of each kind."""
+        """Refuses an id that is only a name, because a run may have a checkpoint of each kind with that name."""
         name = request.path_params["name"]
         kinds = ", ".join(f"{segment}/{name}" for segment in _TYPES)
         raise InvalidInput(
-            f"the checkpoint id {name!r} lacks its kind: write one of {kinds}, as listings do", field="checkpoint_id"
+            f"the checkpoint id {name!r} lacks its kind: use one of {kinds}, as listings show", field="checkpoint_id"
         )
 
     async def set_ttl(self, request: Request, owner: str) -> Response:
@@ -205,21 +212,21 @@ class CheckpointRoutes:
         return Json({"status": "updated"})
 
     async def publish(self, request: Request, owner: str) -> Response:
-        """Lets every caller read a checkpoint; no error if it was so already."""
+        """Lets every caller read a checkpoint. Publishing it again is not an error."""
         await self._checkpoints.set_public(owner, _path(request), public=True)
         return Json({"status": "published"})
 
     async def unpublish(self, request: Request, owner: str) -> Response:
-        """Takes a checkpoint back; no error if it was not public."""
+        """Withdraws a published checkpoint. It is not an error if the checkpoint was not public."""
         await self._checkpoints.set_public(owner, _path(request), public=False)
         return Json({"status": "unpublished"})
 
 
 class ExportRoutes:
-    """Handlers of exports.
+    """Handlers of the export routes.
 
     Args:
-        base_path: In front of all paths, without trailing slash.
+        base_path: The prefix of all paths, without trailing slash.
     """
 
     def __init__(self, exports: Exports, base_path: str) -> None:
@@ -233,20 +240,20 @@ class ExportRoutes:
         ]
 
     async def links(self, request: Request, owner: str) -> Response:
-        """A signed URL for each file, on the host that the client used, and when they expire."""
+        """Returns a signed URL for each file, on the host that the client used, and when the URLs expire."""
         links, expires_at = await self._exports.links(owner, _path(request))
         root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/exports"
         urls = {link.file: f"{root}/{_link_path(link)}" for link in links}
         return Json({"urls": urls, "expires": datetime.fromtimestamp(expires_at, UTC).isoformat()})
 
     async def file(self, request: Request) -> Response:
-        """A file, or one range of it; HEAD is answered too."""
+        """Serves a file, or one range of it; also handles HEAD."""
         parts, query = request.path_params, request.query_params
         expires_at = _expiry(request)
         places = (parts["run"], parts["segment"], parts["name"], parts["file"])
         link = Link(*places, expires_at, query.get("key", ""), query.get("signature", ""))
         file = await self._exports.follow(link)
-        # The folder of an export is never written twice, so its name says which content this is.
+        # The folder of an export is never written twice, so its name identifies the content.
         tag = f'"{file.uri.rpartition(".")[2]}-{file.size_bytes}"'
         asked = parse_range(request.headers.get("range"), file.size_bytes)
         if request.headers.get("if-range", tag) != tag:
@@ -267,12 +274,12 @@ class ExportRoutes:
 
 
 class UploadRoutes:
-    """Handlers of uploads.
+    """Handlers of the upload routes.
 
     Args:
-        lora_message: What of our wire a body means.
-        base_path: In front of all paths, without trailing slash.
-        patience_s: Seconds that a body may take to begin.
+        lora_message: Converts a request's LoRA configuration into the protobuf message.
+        base_path: The prefix of all paths, without trailing slash.
+        patience_s: Seconds to wait for a body to begin.
     """
 
     def __init__(
@@ -294,13 +301,15 @@ class UploadRoutes:
         ]
 
     async def start(self, request: Request, owner: str) -> Response:
-        """A signed URL for each file, on the host that the client used, and when they expire."""
+        """Returns a signed URL for each file, on the host that the client used, and when the URLs expire."""
         body = await parse_json(request, StartUpload, await read(request))
         if body.destination_project_id is not None:
-            raise InvalidInput("destination_project_id: there are no projects here", field="destination_project_id")
+            raise InvalidInput(
+                "destination_project_id: Fovea has no projects; leave the field out", field="destination_project_id"
+            )
         self._base_models.check_trained(body.base_model)
         if body.lora_config.rank < 1:
-            raise InvalidInput("lora_config.rank must be 1 or more: adapters are what is taken", field="lora_config")
+            raise InvalidInput("lora_config.rank must be 1 or more: only adapters can be uploaded", field="lora_config")
         lora = self._lora_message(body.lora_config)
         upload_id, links = await self._uploads.start(owner, body.base_model, lora)
         root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/uploads"
@@ -309,26 +318,28 @@ class UploadRoutes:
         return Json({"upload_id": upload_id, "urls": urls, "expires": expires})
 
     async def receive(self, request: Request) -> Response:
-        """Keeps a file."""
+        """Stores a file."""
         parts, query = request.path_params, request.query_params
         expires_at = _expiry(request)
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidInput("send the file as it is, without Content-Encoding")
+            raise InvalidInput("uploads do not support Content-Encoding: send the file uncompressed")
         link = UploadLink(parts["upload"], parts["file"], expires_at, query.get("key", ""), query.get("signature", ""))
         declared = int(request.headers.get("content-length") or 0)
         await self._uploads.receive(link, declared, arriving(request, self._patience_s))
         return Response(status_code=200)
 
     async def finish(self, request: Request, owner: str) -> Response:
-        """Makes a checkpoint of what was sent."""
+        """Makes the uploaded files a checkpoint."""
         body = await parse_json(request, FinishUpload, await read(request))
         return Json({"tinker_path": await self._uploads.finish(owner, body.upload_id)})
 
 
 def parse_range(header: str | None, size_bytes: int) -> range | None:
-    """The bytes that a Range header asks for (RFC 9110, section 14): none of them if the file has not got them.
+    """Returns the bytes that a Range header asks for (RFC 9110, section 14); empty if they are beyond the end of the
+    file.
 
-    None, for the whole file, without a header, for other units and for several ranges: servers may ignore those.
+    Returns None, for the whole file, if there is no header, or for other units and several ranges, which servers may
+    ignore.
     """
     match = _RANGE.fullmatch(header or "")
     if match is None or not any(match.groups()):
@@ -350,11 +361,11 @@ def _signed(link: Link | UploadLink) -> str:
 
 
 def _expiry(request: Request) -> int:
-    """Of a link. Raises InvalidInput."""
+    """Returns the expiry of a link. Raises InvalidInput."""
     try:
         return int(request.query_params.get("expires", ""))
     except ValueError:
-        raise InvalidInput("expires is missing from this link, or is no number", field="expires") from None
+        raise InvalidInput("expires is missing from this link or is not a number", field="expires") from None
 
 
 def _path(request: Request) -> str:
@@ -363,12 +374,12 @@ def _path(request: Request) -> str:
 
 
 def _place(checkpoint: Checkpoint) -> tuple[datetime, str]:
-    """Where a checkpoint stands among all, in the precision of a cursor."""
+    """Returns the sort key of a checkpoint, in the precision of a cursor."""
     return datetime.fromtimestamp(checkpoint.created_at, UTC), checkpoint.path
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as listings show it."""
+    """Returns a checkpoint as listings show it."""
     return {
         "checkpoint_id": f"{checkpoint.segment}/{checkpoint.name}",
         "checkpoint_type": _TYPES[checkpoint.segment],
@@ -383,5 +394,5 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def iso_time(seconds: float) -> str:
-    """ISO 8601 with an offset: the CLI compares with aware times."""
+    """Returns ISO 8601 with a UTC offset, because the CLI compares it with timezone-aware times."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()

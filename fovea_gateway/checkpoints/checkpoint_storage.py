@@ -1,4 +1,4 @@
-"""Folders of checkpoints, at a path or an fsspec URL: listed, streamed, copied, removed. The trainer writes them."""
+"""Lists, streams, copies and removes folders of checkpoints, at a path or an fsspec URL. The trainer writes them."""
 
 import asyncio
 import logging
@@ -21,17 +21,18 @@ _THREADS = 8
 
 
 class _Place(NamedTuple):
-    """A folder within a file system."""
+    """A path within a file system."""
 
     files: Any
     path: str
 
 
 class Storage:
-    """What the gateway does with stored folders, in threads of its own: remote storage answers slowly.
+    """The gateway's operations on stored folders. They run in their own threads, because remote storage responds
+    slowly.
 
     Args:
-        root: Folder or fsspec URL below which all checkpoints are; the trainer must see the same.
+        root: Folder or fsspec URL below which all checkpoints are stored; the trainer must see the same storage.
     """
 
     def __init__(self, root: str) -> None:
@@ -42,12 +43,12 @@ class Storage:
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs a function in one of the threads. Raises DiskFull if it finds the disk full."""
+        """Runs a function in one of the threads. Raises DiskFull if the function finds the disk full."""
         with naming_full_disk(self.root):
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def problem(self) -> str:
-        """Why nothing can be kept below the root; empty if a file can be written and removed there."""
+        """Returns why files cannot be stored below the root; empty if a file can be written and removed there."""
         place = _place(f"{self.root}/probe-{uuid.uuid4().hex[:8]}")
         try:
             await self.run(_probe, place)
@@ -56,15 +57,17 @@ class Storage:
         return ""
 
     async def sizes(self, uri: str) -> dict[str, int]:
-        """The files of a folder, by path relative to it, with their sizes in bytes; empty if there is no folder."""
+        """Returns the sizes in bytes of a folder's files, keyed by path relative to it; empty if there is no folder."""
         return await self.run(_sizes, uri)
 
     async def entries(self, uri: str) -> list[str]:
-        """Names of the files and folders right below a folder; empty if there is none."""
+        """Returns the names of the files and folders directly below a folder; empty if there is no folder."""
         return await self.run(_entries, uri)
 
     async def stream(self, uri: str, name: str, start: int, length: int) -> AsyncIterator[bytes]:
-        """`length` bytes of a file from `start` on, in pieces. The file is open once this returns. Raises NotFound."""
+        """Returns `length` bytes of a file from `start` on, in chunks. The file is open once this returns. Raises
+        NotFound.
+        """
         place = _place(uri)
         try:
             file = await self.run(place.files.open, f"{place.path}/{name}", "rb")
@@ -93,7 +96,7 @@ class Storage:
             raise
 
     async def read(self, uri: str, name: str) -> bytes:
-        """A small file, whole."""
+        """Returns the content of a small file."""
         place = _place(uri)
         return bytes(await self.run(place.files.cat_file, f"{place.path}/{name}"))
 
@@ -103,12 +106,14 @@ class Storage:
         await self.run(place.files.pipe_file, f"{place.path}/{name}", data)
 
     async def make_folder(self, uri: str) -> None:
-        """Makes a folder, where storage has any."""
+        """Creates a folder, if the storage has folders."""
         await self.run(_make_folder, _place(uri))
 
     @asynccontextmanager
     async def receiving(self, uri: str, name: str) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-        """Makes a file out of what it is given, piece by piece, and removes it if that breaks off. Raises DiskFull."""
+        """Creates a file and yields a function that appends bytes to it. Removes the file if the block fails. Raises
+        DiskFull.
+        """
         place = _place(uri)
         path = f"{place.path}/{name}"
         file = await self.run(place.files.open, path, "wb")
@@ -124,18 +129,18 @@ class Storage:
             raise
 
     async def rename(self, uri: str, name: str, new_name: str) -> None:
-        """Renames a file within its folder, in the place of any that has the name."""
+        """Renames a file within its folder, replacing any file with the new name."""
         place = _place(uri)
         await self.run(_move, place.files, f"{place.path}/{name}", f"{place.path}/{new_name}")
 
     async def rewrite(
         self, source: str, name: str, target: str, new_name: str, rewrite: Callable[[Any, Any], None]
     ) -> None:
-        """Makes a file of another folder out of a file; `rewrite` is given both, open, to read and to write bytes."""
+        """Creates a file from a file of another folder. `rewrite` receives both, open for reading and writing bytes."""
         await self.run(_rewrite, _place(source), name, _place(target), new_name, rewrite)
 
     async def sync(self, uri: str) -> None:
-        """Has the disk keep a folder as it is: to be called before a row that is committed names it."""
+        """Flushes a folder to disk. Call this before committing a row that names the folder."""
         place = _place(uri)
         await self.run(sync_folder, place.files, place.path)
 
@@ -144,12 +149,12 @@ class Storage:
         await self.run(place.files.rm_file, f"{place.path}/{name}")
 
     async def remove(self, uri: str) -> None:
-        """Removes a folder below the root that nothing names any more, and unfinished or replaced copies beside it.
+        """Removes a folder below the root that no row names any more, and unfinished or replaced copies beside it.
 
-        A failure is logged: nobody can act on it.
+        A failure is only logged, because no caller can act on it.
         """
         if not uri.startswith(f"{self.root}/") or ".." in uri.split("/"):
-            logger.warning("%s is not below %s: it is left alone", uri, self.root)
+            logger.warning("%s is not below %s, so it is not removed", uri, self.root)
             return
         try:
             await self.run(_remove, uri)
@@ -158,7 +163,7 @@ class Storage:
 
 
 def _move(files: Any, source: str, target: str) -> None:
-    # Object stores look into a cached listing first, which another task may have made before the file was written.
+    # Object stores first consult a cached listing, which another task may have cached before the file was written.
     files.invalidate_cache()
     files.mv(source, target)
 
@@ -175,7 +180,7 @@ def _probe(place: _Place) -> None:
 
 
 def _make_folder(place: _Place) -> None:
-    if not place.files.async_impl:  # object stores have no folders, and would make a bucket
+    if not place.files.async_impl:  # an object store has no folders and would create a bucket
         place.files.makedirs(place.path, exist_ok=True)
 
 
@@ -200,7 +205,7 @@ def _entries(uri: str) -> list[str]:
 
 def _sizes(uri: str) -> dict[str, int]:
     files, path = _place(uri)
-    # The trainer is another process: what was listed before may not be what is there.
+    # The trainer is another process, so an earlier listing may be stale.
     files.invalidate_cache()
     return {
         name.removeprefix(path).lstrip("/"): int(entry["size"])

@@ -1,6 +1,6 @@
-"""Exports: files of weights, served to whoever has a link to one. Links are signed, and expire.
+"""Exports: files of weights, served to any holder of a link. Links are signed, and they expire.
 
-Files may be encrypted by age (age-encryption.org/v1), by pyrage, which wraps the Rust implementation.
+Files may be encrypted with age (age-encryption.org/v1) through pyrage, which wraps the Rust implementation.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ Recipient = Any
 
 
 class Link(NamedTuple):
-    """What lets its holder fetch one file.
+    """A link that permits its holder to fetch one file.
 
     Attributes:
-        expires_at: Seconds since the epoch, whole.
-        key_id: The API key that asked for the link, which is good no longer than the key.
+        expires_at: Seconds since the epoch, a whole number.
+        key_id: The API key that asked for the link. The link is valid no longer than the key.
         signature: HMAC-SHA256 over folder, file, expiry and key id, in hex.
     """
 
@@ -64,10 +64,11 @@ class ExportedFile(NamedTuple):
 
 
 class LinkSigner:
-    """Signs links with a secret of the database, so that they stay good when the gateway restarts. Call `open` first.
+    """Signs links with a secret stored in the database, so that they stay valid when the gateway restarts. Call `open`
+    first.
 
     Args:
-        is_valid: Tells whether the API key with an id is valid now.
+        is_valid: Returns whether the API key with an id is valid now.
     """
 
     def __init__(self, database: Database, is_valid: Callable[[str], bool]) -> None:
@@ -79,17 +80,17 @@ class LinkSigner:
         self._key = await self._database.write(_take_secret)
 
     def sign(self, *parts: str) -> str:
-        """Returns HMAC-SHA256 over what a link leads to, when it expires and which key asked for it, in hex."""
+        """Returns the HMAC-SHA256, in hex, over a link's target, its expiry and the key that asked for it."""
         return hmac.new(self._key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
     def check(self, shown: str, key_id: str, *parts: str) -> bool:
-        """Returns whether a link shows the right signature and its key is still valid."""
+        """Returns whether a link has the right signature and its key is still valid."""
         expected = self.sign(*parts, key_id)
         return hmac.compare_digest(expected.encode(), shown.encode()) and self._is_valid(key_id)
 
 
 class Exports:
-    """External weights, and weights to sample from, which lie in the same formats."""
+    """Serves external weights, and weights to sample from, which are stored in the same formats."""
 
     def __init__(self, database: Database, checkpoints: Checkpoints, signer: LinkSigner) -> None:
         self._database, self._checkpoints, self._signer = database, checkpoints, signer
@@ -99,26 +100,28 @@ class Exports:
         return self._checkpoints.storage
 
     async def links(self, owner: str, path: str) -> tuple[list[Link], int]:
-        """A link to each file of weights that the caller may read, and when they expire.
+        """Returns a link to each file of weights that the caller may read, and when the links expire.
 
         Raises NotFound, InvalidInput for a training checkpoint.
         """
         checkpoint = await self._checkpoints.find(owner, path)
         if checkpoint.segment == TRAINING:
-            raise InvalidInput(f"{path} is no export; make one with save_weights_external", field="path")
+            raise InvalidInput(f"{path} is not an export; create one with save_weights_external", field="path")
         expires_at = int(time.time()) + _LINK_TTL_S
         if checkpoint.expires_at is not None:
             expires_at = min(expires_at, int(checkpoint.expires_at))
         files = await self._storage.sizes(checkpoint.uri)
-        # Of an export they are gone; weights to sample from keep them.
+        # An export has lost its private files already; weights to sample from keep them.
         public = [file for file in files if not file.startswith(_PRIVATE)]
         return [self._link(checkpoint, file, expires_at) for file in public], expires_at
 
     async def follow(self, link: Link) -> ExportedFile:
-        """The file that a link leads to. Raises PermissionDenied for a link that is wrong, old, or to nothing."""
+        """Returns the file that a link leads to. Raises PermissionDenied if the link is wrong or expired or its file is
+        gone.
+        """
         path = str(CheckpointPath(link.run, link.segment, link.name))
         checkpoint = await self._database.read(lambda connection: get_row(connection, path))
-        # One answer for a wrong link and for one to nothing: it must not tell strangers which exports exist.
+        # A wrong link and a link to nothing get the same answer, so that strangers cannot learn which exports exist.
         wrong = PermissionDenied(
             "this link is not valid, or its key or export is gone; ask for external_weights_urls again"
         )
@@ -134,22 +137,23 @@ class Exports:
         return ExportedFile(checkpoint.uri, link.file, size_bytes)
 
     async def read(self, file: ExportedFile, start: int, length: int) -> AsyncIterator[bytes]:
-        """`length` bytes from `start` on, in pieces. Raises NotFound."""
+        """Returns `length` bytes of a file from `start` on, in chunks. Raises NotFound."""
         return await self._storage.stream(file.uri, file.name, start, length)
 
     def _link(self, checkpoint: Checkpoint, file: str, expires_at: int) -> Link:
-        # The folder is new with every export: a link never leads to what later took the same name.
+        # Every export has a new folder, so a link never leads to a later export of the same name.
         key_id = CALLER.get().key_id
         signature = self._signer.sign(checkpoint.uri, file, str(expires_at), key_id)
         return Link(checkpoint.model_id, checkpoint.segment, checkpoint.name, file, expires_at, key_id, signature)
 
 
 async def complete_export(storage: Storage, written: str, target: str, recipients: list[Recipient]) -> int:
-    """Makes an export out of the folder that the trainer wrote; returns its size in bytes.
+    """Completes an export from the folder that the trainer wrote; returns its size in bytes.
 
     Args:
+        written: The folder that the trainer wrote.
         target: The same folder, or another one if the files are to be encrypted; then `written` is removed.
-        recipients: To whom, or empty.
+        recipients: Public keys to encrypt for; empty for no encryption.
 
     Raises:
         Internal: The gateway does not see what the trainer wrote.
@@ -157,8 +161,8 @@ async def complete_export(storage: Storage, written: str, target: str, recipient
     names = await storage.sizes(written)
     if not names:
         raise Internal(
-            f"the trainer wrote {written}, where the gateway sees nothing: checkpoint_dir must be on storage "
-            "that both see"
+            f"the trainer wrote {written}, but the gateway finds no file there: checkpoint_dir must be on storage "
+            "that both can access"
         )
     for name in names:
         if name.startswith(_PRIVATE):
@@ -171,21 +175,22 @@ async def complete_export(storage: Storage, written: str, target: str, recipient
 
 
 def parse_recipients(texts: Iterable[str]) -> list[Recipient]:
-    """Public keys out of `age1...` or SSH texts.
+    """Parses public keys from `age1...` or SSH texts.
 
-    Raises InvalidInput that names the first wrong one but does not repeat it: it may be a secret key, sent by mistake.
+    Raises InvalidInput, which gives the index of the first wrong one but does not repeat it: it may be a secret key
+    that was sent by mistake.
     """
     listed = list(texts)
     if len(listed) > _MOST_RECIPIENTS:
         raise InvalidInput(
-            f"{_RECIPIENTS} has {len(listed)} entries; {_MOST_RECIPIENTS} is the most", field=_RECIPIENTS
+            f"{_RECIPIENTS} has {len(listed)} entries; {_MOST_RECIPIENTS} is the maximum", field=_RECIPIENTS
         )
     return [_parse_recipient(text.strip(), f"{_RECIPIENTS}[{index}]") for index, text in enumerate(listed)]
 
 
 def _parse_recipient(text: str, field: str) -> Recipient:
     if text.upper().startswith("AGE-SECRET-KEY-"):
-        raise InvalidInput(f"{field} is a secret key: make a new pair, and send its public key", field=field)
+        raise InvalidInput(f"{field} is a secret key: create a new key pair, and send its public key", field=field)
     kind = pyrage.ssh.Recipient if text.startswith("ssh-") else pyrage.x25519.Recipient
     try:
         return kind.from_str(text)
@@ -195,13 +200,13 @@ def _parse_recipient(text: str, field: str) -> Recipient:
 
 
 async def _encrypt_folder(files: Storage, source: str, target: str, recipients: list[Recipient]) -> None:
-    """Encrypts every file of a folder into another one, names ending in `.age`, piece by piece."""
+    """Encrypts every file of a folder into another one, chunk by chunk; the names get the suffix `.age`."""
 
     def encrypt(reader: Any, writer: Any) -> None:
         try:
             pyrage.encrypt_io(reader, writer, recipients)
         except pyrage.EncryptError as error:
-            if found := re.search(r"\[Errno (\d+)\]", str(error)):  # of an OSError it hands on the text alone
+            if found := re.search(r"\[Errno (\d+)\]", str(error)):  # pyrage passes on only the text of an OSError
                 raise OSError(int(found[1]), str(error)) from error
             raise
 
@@ -210,7 +215,7 @@ async def _encrypt_folder(files: Storage, source: str, target: str, recipients: 
 
 
 def _take_secret(connection: sa.Connection) -> bytes:
-    """The key that signs links (32 bytes), made when it is asked for the first time."""
+    """Returns the key that signs links (32 bytes), and creates it on first use."""
     table = schema.secrets
     insert_new(connection, table, {"name": _SECRET, "value": secrets.token_bytes(_SECRET_BYTES)})
     value: bytes = connection.execute(sa.select(table.c.value).where(table.c.name == _SECRET)).scalar_one()

@@ -131,7 +131,7 @@ async def test_an_id_without_its_kind_is_named(stand: Stand, rest: Rest, method:
     path = await save(rest, model_id, 1, "ckpt0")
     answer = await rest.http.request(method, f"training_runs/{model_id}/checkpoints/ckpt0{action}")
     assert answer.status_code == 400
-    assert "'ckpt0' lacks its kind: write one of weights/ckpt0, sampler_weights/ckpt0" in answer.text
+    assert "'ckpt0' lacks its kind: use one of weights/ckpt0, sampler_weights/ckpt0" in answer.text
     assert (await rest.http.delete(below(path))).status_code == 200
 
 

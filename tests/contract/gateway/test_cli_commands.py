@@ -95,7 +95,7 @@ async def test_an_adapter_that_is_too_large_is_refused_by_its_name(tmp_path: Pat
     assert refused.exit_code == 1
     assert (
         refused.stderr.splitlines()[-1]
-        == "adapter_model.safetensors is above 1048576 bytes, the limit for uploads here"
+        == "adapter_model.safetensors is larger than 1048576 bytes, this gateway's limit for uploads"
     )
 
 

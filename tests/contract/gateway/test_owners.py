@@ -136,7 +136,7 @@ async def test_models_and_stored_bytes_are_limited_by_name(keys: Keys, alice: Re
         saved = await alice.ok("save_weights", model_id=model_id, seq_id=seq_id, path=f"a{seq_id}")
         results.append(await alice.result(saved["request_id"]))
     assert ["path" in result for result in results] == [True, True, False]
-    assert "max_stored_bytes is 150, and its checkpoints, their texts" in results[-1]["error"]
+    assert "max_stored_bytes is 150, and its checkpoints with their texts" in results[-1]["error"]
 
 
 async def test_usage_is_counted_by_key_and_day_in_one_transaction_with_outcomes(

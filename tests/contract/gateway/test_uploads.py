@@ -152,16 +152,16 @@ HALF = WHOLE | {"shape": [8, RANK], "data_offsets": [128, 256]}
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (b"", "no safetensors file"),
-        (b"\xff" * 64, "no safetensors file"),
+        (b"", "not a safetensors file"),
+        (b"\xff" * 64, "not a safetensors file"),
         (struct.pack("<Q", 2) + b"[]", "is not a JSON object"),
         (edited({"__metadata__": {}}), "has no tensors"),
         (edited({A: WHOLE}), f"has no {B} beside it"),
-        (edited({"weight": WHOLE}), "is no factor"),
+        (edited({"weight": WHOLE}), "is not a LoRA factor"),
         (edited({A: WHOLE | {"dtype": "I8"}, B: HALF}), "has type I8"),
         (edited({A: WHOLE, B: HALF | {"shape": [4, 8]}}), "none of rank 4"),
-        (edited({A: WHOLE, B: HALF | {"data_offsets": [192, 320]}}), "not sent whole"),
-        (edited({A: WHOLE, B: HALF | {"data_offsets": [128, 192]}}), "another size than its shape"),
+        (edited({A: WHOLE, B: HALF | {"data_offsets": [192, 320]}}), "the file is incomplete"),
+        (edited({A: WHOLE, B: HALF | {"data_offsets": [128, 192]}}), "a size that does not match its shape"),
         (edited({A: WHOLE, B: HALF | {"shape": [8.5, 4]}}), "damaged header"),
         (edited({A: WHOLE, B: {}}), "damaged header"),
     ],
@@ -212,7 +212,7 @@ async def test_what_is_above_the_limit_is_refused_and_not_kept(stand: Stand, cli
     assert refused.status_code == 413
     assert [name.rpartition("/")[2] for name in stored(stand)] == ["fovea_upload.json"]
     refused = await finish(client, begun["upload_id"])
-    assert (refused.status_code, "was not sent yet" in refused.json()["detail"]) == (400, True)
+    assert (refused.status_code, "has not been sent yet" in refused.json()["detail"]) == (400, True)
 
 
 async def test_a_client_that_goes_away_leaves_no_half_file(stand: Stand, client: Rest) -> None:
