@@ -1,1 +1,3 @@
-"""Where the state is kept: SQLAlchemy tables in SQLite or PostgreSQL, one writer, one owner."""
+"""The gateway's persistent state: SQLAlchemy tables in SQLite or PostgreSQL, with a single writer and a single
+owner.
+"""

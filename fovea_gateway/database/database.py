@@ -1,12 +1,12 @@
 """Runs the gateway's reads and writes on its database, outside the event loop.
 
-All writes go through one queue to one thread, which has the only connection that writes: SQLite never answers
-"database is locked". Whatever waits in the queue is committed together, and writes of the same kind (`Batched`) share
-their statements, so that a thousand submissions take a few commits and a few statements. Reads have threads and
-connections of their own and see what is committed.
+All writes go through one queue to one thread, which has the only writing connection, so SQLite never answers "database
+is locked". The thread commits all writes in the queue together, and writes of the same kind (`Batched`) share their
+statements, so a thousand submissions take a few commits and a few statements. Reads have their own threads and
+connections and see what is committed.
 
-Jobs are plain functions that run in those threads. That takes 0.8 ms of CPU per future, where SQLAlchemy's asyncio
-engine over aiosqlite takes 2.2: it changes threads for every statement.
+Jobs are plain functions that run in those threads. This takes 0.8 ms of CPU per future; SQLAlchemy's asyncio engine
+over aiosqlite takes 2.2 ms, because it changes threads for every statement.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ _CLOSE_PATIENCE_S = 5.0
 
 
 class Database:
-    """One gateway's database. A write may run twice, when another one in its transaction fails.
+    """One gateway's database. A write may run twice, if another one in its transaction fails.
 
-    While the database is away, reads and writes wait for it, however long: a write that was given up might still take
-    effect, unknown to whoever gave it up, and work that was accepted must not fail because nothing could be read.
+    While the database is unavailable, reads and writes wait for it without limit. An abandoned write might still take
+    effect without the caller's knowledge, and accepted work must not fail because a read is not possible.
 
     Args:
-        url: As SQLAlchemy reads it; `postgresql://` means psycopg 3.
-        on_superseded: Called once another gateway has taken over the state: what this process remembers is out of date.
+        url: A SQLAlchemy URL; `postgresql://` means psycopg 3.
+        on_superseded: Called once another gateway has taken over the state, which makes this process's memory stale.
         patience_s: How long the first connection may take, in seconds.
 
     Raises:
-        InvalidInput: For a URL that cannot be used.
+        InvalidInput: The URL cannot be used.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Database:
     ) -> None:
         self._engine = make_engine(parse_url(url), _READERS + 1)
         self._reading = self._engine
-        if self._engine.dialect.name == "postgresql":  # spares each read two round trips
+        if self._engine.dialect.name == "postgresql":  # saves two round trips per read
             self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
         self._stopped = threading.Event()
         self._writer = Writer(self._engine, patience_s, self._stopped)
@@ -63,17 +63,19 @@ class Database:
         self._on_superseded = on_superseded
 
     async def open(self) -> None:
-        """Waits until this gateway has the state for itself, makes or migrates the tables and starts the writer.
+        """Waits until this gateway owns the state, creates or migrates the tables and starts the writer.
 
         Raises:
             Unavailable: The database does not answer.
-            Internal: It has a schema that is not known, or its folder is another gateway's.
+            Internal: Its schema is unknown, or its folder belongs to another gateway.
         """
         await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.open)
         self._task = asyncio.create_task(self._write_forever(), name="database writer")
 
     async def close(self) -> None:
-        """Commits what is queued, releases the state and closes. Waits a few seconds for a database that is away."""
+        """Commits queued writes, releases the state and closes. Waits a few seconds for a database that is
+        unavailable.
+        """
         if self._task:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._queue.join(), _CLOSE_PATIENCE_S)
@@ -88,7 +90,7 @@ class Database:
         self._engine.dispose()
 
     def abandon(self) -> None:
-        """Lets go of connections and locks at once, as the end of the process does. What is queued is lost."""
+        """Drops connections and locks at once, as the end of the process does. Queued writes are lost."""
         self._writer.close()
         self._engine.dispose()
 
@@ -96,28 +98,28 @@ class Database:
         """Raises Unavailable while the disk is so full that nothing new should be accepted."""
         if self._writer.reserve.is_spent:
             raise Unavailable(
-                "the disk of the gateway's state is full: end sessions, delete checkpoints, and send this again later"
+                "the disk of the gateway's state is full: end sessions or delete checkpoints, then send this again"
             )
 
     async def look_for_room(self) -> None:
-        """Takes the disk reserve back once there is room for it. To be called now and then."""
+        """Restores the disk reserve once there is room for it. Call this periodically."""
         await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.reserve.take)
 
     async def write(self, job: Job[Result]) -> Result:
         """Runs a job in a transaction; returns its result once it is committed.
 
         Raises:
-            InvalidInput: A value that the database cannot keep.
-            Unavailable: The database could not do it, or another gateway has the state.
-            Exception: Whatever the job raised.
+            InvalidInput: The database cannot store a value.
+            Unavailable: The database could not run the job, or another gateway owns the state.
+            Exception: The error that the job raised.
         """
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         await self._queue.put((job, done))
-        # A caller who stops waiting does not undo the job: others may rely on its effect.
+        # A cancelled caller does not undo the job: others may rely on its effect.
         return await asyncio.shield(done)
 
     async def read(self, job: Job[Result]) -> Result:
-        """Runs a job that only reads. Raises as `write` does."""
+        """Runs a job that only reads. Raises the same errors as `write`."""
         return await asyncio.get_running_loop().run_in_executor(self._reader_threads, self._read, job)
 
     def _read(self, job: Job[Result]) -> Result:
@@ -139,9 +141,9 @@ class Database:
             try:
                 outcomes = await loop.run_in_executor(self._writer_thread, self._writer.commit, jobs)
             except Superseded:
-                logger.critical("another gateway has taken over the state: this one ends")
+                logger.critical("another gateway has taken over the state: this one exits")
                 self._on_superseded()
-                outcomes = [Unavailable("another gateway has taken over: send this again")] * len(jobs)
+                outcomes = [Unavailable("another gateway has taken over: send this request again")] * len(jobs)
             for (_, done), outcome in zip(group, outcomes, strict=True):
                 _settle(done, outcome)
                 self._queue.task_done()
@@ -152,6 +154,6 @@ def _settle(done: asyncio.Future[Any], outcome: Any) -> None:
         return
     if isinstance(outcome, Exception):
         done.set_exception(outcome)
-        done.exception()  # a caller who went away is no reason for "exception was never retrieved"
+        done.exception()  # without a caller asyncio would log "exception was never retrieved"
     else:
         done.set_result(outcome)

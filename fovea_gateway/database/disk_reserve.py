@@ -1,7 +1,7 @@
-"""A file that keeps some room free on the disk of an SQLite database.
+"""A file that reserves some room on the disk of an SQLite database.
 
-Ending sessions and deleting checkpoints makes room, but needs some room itself. The file is deleted when the disk is
-full, and made again once it is not; in between, the gateway accepts nothing new.
+Ending sessions and deleting checkpoints frees room, but needs some room itself. The file is deleted when the disk is
+full, and created again once there is room; in between, the gateway accepts no new work.
 """
 
 import logging
@@ -21,10 +21,10 @@ _LEAST_BYTES = 2**20
 
 
 class DiskReserve:
-    """The file. `is_spent` may be read by any thread; the methods belong to the one that writes the database.
+    """The reserve file. Any thread may read `is_spent`; the methods belong to the thread that writes the database.
 
     Args:
-        database: The path of the database; empty for PostgreSQL, which has no reserve here.
+        database: The path of the database; empty for PostgreSQL, which has no reserve.
     """
 
     def __init__(self, database: str) -> None:
@@ -32,12 +32,12 @@ class DiskReserve:
         self.is_spent = False
 
     def take(self) -> None:
-        """Makes the file where twice its size is free. A full disk is no error here, but is logged."""
+        """Creates the file if twice its size is free. A full disk is not an error, but is logged."""
         if self._path is None or (self._path.exists() and not self.is_spent):
             return
         if self._free_bytes() < 2 * RESERVE_BYTES or not self._make():
             if not self.is_spent:
-                logger.error("the disk of %s is full: nothing new is accepted", self._path.parent)
+                logger.error("the disk of %s is full: no new work is accepted", self._path.parent)
             self.is_spent = True
             return
         if self.is_spent:
@@ -45,15 +45,17 @@ class DiskReserve:
         self.is_spent = False
 
     def is_full(self, error: sa.exc.DBAPIError) -> bool:
-        """Whether SQLite found no room. Of a quota, or its index in shared memory, it says so indirectly."""
+        """Returns whether SQLite found no room. It reports a full quota, or no room for its shared-memory index, as an
+        I/O error.
+        """
         code = getattr(error.orig, "sqlite_errorcode", 0)
         return code == _SQLITE_FULL or (code & 0xFF == _SQLITE_IOERR and self._free_bytes() < _LEAST_BYTES)
 
     def give_up(self) -> bool:
-        """Deletes the file; False if that was done before."""
+        """Deletes the file; returns False if it was deleted before."""
         if self._path is None or self.is_spent:
             return False
-        logger.error("the disk of %s is full: the reserve is given up, nothing new is accepted", self._path.parent)
+        logger.error("the disk of %s is full: the reserve is deleted, and no new work is accepted", self._path.parent)
         with suppress(FileNotFoundError):
             self._path.unlink()
         self.is_spent = True
@@ -69,7 +71,7 @@ class DiskReserve:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
-        except OSError as error:  # a quota leaves less than the disk has
+        except OSError as error:  # a quota may leave less room than statvfs reports
             if not is_full_disk(error):
                 raise
             self._path.unlink()

@@ -1,4 +1,6 @@
-"""`fovea downgrade --to SCHEMA`: gives a gateway's database back the tables of an earlier version, data included."""
+"""`fovea downgrade --to SCHEMA`: migrates a gateway's database back to the tables of an earlier version, with its
+data.
+"""
 
 import argparse
 
@@ -11,7 +13,7 @@ from fovea_gateway.database.writer import make_ownership
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Runs the command line."""
     arguments = _parse()
     try:
         url = command_url(arguments.state_dir, may_create=False)
@@ -21,11 +23,11 @@ def main() -> None:
 
 
 def downgrade(url: str, revision: int) -> None:
-    """Downgrades a database that no gateway has.
+    """Downgrades a database that no gateway uses.
 
     Raises:
-        FailedPrecondition: A gateway has it, or it cannot have that schema.
-        Internal: A gateway of this machine has it, or its schema is unknown.
+        FailedPrecondition: A gateway uses it, or it cannot have that schema.
+        Internal: A gateway on this machine uses it, or its schema is unknown.
     """
     engine = make_engine(parse_url(url), 1)
     name, ownership = describe(engine.url), make_ownership(engine.url)
@@ -33,23 +35,23 @@ def downgrade(url: str, revision: int) -> None:
         with engine.connect() as connection:
             with connection.begin():
                 if not ownership.take(connection):
-                    raise FailedPrecondition(f"a gateway has {name}: stop it first")
+                    raise FailedPrecondition(f"a gateway is using {name}: stop it first")
             with connection.begin():
                 found = migrations.downgrade(connection, revision)
     finally:
         ownership.release()
         engine.dispose()
-    print(f"{name}: its schema was {found} and is {revision}; start the gateway of that version")
+    print(f"{name}: migrated from schema {found} to {revision}; start the gateway of that version")
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "fovea downgrade",
-        description="Gives the database of a gateway that is stopped the tables of an earlier version: the one of "
-        "FOVEA_GATEWAY_DATABASE_URL, or of a state folder.",
+        description="Migrates the database of a stopped gateway back to the tables of an earlier version: the one at "
+        "FOVEA_GATEWAY_DATABASE_URL, or in a state folder.",
     )
     add_state_dir(parser)
-    wanted = "the schema that the earlier version needs: it says so when it refuses the database"
+    wanted = "the schema that the earlier version supports: its error message names it"
     parser.add_argument("--to", type=int, required=True, metavar="SCHEMA", help=wanted)
     return parser.parse_args()
 

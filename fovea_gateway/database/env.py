@@ -1,4 +1,4 @@
-"""What alembic runs to reach the database: it is given the connection, in a transaction that is not its own."""
+"""The script that alembic runs. It receives a connection that is already in a transaction."""
 
 from alembic import context
 

@@ -1,8 +1,8 @@
-"""Makes the tables, or brings those of an earlier gateway up to date by alembic: a file in `versions` per
-revision, which knows the way back too.
+"""Creates the tables, or migrates those of an earlier gateway with alembic. Each revision is a file in `versions` that
+can also migrate back.
 
-A new table needs no revision: `create_all` makes it. Gateways from before alembic read the revision's number in
-`schema_version`; it is written there too, so that they go on refusing tables that they do not know.
+A new table needs no revision, because `create_all` creates it. Gateways from before alembic read the revision's number
+in `schema_version`; it is written there too, so that they still refuse tables that they do not know.
 """
 
 import logging
@@ -16,14 +16,14 @@ from fovea_gateway.database.schema import REVISION, alembic_version, metadata, s
 logger = logging.getLogger(__name__)
 
 _OLDEST = 4
-"""Back to which `downgrade` leads: files since then know the way back."""
+"""The earliest revision that `downgrade` can reach; files from then on can migrate back."""
 
 
 def upgrade(connection: sa.Connection) -> None:
-    """Makes or upgrades the tables in the transaction that the connection is in, which the caller commits.
+    """Creates or upgrades the tables in the connection's current transaction, which the caller commits.
 
     Raises:
-        Internal: The tables are of a revision that is not known, such as that of a later gateway.
+        Internal: The tables have an unknown revision, such as that of a later gateway.
     """
     _begin(connection)
     found = find_revision(connection)
@@ -34,20 +34,20 @@ def upgrade(connection: sa.Connection) -> None:
 
 
 def downgrade(connection: sa.Connection, revision: int) -> str:
-    """Makes the tables those of an earlier revision, in the same way; returns what they were.
+    """Migrates the tables back to an earlier revision, in the current transaction; returns the previous revision.
 
-    Tables that came since stay, with what is in them.
+    Tables that were added since remain, with their content.
 
     Raises:
-        FailedPrecondition: There are no tables, or they cannot become those.
-        Internal: They are of a revision that is not known.
+        FailedPrecondition: There are no tables, or they cannot become those of that revision.
+        Internal: The tables have an unknown revision.
     """
     _begin(connection)
     found = find_revision(connection)
     if found is None or not _OLDEST <= revision < int(found):
         raise FailedPrecondition(
-            f"it has schema {found or 'none'}, which cannot become {revision}: from here one goes back to schema "
-            f"{_OLDEST} at the most"
+            f"this database has schema {found or 'none'}, which cannot become {revision}: the earliest schema "
+            f"to return to is {_OLDEST}"
         )
     _run_alembic(connection, found, str(revision))
     _note(connection, str(revision))
@@ -55,7 +55,7 @@ def downgrade(connection: sa.Connection, revision: int) -> str:
 
 
 def find_revision(connection: sa.Connection) -> str | None:
-    """The revision of the tables, or None where there are none."""
+    """Returns the revision of the tables, or None if there are none."""
     for column in (alembic_version.c.version_num, schema_version.c.version):
         if sa.inspect(connection).has_table(column.table.name):
             found = connection.execute(sa.select(column)).scalar()
@@ -66,14 +66,14 @@ def find_revision(connection: sa.Connection) -> str | None:
 
 def _begin(connection: sa.Connection) -> None:
     if connection.dialect.name == "sqlite":
-        # Python's driver begins a transaction only where rows change: each table would be changed by itself.
+        # Python's driver starts a transaction only for statements that change rows, so each table would be altered alone.
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     else:
         connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
 
 
 def _note(connection: sa.Connection, revision: str) -> None:
-    # One or both have no row where the tables are new, or come from a gateway from before alembic.
+    # One or both have no row if the tables are new or come from a gateway from before alembic.
     connection.execute(sa.delete(alembic_version))
     connection.execute(sa.insert(alembic_version).values(version_num=revision))
     connection.execute(sa.delete(schema_version))
@@ -81,7 +81,7 @@ def _note(connection: sa.Connection, revision: str) -> None:
 
 
 def _run_alembic(connection: sa.Connection, found: str, wanted: str) -> None:
-    from alembic import command  # 0.13 s of processor time, which a start that migrates nothing is spared
+    from alembic import command  # imported late: it takes 0.13 s of CPU, and most starts do not need it
     from alembic.config import Config
     from alembic.util import CommandError
 
@@ -91,10 +91,10 @@ def _run_alembic(connection: sa.Connection, found: str, wanted: str) -> None:
         command.stamp(config, found)
     except CommandError:
         raise Internal(
-            f"the database has schema {found}, this gateway needs {REVISION}: start a newer gateway, or let that "
-            f"one's `fovea downgrade --to {REVISION}` change it"
+            f"this database was created by a newer version of Fovea (schema {found}; this version supports {REVISION}): "
+            f"start a newer gateway, or run that version's `fovea downgrade --to {REVISION}`"
         ) from None
-    logger.info("the database goes from schema %s to %s", found, wanted)
+    logger.info("migrating the database from schema %s to %s", found, wanted)
     if int(wanted) > int(found):
         command.upgrade(config, wanted)
     else:

@@ -1,24 +1,26 @@
-"""The tables. Blobs live apart from the rows that are searched, so that scans stay small. Text has no length, which
-PostgreSQL would enforce and SQLite would not.
+"""The database tables.
 
-`create_all` makes them. A change to a table is a file in `versions` and a new REVISION; a database of an unknown
-revision is refused at start.
+Blobs are stored apart from the rows that are searched, so that scans stay small. Text columns have no length, since
+PostgreSQL would enforce it and SQLite would not.
+
+`create_all` creates the tables. A change to a table needs a file in `versions` and a new REVISION; a gateway refuses to
+start on a database with an unknown revision.
 """
 
 import sqlalchemy as sa
 
 REVISION = "6"
-"""The last one in `versions`."""
+"""The latest revision in `versions`."""
 
 metadata = sa.MetaData()
 
-# As alembic makes it.
+# The same table that alembic creates.
 alembic_version = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))
 
 # For gateways from before alembic: see `migrations`.
 schema_version = sa.Table("schema_version", metadata, sa.Column("version", sa.Integer, primary_key=True))
 
-# Who has the state, and the last transaction that it committed: see `writer`. Empty in SQLite.
+# The gateway that owns the state, and its last committed transaction: see `writer`. Empty in SQLite.
 owner = sa.Table(
     "state_owner",
     metadata,
@@ -40,7 +42,7 @@ keys = sa.Table(
     sa.Column("revoked_at", sa.Float),
 )
 
-# Without a record an owner has the defaults.
+# An owner without a record has the defaults.
 owners = sa.Table(
     "owners",
     metadata,
@@ -52,7 +54,7 @@ owners = sa.Table(
     sa.Column("max_requests_per_s", sa.Float, nullable=False),
 )
 
-# Of each model that the page at / has curves of, those: see `fovea_gateway.live`.
+# The curves that the page at / shows, by model: see `fovea_gateway.live`.
 live_curves = sa.Table(
     "live_curves",
     metadata,
@@ -164,7 +166,7 @@ checkpoints = sa.Table(
     sa.Column("expires_at", sa.Float),
 )
 
-# Checkpoints that every caller may read. A table of its own: `create_all` adds it to an older database.
+# Checkpoints that every caller may read. It is a separate table, so that `create_all` adds it to an older database.
 published = sa.Table(
     "published",
     metadata,
@@ -231,7 +233,7 @@ future_results = sa.Table(
     sa.Column("result", sa.LargeBinary, nullable=False),
 )
 
-# What was done to models that is not durable in their trainer yet: see `training.journal`.
+# Commands on models with effects that are not durable in the trainer yet: see `training.journal`.
 journal = sa.Table(
     "journal",
     metadata,
@@ -254,7 +256,8 @@ journal_requests = sa.Table(
     sa.Column("request", sa.LargeBinary, nullable=False),
 )
 
-# On what it was done. A table of its own: `create_all` adds it to an older database, whose entries have no row here.
+# The numerics that each command ran with. It is a separate table, so that `create_all` adds it to an older database;
+# entries of an older database have no row here.
 journal_numerics = sa.Table(
     "journal_numerics",
     metadata,

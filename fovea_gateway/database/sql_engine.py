@@ -1,4 +1,4 @@
-"""What SQLite in a file and PostgreSQL through psycopg 3 do differently: engines, errors and inserts."""
+"""Engines, errors and inserts, which differ between SQLite in a file and PostgreSQL through psycopg 3."""
 
 import argparse
 import logging
@@ -21,7 +21,7 @@ _CONNECT_TIMEOUT_S = 5
 _URL_VARIABLE, _FOLDER_VARIABLE = "FOVEA_GATEWAY_DATABASE_URL", "FOVEA_GATEWAY_STATE_DIR"
 _DEFAULT_FOLDER = Path(".fovea")
 _POSTGRESQL_SESSION = {
-    # A gateway whose machine is gone must not own the state for the two hours that TCP takes by default.
+    # A gateway on a dead machine must not own the state for the two hours that TCP waits by default.
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
@@ -40,10 +40,11 @@ _POSTGRESQL_CLIENT = {
 
 
 def parse_url(url: str) -> sa.URL:
-    """Reads a database's URL; `postgresql://` means psycopg 3.
+    """Parses a database URL; `postgresql://` means psycopg 3.
 
     Raises:
-        InvalidInput: It cannot be read, or names another database. Never shows the password.
+        InvalidInput: The URL cannot be parsed, or has another kind of database. The message never contains the
+            password.
     """
     try:
         parsed = sa.make_url(url)
@@ -56,7 +57,7 @@ def parse_url(url: str) -> sa.URL:
 
 
 def describe(url: sa.URL) -> str:
-    """A database's name for logs and errors, without user and password."""
+    """Returns a database's name for logs and errors, without user and password."""
     if url.get_backend_name() == "sqlite":
         return f"SQLite in {url.database}"
     host = url.host or url.query.get("host") or "the local socket"
@@ -64,9 +65,9 @@ def describe(url: sa.URL) -> str:
 
 
 def make_engine(url: sa.URL, connections: int) -> sa.Engine:
-    """An engine with a pool of at most `connections`, none of them open yet.
+    """Returns an engine with a pool of at most `connections`, none of them open yet.
 
-    An SQLite file is created for its user alone (mode 0600): it holds the requests and results of all owners.
+    An SQLite file is created for its user alone (mode 0600), because it holds the requests and results of all owners.
 
     Raises:
         InvalidInput: The URL has an option that the driver lacks.
@@ -85,21 +86,21 @@ def make_engine(url: sa.URL, connections: int) -> sa.Engine:
 
 
 def add_state_dir(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that names a state folder to a command that works on a gateway's database."""
-    words = f"of the gateway; default: that of {_FOLDER_VARIABLE}, {_DEFAULT_FOLDER} here, or the running Fovea's"
+    """Adds the --state-dir option to a command that works on a gateway's database."""
+    words = f"the gateway's state folder; default: {_FOLDER_VARIABLE}, {_DEFAULT_FOLDER} here, or the running Fovea's"
     parser.add_argument("--state-dir", type=Path, help=words)
 
 
 def command_url(state_dir: Path | None, *, may_create: bool = True) -> sa.URL:
-    """The URL of the database that a command works on.
+    """Returns the URL of the database that a command works on.
 
     Args:
-        state_dir: As the command line names it; None if it does not.
-        may_create: Whether a new database may be made in a folder that the command line or the environment names.
+        state_dir: The folder that the command line names; None if it names none.
+        may_create: Whether a new database may be created in a folder that the command line or the environment names.
 
     Raises:
-        NotFound: The folder has no database, and none may be made there: the gateway would not know its keys.
-        InvalidInput: The URL of the environment cannot be read.
+        NotFound: The folder has no database and none may be created there, because no gateway would know its keys.
+        InvalidInput: The URL in the environment cannot be parsed.
     """
     if url := os.environ.get(_URL_VARIABLE):
         return parse_url(url)
@@ -107,37 +108,37 @@ def command_url(state_dir: Path | None, *, may_create: bool = True) -> sa.URL:
     file = ((named or _DEFAULT_FOLDER) / "gateway.db").absolute()
     if not file.exists() and not (named and may_create):
         hint = "name the gateway's folder with --state-dir" if named is None else "name another folder"
-        raise NotFound(f"{file.parent} has no gateway's database: {hint}", field="--state-dir")
+        raise NotFound(f"{file.parent} contains no gateway database: {hint}", field="--state-dir")
     return parse_url(f"sqlite:///{file}")
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the connection is what failed, so that the same work may succeed on another one."""
+    """Returns whether the connection failed, so that the same work may succeed on another one."""
     if not isinstance(error, sa.exc.DBAPIError):
         return False
     if error.connection_invalidated:
         return True
-    state = getattr(error.orig, "sqlstate", "")  # only psycopg's errors have one, None if no server gave it
+    state = getattr(error.orig, "sqlstate", "")  # only psycopg's errors have it; None if it is not from a server
     if state is None:
         return isinstance(error, sa.exc.OperationalError)
-    # 08: connection exceptions; 57P: the server goes down or comes up; 25006: it is no longer the primary.
+    # 08: connection exceptions; 57P: the server is stopping or starting; 25006: it is no longer the primary.
     return state.startswith(("08", "57P")) or state == "25006"
 
 
 def translate(error: Exception, url: sa.URL) -> Exception:
-    """A failure of the database as an error for the client, where the client can do something about it.
+    """Converts a database failure to an error for the client, if the client can do something about it.
 
     Returns:
-        InvalidInput for values that the database cannot keep, Unavailable for what it could not do (which is logged
-        too), anything else unchanged.
+        InvalidInput for values that the database cannot store, Unavailable if it could not run the statement (which is
+        also logged), any other error unchanged.
     """
     if isinstance(error, sa.exc.DataError):
-        return InvalidInput(f"the database cannot keep this: {error.orig}")
+        return InvalidInput(f"the database cannot store this: {error.orig}")
     if isinstance(error, sa.exc.OperationalError):
         logger.warning("%s: %s", describe(url), error.orig)
-        # Of PostgreSQL the text names hosts, users and files.
-        words = str(error.orig) if url.get_backend_name() == "sqlite" else "the gateway's log says why"
-        return Unavailable(f"the database could not do this now: {words}")
+        # PostgreSQL's messages contain hosts, users and files, so clients do not get them.
+        words = str(error.orig) if url.get_backend_name() == "sqlite" else "see the gateway's log"
+        return Unavailable(f"the database could not run this now: {words}")
     return error
 
 
@@ -148,14 +149,14 @@ def insert_new(connection: sa.Connection, table: sa.Table, values: dict[str, Any
 
 @cache
 def insertion(dialect: str, table: sa.Table) -> sa.Insert:
-    """A statement that inserts rows, except those whose unique key exists already.
+    """Returns a statement that inserts rows, except those whose unique key exists already.
 
-    Cached: SQLAlchemy takes longer to build the statement than SQLite to run it.
+    It is cached, because SQLAlchemy takes longer to build the statement than SQLite to run it.
     """
     if dialect == "postgresql":
         from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
-        # Without the option SQLAlchemy forgets the count of an INSERT before anybody can ask: it says -1.
+        # Without the option SQLAlchemy discards the row count of an INSERT, and `rowcount` is -1.
         return postgresql_insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
     from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
@@ -165,23 +166,23 @@ def insertion(dialect: str, table: sa.Table) -> sa.Insert:
 def _make_private(file: Path) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
-    # SQLite gives its other files the mode of the first; an earlier version may have left them open to all.
+    # SQLite creates its other files with the mode of the first; an earlier version may have left them open to all.
     for each in (file, *(Path(f"{file}-{suffix}") for suffix in ("wal", "shm"))):
         with suppress(FileNotFoundError, PermissionError):
             each.chmod(0o600)
-    sync_name(str(file.absolute()))  # SQLite syncs the folder that its files are in, none above
+    sync_name(str(file.absolute()))  # SQLite syncs only the folder of its files, not the folders above it
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:
     cursor = connection.cursor()
-    # FULL: what a client was told is on the disk. NORMAL would lose the last commits in a power cut.
+    # FULL: an answer to a client means that the data is on the disk. NORMAL can lose the last commits in a power cut.
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "wal_autocheckpoint=4000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
 
 def _configure_postgresql(connection: Any, _: object) -> None:
-    # By statement, not as start-up options: poolers refuse those, and a URL may have its own.
+    # Set by a statement, not by start-up options: poolers reject those, and the URL may have its own.
     calls = ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _POSTGRESQL_SESSION.items())
     connection.execute(f"SELECT {calls}")
     connection.commit()

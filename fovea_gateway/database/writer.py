@@ -1,8 +1,8 @@
-"""The one connection that writes, while this gateway owns the state. Everything here runs in one thread.
+"""The only connection that writes, while this gateway owns the state. Everything here runs in one thread.
 
-One gateway at a time owns the state: two would both run what is queued. SQLite: a lock on a file beside the database; a
-second gateway is refused. PostgreSQL: an advisory lock, held by the session that writes; a second gateway waits for it,
-which is how one takes over from another.
+One gateway at a time owns the state, because two would both run the queued work. With SQLite, ownership is a lock on a
+file beside the database, and a second gateway is refused. With PostgreSQL, it is an advisory lock held by the session
+that writes; a second gateway waits for it, which is how one takes over from another.
 """
 
 import fcntl
@@ -37,36 +37,36 @@ _TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(coalesce(current_sc
 
 
 class Superseded(Exception):
-    """Another gateway has taken over the state: what this one has in memory is out of date."""
+    """Another gateway has taken over the state, so this process's memory is stale."""
 
 
 class Stopped(Exception):
-    """The process ends, and the database has not come back."""
+    """The process is ending before the database has come back."""
 
 
 @dataclass(frozen=True)
 class Batched(Generic[Item, Result]):
-    """A job on one item. Neighbours in the queue with the same `run` are run by one call of it.
+    """A job on one item. Adjacent jobs in the queue with the same `run` share one call of it.
 
     Args:
         run: Does the job for several items; returns one result per item, in their order.
-        item: This job's own.
+        item: The item of this job.
     """
 
     run: Callable[[sa.Connection, list[Item]], list[Result]]
     item: Item
 
     def __call__(self, connection: sa.Connection) -> Result:
-        """Runs this job alone."""
+        """Runs only this job."""
         return self.run(connection, [self.item])[0]
 
 
 class Writer:
-    """Commits groups of jobs. It survives the loss of its connection: no group is lost, none is applied twice.
+    """Commits groups of jobs. It survives the loss of its connection: no group is lost, and none is applied twice.
 
     Args:
-        engine: Its URL says which database this is.
-        patience_s: How long the first connection may take, in seconds; later ones may take forever.
+        engine: The engine of the database; its URL selects the kind of ownership.
+        patience_s: How long the first connection may take, in seconds; later ones have no limit.
         stopped: Once it is set, every wait ends with Stopped.
     """
 
@@ -79,10 +79,10 @@ class Writer:
         self._stopped = stopped
 
     def open(self) -> None:
-        """Waits until this gateway owns the state, then makes or migrates the tables.
+        """Waits until this gateway owns the state, then creates or migrates the tables.
 
         Raises:
-            Unavailable: The database does not answer, or refuses the user or the tables.
+            Unavailable: The database does not answer, or rejects the user or the tables.
             Internal: Its schema is unknown, or another gateway uses its folder.
         """
         connection = self._connect(time.monotonic() + self._patience_s)
@@ -91,21 +91,23 @@ class Writer:
                 migrations.upgrade(connection)
                 self._ownership.begin(connection)
         except sa.exc.DBAPIError as error:
-            raise Unavailable(f"{self._name} does not take our tables: {str(error.orig).strip()}") from None
+            raise Unavailable(f"{self._name} rejects Fovea's tables: {str(error.orig).strip()}") from None
         self.reserve.take()
 
     def commit(self, jobs: list[Job[Any]]) -> list[Any]:
-        """Results of the jobs, or the exception of each that failed. Raises Superseded."""
+        """Returns the result of each job, or its exception if it failed. Raises Superseded."""
         try:
             return self._transact(jobs)
         except Superseded:
             raise
         except Stopped:
-            return [Unavailable("the gateway stops, and its database is away: send this again later")] * len(jobs)
+            return [
+                Unavailable("the gateway is stopping and its database is unavailable: send this request again later")
+            ] * len(jobs)
         except Exception as error:
             if len(jobs) == 1:
                 return [translate(error, self._engine.url)]
-        # One bad job must not fail its neighbours.
+        # A failed job must not fail its neighbours, so run each on its own.
         return [self.commit([job])[0] for job in jobs]
 
     def close(self) -> None:
@@ -129,19 +131,19 @@ class Writer:
                     continue
                 if not is_lost(error):
                     raise
-                logger.warning("%s is gone while %d writes wait: %s", self._name, len(jobs), error.orig)
+                logger.warning("%s: connection lost with %d writes pending: %s", self._name, len(jobs), error.orig)
                 self._drop()
                 is_repeated = True
         self._last_mark = number
         return results
 
     def _is_committed(self, connection: sa.Connection, number: int) -> bool:
-        """Whether the transaction whose answer got lost was committed."""
+        """Returns whether the transaction was committed though the answer to its commit was lost."""
         with connection.begin():
             return self._ownership.last_mark(connection) == number
 
     def _connect(self, give_up_at: float = math.inf) -> sa.Connection:
-        """Connects and takes the state; waits without limit while another gateway has it."""
+        """Connects and acquires the state; waits without limit while another gateway owns it."""
         said = ""
         while not self._stopped.is_set():
             try:
@@ -151,14 +153,14 @@ class Writer:
                     is_taken = self._ownership.take(connection)
                 if is_taken:
                     if said:
-                        logger.info("%s is ours", self._name)
+                        logger.info("%s: this gateway owns it now", self._name)
                     return connection
-                reason = "waiting until the gateway that has it ends"
+                reason = "waiting until the gateway that owns it exits"
             except sa.exc.DBAPIError as error:
                 self._drop()
                 reason = str(error.orig).strip()
                 if not is_lost(error) or time.monotonic() > give_up_at:
-                    raise Unavailable(f"{self._name} does not let us in: {reason}") from None
+                    raise Unavailable(f"{self._name} rejects the connection: {reason}") from None
             if reason != said:
                 logger.info("%s: %s", self._name, reason)
                 said = reason
@@ -177,7 +179,7 @@ class Writer:
 
 
 def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
-    """Runs jobs in their order: a future's outcome may come right behind its submission."""
+    """Runs jobs in their order, since a future's outcome may come right behind its submission."""
     results: list[Any] = []
     for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Batched) else None):
         if run is None:
@@ -188,10 +190,10 @@ def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
 
 
 class Ownership(Protocol):
-    """The right to write. Used by the one thread that writes."""
+    """The right to write. Only the writer's thread uses it."""
 
     def take(self, connection: sa.Connection) -> bool:
-        """Takes the state, also again on a new connection; False while another gateway has it."""
+        """Acquires the state, also again on a new connection; returns False while another gateway owns it."""
         ...
 
     def begin(self, connection: sa.Connection) -> None:
@@ -199,15 +201,17 @@ class Ownership(Protocol):
         ...
 
     def mark(self, connection: sa.Connection, number: int) -> None:
-        """Records a transaction's number in it. Raises Superseded if another gateway owns the state."""
+        """Records a transaction's number within that transaction. Raises Superseded if another gateway owns the
+        state.
+        """
         ...
 
     def last_mark(self, connection: sa.Connection) -> int:
-        """The number of the last transaction that was committed. Raises Superseded as `mark` does."""
+        """Returns the number of the last committed transaction. Raises Superseded like `mark`."""
         ...
 
     def release(self) -> None:
-        """Releases the state, where closing the connection does not."""
+        """Releases the state, unless closing the connection releases it."""
         ...
 
 
@@ -219,7 +223,7 @@ class FileOwnership:
         self._file: IO[str] | None = None
 
     def take(self, connection: sa.Connection) -> bool:
-        """Locks the file. Raises Internal if another process has it."""
+        """Locks the file. Raises Internal if another process holds the lock."""
         if self._file is None:
             self._file = self._path.open("w")
             try:
@@ -228,17 +232,17 @@ class FileOwnership:
                 self._file.close()
                 self._file = None
                 folder = self._path.parent
-                raise Internal(f"another gateway uses {folder}; give each its own --state-dir") from None
+                raise Internal(f"another gateway uses {folder}; give each gateway its own --state-dir") from None
         return True
 
     def begin(self, connection: sa.Connection) -> None:
-        """Does nothing: the lock is enough."""
+        """Does nothing: the lock suffices."""
 
     def mark(self, connection: sa.Connection, number: int) -> None:
         """Does nothing."""
 
     def last_mark(self, connection: sa.Connection) -> int:
-        """Always 0: no commit goes unnoticed."""
+        """Returns 0: the outcome of a commit is always known."""
         return 0
 
     def release(self) -> None:
@@ -251,10 +255,10 @@ class FileOwnership:
 class SessionOwnership:
     """An advisory lock, and a row that every transaction of its holder updates.
 
-    The lock ends with the session, and the next gateway takes it. The row fences off a gateway that lost its session
-    and does not know yet: its updates find no row of its name. The row also holds the last transaction's number, which
-    tells whether a commit whose answer got lost took place: once a gateway has the lock again, its earlier session has
-    ended, and the number is final.
+    The lock ends with the database session, and the next gateway acquires it. The row fences off a gateway that has
+    lost its session without noticing: its updates find no row of its name. The row also holds the number of the last
+    transaction, which shows whether a commit took place if the answer to it was lost: once a gateway has the lock
+    again, its earlier session has ended, and the number is final.
     """
 
     def __init__(self) -> None:
@@ -264,25 +268,25 @@ class SessionOwnership:
         self._numbered = sa.update(owner).where(self._mine).values(last_mark=sa.bindparam("number"))
 
     def take(self, connection: sa.Connection) -> bool:
-        """Tries the lock. Raises Superseded if another gateway has had it since."""
+        """Tries to acquire the lock. Raises Superseded if another gateway has held it since."""
         if self._has_begun:
             self.last_mark(connection)
         is_taken: bool = connection.execute(_TAKE, {"lock": _LOCK}).scalar_one()
         return is_taken
 
     def begin(self, connection: sa.Connection) -> None:
-        """Replaces the row of the last owner."""
+        """Replaces the previous owner's row."""
         connection.execute(sa.delete(owner))
         connection.execute(sa.insert(owner).values(name=self._name, last_mark=0))
         self._has_begun = True
 
     def mark(self, connection: sa.Connection, number: int) -> None:
-        """Updates the row."""
+        """Updates the row of this owner."""
         if connection.execute(self._numbered, {"number": number}).rowcount == 0:
             raise Superseded
 
     def last_mark(self, connection: sa.Connection) -> int:
-        """Reads the row."""
+        """Reads the row of this owner."""
         number: int | None = connection.execute(sa.select(owner.c.last_mark).where(self._mine)).scalar()
         if number is None:
             raise Superseded
@@ -293,7 +297,7 @@ class SessionOwnership:
 
 
 def make_ownership(url: sa.URL) -> Ownership:
-    """A lock on a file for SQLite, an advisory lock for PostgreSQL."""
+    """Returns a file lock for SQLite, an advisory lock for PostgreSQL."""
     if url.get_backend_name() != "sqlite":
         return SessionOwnership()
     return FileOwnership(url.database or "")

@@ -1,1 +1,1 @@
-"""OpenAI's API over the same sampling as Tinker's: models, chat completions, completions."""
+"""OpenAI's API on top of the same sampling as Tinker's: models, chat completions, completions."""

@@ -1,4 +1,4 @@
-"""Images of OpenAI's messages: taken out of them, for the renderer alone reads images."""
+"""Extraction of images from OpenAI messages, since only the renderer reads images."""
 
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -17,25 +17,27 @@ _ENDINGS = {
     ".jpeg": model_input_pb2.IMAGE_FORMAT_JPEG,
 }
 _DETAILS = (None, "auto", "high")
-"""A request does not choose the size: the checkpoint's own limit does, then the model's processor."""
+"""A request cannot choose the size: the checkpoint's own limit applies, then the model's processor."""
 
 
 class MessageImage(NamedTuple):
-    """An image, and the field that it was in."""
+    """An image, and the field that contained it."""
 
     field: str
     chunk: model_input_pb2.Chunk
 
     def limit_side(self, max_side: int) -> None:
-        """Has the renderer shrink the image to `max_side` pixels of the longer side; 0 keeps the size."""
+        """Tells the renderer to shrink the image to `max_side` pixels on its longer side; 0 leaves the size
+        unchanged.
+        """
         image = self.chunk.image if self.chunk.WhichOneof("kind") == "image" else self.chunk.image_reference
         image.max_side = max_side
 
 
 def take_images(body: dict[str, Any]) -> list[MessageImage]:
-    """The images of a request's messages, in order; a part without one is left in each one's place.
+    """Removes the images from a request's messages and returns them in order. An empty part remains in place of each.
 
-    Raises InvalidInput, Unimplemented naming the field, for what is no image or cannot be fetched.
+    Raises InvalidInput or Unimplemented, which name the field, for values that are not images or cannot be fetched.
     """
     images: list[MessageImage] = []
     messages = body.get("messages")
@@ -79,11 +81,13 @@ def _read_data(rest: str, field: str) -> model_input_pb2.Chunk:
 
 
 def _refer(url: str, field: str) -> model_input_pb2.Chunk:
-    """An image by address; the renderer fetches it if its operator listed the host, and says so if not."""
+    """Returns an image by address. The renderer fetches it if its operator listed the host, and reports an error if
+    not.
+    """
     try:
         path = urlsplit(url).path.lower()
     except ValueError as error:
-        raise InvalidInput(f"{field} is no address: {error}", field=field) from None
+        raise InvalidInput(f"{field} is not a URL: {error}", field=field) from None
     found = next((image_format for ending, image_format in _ENDINGS.items() if path.endswith(ending)), None)
     if found is None:
         raise InvalidInput(

@@ -1,4 +1,6 @@
-"""Answers in OpenAI's words: a sampler says what to sample, we sample it as any request, the sampler words it."""
+"""Answers in OpenAI's format. A sampler plans what to sample, the gateway samples it, and the sampler formats the
+answer.
+"""
 
 import asyncio
 import json
@@ -21,15 +23,12 @@ _CHUNK = re.compile(r"(?:prompt(?:\.|: ))?chunks\[(\d+)\](?:\.image(?:_reference
 _PREFIX = re.compile(r"^(sampling_params|params)\.")
 
 Told = asyncio.Queue[sampler_pb2.AnswerOpenAIRequest | None]
-"""What the sampler is told; None ends it."""
+"""Messages to the sampler; None ends the stream."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its body without images, and these.
-
-    Raises InvalidInput, Unimplemented naming the field of an image, PayloadTooLarge.
-    """
+    """A request: its body without images, and its images."""
 
     model: str
     message: sampler_pb2.OpenAIRequest
@@ -37,7 +36,10 @@ class Asked:
 
     @classmethod
     def of(cls, route: "sampler_pb2.OpenAIRoute", body: dict[str, Any]) -> "Asked":
-        """Reads a body, which is changed."""
+        """Reads a body, and removes its images.
+
+        Raises InvalidInput or Unimplemented, which name the field of an image, and PayloadTooLarge.
+        """
         model = body.get("model")
         if not isinstance(model, str) or not model:
             raise InvalidInput("model is missing: name a base model, or a tinker:// path", field="model")
@@ -49,15 +51,15 @@ class Asked:
 
 
 class OpenAIAnswers:
-    """Answers requests of OpenAI's API."""
+    """Answers requests to OpenAI's API."""
 
     def __init__(self, sampling: Sampling, base_models: BaseModels) -> None:
         self._sampling, self._base_models = sampling, base_models
 
     async def answer(self, owner: str, asked: Asked) -> AsyncGenerator[bytes]:
-        """The answer's body, piece by piece; leaving frees the engine.
+        """Yields the body of the answer in chunks. Closing the generator frees the engine.
 
-        Raises NotFound for an unknown model; what the sampler says of the request; and what sampling fails with.
+        Raises NotFound for an unknown model, the sampler's errors about the request, and the errors of sampling.
         """
         sampling, max_side = await self._named(owner, asked.model)
         for image in asked.images:
@@ -72,14 +74,14 @@ class OpenAIAnswers:
                 async for step in steps:
                     yield step.answer
             except FoveaError:
-                # Once sampling has failed, the sampler misses the rest: what failed first is what to say.
+                # Once sampling has failed, the sampler fails too, for lack of input: report the first error.
                 if work.done() and not work.cancelled() and (failure := work.exception()) is not None:
                     raise failure from None
                 raise
             finally:
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-                told.put_nowait(None)  # else gRPC's task waits for it for ever
+                told.put_nowait(None)  # otherwise gRPC's task waits for it forever
 
     async def _named(self, owner: str, model: str) -> tuple[SamplingSession, int]:
         try:
@@ -90,7 +92,9 @@ class OpenAIAnswers:
     async def _sample_all(
         self, sampling: SamplingSession, plan: sampler_pb2.OpenAIPlan, images: list[MessageImage], told: Told
     ) -> None:
-        """Samples every prompt, telling what comes; then says no more if one fails."""
+        """Samples every prompt and forwards the events to the sampler. If a prompt fails, the stream to the sampler
+        ends.
+        """
         tasks: list[asyncio.Task[None]] = []
         try:
             for index, prompt in enumerate(plan.prompts):
@@ -113,7 +117,7 @@ class OpenAIAnswers:
             prompt=plan.prompts[index], sample_count=plan.sample_count, params=plan.params,
             top_sample_logprobs=plan.top_sample_logprobs,
         )  # fmt: skip
-        # Alternatives of a whole sequence may not fit into one message.
+        # The alternatives (logprobs) of a whole sequence may not fit into one message.
         as_it_comes = plan.is_stream or plan.top_sample_logprobs > 0
         is_first = True
         async with aclosing(self._sampling.run(sampling, request, as_it_comes=as_it_comes)) as events:  # type: ignore[type-var]
@@ -134,16 +138,16 @@ async def _drain(told: Told) -> AsyncIterator[sampler_pb2.AnswerOpenAIRequest]:
 
 
 def _place(prompt: model_input_pb2.ModelInput, images: list[MessageImage]) -> None:
-    """Puts the images where the sampler left room. Raises Internal if they are not as many."""
+    """Puts the images into the slots that the sampler left. Raises Internal if their numbers differ."""
     places = [chunk for chunk in prompt.chunks if chunk.WhichOneof("kind") == "image"]
     if len(places) != len(images):
-        raise Internal(f"the sampler wants {len(places)} images of {len(images)}")
+        raise Internal(f"the sampler's prompt has room for {len(places)} images, but the request has {len(images)}")
     for chunk, image in zip(places, images, strict=True):
         chunk.CopyFrom(image.chunk)
 
 
 def _in_their_words(error: FoveaError, plan: sampler_pb2.OpenAIPlan, images: list[MessageImage]) -> FoveaError:
-    """The error with the fields of the request as its sender knows them."""
+    """Returns the error with its fields renamed to those of the client's request."""
 
     def field_of(match: re.Match[str]) -> str:
         index = int(match[1])

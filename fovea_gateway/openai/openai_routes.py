@@ -29,14 +29,14 @@ from fovea_gateway.scopes import Scope
 T = TypeVar("T")
 
 _ELEMENTS = 2**20
-"""Most tokens of a prompt that comes as ids, and more than a conversation has commas."""
+"""The maximum number of tokens in a prompt of token ids, and more than the commas of any conversation."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MOST_LISTED = 1000
 _STARTED = int(time.time())
 
 
 def openai_error(error: FoveaError) -> Response:
-    """An error in OpenAI's shape; its `code` is theirs where they have one."""
+    """Returns an error in OpenAI's format; its `code` is OpenAI's own if there is one."""
     status = error.http_status
     code = error.reason.lower()
     if isinstance(error, ContextOverflow):
@@ -57,7 +57,7 @@ class OpenAIRoutes:
     """Handlers of OpenAI's API.
 
     Args:
-        served_models: Lists the base models.
+        served_models: Returns the served base models.
         max_body_bytes: The largest body, images included.
     """
 
@@ -80,13 +80,13 @@ class OpenAIRoutes:
         ]
 
     async def list_models(self, request: Request, owner: str) -> Response:
-        """The base models, and the newest of the caller's checkpoints to sample from, the newest first."""
+        """Lists the base models, and the newest of the caller's checkpoints to sample from, newest first."""
         checkpoints = await self._checkpoints.search(Search(owner, _MOST_LISTED, segment=SAMPLER))
         saved = [_checkpoint_json(one) for one in checkpoints]
         return Json({"object": "list", "data": [*await self._base_models(), *saved]})
 
     async def get_model(self, request: Request, owner: str) -> Response:
-        """One of them, or a checkpoint that another owner published."""
+        """Returns a base model, or a checkpoint that the caller may read."""
         name = request.path_params["model"]
         if name.startswith(SCHEME):
             return Json(_checkpoint_json(await self._checkpoints.find_sampler(owner, name)))
@@ -103,7 +103,7 @@ class OpenAIRoutes:
 
     async def _answer(self, request: Request, owner: str, route: "sampler_pb2.OpenAIRoute") -> Response:
         blob = await read(request, self._max_body_bytes)
-        # Its text, its objects, and its images as bytes.
+        # The text of the body and its images as bytes, then its Python objects.
         count = await off_loop(check_json_elements, blob, _ELEMENTS)
         request.state.incoming.memory.take(2 * len(blob) + count * ELEMENT_BYTES)
         body = await off_loop(parse_loosely, blob, _ELEMENTS)
@@ -114,7 +114,7 @@ class OpenAIRoutes:
         if not is_stream:
             whole = await _while_connected(request, _joined(pieces))
             return Response(whole, media_type="application/json", headers=headers)
-        # What is wrong with the request is known before the first piece, and has a status of its own.
+        # Errors in the request are known before the first chunk, while the status can still be set.
         first = await _while_connected(request, anext(pieces, b""))
         headers["cache-control"] = "no-cache"
         return StreamingResponse(_streamed(first, pieces), media_type="text/event-stream", headers=headers)
@@ -148,7 +148,7 @@ async def _joined(pieces: AsyncGenerator[bytes]) -> bytes:
 
 
 async def _streamed(first: bytes, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The events; an error is the last one, since the status is sent."""
+    """Yields the events. An error is the last event, since the status has been sent already."""
     async with aclosing(pieces):
         yield first
         try:
@@ -159,7 +159,7 @@ async def _streamed(first: bytes, pieces: AsyncGenerator[bytes]) -> AsyncGenerat
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is given up when the client leaves. Raises ClientDisconnect then."""
+    """Returns the result of `work`, which is cancelled when the client disconnects. Raises ClientDisconnect then."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_until_gone(request), name="client")
     try:

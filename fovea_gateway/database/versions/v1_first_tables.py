@@ -1,8 +1,8 @@
-"""The tables of the first gateways: `create_all` makes them, so that there is nothing to do."""
+"""The tables of the first gateways. `create_all` creates them, so this revision changes nothing."""
 
 revision = "1"
 down_revision = None
 
 
 def upgrade() -> None:
-    """Nothing."""
+    """Does nothing."""

@@ -1,4 +1,4 @@
-"""A model says whether it has gradients that no step has used yet."""
+"""A model records whether it has gradients that no step has used yet."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,5 +8,5 @@ down_revision = "3"
 
 
 def upgrade() -> None:
-    """Adds the column. Nobody knows it of the models that are there: gradients that may be there are kept."""
+    """Adds the column. For existing models the value is unknown, so it is true: gradients that may exist are kept."""
     op.add_column("models", sa.Column("is_accumulating", sa.Boolean, nullable=False, server_default=sa.true()))

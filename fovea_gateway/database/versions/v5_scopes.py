@@ -1,4 +1,4 @@
-"""Keys have scopes; futures say which key submitted them, and how many tokens they were taken to need."""
+"""Keys have scopes; futures record which key submitted them, and how many tokens they were estimated to need."""
 
 import time
 
@@ -10,8 +10,8 @@ down_revision = "4"
 
 
 def upgrade() -> None:
-    """Adds the columns. A key of before trains, as it did."""
-    # Where the table of keys is as new as this gateway, it has the column.
+    """Adds the columns. Existing keys keep the right to train."""
+    # If this version created the table of keys, it has the column already.
     if "scope" not in {column["name"] for column in sa.inspect(op.get_bind()).get_columns("keys")}:
         op.add_column("keys", sa.Column("scope", sa.Text, nullable=False, server_default="train"))
     op.add_column("futures", sa.Column("key_id", sa.Text, nullable=False, server_default=""))

@@ -1,6 +1,7 @@
-"""Models say since when their commands are in the journal, and on which files they were trained; sessions are parked.
+"""Models record since when their commands are in the journal, and the model files they were trained on; sessions are
+parked.
 
-The journal itself is made by `create_all`.
+`create_all` creates the journal itself.
 """
 
 import sqlalchemy as sa
@@ -11,7 +12,7 @@ down_revision = "5"
 
 
 def upgrade() -> None:
-    """Adds the columns. Of the models that are there nothing was recorded: they are in their trainer's memory alone."""
+    """Adds the columns. Nothing was recorded for existing models: they exist only in their trainer's memory."""
     op.add_column("models", sa.Column("journaled_since", sa.BigInteger))
     op.add_column("models", sa.Column("model_files", sa.JSON, nullable=False, server_default="{}"))
     op.add_column("sessions", sa.Column("parked_at", sa.Float))
@@ -19,7 +20,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drops the columns, and what is in the journal: nobody would go on with it."""
+    """Drops the columns, and what is in the journal: the earlier version cannot continue from it."""
     for table in ("journal", "journal_requests"):
         op.execute(f"DELETE FROM {table}")
     op.drop_column("sessions", "parked_bytes")

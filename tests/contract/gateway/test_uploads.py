@@ -159,7 +159,7 @@ HALF = WHOLE | {"shape": [8, RANK], "data_offsets": [128, 256]}
         (edited({A: WHOLE}), f"has no {B} beside it"),
         (edited({"weight": WHOLE}), "is not a LoRA factor"),
         (edited({A: WHOLE | {"dtype": "I8"}, B: HALF}), "has type I8"),
-        (edited({A: WHOLE, B: HALF | {"shape": [4, 8]}}), "none of rank 4"),
+        (edited({A: WHOLE, B: HALF | {"shape": [4, 8]}}), "does not match rank 4"),
         (edited({A: WHOLE, B: HALF | {"data_offsets": [192, 320]}}), "the file is incomplete"),
         (edited({A: WHOLE, B: HALF | {"data_offsets": [128, 192]}}), "a size that does not match its shape"),
         (edited({A: WHOLE, B: HALF | {"shape": [8.5, 4]}}), "damaged header"),

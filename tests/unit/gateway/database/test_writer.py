@@ -40,7 +40,7 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
 
 async def second_waits(caplog: pytest.LogCaptureFixture) -> None:
     """Until a gateway has found that another one has the state."""
-    await eventually(lambda: "waiting until the gateway that has it ends" in caplog.text)
+    await eventually(lambda: "waiting until the gateway that owns it exits" in caplog.text)
 
 
 async def test_a_second_gateway_waits_for_the_first(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +142,7 @@ async def test_closing_does_not_wait_for_a_server_that_is_away(postgresql: Serve
     write = asyncio.create_task(database.write(keep("never")))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     await database.close()
-    with pytest.raises(Unavailable, match="send this again"):
+    with pytest.raises(Unavailable, match="send this request again"):
         await write
     postgresql.start()
 
