@@ -46,8 +46,8 @@ def downgrade(connection: sa.Connection, revision: int) -> str:
     found = find_revision(connection)
     if found is None or not _OLDEST <= revision < int(found):
         raise FailedPrecondition(
-            f"this database has schema {found or 'none'}, which cannot become {revision}: the earliest schema "
-            f"to return to is {_OLDEST}"
+            f"this database has schema {found or 'none'}, which cannot become {revision}: "
+            f"{_OLDEST} is the earliest schema to return to"
         )
     _run_alembic(connection, found, str(revision))
     _note(connection, str(revision))
@@ -66,7 +66,7 @@ def find_revision(connection: sa.Connection) -> str | None:
 
 def _begin(connection: sa.Connection) -> None:
     if connection.dialect.name == "sqlite":
-        # Python's driver starts a transaction only for statements that change rows, so each table would be altered alone.
+        # Python's driver starts transactions only for statements that change rows, so ALTER TABLE would commit at once.
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     else:
         connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
@@ -91,8 +91,8 @@ def _run_alembic(connection: sa.Connection, found: str, wanted: str) -> None:
         command.stamp(config, found)
     except CommandError:
         raise Internal(
-            f"this database was created by a newer version of Fovea (schema {found}; this version supports {REVISION}): "
-            f"start a newer gateway, or run that version's `fovea downgrade --to {REVISION}`"
+            f"this database was created by a newer version of Fovea (schema {found}; this one supports {REVISION}): "
+            f"start a newer gateway, or run its `fovea downgrade --to {REVISION}` first"
         ) from None
     logger.info("migrating the database from schema %s to %s", found, wanted)
     if int(wanted) > int(found):

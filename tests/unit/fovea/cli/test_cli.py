@@ -155,7 +155,7 @@ def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Pat
         command = [sys.executable, "-m", module, *arguments]
         ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 1
-        assert f"{tmp_path / '.fovea'} has no gateway's database: name the gateway's folder" in ended.stderr
+        assert f"{tmp_path / '.fovea'} contains no gateway database: name the gateway's folder" in ended.stderr
     assert list(tmp_path.iterdir()) == []
     named = [sys.executable, "-m", "fovea_gateway.access.keys_command", "list", "--state-dir", "named"]
     subprocess.run(named, cwd=tmp_path, env=environment, check=True)
