@@ -32,8 +32,7 @@ from fovea_services.trainer.batches.vision_cache import TensorFetcher, VisionOut
 from fovea_services.trainer.forward_backward import LossComputer
 from fovea_services.trainer.loss_results import ForwardBackwardResult
 from fovea_services.trainer.losses import Sandbox
-from fovea_services.trainer.model.expert_parallel import expert_mesh
-from fovea_services.trainer.model.expert_routing import expert_shape
+from fovea_services.trainer.model.expert_routing import expert_mesh, expert_shape
 from fovea_services.trainer.model.lora import LoraInjector, LoraSettings
 from fovea_services.trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_services.trainer.model.packed_model import build_model, read_weights

@@ -2,10 +2,8 @@
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.losses.custom import Custom
-from fovea_services.trainer.losses.loss import TARGETS, Loss, LossInput, LossValue
-from fovea_services.trainer.losses.loss_functions import LOSSES
-from fovea_services.trainer.losses.sandbox import Sandbox
+from fovea_services.trainer.losses.custom import Custom, Sandbox
+from fovea_services.trainer.losses.loss_functions import LOSSES, TARGETS, Loss, LossInput, LossValue
 
 __all__ = ["LOSSES", "LOSS_NAMES", "TARGETS", "Loss", "LossInput", "LossValue", "Sandbox", "loss_of"]
 

@@ -1,4 +1,4 @@
-"""`python -m fovea_services.trainer.losses.loss_worker`: evaluates a rank's traced losses within limits (sandbox.py).
+"""`python -m fovea_services.trainer.losses.loss_worker`: evaluates a rank's traced losses within limits (custom.py).
 
 This process loads torch once and runs no graph itself. It forks a worker that does, and a new worker when that one is
 gone. Each process ends with its parent, holds no file except its sockets, and has an empty environment.

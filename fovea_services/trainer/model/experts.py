@@ -21,8 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fovea_services.trainer.model.expert_parallel import Exchange, laid_out_as, own_part
-from fovea_services.trainer.model.expert_routing import Routing, kernels, kernels_compute
+from fovea_services.trainer.model.expert_routing import (
+    Exchange,
+    Routing,
+    kernels,
+    kernels_compute,
+    laid_out_as,
+    own_part,
+)
 from fovea_services.trainer.model.fused_layers import weighted_swiglu
 from fovea_services.trainer.model.lora_linear import add_product, gradient_of
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.model.expert_parallel import DATA, EXPERTS, parts_of_all
+from fovea_services.trainer.model.expert_routing import DATA, EXPERTS, parts_of_all
 from fovea_services.trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
 from fovea_services.trainer.model.lora_linear import LoraPair, Trained, shared_products
 from fovea_services.trainer.model.model_family import LoraTarget, Role

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from fovea_services.trainer.model.expert_parallel import DATA, EXPERTS, spread_parameters
-from fovea_services.trainer.model.expert_routing import is_experts
+from fovea_services.trainer.model.expert_routing import DATA, EXPERTS, is_experts, spread_parameters
 from fovea_services.trainer.model.packed_model import HF_PREFIX, PackedModel, constants
 
 

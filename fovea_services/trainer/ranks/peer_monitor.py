@@ -14,8 +14,8 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fovea.runtime.hosts import listening
-from fovea_services.trainer.ranks.handshake import AuthenticatedListener, connect
 from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
+from fovea_services.trainer.ranks.rendezvous import AuthenticatedListener, connect
 
 logger = logging.getLogger(__name__)
 

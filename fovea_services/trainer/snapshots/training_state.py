@@ -38,8 +38,7 @@ from fovea_services.trainer.model.lora import LoraSettings
 from fovea_services.trainer.model.optimizer import MOMENTS
 from fovea_services.trainer.model.sharding import local_of
 from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
-from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.ranks.plain_pickle import MetadataUnpickler
+from fovea_services.trainer.ranks.control_group import ControlGroup, MetadataUnpickler
 from fovea_services.trainer.snapshots import weight_files
 from fovea_services.trainer.snapshots.checkpoint_folder import (
     Checksums,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fovea_services.trainer.model.expert_parallel import EXPERTS, expert_mesh
+from fovea_services.trainer.model.expert_routing import EXPERTS, expert_mesh
 from fovea_services.trainer.model.experts import experts_forward
 from fovea_services.trainer.model.lora import LoraSettings, LoraWeights
 from fovea_services.trainer.model.model_family import LoraTarget, Role

@@ -26,9 +26,14 @@ from fovea.wire.errors import FeatureEvicted, InvalidInput
 from fovea_services.trainer import command_queue
 from fovea_services.trainer.batches.packing import DatumSize
 from fovea_services.trainer.model.lora import LoraSettings
-from fovea_services.trainer.ranks import plain_pickle
+from fovea_services.trainer.ranks.control_group import (
+    MessagePickler,
+    MessageUnpickler,
+    MetadataUnpickler,
+    NotPlain,
+    exchange_plain_data,
+)
 from fovea_services.trainer.ranks.peer_monitor import Peer
-from fovea_services.trainer.ranks.plain_pickle import MessagePickler, MessageUnpickler, MetadataUnpickler, NotPlain
 from fovea_services.trainer.snapshots.training_state import PlainReader, TensorPlanner
 
 
@@ -75,7 +80,7 @@ def test_an_attack_is_refused_by_name(name: str, reader: type[pickle.Unpickler],
         "fovea_services.trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
         "fovea_services.trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
         "fovea_services.trainer.ranks.rank_launcher _leave",  # a function of our own
-        "fovea_services.trainer.ranks.plain_pickle Enum",  # makes classes
+        "fovea_services.trainer.ranks.control_group Enum",  # makes classes
         "torch.distributed.checkpoint.filesystem FileSystemReader",
         "torch load",
         "torch hub.load",
@@ -149,7 +154,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a rank, for one test."""
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
-    plain_pickle.install()
+    exchange_plain_data()
 
 
 @pytest.fixture

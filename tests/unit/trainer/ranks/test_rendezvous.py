@@ -10,8 +10,13 @@ import pytest
 
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
-from fovea_services.trainer.ranks.handshake import AuthenticationFailed, connect
-from fovea_services.trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
+from fovea_services.trainer.ranks.rendezvous import (
+    AuthenticationFailed,
+    Rendezvous,
+    RendezvousFailed,
+    connect,
+    rendezvous,
+)
 from fovea_services.trainer.settings import TrainerSettings
 
 Node = Callable[..., TrainerSettings]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.model.expert_parallel import expert_mesh
+from fovea_services.trainer.model.expert_routing import expert_mesh
 from fovea_services.trainer.model.packed_model import build_model, read_weights
 from fovea_services.trainer.model.sharding import ShardedModel, local_of
 from fovea_services.trainer.ranks.control_group import ControlGroup
