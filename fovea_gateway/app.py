@@ -74,8 +74,8 @@ class Upkeep:
         background.start(parts.keys.watch(), "keys")
         background.start(repeat(parts.owners.read, LOOK_S, "reading the owners"), "owners")
         background.start(self._sweep_forever(), "sweep")
-        for residence in parts.residences.values():
-            background.start(repeat(residence.sweep, _RETURN_S, "bringing models back"), "residence")
+        for residency in parts.residencies.values():
+            background.start(repeat(residency.sweep, _RETURN_S, "bringing models back"), "residency")
         background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
         background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
         background.start(repeat(parts.live_state.tick, TICK_S, "watching for the page"), "page")
@@ -103,8 +103,8 @@ class Upkeep:
         await parts.custom_losses.stop()
         await parts.training.stop()
         await self._background.cancel()
-        for residence in parts.residences.values():
-            await residence.stop()
+        for residency in parts.residencies.values():
+            await residency.stop()
         for base in parts.base_models:
             await base.snapshots.close()
         await parts.copies.stop()

@@ -41,7 +41,7 @@ from fovea_gateway.training.models import Models
 from fovea_gateway.training.orphans import OrphanCollector
 from fovea_gateway.training.parking import Parking
 from fovea_gateway.training.replay import Replay
-from fovea_gateway.training.residence import Residence
+from fovea_gateway.training.residency import Residency
 from fovea_gateway.training.step_commands import StepCommands
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import TrainingRuns
@@ -56,7 +56,7 @@ class Parts:
 
     Attributes:
         base_models: The served base models, each with its renderers, samplers and trainer.
-        residences: For each base model with a trainer, the models that are loaded in it.
+        residencies: For each base model with a trainer, the models that are loaded in it.
     """
 
     def __init__(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ class Parts:
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
-        self.residences: dict[str, Residence] = {}
+        self.residencies: dict[str, Residency] = {}
         self._batches: dict[str, Batches] = {}
         self._steps: dict[str, StepCommands] = {}
         self._turns: dict[str, TrainerTurns] = {}
@@ -113,11 +113,11 @@ class Parts:
             if base.trainer is not None
         }
         self.training = Training(
-            self.futures, self.sessions, self.models, self.base_models, runners, self.residences, self.journal,
+            self.futures, self.sessions, self.models, self.base_models, runners, self.residencies, self.journal,
             self.kept_rows, settings.gap_timeout_s,
         )  # fmt: skip
         self.parking = Parking(
-            self.futures, self.sessions, self.models, self.training, self.residences, self.base_models,
+            self.futures, self.sessions, self.models, self.training, self.residencies, self.base_models,
             settings.parked_ttl_s, settings.parked_bytes, self.owners.weight, clock,
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
@@ -138,17 +138,17 @@ class Parts:
             found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
             trainer.check_files if trainer else _check_nothing, weight_of,
         )  # fmt: skip
-        residence = self._build_residence(name, trainer, renderers, settings) if trainer else None
-        snapshots = Snapshots(self.database, name, trainer, residence, settings.push_timeout_s)
+        residency = self._build_residency(name, trainer, renderers, settings) if trainer else None
+        snapshots = Snapshots(self.database, name, trainer, residency, settings.push_timeout_s)
         samplers = Samplers(
             found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
             trainer.check_files if trainer else renderers.check_files, weight_of, settings.sampler_beside,
         )  # fmt: skip
         return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=bool(own.sampler))
 
-    def _build_residence(
+    def _build_residency(
         self, name: str, trainer: TrainerLink, renderers: Renderers, settings: GatewaySettings
-    ) -> Residence:
+    ) -> Residency:
         batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses, trainer)
         queue = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
         turns = self._turns[name] = TrainerTurns(self.futures, trainer, queue, self.sessions.is_wanted)
@@ -157,8 +157,8 @@ class Parts:
             self.journal, steps, self.checkpoints, self.database, trainer, turns, settings.command_timeout_s
         )
         patience_s = settings.retry_deadline_s
-        residence = self.residences[name] = Residence(name, self.models, self.journal, replay, trainer, patience_s)
-        return residence
+        residency = self.residencies[name] = Residency(name, self.models, self.journal, replay, trainer, patience_s)
+        return residency
 
     def _build_runner(self, base: BaseModel, trainer: TrainerLink, settings: GatewaySettings) -> CommandRunner:
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
@@ -178,9 +178,9 @@ class Parts:
             Kind.SAVE_FOR_SAMPLER: saving.save_for_sampler,
             Kind.SAVE_EXTERNAL: saving.save_external,
         }
-        residence, batches = self.residences[base.name], self._batches[base.name]
+        residency, batches = self.residencies[base.name], self._batches[base.name]
         return CommandRunner(
-            self.futures, self.models, trainer, residence, self.journal, batches, commands, settings.disk_wait_s
+            self.futures, self.models, trainer, residency, self.journal, batches, commands, settings.disk_wait_s
         )
 
 

@@ -51,7 +51,7 @@ class Returning(Unavailable):
     """A restarted trainer is restoring the model. Waiting is worthwhile, however long it takes."""
 
 
-class Residence(Protocol):
+class Residency(Protocol):
     """Reports which models are in the trainer."""
 
     async def check_snapshots(self, model_id: str) -> None:
@@ -63,7 +63,7 @@ class Snapshots:
     """Pushes the snapshots of one base model to its samplers. Concurrent requests share a push.
 
     Args:
-        trainer: None, like `residence`, for a base model that is served for sampling only.
+        trainer: None, like `residency`, for a base model that is served for sampling only.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Snapshots:
         database: Database,
         base_model: str,
         trainer: TrainerLink | None,
-        residence: Residence | None,
+        residency: Residency | None,
         push_timeout_s: float,
     ) -> None:
         self._database = database
         self._base_model = base_model
         self._trainer = trainer
-        self._residence = residence
+        self._residency = residency
         self._push_timeout_s = push_timeout_s
         self._known: LRUCache[str, KeptSnapshot] = LRUCache(_KNOWN)
         self._pushes: SingleFlight[tuple[str, str], None] = SingleFlight()
@@ -249,20 +249,20 @@ class Snapshots:
         self, kept: KeptSnapshot | None, snapshot_id: str, addresses: list[str]
     ) -> trainer_pb2.PushSnapshotResponse:
         uri = kept.uri if kept else ""
-        if self._trainer is None or self._residence is None:
+        if self._trainer is None or self._residency is None:
             raise FailedPrecondition(
                 f"base model {self._base_model!r} is served for sampling only: without a trainer, no weights can be "
                 "pushed"
             )
         if kept and not uri:
-            await self._residence.check_snapshots(kept.identity.model_id)
+            await self._residency.check_snapshots(kept.identity.model_id)
         await self._trainer.require()
         try:
             return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
         except NotFound:
             if kept and not uri:  # The trainer may have restarted a moment ago.
                 await self._trainer.look_again()
-                await self._residence.check_snapshots(kept.identity.model_id)
+                await self._residency.check_snapshots(kept.identity.model_id)
             raise self._gone(snapshot_id, kept) from None
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None

@@ -17,7 +17,7 @@ from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.training.batches import BATCH_KINDS, Batches
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
-from fovea_gateway.training.residence import Residence
+from fovea_gateway.training.residency import Residency
 from fovea_gateway.training.step_commands import COMPUTING
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class CommandRunner:
     state of the model.
 
     Args:
-        trainer: The trainer of this base model; `residence` and `batches` belong to it too.
+        trainer: The trainer of this base model; `residency` and `batches` belong to it too.
         commands: The function that runs each kind of command.
         disk_wait_s: Seconds that a saving command waits for space on a full disk.
     """
@@ -48,13 +48,13 @@ class CommandRunner:
         futures: Futures,
         models: Models,
         trainer: TrainerLink,
-        residence: Residence,
+        residency: Residency,
         journal: Journal,
         batches: Batches,
         commands: Mapping[Kind, Command],
         disk_wait_s: float,
     ) -> None:
-        self._futures, self._models, self._residence, self._journal = futures, models, residence, journal
+        self._futures, self._models, self._residency, self._journal = futures, models, residency, journal
         self._trainer, self._batches, self._commands = trainer, batches, commands
         self._disk_wait_s = disk_wait_s
 
@@ -97,7 +97,7 @@ class CommandRunner:
         is_creation = submission.kind is Kind.CREATE_MODEL
         if not is_creation:
             await self._models.check_ready(model)
-            await self._residence.require(model, pending)
+            await self._residency.require(model, pending)
         while submission.kind is Kind.FORWARD_BACKWARD and self._journal.must_wait(model):
             words = (
                 "the journal is full (max_journal_bytes): the request waits until the trainer has written a durable "
@@ -120,7 +120,7 @@ class CommandRunner:
             except (Unavailable, NotFound) as error:
                 if is_creation:
                     raise
-                await self._residence.mend(model, pending, error, asked)
+                await self._residency.recover(model, pending, error, asked)
             except StorageBehind as error:
                 await self._wait_a_little(model, pending, error.message, _BEHIND_S)
             except DiskFull as error:
@@ -131,7 +131,7 @@ class CommandRunner:
     async def _wait_for_room(self, model: Model, pending: Pending, error: DiskFull, looks: Backoff) -> None:
         """Waits for disk space: a save changes no model and leaves no partial files. Later commands wait behind it.
 
-        Raises the same errors as `Residence.require`.
+        Raises the same errors as `Residency.require`.
         """
         place = error.metadata.get("place", "the checkpoints")
         logger.warning("%s waits: the disk of %s is full", pending.submission.future_id, place)
@@ -142,10 +142,10 @@ class CommandRunner:
         looks.lengthen()
 
     async def _wait_a_little(self, model: Model, pending: Pending, words: str, seconds: float) -> None:
-        """Reports to the client why its command waits, then waits. Raises the same errors as `Residence.require`."""
+        """Reports to the client why its command waits, then waits. Raises the same errors as `Residency.require`."""
         pending.progress.wait_on(words, QueueState.PAUSED)
-        await self._residence.pause(model, seconds)
-        await self._residence.require(model, pending)  # The trainer may have restarted in the meantime.
+        await self._residency.pause(model, seconds)
+        await self._residency.require(model, pending)  # The trainer may have restarted in the meantime.
         pending.progress.wait_on("running")
 
     async def _end(self, model: Model, pending: Pending, done: Done, outcome: Outcome) -> None:

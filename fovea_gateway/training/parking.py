@@ -12,7 +12,7 @@ from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.models import Models, ModelState
-from fovea_gateway.training.residence import Residence
+from fovea_gateway.training.residency import Residency
 from fovea_gateway.training.training import Training
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Parking:
         sessions: Sessions,
         models: Models,
         training: Training,
-        residences: Mapping[str, Residence],
+        residencies: Mapping[str, Residency],
         base_models: BaseModels,
         ttl_s: float,
         most_bytes: int,
@@ -49,7 +49,7 @@ class Parking:
         clock: CautiousClock,
     ) -> None:
         self._futures, self._sessions, self._models, self._training = futures, sessions, models, training
-        self._residences, self._base_models = residences, base_models
+        self._residencies, self._base_models = residencies, base_models
         self._ttl_s, self._most_bytes, self._weight_of, self._clock = ttl_s, most_bytes, weight_of, clock
         self._making_room: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._made_room: Counter[str] = Counter()
@@ -104,13 +104,13 @@ class Parking:
             model = self._models.find(model_id)
             if model is None or model.state is not ModelState.READY or not model.trainer_instance:
                 continue
-            if model.base_model not in self._residences:  # It is no longer trained here, so no trainer can park it.
+            if model.base_model not in self._residencies:  # It is no longer trained here, so no trainer can park it.
                 continue
             if model.journaled_since is None:  # Its trainer kept no recovery, so nothing can be parked.
                 await self._sessions.expire(session)
                 return
             try:
-                size_bytes += await self._residences[model.base_model].park(model)
+                size_bytes += await self._residencies[model.base_model].park(model)
             except FoveaError as error:
                 logger.warning("could not park session %s yet: %s", session.session_id, error)
                 return

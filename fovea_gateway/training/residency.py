@@ -40,7 +40,7 @@ is full.
 """
 
 
-class Residence:
+class Residency:
     """Moves models of one base model into and out of its trainer. At most one task moves a model at a time.
 
     Args:
@@ -85,9 +85,9 @@ class Residence:
             await asyncio.wait((move,))
             self._check_open(model)
             if not move.cancelled() and (error := move.exception()):
-                await self._bear(model, error)
+                await self._tolerate(model, error)
 
-    async def mend(self, model: Model, pending: Pending, error: FoveaError, asked: str) -> None:
+    async def recover(self, model: Model, pending: Pending, error: FoveaError, asked: str) -> None:
         """Handles a failed call. Returns, with the model in the trainer, if the command should run again; otherwise
         raises.
 
@@ -141,7 +141,7 @@ class Residence:
         size_bytes: int = await self._begin(model, self._park(model))
         return size_bytes
 
-    async def leave(self, model_ids: Iterable[str], error: SessionEnded) -> None:
+    async def abandon(self, model_ids: Iterable[str], error: SessionEnded) -> None:
         """Cancels the moves of models of an ended session and fails the commands that wait for them."""
         moves = []
         for model_id in model_ids:
@@ -232,7 +232,7 @@ class Residence:
         logger.info("model %s is parked: %d bytes", model.model_id, kept.size_bytes)
         return kept.size_bytes
 
-    async def _bear(self, model: Model, error: BaseException) -> None:
+    async def _tolerate(self, model: Model, error: BaseException) -> None:
         """Handles a failed move. Waits and returns if another attempt may succeed; otherwise raises the error."""
         if isinstance(error, ModelLost) or not isinstance(error, Unavailable | ResourceExhausted):
             raise error
