@@ -72,7 +72,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
     base_path = settings.base_path.rstrip("/")
     endpoints = Endpoints(
         parts.keys.identify, parts.owners.check_rate, base_path, parts.request_memory, settings.request_timeout_s,
-        parts.happenings.note_refusal, parts.paths.hide,
+        parts.activity.note_refusal, parts.paths.hide,
     )  # fmt: skip
     limiter = BurstLimiter()
     future_routes = FutureRoutes(

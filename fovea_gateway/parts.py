@@ -19,7 +19,7 @@ from fovea_gateway.futures.future import Kind
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.futures.result_room import ResultRoom
 from fovea_gateway.health import Health
-from fovea_gateway.live.happenings import Happenings
+from fovea_gateway.live.activity import Activity
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.quotas import Quota
@@ -71,7 +71,7 @@ class Parts:
         self._clock = clock = CautiousClock()
         self.paths = ServerPaths([settings.checkpoint_root, str(settings.state_dir.absolute())])
         result_room = ResultRoom(self.database, settings.max_result_bytes)
-        self.happenings = Happenings()
+        self.activity = Activity()
         self.kept_rows = KeptRows(
             self.database, settings.row_room_bytes, settings.ended_ttl_s, clock,
             lambda model_id: self.checkpoints.forget_model(model_id),
@@ -79,7 +79,7 @@ class Parts:
         self.sessions = Sessions(self.database, settings.session_ttl_s, max_sessions, self.kept_rows, settings.quiet_s)
         self.futures = Futures(
             self.database, settings.result_ttl_s, max_pending, self.owners, clock, result_room,
-            self.happenings.note_end, self.sessions.hear, self.paths.hide,
+            self.activity.note_end, self.sessions.hear, self.paths.hide,
         )  # fmt: skip
         self.storage = Storage(settings.checkpoint_root)
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock, self.kept_rows)
@@ -124,7 +124,7 @@ class Parts:
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints, self.uploads)
         self.live_state = LiveState(
-            self.happenings, self.database, self.models, self.sampling, self.base_models
+            self.activity, self.database, self.models, self.sampling, self.base_models
         )  # fmt: skip
         self.live_view = LiveView(self.live_state, self.futures, self.base_models, self.database)
 

@@ -23,7 +23,7 @@ from fovea_gateway.database.schema import live_curves
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.futures.future import Kind, split_messages
 from fovea_gateway.http.request_body import off_loop_by_size
-from fovea_gateway.live.happenings import Ending, Failure, Happenings
+from fovea_gateway.live.activity import Activity, Ending, Failure
 from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
 from fovea_gateway.live.step_curves import StepCurves
 from fovea_gateway.replicas.base_models import BaseModels
@@ -72,31 +72,31 @@ class LiveState:
 
     def __init__(
         self,
-        happenings: Happenings,
+        activity: Activity,
         database: Database,
         models: Models,
         sampling: Sampling,
         base_models: BaseModels,
     ) -> None:
-        self._happenings, self._database, self._models = happenings, database, models
+        self._activity, self._database, self._models = activity, database, models
         self._sampling, self._base_models = sampling, base_models
         self.gallery = SampleGallery()
         self._curves: OrderedDict[str, StepCurves] = OrderedDict()
         # The metrics of the forward_backwards since a model's last step.
         self._since: defaultdict[str, deque[Mapping[str, float]]] = defaultdict(lambda: deque(maxlen=_MOST_PARTS))
-        self._taking = asyncio.Lock()
+        self._processing = asyncio.Lock()
         self._unsaved: OrderedDict[str, float] = OrderedDict()
         self._errors: OrderedDict[str, OrderedDict[tuple[str, ...], SeenError]] = OrderedDict()
         self._work: deque[tuple[float, str, bool, float]] = deque()
 
     async def tick(self) -> None:
         """Processes new events, and writes some of the curves that are not in the database yet."""
-        await self._take_up()
+        await self._process_activity()
         await self._save(time.time() - _SAVE_S, _SAVES_PER_TICK)
 
     async def close(self) -> None:
         """Processes the remaining events and writes all unsaved curves."""
-        await self._take_up()
+        await self._process_activity()
         await self._save(time.time(), _MOST_MODELS)
 
     async def curves(self, model_id: str) -> StepCurves:
@@ -114,7 +114,7 @@ class LiveState:
 
     async def report(self, model_id: str, step: int | None, metrics: Mapping[str, float]) -> int:
         """Records a client's metrics for a step of its model, by default the last one. Returns the step."""
-        await self._take_up()
+        await self._process_activity()
         curves = await self.curves(model_id)
         at = curves.last_step if step is None else step
         curves.add(at, metrics)
@@ -135,21 +135,21 @@ class LiveState:
         seconds = sum(s for _, base, trains, s in self._work if base == base_model and trains is is_training)
         return min(seconds / (_BUSY_S * max(devices, 1)), 1.0)
 
-    async def _take_up(self) -> None:
-        async with self._taking:  # Events must be processed in order, even by concurrent callers.
-            for take, ended in (
-                (self._take_command, self._happenings.take_training()),
-                (self._take_sample, self._happenings.take_samples()),
+    async def _process_activity(self) -> None:
+        async with self._processing:  # Events must be processed in order, even by concurrent callers.
+            for add, ended in (
+                (self._add_command, self._activity.pop_training()),
+                (self._add_sample, self._activity.pop_samples()),
             ):
                 for ending in ended:
                     try:
-                        await take(ending)
+                        await add(ending)
                     except (FoveaError, ValueError, ArithmeticError, DecodeError) as error:
                         logger.info("the live page omits %s: %s", ending.pending.submission.future_id, error)
-            for failure in self._happenings.take_failures():
-                self._take_failure(failure)
+            for failure in self._activity.pop_failures():
+                self._add_failure(failure)
 
-    async def _take_command(self, ending: Ending) -> None:
+    async def _add_command(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
         kind, model_id = submission.kind, submission.scope
         if ending.pending.usage.gpu_seconds:
@@ -177,7 +177,7 @@ class LiveState:
                 curves.add(curves.last_step + 1, summed(since) | _of_step(metrics))
             self._save_soon(model_id, curves)
 
-    async def _take_sample(self, ending: Ending) -> None:
+    async def _add_sample(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
         if outcome.error is not None or ending.pending.request is None:
             return
@@ -201,7 +201,7 @@ class LiveState:
         source = version[0] if version is not None else base.name
         self.gallery.add(Group(submission.owner, source, step, digest, base.name, pieces), drawn)
 
-    def _take_failure(self, failure: Failure) -> None:
+    def _add_failure(self, failure: Failure) -> None:
         if not failure.owner:
             return
         error = failure.error

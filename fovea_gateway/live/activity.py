@@ -49,20 +49,20 @@ class _Queue(Generic[T]):
         while self._items and (self._bytes > self._most_bytes or len(self._items) > self._most):
             self._bytes -= self._items.popleft()[1]
 
-    def take(self, most_bytes: int, most: int) -> list[T]:
+    def pop(self, most_bytes: int, most: int) -> list[T]:
         """Removes and returns the oldest items up to the limits, but at least one."""
-        taken: list[T] = []
+        found: list[T] = []
         left = most_bytes
-        while self._items and len(taken) < most and (not taken or left > 0):
+        while self._items and len(found) < most and (not found or left > 0):
             item, size_bytes = self._items.popleft()
             self._bytes -= size_bytes
             left -= size_bytes
-            taken.append(item)
-        return taken
+            found.append(item)
+        return found
 
 
 @dataclass
-class Happenings:
+class Activity:
     """The events that the live page has not read yet. A gateway has one instance."""
 
     _training: _Queue[Ending] = field(default_factory=lambda: _Queue(_TRAINING_BYTES, 2**17))
@@ -82,14 +82,14 @@ class Happenings:
         """Records the refusal of a REST request of an owner."""
         self._failures.put(Failure(owner, route, "", error), 0)
 
-    def take_training(self) -> list[Ending]:
+    def pop_training(self) -> list[Ending]:
         """Returns ended commands in order. If there are many, the next call returns the rest."""
-        return self._training.take(_PORTION_BYTES, 2000)
+        return self._training.pop(_PORTION_BYTES, 2000)
 
-    def take_samples(self) -> list[Ending]:
+    def pop_samples(self) -> list[Ending]:
         """Returns ended samples in order. If there are many, the next call returns the rest."""
-        return self._samples.take(_PORTION_BYTES, _PORTION)
+        return self._samples.pop(_PORTION_BYTES, _PORTION)
 
-    def take_failures(self) -> list[Failure]:
+    def pop_failures(self) -> list[Failure]:
         """Returns the refused requests and the failed futures."""
-        return self._failures.take(2**62, _FAILURES)
+        return self._failures.pop(2**62, _FAILURES)
