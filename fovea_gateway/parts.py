@@ -36,7 +36,7 @@ from fovea_gateway.training.batches import Batches
 from fovea_gateway.training.commands import Command, CommandRunner
 from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.custom_losses import CustomLosses
-from fovea_gateway.training.journal import Journal, TrainerTurns
+from fovea_gateway.training.journal import Journal, TrainerQueue
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.orphans import OrphanCollector
 from fovea_gateway.training.parking import Parking
@@ -92,7 +92,7 @@ class Parts:
         self.residencies: dict[str, Residency] = {}
         self._batches: dict[str, Batches] = {}
         self._steps: dict[str, StepCommands] = {}
-        self._turns: dict[str, TrainerTurns] = {}
+        self._trainer_queues: dict[str, TrainerQueue] = {}
         self.base_models = BaseModels([self._build_base_model(own, settings) for own in settings.base_models])
         self.versions = Versions()
         self.health = Health(self.futures, self.sessions, self.base_models, self.versions, settings.state_dir)
@@ -151,10 +151,10 @@ class Parts:
     ) -> Residency:
         batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses, trainer)
         queue = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
-        turns = self._turns[name] = TrainerTurns(self.futures, trainer, queue, self.sessions.is_wanted)
-        steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, turns)
+        trainer_queue = self._trainer_queues[name] = TrainerQueue(self.futures, trainer, queue, self.sessions.is_wanted)
+        steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, trainer_queue)
         replay = Replay(
-            self.journal, steps, self.checkpoints, self.database, trainer, turns, settings.command_timeout_s
+            self.journal, steps, self.checkpoints, self.database, trainer, trainer_queue, settings.command_timeout_s
         )
         patience_s = settings.retry_deadline_s
         residency = self.residencies[name] = Residency(name, self.models, self.journal, replay, trainer, patience_s)
@@ -162,12 +162,12 @@ class Parts:
 
     def _build_runner(self, base: BaseModel, trainer: TrainerLink, settings: GatewaySettings) -> CommandRunner:
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
-        steps, turns = self._steps[base.name], self._turns[base.name]
+        steps, trainer_queue = self._steps[base.name], self._trainer_queues[base.name]
         creating = CreationCommands(
-            self.models, self.checkpoints, self.sessions, trainer, turns, base.samplers, timeout_s, patience_s,
+            self.models, self.checkpoints, self.sessions, trainer, trainer_queue, base.samplers, timeout_s, patience_s,
             lambda: self.parking.make_room(base.name),
         )  # fmt: skip
-        saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, turns, timeout_s)
+        saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, trainer_queue, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,
             Kind.LOAD_STATE: creating.load_state,

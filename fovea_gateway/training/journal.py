@@ -4,7 +4,7 @@ When a command has changed a model, the transaction that stores its outcome also
 stays there until the trainer reports a durable point that contains the change. A failed command changes nothing, with
 one exception: a refused optimizer step may have dropped the gradients.
 
-`TrainerTurns` covers commands that have not run yet. They wait there until the trainer has capacity, and it detects a
+`TrainerQueue` covers commands that have not run yet. They wait there until the trainer has capacity, and it detects a
 command that makes the trainer process die repeatedly.
 """
 
@@ -275,7 +275,7 @@ def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
     return {(owner, model_id): int(size_bytes) for owner, model_id, size_bytes in connection.execute(grouped)}
 
 
-class TrainerTurns:
+class TrainerQueue:
     """Admits commands to one trainer, and divides the trainer's time fairly among owners.
 
     A command is admitted by an estimate of its seconds. When it ends, well or badly, its measured seconds replace the
@@ -302,7 +302,7 @@ class TrainerTurns:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def take(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
+    async def admit(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
         """Waits until the command may go to the trainer, and occupies a slot until the block ends.
 
         Args:

@@ -13,7 +13,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.futures.future import Kind, Pending, Submission, future_id
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.trainer_link import TrainerLink
-from fovea_gateway.training.journal import Entry, Journal, TrainerTurns, digest_of
+from fovea_gateway.training.journal import Entry, Journal, TrainerQueue, digest_of
 from fovea_gateway.training.models import Model
 from fovea_gateway.training.step_commands import StepCommands
 
@@ -39,11 +39,11 @@ class Replay:
         checkpoints: Checkpoints,
         database: Database,
         trainer: TrainerLink,
-        turns: TrainerTurns,
+        trainer_queue: TrainerQueue,
         timeout_s: float,
     ) -> None:
         self._journal, self._steps, self._checkpoints, self._database = journal, steps, checkpoints, database
-        self._trainer, self._turns, self._timeout_s = trainer, turns, timeout_s
+        self._trainer, self._trainer_queue, self._timeout_s = trainer, trainer_queue, timeout_s
 
     async def bring_back(self, model: Model, tell: Callable[[str], None]) -> int:
         """Restores a model and returns the number of repeated commands. Raises ModelLost, with the reason, if it fails.
@@ -77,7 +77,9 @@ class Replay:
         """
         lora = model.lora if model.lora.rank else None
         try:
-            async with self._turns.take(_pending(model, Kind.LOAD_STATE, 0), "restoring this model", is_again=True):
+            async with self._trainer_queue.admit(
+                _pending(model, Kind.LOAD_STATE, 0), "restoring this model", is_again=True
+            ):
                 restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
         except NotFound as error:
             return None, error.message
@@ -114,10 +116,10 @@ class Replay:
         if entry.kind is Kind.FORWARD_BACKWARD:  # `compute` renders first and waits for the trainer afterwards.
             self._compare(entry, await self._steps.compute(pending, entry.drops_gradients))
             return
-        async with self._turns.take(pending, "running again, or waiting for the trainer", is_again=True):
-            await self._run_in_turn(model, entry, request)
+        async with self._trainer_queue.admit(pending, "running again, or waiting for the trainer", is_again=True):
+            await self._run_admitted(model, entry, request)
 
-    async def _run_in_turn(self, model: Model, entry: Entry, request: bytes) -> None:
+    async def _run_admitted(self, model: Model, entry: Entry, request: bytes) -> None:
         client, model_id, seq_id = self._trainer.client, model.model_id, entry.seq_id
         match entry.kind:
             case Kind.CREATE_MODEL:

@@ -9,7 +9,7 @@ from fovea_gateway.futures.future import Done, Kind, Pending
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.training.batches import Batch, Batches
-from fovea_gateway.training.journal import TrainerTurns
+from fovea_gateway.training.journal import TrainerQueue
 from fovea_gateway.training.models import Model, Models
 
 COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
@@ -19,10 +19,10 @@ class StepCommands:
     """Runs forward, forward_backward and optim_step."""
 
     def __init__(
-        self, futures: Futures, models: Models, batches: Batches, trainer: TrainerLink, turns: TrainerTurns
+        self, futures: Futures, models: Models, batches: Batches, trainer: TrainerLink, trainer_queue: TrainerQueue
     ) -> None:
         self._futures, self._models, self._batches, self._trainer = futures, models, batches, trainer
-        self._turns = turns
+        self._trainer_queue = trainer_queue
 
     async def forward_backward(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Renders the datums and computes their loss, with or without gradients."""
@@ -63,7 +63,9 @@ class StepCommands:
         batch.header.seq_id = pending.submission.seq_id
         batch.header.drop_gradients = drop_gradients
         tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
-        async with self._turns.take(pending, "computing, or waiting for the trainer", tokens, is_again=model is None):
+        async with self._trainer_queue.admit(
+            pending, "computing, or waiting for the trainer", tokens, is_again=model is None
+        ):
             client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
             answer = await client.forward_backward(batch.header, batch.datums, timeout_s=None)
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
@@ -79,7 +81,7 @@ class StepCommands:
         seq_id = pending.submission.seq_id
         if model.failed_seq_id is not None:
             failed, reason = model.failed_seq_id, model.failed_reason
-            async with self._turns.take(pending, "dropping partial gradients, or waiting for the trainer"):
+            async with self._trainer_queue.admit(pending, "dropping partial gradients, or waiting for the trainer"):
                 client = self._models.client_of(model, self._trainer)
                 await client.clear_gradients(model.model_id, timeout_s=None, seq_id=seq_id)
             model.failed_seq_id, model.failed_reason = None, ""
@@ -89,7 +91,7 @@ class StepCommands:
                 "again, then optim_step"
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-        async with self._turns.take(pending, "stepping, or waiting for the trainer"):
+        async with self._trainer_queue.admit(pending, "stepping, or waiting for the trainer"):
             client = self._models.client_of(model, self._trainer)
             answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])

@@ -24,7 +24,7 @@ from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_export, i
 from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.sessions import Sessions
-from fovea_gateway.training.journal import TrainerTurns
+from fovea_gateway.training.journal import TrainerQueue
 from fovea_gateway.training.models import Model, Models, ModelState
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,14 @@ class CreationCommands:
         checkpoints: Checkpoints,
         sessions: Sessions,
         trainer: TrainerLink,
-        turns: TrainerTurns,
+        trainer_queue: TrainerQueue,
         samplers: Samplers,
         timeout_s: float,
         patience_s: float,
         make_room: Callable[[], Awaitable[bool]],
     ) -> None:
         self._models, self._checkpoints, self._sessions, self._trainer = models, checkpoints, sessions, trainer
-        self._turns, self._samplers = turns, samplers
+        self._trainer_queue, self._samplers = trainer_queue, samplers
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._make_room = make_room
 
@@ -118,7 +118,7 @@ class CreationCommands:
         model.lora = checkpoint.lora
         await self._create_servable(model, pending)
         try:
-            async with self._turns.take(pending, "loading, or waiting for the trainer"):
+            async with self._trainer_queue.admit(pending, "loading, or waiting for the trainer"):
                 step = await self._trainer.client.load_state(
                     model.model_id, checkpoint.uri, request.optimizer, self._timeout_s
                 )
@@ -133,7 +133,7 @@ class CreationCommands:
         All samplers are alike, so one that is up is asked. If none is up, the first push will report the problem.
         """
         client = self._trainer.client
-        async with self._turns.take(pending, "creating, or waiting for the trainer"):
+        async with self._trainer_queue.admit(pending, "creating, or waiting for the trainer"):
             adapter = await client.create_model(model.model_id, _kind(model.lora), self._timeout_s)
         if adapter is None or not self._samplers.up:
             return
@@ -159,7 +159,7 @@ class CreationCommands:
                 f"{model.lora.rank}; use create_training_client_from_state, which uses the checkpoint's settings",
                 field="path",
             )
-        async with self._turns.take(pending, "loading, or waiting for the trainer"):
+        async with self._trainer_queue.admit(pending, "loading, or waiting for the trainer"):
             client = self._models.client_of(model, self._trainer)
             step = await client.load_state(
                 model.model_id, checkpoint.uri, request.optimizer, timeout_s=None, seq_id=pending.submission.seq_id
@@ -181,11 +181,11 @@ class SaveCommands:
         checkpoints: Checkpoints,
         sampling: Sampling,
         trainer: TrainerLink,
-        turns: TrainerTurns,
+        trainer_queue: TrainerQueue,
         timeout_s: float,
     ) -> None:
         self._models, self._checkpoints, self._sampling, self._trainer = models, checkpoints, sampling, trainer
-        self._turns, self._timeout_s = turns, timeout_s
+        self._trainer_queue, self._timeout_s = trainer_queue, timeout_s
 
     async def save_state(self, model: Model, pending: Pending, blob: bytes) -> Done:
         """Writes a resumable checkpoint, registers it, and only then removes an older one of the same name."""
@@ -193,7 +193,7 @@ class SaveCommands:
         name = request.name or f"state-{pending.submission.seq_id:06d}"
         expires_at = check_ttl(request.ttl_s)
         checkpoint, old = await self._plan(model, TRAINING, name, dict(request.user_metadata), request.overwrite)
-        async with self._checkpoints.writing(checkpoint.uri), self._turns.take(pending, _SAVING):
+        async with self._checkpoints.writing(checkpoint.uri), self._trainer_queue.admit(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             answer = await client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
         checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
@@ -219,7 +219,7 @@ class SaveCommands:
         if request.name:
             checkpoint, _ = await self._plan(model, SAMPLER, request.name, dict(request.user_metadata))
         uri = checkpoint.uri if checkpoint else ""
-        async with self._checkpoints.writing(*filter(None, [uri])), self._turns.take(pending, _SAVING):
+        async with self._checkpoints.writing(*filter(None, [uri])), self._trainer_queue.admit(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             frozen = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
         kept = KeptSnapshot(frozen, uri, model.trainer_instance)
@@ -261,7 +261,7 @@ class SaveCommands:
     async def _write_export(self, model: Model, pending: Pending, uri: str) -> int:
         """Makes the trainer write the current weights; returns their number of optimizer steps."""
         own_id = id_of_export(model.model_id, pending.submission.seq_id)
-        async with self._turns.take(pending, _SAVING):
+        async with self._trainer_queue.admit(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s, is_export=True)
         try:
