@@ -57,12 +57,12 @@ class Futures:
         result_room: ResultRoom,
         on_end: Callable[[Pending, Outcome], None] = lambda pending, outcome: None,
         on_ask: Callable[[str], None] = lambda session_id: None,
-        as_told: Callable[[FoveaError], FoveaError] = lambda error: error,
+        as_reported: Callable[[FoveaError], FoveaError] = lambda error: error,
     ) -> None:
         self._database = database
         self._result_ttl_s = result_ttl_s
         self._quota, self._owners, self._clock, self._result_room = quota, owners, clock, result_room
-        self._on_end, self._on_ask, self._as_told = on_end, on_ask, as_told
+        self._on_end, self._on_ask, self._as_reported = on_end, on_ask, as_reported
         self._tokens: Counter[str] = Counter()
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
@@ -71,7 +71,7 @@ class Futures:
         self._is_closing = False
         self._last_number = 0
         # By scope: the seq_ids of failed commands the errors of which a client has received.
-        self._told_failures: defaultdict[str, set[int]] = defaultdict(set)
+        self._reported_failures: defaultdict[str, set[int]] = defaultdict(set)
         # Rows that finished earlier are already deleted. Scanning that span again would take longer every day.
         self._results_until = self._rows_until = 0.0
         self._completions = CompletionLogs(database)
@@ -174,9 +174,9 @@ class Futures:
             return
         pending.is_finishing = True
         if outcome.error is not None:
-            outcome = outcome._replace(error=self._as_told(outcome.error))
+            outcome = outcome._replace(error=self._as_reported(outcome.error))
         # A woken client must find the outcome in the database, even if the work was cancelled during the write.
-        await asyncio.shield(asyncio.create_task(self._keep(pending, outcome, list(also))))
+        await asyncio.shield(asyncio.create_task(self._store(pending, outcome, list(also))))
 
     async def wait(self, future_id: str, owner: str, timeout_s: float) -> Outcome | Pending:
         """Returns the outcome of a future, or the pending future after `timeout_s`. The caller must send it to the
@@ -187,12 +187,12 @@ class Futures:
         found = await self._found(future_id, owner, timeout_s)
         if isinstance(found, Outcome) and found.error is not None and found.kind is not Kind.SAMPLE:
             scope, _, seq_id = future_id.rpartition(":")
-            self._told_failures[scope].add(int(seq_id))
+            self._reported_failures[scope].add(int(seq_id))
         return found
 
-    def has_told_failure(self, scope: str, seq_id: int) -> bool:
+    def has_reported_failure(self, scope: str, seq_id: int) -> bool:
         """Returns whether a client has received, from this process, the error of a failed command."""
-        return seq_id in self._told_failures.get(scope, ())
+        return seq_id in self._reported_failures.get(scope, ())
 
     async def wait_any(self, target: Target, after: int, timeout_s: float) -> list[Completion]:
         """Returns the completions of a client of a sampling session after number `after`, in order.
@@ -220,8 +220,8 @@ class Futures:
     def forget(self, session_id: str) -> None:
         """Drops the data of an ended session from memory."""
         self._completions.forget(session_id)
-        for scope in [scope for scope in self._told_failures if scope.startswith(f"{session_id}:")]:
-            del self._told_failures[scope]
+        for scope in [scope for scope in self._reported_failures if scope.startswith(f"{session_id}:")]:
+            del self._reported_failures[scope]
 
     def release_waiters(self) -> None:
         """Answers every waiting poll at once. The process is about to end, and clients will poll the next one."""
@@ -267,13 +267,13 @@ class Futures:
     def counting(self, submission: Submission) -> Iterator[None]:
         """Counts work without a future, such as a stream, while it runs. Raises ResourceExhausted as `submit` does."""
         self._check_share(submission)
-        self._take(submission)
+        self._reserve(submission)
         try:
             yield
         finally:
-            self._give(submission)
+            self._release(submission)
 
-    async def keep_usage(self, pending: Pending) -> None:
+    async def store_usage(self, pending: Pending) -> None:
         """Stores the usage of work that has no future."""
         used = [_used(pending)]
         metrics.note_usage(pending.submission.owner, pending.submission.kind.value, vars(pending.usage))
@@ -287,11 +287,11 @@ class Futures:
         if most and tokens and tokens + submission.token_count > most:
             raise exceeded("max_tokens_in_flight", most, f"its unfinished requests have {tokens} tokens")
 
-    def _take(self, submission: Submission) -> None:
+    def _reserve(self, submission: Submission) -> None:
         self._quota.take(submission.owner)
         self._tokens[submission.owner] += submission.token_count
 
-    def _give(self, submission: Submission) -> None:
+    def _release(self, submission: Submission) -> None:
         self._quota.give(submission.owner)
         self._tokens[submission.owner] -= submission.token_count
         if not self._tokens[submission.owner]:
@@ -299,11 +299,11 @@ class Futures:
 
     def _add(self, pending: Pending) -> None:
         self._pending[pending.submission.future_id] = pending
-        self._take(pending.submission)
+        self._reserve(pending.submission)
 
     def _remove(self, pending: Pending) -> None:
         del self._pending[pending.submission.future_id]
-        self._give(pending.submission)
+        self._release(pending.submission)
 
     async def _drop(
         self, drop: Callable[[Any, float, float], tuple[float, int]], since: float, before: float
@@ -341,7 +341,7 @@ class Futures:
             pending.work.cancel()
         await self.finish(pending, Outcome(pending.submission.kind, b"", error))
 
-    async def _keep(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
+    async def _store(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
         submission, finished_at = pending.submission, time.time()
         # Increases with each write, also after a restart and after the rows of the previous process were deleted.
         self._kept_bytes += len(outcome.result)
@@ -359,13 +359,13 @@ class Futures:
         finally:
             # If the database fails, waiting clients still get the outcome. After a restart the work counts as
             # unfinished.
-            self._tell(pending, outcome)
+            self._publish(pending, outcome)
             if submission.kind is Kind.SAMPLE:
                 is_failed, size_bytes = outcome.error is not None, len(outcome.result)
                 completion = Completion(number, submission.future_id, is_failed, size_bytes)
                 self._completions.note(submission.scope, submission.seq_id, completion)
 
-    def _tell(self, pending: Pending, outcome: Outcome) -> None:
+    def _publish(self, pending: Pending, outcome: Outcome) -> None:
         """Gives the outcome to waiting clients and caches it for repeated requests."""
         submission = pending.submission
         if submission.future_id not in self._pending:

@@ -252,14 +252,14 @@ class Replicas(Generic[R]):
 
     def _apply(self, addresses: Addresses) -> None:
         for address in sorted(self._members.keys() - addresses):
-            self._let_go(self._members.pop(address))
+            self._remove(self._members.pop(address))
         for address in sorted(addresses - self._members.keys()):
             member = self._members[address] = self._make(address, self._note)
             logger.info("%s %s joins", member.service, address)
             self._watches[address] = asyncio.create_task(self._watch(member), name=f"watch {address}")
         self._note()
 
-    def _let_go(self, member: R) -> None:
+    def _remove(self, member: R) -> None:
         logger.info("%s %s leaves; %d requests are still running", member.service, member.address, member.queued)
         member.leave()
         self._watches.pop(member.address).cancel()

@@ -38,7 +38,7 @@ _ROUNDS = 3
 
 
 @dataclass(eq=False)
-class KeptSnapshot:
+class SnapshotRecord:
     """Frozen weights. They are in the memory of one trainer, and also in storage if `uri` is set."""
 
     identity: weights_pb2.Snapshot
@@ -79,7 +79,7 @@ class Snapshots:
         self._trainer = trainer
         self._residency = residency
         self._push_timeout_s = push_timeout_s
-        self._known: LRUCache[str, KeptSnapshot] = LRUCache(_KNOWN)
+        self._known: LRUCache[str, SnapshotRecord] = LRUCache(_KNOWN)
         self._pushes: SingleFlight[tuple[str, str], None] = SingleFlight()
         self._users: Counter[str] = Counter()
         self._recent: OrderedDict[str, None] = OrderedDict()
@@ -88,7 +88,7 @@ class Snapshots:
         self._being_freed: set[str] = set()
         self._frees = BackgroundTasks()
 
-    async def get(self, snapshot_id: str) -> KeptSnapshot:
+    async def get(self, snapshot_id: str) -> SnapshotRecord:
         """Returns a snapshot by id. Raises NotFound."""
         kept = self._known.get(snapshot_id)
         if kept is None:
@@ -98,7 +98,7 @@ class Snapshots:
             self.remember(kept)
         return kept
 
-    def remember(self, kept: KeptSnapshot) -> None:
+    def remember(self, kept: SnapshotRecord) -> None:
         """Caches a snapshot that may not be in the database yet."""
         self._known[kept.identity.snapshot_id] = kept
 
@@ -246,7 +246,7 @@ class Snapshots:
             )
 
     async def _call(
-        self, kept: KeptSnapshot | None, snapshot_id: str, addresses: list[str]
+        self, kept: SnapshotRecord | None, snapshot_id: str, addresses: list[str]
     ) -> trainer_pb2.PushSnapshotResponse:
         uri = kept.uri if kept else ""
         if self._trainer is None or self._residency is None:
@@ -267,7 +267,7 @@ class Snapshots:
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None
 
-    def _gone(self, snapshot_id: str, kept: KeptSnapshot | None) -> FoveaError:
+    def _gone(self, snapshot_id: str, kept: SnapshotRecord | None) -> FoveaError:
         self._lost.add(snapshot_id)
         is_full = kept is not None and kept.identity.kind == weights_pb2.SNAPSHOT_KIND_FULL
         return ModelLost(
@@ -321,7 +321,7 @@ class Versions:
         return max((self._newest.get(model_id, at) - at for model_id, at in newest_held.items()), default=0)
 
 
-def put_row(connection: sa.Connection, kept: KeptSnapshot) -> None:
+def put_row(connection: sa.Connection, kept: SnapshotRecord) -> None:
     """Inserts a new snapshot."""
     row = {
         "snapshot_id": kept.identity.snapshot_id,
@@ -334,7 +334,7 @@ def put_row(connection: sa.Connection, kept: KeptSnapshot) -> None:
     insert_new(connection, snapshots, row)
 
 
-def get_row(connection: sa.Connection, snapshot_id: str) -> KeptSnapshot | None:
+def get_row(connection: sa.Connection, snapshot_id: str) -> SnapshotRecord | None:
     """Returns a snapshot by id, or None."""
     query = sa.select(snapshots).where(snapshots.c.snapshot_id == snapshot_id)
     row = (connection.execute(query)).mappings().first()
@@ -360,9 +360,9 @@ def delete_row(connection: sa.Connection, snapshot_id: str) -> None:
     connection.execute(sa.delete(snapshots).where(snapshots.c.snapshot_id == snapshot_id))
 
 
-def _to_snapshot(row: Any) -> KeptSnapshot:
+def _to_snapshot(row: Any) -> SnapshotRecord:
     identity = weights_pb2.Snapshot.FromString(row["identity"])
-    return KeptSnapshot(identity, row["uri"], row["trainer_instance"], row["created_at"])
+    return SnapshotRecord(identity, row["uri"], row["trainer_instance"], row["created_at"])
 
 
 def id_of_snapshot(model: str, number: int) -> str:

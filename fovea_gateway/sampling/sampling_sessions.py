@@ -31,7 +31,7 @@ from fovea_gateway.futures.future import (
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
-from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, version_of
+from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, version_of
 from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
 from fovea_gateway.sampling.sampling_session import SamplingSession
 from fovea_gateway.sessions.sessions import Session, Sessions, update_session
@@ -149,7 +149,7 @@ class Sampling:
         for base in self._base_models:
             await base.snapshots.retire_unreachable(base.up_samplers)
 
-    def push_soon(self, base_model: str, kept: KeptSnapshot) -> None:
+    def push_soon(self, base_model: str, kept: SnapshotRecord) -> None:
         """Brings an adapter to the samplers in the background; if that fails, the first sample tries again."""
         base = self._base_models.get(base_model)
         self._pushes.start(self._push(base, kept), f"early push of {kept.identity.snapshot_id}")
@@ -267,7 +267,7 @@ class Sampling:
                     for gathered in await self._runner.collect(work):
                         yield work.prompt_ids, gathered
             finally:
-                await self._futures.keep_usage(pending)
+                await self._futures.store_usage(pending)
 
     def forget(self, session_id: str) -> None:
         """Drops what is in memory of a session that is over."""
@@ -322,7 +322,7 @@ class Sampling:
         return Done([*await self._runner.collect(work)])
 
     @staticmethod
-    async def _push(base: BaseModel, kept: KeptSnapshot) -> None:
+    async def _push(base: BaseModel, kept: SnapshotRecord) -> None:
         base.snapshots.remember(kept)
         samplers, snapshot_id = base.samplers.up, kept.identity.snapshot_id
         try:

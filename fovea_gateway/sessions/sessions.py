@@ -130,7 +130,7 @@ class Sessions:
         if session.ended_at is not None:
             raise SessionEnded(f"session {session_id} has ended ({session.end_reason}): open a new one")
         if session.parked_at is not None:
-            session = await self._take_up(session)
+            session = await self._resume(session)
         self._alive_at[session_id] = time.monotonic()  # Any use of a session counts as a heartbeat.
         return session
 
@@ -235,7 +235,7 @@ class Sessions:
         owner = asked_owner(asked, "sessions")
         return [(session, (await self.contents(session))[0]) for session in await self.parked(owner)]
 
-    async def _take_up(self, session: Session) -> Session:
+    async def _resume(self, session: Session) -> Session:
         session = self._sessions.setdefault(session.session_id, session)
         if session.parked_at is not None:
             session.parked_at, session.parked_bytes = None, 0

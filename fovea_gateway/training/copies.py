@@ -18,7 +18,7 @@ from fovea_gateway.database.schema import copies
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.futures.future import check_seq_id
 from fovea_gateway.replicas import snapshot_pushes
-from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_snapshot
+from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, id_of_snapshot
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.training.models import Model, ModelState, get_row, id_of_model, insert_row
 
@@ -128,14 +128,14 @@ class Copies:
             raise _taken(run_id)
         return copied.path
 
-    async def _rename_snapshot(self, copied: Checkpoint) -> KeptSnapshot:
+    async def _rename_snapshot(self, copied: Checkpoint) -> SnapshotRecord:
         """Gives the copied weights a snapshot id of their own, since the source's id is deleted with the source."""
         storage = self._checkpoints.storage
         snapshot = json_format.Parse(await storage.read(copied.uri, SNAPSHOT_FILE), weights_pb2.Snapshot())
         copied.snapshot_id = snapshot.snapshot_id = id_of_snapshot(copied.model_id, 1)
         snapshot.model_id = copied.model_id
         await storage.write(copied.uri, SNAPSHOT_FILE, json_format.MessageToJson(snapshot).encode())
-        return KeptSnapshot(snapshot, copied.uri, "")
+        return SnapshotRecord(snapshot, copied.uri, "")
 
     async def _of_key(self, owner: str, request_key: str) -> Copy | None:
         return await self._database.read(lambda connection: _of_key(connection, owner, request_key))
@@ -144,7 +144,7 @@ class Copies:
         return await self._database.read(lambda connection: _of_model(connection, model_id))
 
 
-def _keep(connection: sa.Connection, model: Model, copied: Checkpoint, kept: KeptSnapshot | None, copy: Copy) -> bool:
+def _keep(connection: sa.Connection, model: Model, copied: Checkpoint, kept: SnapshotRecord | None, copy: Copy) -> bool:
     # Check first: if this job returns False, what it has written so far is committed. No other job runs meanwhile.
     if copy.request_key and _of_key(connection, copy.owner, copy.request_key):
         return False

@@ -80,7 +80,7 @@ class CustomLosses:
                 self._start(pending)
 
     def _start(self, pending: Pending) -> None:
-        self._running.start(self._run(pending), f"keep {pending.submission.future_id}")
+        self._running.start(self._run(pending), f"store {pending.submission.future_id}")
 
     async def create(self, owner: str, request: gateway_pb2.CreateCustomLossRequest) -> str:
         """Stores a loss and returns its id. A repeat returns the id of the first request.
@@ -88,9 +88,9 @@ class CustomLosses:
         Raises the errors of `submit`, and InvalidInput if the loss itself is invalid.
         """
         await self._require(owner, request)
-        kept = await _checked(request)
-        await self._database.write(lambda connection: _insert(connection, kept))
-        return kept.custom_loss_id
+        row = await _checked(request)
+        await self._database.write(lambda connection: _insert(connection, row))
+        return row.custom_loss_id
 
     async def get(
         self, session_id: str, header: gateway_pb2.SubmitForwardBackwardHeader
@@ -133,13 +133,13 @@ class CustomLosses:
 
     async def _run(self, pending: Pending) -> None:
         pending.begin()
-        done, outcome = await run_to_outcome(pending, self._keep(pending))
+        done, outcome = await run_to_outcome(pending, self._create(pending))
         await self._futures.finish(pending, outcome, done.effects)
 
-    async def _keep(self, pending: Pending) -> Done:
-        kept = await _checked(gateway_pb2.CreateCustomLossRequest.FromString(await self._futures.request_of(pending)))
-        created = gateway_pb2.CreateCustomLossResponse(custom_loss_id=kept.custom_loss_id)
-        return Done([gateway_pb2.WaitFutureResponse(custom_loss_created=created)], [partial(_insert, row=kept)])
+    async def _create(self, pending: Pending) -> Done:
+        row = await _checked(gateway_pb2.CreateCustomLossRequest.FromString(await self._futures.request_of(pending)))
+        created = gateway_pb2.CreateCustomLossResponse(custom_loss_id=row.custom_loss_id)
+        return Done([gateway_pb2.WaitFutureResponse(custom_loss_created=created)], [partial(_insert, row=row)])
 
 
 async def _checked(request: gateway_pb2.CreateCustomLossRequest) -> CustomLossRow:

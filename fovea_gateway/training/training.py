@@ -228,7 +228,7 @@ class Training:
         model.last_request_at = time.time()  # Written with the next change of the model.
         blob = join_messages(request) if kind in BATCH_KINDS else request[0].SerializeToString()
         failed = model.failed_seq_id
-        known_failure = failed if failed is not None and self._futures.has_told_failure(model_id, failed) else None
+        known_failure = failed if failed is not None and self._futures.has_reported_failure(model_id, failed) else None
         submission = Submission(
             future_id(model_id, seq_id), kind, owner, model.session_id, model_id, seq_id, rejection, known_failure,
             token_count=token_count,

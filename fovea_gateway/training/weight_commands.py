@@ -20,7 +20,7 @@ from fovea_gateway.database.writer import Job
 from fovea_gateway.futures.future import Done, Pending, QueueState
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.samplers import Samplers
-from fovea_gateway.replicas.snapshot_pushes import KeptSnapshot, id_of_export, id_of_snapshot
+from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, id_of_export, id_of_snapshot
 from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.sessions import Sessions
@@ -222,7 +222,7 @@ class SaveCommands:
         async with self._checkpoints.writing(*filter(None, [uri])), self._trainer_queue.admit(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             frozen = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
-        kept = KeptSnapshot(frozen, uri, model.trainer_instance)
+        kept = SnapshotRecord(frozen, uri, model.trainer_instance)
         saved = gateway_pb2.SnapshotSaved(snapshot=frozen)
         effects: list[Job[Any]] = [partial(snapshot_pushes.put_row, kept=kept)]
         if checkpoint:
