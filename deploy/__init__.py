@@ -1,1 +1,1 @@
-"""How Fovea gets onto machines: images, the Helm chart, and a real API server to try it on."""
+"""Deployment of Fovea: images, the Helm chart, and a real Kubernetes API server for tests."""

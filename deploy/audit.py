@@ -1,4 +1,4 @@
-"""The packages that Fovea pins: their published vulnerabilities, and a list of them as CycloneDX."""
+"""Checks Fovea's pinned packages for published vulnerabilities, and lists them in CycloneDX format."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import typer
 
 ROOT = Path(__file__).parents[1]
 LOCKS = ("cpu", "gpu", "uv")
-"""Files of requirements/ whose packages reach users; the environments of optional tests do not."""
+"""Files in requirements/ with packages that reach users; the environments of optional tests do not."""
 VULNERABLE, UNREACHABLE = 1, 3
 _NO_ANSWER = ("ConnectionError", "Max retries exceeded", "Failed to resolve", "Failed to fetch", "Timeout")
 
@@ -19,12 +19,12 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_loc
 
 
 def lock(name: str) -> Path:
-    """A file of pinned packages."""
+    """Returns a file of pinned packages."""
     return ROOT / "requirements" / f"{name}.txt"
 
 
 def tool(*arguments: str) -> list[str]:
-    """A command of the pinned tools of requirements/audit.txt, in an environment of their own."""
+    """Returns a command that runs a tool pinned in requirements/audit.txt, in an environment of its own."""
     uv = str(Path(sys.executable).with_name("uv"))
     return [uv, "run", "--quiet", "--isolated", "--no-project", "--with-requirements", str(lock("audit")), *arguments]
 
@@ -32,8 +32,8 @@ def tool(*arguments: str) -> list[str]:
 def look_up(command: Sequence[str]) -> tuple[int, list[str]]:
     """Runs pip-audit on one file.
 
-    Returns the exit code and a line for each vulnerability. A package that could not be looked up is a failure: the
-    tool itself would leave it out and end with 0.
+    Returns the exit code and a line for each vulnerability. A package without a lookup result counts as a failure,
+    although pip-audit omits it and exits with 0.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
@@ -54,7 +54,9 @@ def look_up(command: Sequence[str]) -> tuple[int, list[str]]:
 
 @app.command()
 def check() -> None:
-    """Look up all pinned packages: ends with 0 if none is vulnerable, 1 if one is, 3 if it cannot be found out."""
+    """Check all pinned packages. The exit code is 0 if none is vulnerable, 1 if one is, 3 if the advisories cannot be
+    reached.
+    """
     codes = []
     for name in LOCKS:
         arguments = ("--vulnerability-service", "osv", "--format", "json", "--progress-spinner", "off")
@@ -67,8 +69,8 @@ def check() -> None:
 
 
 @app.command()
-def sbom(folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path("dist")) -> None:
-    """Write the pinned packages with their hashes as CycloneDX JSON, a file for each lock file."""
+def sbom(folder: Annotated[Path, typer.Argument(help="Folder for the files.")] = Path("dist")) -> None:
+    """Write the pinned packages with their hashes as CycloneDX JSON, one file per lock file."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in LOCKS:
         file = folder / f"fovea-{name}.cdx.json"

@@ -1,4 +1,4 @@
-"""Writes docs/reference/metrics.md, all Prometheus metrics of all services: `python -m deploy.metrics_page`."""
+"""Generates docs/reference/metrics.md, a list of all Prometheus metrics: `python -m deploy.metrics_page`."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,12 @@ SERVICES: dict[str, ModuleType] = {
     "sampler": fovea_services.sampler.sampler_metrics,
     "trainer": fovea_services.trainer.trainer_metrics,
 }
-"""Where each service's metrics are declared."""
+"""Modules that declare the metrics of each service."""
 _HEAD = """# Metrics of the services
 
-Made by `python -m deploy.metrics_page` from the code; a test compares. vLLM's own `vllm:*` are among the sampler's.
-[The monitoring guide](../guides/monitoring.md) lists metrics by the question that they answer, with healthy values.
+`python -m deploy.metrics_page` generates this page from the code, and a test compares the two. The sampler also exports
+vLLM's own metrics, `vllm:*`. [The monitoring guide](../guides/monitoring.md) groups metrics by the question that they
+answer, with healthy values.
 """
 
 
@@ -39,7 +40,7 @@ class _Shown(NamedTuple):
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the page as Markdown."""
     return _HEAD + "".join(_section(service, module) for service, module in SERVICES.items())
 
 

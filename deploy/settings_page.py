@@ -1,4 +1,4 @@
-"""Writes docs/reference/settings.md, all settings of all services: `python -m deploy.settings_page`."""
+"""Generates docs/reference/settings.md, a list of all settings of all services: `python -m deploy.settings_page`."""
 
 import json
 import pathlib
@@ -11,21 +11,23 @@ from fovea.runtime.settings import ServiceSettings
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings of the services
 
-Made by `python -m deploy.settings_page` from the code; a test compares. A setting `max_loras` of the sampler is
+`python -m deploy.settings_page` generates this page from the code, and a test compares the two. For example, the
+sampler's setting `max_loras` can be given as
 
-* `--set sampler.max_loras=16` of `fovea up`, where it is not an option of its own ([cli.md](cli.md));
+* `--set sampler.max_loras=16` to `fovea up`, unless it has an option of its own ([cli.md](cli.md));
 * `FOVEA_SAMPLER_MAX_LORAS=16` in the environment;
-* `--max-loras 16` of `python -m fovea_services.sampler`;
-* `sampler.settings.max_loras: 16` in the values of the [chart](../guides/operations.md#install), unless the chart has a
-  value of its own for it.
+* `--max-loras 16` to `python -m fovea_services.sampler`;
+* `sampler.settings.max_loras: 16` in the values of the [chart](../guides/operations.md#install), unless the chart has
+  its own value for it.
 
-The command line stands above the environment, the environment above the default. A wrong value is refused in one line.
+The command line overrides the environment, and the environment overrides the default. An invalid value is rejected
+with an error of one line.
 """
 _LIMITS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "exclusiveMaximum": "< "}
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the page as Markdown."""
     common = ServiceSettings.model_json_schema()["properties"]
     sections = [_section("all four", common, {})]
     for name, settings in SETTINGS.items():

@@ -1,1 +1,1 @@
-"""A real Kubernetes control plane on this machine, with simulated nodes, from binaries that it builds itself."""
+"""A real Kubernetes control plane on this machine with simulated nodes, from binaries built here."""

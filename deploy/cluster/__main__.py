@@ -20,29 +20,33 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_loc
 
 
 @app.command()
-def build(names: list[str] = typer.Argument(None, help=f"Some of {', '.join(NAMES)}; by default all.")) -> None:
-    """Build the control plane's binaries, helm and kubectl with Go; what is there in the right version is kept.
+def build(
+    names: list[str] = typer.Argument(None, help=f"Binaries to build, of {', '.join(NAMES)}. Default: all."),
+) -> None:
+    """Build the control plane's binaries, helm and kubectl with Go. Binaries of the right version are kept.
 
-    Without Go nothing is built, and that is no error: tests that need it are then skipped.
+    Without Go nothing is built, and the exit code is 0; tests that need the binaries are then skipped.
     """
     if unknown := sorted(set(names or ()) - set(NAMES)):
-        raise typer.BadParameter(f"there is no {unknown[0]}; there are {', '.join(NAMES)}")
+        raise typer.BadParameter(f"unknown binary {unknown[0]}; choose from {', '.join(NAMES)}")
     try:
         build_tools(lambda line: typer.echo(line), names or ())
     except NoGo as reason:
         typer.echo(f"skipped: {reason}")
     except subprocess.CalledProcessError as failure:
-        typer.echo(f"no cluster: {failure}", err=True)
+        typer.echo(f"build failed: {failure}", err=True)
         raise typer.Exit(1) from None
 
 
 @app.command()
 def up(
-    node: bool = typer.Option(False, "--node", help="One real node, which runs containers, instead; needs root."),
+    node: bool = typer.Option(
+        False, "--node", help="Use one real node that runs containers instead of simulated nodes. Needs root."
+    ),
 ) -> None:
     """Run a cluster with simulated nodes on this machine until Ctrl-C."""
     if absent := missing():
-        typer.echo(f"not built: {', '.join(absent)}; run python -m deploy.cluster build", err=True)
+        typer.echo(f"not built: {', '.join(absent)}; run: python -m deploy.cluster build", err=True)
         raise typer.Exit(1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
@@ -50,7 +54,7 @@ def up(
         try:
             cluster = stack.enter_context(_real(folder) if node else running_cluster(folder))
         except (NoMachine, CommandFailed) as reason:
-            typer.echo(f"no cluster: {reason}", err=True)
+            typer.echo(f"could not start the cluster: {reason}", err=True)
             raise typer.Exit(1) from None
         typer.echo(f"export PATH={BIN}:$PATH KUBECONFIG={cluster.kubeconfig}")
         try:
@@ -63,7 +67,9 @@ def up(
 def _real(folder: Path) -> Iterator[Cluster]:
     with running_node(folder) as node:
         enter = shlex.join(node.machine.command("ctr", *CONTAINERD))
-        typer.echo("# Pods and services have addresses that this machine reaches. It pulls no images; to load one:")
+        typer.echo(
+            "# This machine can reach the addresses of pods and services. The node pulls no images; to load one:"
+        )
         typer.echo(f"#   podman save IMAGE | {enter} images import -")
         yield node.cluster
 

@@ -1,4 +1,4 @@
-"""A control plane (etcd, API server with RBAC, controllers, scheduler), on 127.0.0.1 with nodes that kwok simulates."""
+"""A control plane (etcd, API server with RBAC, controllers, scheduler) on 127.0.0.1, with nodes simulated by kwok."""
 
 import json
 import os
@@ -20,24 +20,25 @@ _PATIENCE = (f"--timeout={_READY_S}s", f"--wait={_READY_S}s")
 _SCHEDULER = {
     "apiVersion": "kubescheduler.config.k8s.io/v1",
     "kind": "KubeSchedulerConfiguration",
-    # The second name is the one that scheduler-plugins' Helm chart gives its scheduler. Here it places pods one by one.
+    # The second name is that of the scheduler in scheduler-plugins' Helm chart. Here it schedules pods one by one.
     "profiles": [{"schedulerName": "default-scheduler"}, {"schedulerName": "scheduler-plugins-scheduler"}],
     "leaderElection": {"leaderElect": False},
 }
 
 
 class CommandFailed(Exception):
-    """A command against the cluster failed; the message has the command and what it said."""
+    """A command against the cluster failed. The message contains the command and its output."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the control plane's processes run.
+    """Network location of the control plane's processes.
 
     Attributes:
-        address: Of the API server, for nodes, pods and this host; other than the default only inside a network.
-        inside: What a command begins with that is to run where they do.
-        services: Range of services' addresses.
+        address: Address of the API server for nodes, pods and this host; not the default only inside a network
+            namespace.
+        inside: Prefix for commands that must run next to these processes.
+        services: Address range of services.
     """
 
     address: str = _LOCAL
@@ -49,7 +50,7 @@ _HERE = Placement()
 
 
 class Cluster:
-    """A running control plane, by its kubeconfig; every command acts as cluster-admin."""
+    """A running control plane and its kubeconfig. Every command runs as cluster-admin."""
 
     def __init__(self, folder: Path, place: Placement) -> None:
         self.folder = folder
@@ -59,36 +60,36 @@ class Cluster:
         self._place = place
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """The standard output of kubectl.
+        """Runs kubectl and returns its standard output.
 
         Raises:
-            CommandFailed: it ended with an error.
+            CommandFailed: It ended with an error.
         """
         return self._run("kubectl", *arguments, stdin=stdin)
 
     def helm(self, *arguments: str) -> str:
-        """The standard output of helm.
+        """Runs helm and returns its standard output.
 
         Raises:
-            CommandFailed: it ended with an error.
+            CommandFailed: It ended with an error.
         """
         return self._run("helm", *arguments)
 
     def apply(self, *objects: object) -> None:
-        """Creates or changes objects, given as dictionaries."""
+        """Creates or updates objects, given as dictionaries."""
         self.kubectl("apply", "-f", "-", stdin="\n---\n".join(json.dumps(item) for item in objects))
 
     def logs(self, last_lines: int = 40) -> str:
-        """The end of every component's log."""
+        """Returns the end of the log of every component."""
         files = sorted((self._state / "logs").glob("*.log"))
         tails = (file.read_text(errors="replace").splitlines()[-last_lines:] for file in files)
         return "\n".join(f"== {file.name}\n" + "\n".join(tail) for file, tail in zip(files, tails, strict=True))
 
     def start(self, objects: Sequence[object]) -> None:
-        """Starts the processes on free ports, waits until they answer, creates objects and waits for nodes among them.
+        """Starts the processes on free ports, waits for them, creates objects and waits for any nodes among them.
 
         Raises:
-            CommandFailed: a process did not come up; the message ends with their logs.
+            CommandFailed: A process did not start. The message ends with the logs.
         """
         config, scheduler = self.folder / "kwokctl.json", self.folder / "scheduler.json"
         config.write_text(json.dumps(_configuration(scheduler, self._place, self.certificates)))
@@ -105,7 +106,7 @@ class Cluster:
             raise CommandFailed(f"{failure}\n{self.logs()}") from None
 
     def restart(self, component: str) -> None:
-        """Ends one of the processes, such as kube-apiserver, starts it again and returns once it is ready."""
+        """Restarts a process, such as kube-apiserver, and waits until it is ready."""
         process = (self._state / "pids" / f"{component}.pid").read_text()
         subprocess.run([*self._place.inside, "kill", process], check=True)
         deadline = time.monotonic() + _READY_S
@@ -116,11 +117,11 @@ class Cluster:
         self._kwokctl("start", "cluster", *_PATIENCE)
 
     def stop(self) -> None:
-        """Ends the processes and forgets what they kept; the folder's owner removes the rest."""
+        """Ends the processes and deletes their state. The owner of the folder removes the rest."""
         self._kwokctl("delete", "cluster", f"--kubeconfig={self.kubeconfig}")
 
     def _point_at(self, address: str) -> None:
-        """Kwokctl takes itself for a neighbour of the API server; the kubeconfig is for those who are not."""
+        """Sets the server address in the kubeconfig: kwokctl assumes that clients run next to the API server."""
         config = json.loads(self.kubectl("config", "view", "-o", "json"))
         for entry in config["clusters"]:
             server = entry["cluster"]["server"].replace(_LOCAL, address)
@@ -130,7 +131,8 @@ class Cluster:
         self._run("kwokctl", f"--name={_NAME}", *arguments, inside=self._place.inside)
 
     def _run(self, tool: str, *arguments: str, stdin: str | None = None, inside: Sequence[str] = ()) -> str:
-        # Helm and kwokctl keep caches and state under these; nothing of the user's own is read or written.
+        # Helm and kwokctl store caches and state in these folders, so the user's own files are neither read nor
+        # written.
         own = {
             "KUBECONFIG": str(self.kubeconfig),
             "KWOK_WORKDIR": str(self.folder),
@@ -152,7 +154,7 @@ class Cluster:
 def running_cluster(
     folder: Path, place: Placement = _HERE, objects: Sequence[object] = base_objects()
 ) -> Iterator[Cluster]:
-    """A cluster with objects in `folder` (made if need be), ended whatever happens inside."""
+    """Runs a cluster with objects in `folder`, which is created if needed. Always stops it at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     cluster = Cluster(folder, place)
     try:
@@ -163,7 +165,7 @@ def running_cluster(
 
 
 def _configuration(scheduler: Path, place: Placement, certificates: Path) -> dict[str, object]:
-    simulator = ["kwok-controller"] if place == _HERE else []  # it would take every node for its own
+    simulator = ["kwok-controller"] if place == _HERE else []  # kwok would simulate the real nodes too
     binaries = {
         "etcdBinary": "etcd",
         "kubeApiserverBinary": "kube-apiserver",
@@ -191,16 +193,16 @@ def _configuration(scheduler: Path, place: Placement, certificates: Path) -> dic
 
 
 def _first(network: str) -> str:
-    """The address of the service `kubernetes`."""
+    """Returns the address of the service `kubernetes`."""
     return str(next(IPv4Network(network).hosts()))
 
 
 def _patch(place: Placement, certificates: Path) -> dict[str, object]:
-    """What an API server with real nodes needs to be told."""
+    """Returns the options that an API server with real nodes needs."""
     arguments = {
         "advertise-address": place.address,
         "service-cluster-ip-range": place.services,
-        # How it finds a kubelet, for logs and exec, and proves itself to it.
+        # For logs and exec: how to reach a kubelet, and the certificate for it.
         "kubelet-preferred-address-types": "InternalIP",
         "kubelet-client-certificate": str(certificates / "admin.crt"),
         "kubelet-client-key": str(certificates / "admin.key"),

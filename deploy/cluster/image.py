@@ -1,4 +1,4 @@
-"""A container image from nothing but Debian's static busybox, written as an OCI archive: no registry, no engine."""
+"""Builds a container image from Debian's static busybox as an OCI archive, without a registry or container engine."""
 
 import hashlib
 import io
@@ -8,14 +8,14 @@ from pathlib import Path
 
 BUSYBOX = Path("/bin/busybox")
 IMAGE = "fovea.local/busybox:1"
-"""What pods name; the node uses it for the containers that hold a pod's namespaces, too."""
+"""Image name for pods. The node also uses it for the sandbox container of each pod."""
 
 _APPLETS = ("cat", "echo", "httpd", "ls", "mkdir", "nc", "nslookup", "ps", "sh", "sleep", "tail", "wget")
 _TYPE = "application/vnd.oci.image"
 
 
 def write_image(archive: Path) -> None:
-    """Writes `IMAGE`: busybox under the names of a few commands, waiting for ever unless it is told something else."""
+    """Writes `IMAGE`: busybox under the names of a few commands. By default it waits forever."""
     layer = _layer()
     config = {
         "architecture": "amd64",

@@ -1,7 +1,7 @@
-"""A machine inside this one, as kind's nodes are: namespaces of its own, and one network link to the host.
+"""A machine inside this one, like kind's nodes: namespaces of its own, and one network link to the host.
 
-Mounts, processes and network end with the namespaces, whatever was done inside. What stays behind of a control group is
-removed by `running_machine`; nothing else of the host changes.
+Mounts, processes and network end with the namespaces. `running_machine` removes the leftovers of control groups.
+Nothing else on the host changes.
 """
 
 import os
@@ -20,7 +20,7 @@ from deploy.cluster.cluster import CommandFailed
 from deploy.cluster.image import BUSYBOX
 from deploy.cluster.tools import BIN
 
-# RFC 2544 keeps 198.18.0.0/15 for laboratories: no network that the host is part of has it.
+# RFC 2544 reserves 198.18.0.0/15 for benchmarks, so no network of the host uses it.
 HOST_ADDRESS = "198.18.7.1"
 ADDRESS = "198.18.7.2"
 PODS = "198.18.8.0/24"
@@ -41,7 +41,7 @@ _SYSCTLS = {
     "kernel/timer_migration": 0,
     "kernel/unprivileged_bpf_disabled": 1,
 }
-"""What kubelet and Cilium set, for the whole kernel. They read that they are set already; the host keeps its own."""
+"""Kernel settings that kubelet and Cilium want to change. Mounted files show them as set; the host keeps its own."""
 
 _SETUP = """
 umount -R -l /sys
@@ -69,16 +69,16 @@ echo 1 > /proc/sys/net/ipv4/ip_forward
 
 
 class NoMachine(Exception):
-    """This host cannot carry one; the message says what it lacks."""
+    """This host cannot run the machine. The message says what is missing."""
 
 
 class Machine:
-    """Namespaces and the commands that enter them.
+    """Namespaces, and commands that enter them.
 
     Attributes:
-        folder: Its own, seen inside under the same path; /var/lib and /var/log are `lib` and `log` in it.
-        cgroup: Name of its control group, below the one that this process is in.
-        pid: Of its first process, as the host counts.
+        folder: Folder of the machine, at the same path inside. Its `lib` and `log` are /var/lib and /var/log.
+        cgroup: Name of its control group, below that of this process.
+        pid: Process id of its first process, on the host.
     """
 
     def __init__(self, folder: Path, pid: int) -> None:
@@ -88,28 +88,30 @@ class Machine:
         self._linked = False
 
     def command(self, *arguments: str) -> tuple[str, ...]:
-        """A command that runs inside; without arguments, what such a command begins with."""
+        """Returns a command that runs inside; without arguments, the prefix of such a command."""
         return "nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--cgroup", *arguments
 
     def run(self, *arguments: str, stdin: IO[bytes] | None = None) -> str:
-        """The standard output of a command inside.
+        """Runs a command inside and returns its standard output.
 
         Raises:
-            CommandFailed: it ended with an error; the message has what it said.
+            CommandFailed: It ended with an error. The message contains its output.
         """
         return _run(self.command(*arguments), stdin, PATH=_path())
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a process inside that ends with the machine, with its output in `log`, named for the program."""
+        """Starts a process inside that ends with the machine. Its output goes to a file in `log` named after the
+        program.
+        """
         with (self.folder / "log" / f"{Path(arguments[0]).name}.log").open("wb") as log:
             everything = os.environ | {"PATH": _path()} | environment
             return subprocess.Popen(self.command(*arguments), env=everything, stdout=log, stderr=log)
 
     def prepare(self) -> None:
-        """Mounts what is the machine's own and links it to the host.
+        """Mounts the machine's own file systems and links it to the host.
 
         Raises:
-            CommandFailed: the kernel refused a step.
+            CommandFailed: The kernel refused a step.
         """
         for name, value in _SYSCTLS.items():
             file = self.folder / "sysctl" / name
@@ -127,23 +129,24 @@ class Machine:
             _run(("ip", "route", "add", network, "via", ADDRESS))
 
     def unlink(self) -> None:
-        """Takes the link away. It would go with the network at its other end, but some time later."""
+        """Removes the link now. It would vanish with the other end's network, but only some time later."""
         if self._linked:
             _run(("ip", "link", "delete", _LINK))
 
 
 @contextmanager
 def running_machine(folder: Path) -> Iterator[Machine]:
-    """A machine with `folder` (made if need be) as its disk, ended whatever happens inside.
+    """Runs a machine with `folder` as its disk, which is created if needed. Always ends it.
 
     Raises:
-        NoMachine: this host lacks a right, a package or a feature, or one runs already.
-        CommandFailed: the kernel refused a step; the message says which.
+        NoMachine: This host lacks a permission, a package or a feature, or a machine already runs.
+        CommandFailed: The kernel refused a step; the message names it.
     """
     _check()
     folder.mkdir(parents=True, exist_ok=True)
     flags = ("--mount", "--net", "--pid", "--cgroup", "--fork", "--kill-child", "--mount-proc")
-    # The first process ends with its standard input, so with us; whoever ignores SIGCHLD leaves no zombies.
+    # The first process ends when its standard input closes, and so when this process ends. Ignoring SIGCHLD avoids
+    # zombies.
     first = ("sh", "-c", "trap '' CHLD; exec cat")
     with subprocess.Popen(("unshare", *flags, *first), stdin=subprocess.PIPE, stderr=subprocess.PIPE) as outer:
         machine = None
@@ -160,7 +163,7 @@ def running_machine(folder: Path) -> Iterator[Machine]:
             if machine:
                 _remove_cgroups(machine.cgroup)
             if (folder / "lib").exists():
-                shutil.rmtree(folder / "lib")  # images are gigabytes; the logs stay
+                shutil.rmtree(folder / "lib")  # images take gigabytes; the logs are kept
 
 
 def _check() -> None:
@@ -171,15 +174,15 @@ def _check() -> None:
         packages.add("containernetworking-plugins")
     if not (_COMPILER / "clang").exists():
         packages.add("clang-19")
-    # The program that loads a dynamic one is named at the file's beginning.
+    # The start of a dynamically linked file names its loader.
     if not BUSYBOX.exists() or b"ld-linux" in BUSYBOX.read_bytes()[:4096]:
         packages.add("busybox-static")
     if packages:
         raise NoMachine(f"a real node needs packages that are not installed: {', '.join(sorted(packages))}")
     if "cpuset" not in Path("/proc/self/cgroup").read_text():
-        raise NoMachine("a real node is only built for control groups of version 1, and this host has version 2")
+        raise NoMachine("a real node needs cgroup version 1, but this host has version 2")
     if _LINK in psutil.net_if_addrs():
-        raise NoMachine(f"another node runs on this host: it has the network link {_LINK}")
+        raise NoMachine(f"another node already runs on this host (network link {_LINK})")
 
 
 def _path() -> str:
@@ -187,11 +190,11 @@ def _path() -> str:
 
 
 def _first_process(outer: subprocess.Popen[bytes]) -> int:
-    """The process that `unshare` forks and that holds the namespaces."""
+    """Returns the process that `unshare` forks and that holds the namespaces."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and outer.poll() is None:
         for child in psutil.Process(outer.pid).children():
-            # It is there before it is ready: /proc is mounted last.
+            # The process exists before it is ready: /proc is mounted last.
             if child.name() == "cat":
                 return child.pid
         time.sleep(0.05)
@@ -201,7 +204,7 @@ def _first_process(outer: subprocess.Popen[bytes]) -> int:
 
 
 def _remove_cgroups(name: str) -> None:
-    """Control groups are folders that stay; they can be removed once the last process in them is gone."""
+    """Removes the control groups, which are folders that can be removed only after their last process has ended."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, hierarchy, path = line.split(":", 2)
         top = Path("/sys/fs/cgroup", hierarchy.removeprefix("name="), path.strip("/"), name)

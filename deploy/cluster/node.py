@@ -1,4 +1,4 @@
-"""A cluster whose one node is real: kubelet, containerd, runc, kube-proxy, CoreDNS and Cilium, in their own machine."""
+"""A cluster with one real node: kubelet, containerd, runc, kube-proxy, CoreDNS and Cilium, in a machine of its own."""
 
 import json
 import subprocess
@@ -19,15 +19,15 @@ NAME = "real-0"
 _READY_S = 300
 _SOCKET = "/run/containerd/containerd.sock"
 CONTAINERD = f"--address={_SOCKET}", "--namespace=k8s.io"
-"""What `ctr` is told to find the node's images and containers."""
+"""Arguments with which `ctr` finds the node's images and containers."""
 
 
 class Node:
-    """The node and its cluster.
+    """A node and its cluster.
 
     Attributes:
-        cluster: To install things in. Pods and services have addresses that this host reaches too.
-        machine: Where the node's processes and the containers run.
+        cluster: The cluster. This host can reach the addresses of its pods and services.
+        machine: The machine in which the node's processes and containers run.
     """
 
     def __init__(self, cluster: Cluster, machine: Machine) -> None:
@@ -36,36 +36,36 @@ class Node:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def load(self, *command: str) -> None:
-        """Gives the node the image of an OCI or Docker archive that a command on this host writes to its output.
+        """Loads the image of an OCI or Docker archive that a command on this host writes to its standard output.
 
-        Nothing is ever pulled.
+        Images are never pulled.
 
         Raises:
-            CommandFailed: there is no such archive, or containerd does not take it; the message says why.
+            CommandFailed: The archive does not exist or containerd rejects it; the message contains the reason.
         """
         with subprocess.Popen(command, stdout=subprocess.PIPE) as archive:
-            # The layers are kept once, unpacked: these images are gigabytes.
+            # Store the layers only unpacked, because these images take gigabytes.
             self._ctr("images", "import", "--local", "--discard-unpacked-layers", "-", stdin=archive.stdout)
         if archive.returncode:
             raise CommandFailed(f"{' '.join(command)}: exit status {archive.returncode}")
 
     def tag(self, image: str, name: str) -> None:
-        """Gives an image that the node has another name."""
+        """Adds a name to an image of the node."""
         self._ctr("images", "tag", image, name)
 
     def kill(self, container: str) -> None:
-        """Kills the first process of a container, given by the id that a pod's status has, as if it had crashed."""
+        """Kills the first process of a container, as if it had crashed. The id is the one in the pod's status."""
         self._ctr("tasks", "kill", "--signal=SIGKILL", container.removeprefix("containerd://"))
 
     def logs(self, last_lines: int = 20) -> str:
-        """The end of the log of every process of the node and of the control plane."""
+        """Returns the end of the log of every process of the node and the control plane."""
         return f"{tails(self.machine.folder / 'log', last_lines)}\n{self.cluster.logs(last_lines)}"
 
     def start(self) -> None:
-        """Starts the node's processes and waits until it is ready and Cilium enforces network policies.
+        """Starts the node's processes. Waits until the node is ready and Cilium enforces network policies.
 
         Raises:
-            CommandFailed: it does not become ready; the message ends with the logs.
+            CommandFailed: It does not become ready. The message ends with the logs.
         """
         files = _configure(self.machine, self.cluster)
         archive = self.machine.folder / "busybox.tar"
@@ -121,11 +121,11 @@ class Node:
 
 @contextmanager
 def running_node(folder: Path) -> Iterator[Node]:
-    """A cluster of one real node in `folder` (made if need be), ended with all its containers whatever happens inside.
+    """Runs a cluster with one real node in `folder`, which is created if needed. Always ends all its containers.
 
     Raises:
-        NoMachine: this host cannot carry a node; the message says what it lacks.
-        CommandFailed: the control plane or the node did not come up; the message ends with their logs.
+        NoMachine: This host cannot run a node. The message says what is missing.
+        CommandFailed: The control plane or the node did not start. The message ends with their logs.
     """
     with running_machine(folder / "machine") as machine:
         place = Placement(address=ADDRESS, inside=machine.command(), services=SERVICES)
@@ -136,7 +136,7 @@ def running_node(folder: Path) -> Iterator[Node]:
 
 
 def _volumes(folder: Path) -> list[dict[str, object]]:
-    """Folders that every user may write: the kubelet gives a pod's group only volumes that a driver made."""
+    """Returns volumes in folders writable by all users: the kubelet sets a pod's group only on volumes of drivers."""
     objects = volumes(folder)
     for item in objects:
         match item:
@@ -147,7 +147,7 @@ def _volumes(folder: Path) -> list[dict[str, object]]:
 
 
 def _configure(machine: Machine, cluster: Cluster) -> Path:
-    """Writes every process's configuration and returns the folder."""
+    """Writes the configuration of every process and returns the folder."""
     files = machine.folder / "etc"
     files.mkdir()
     network = files / "cni"
@@ -166,7 +166,7 @@ version = 3
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
 sandbox = '{image}'
 [plugins.'io.containerd.cri.v1.runtime']
-# Without CAP_SYS_RESOURCE nobody may ask to be killed last, as the kubelet does for the containers of namespaces.
+# The kubelet lowers the OOM score of sandbox containers, which is not allowed without CAP_SYS_RESOURCE.
 restrict_oom_score_adj = true
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
 runtime_type = 'io.containerd.runc.v2'
@@ -206,7 +206,7 @@ def _kubelet(cgroup: str, authority: Path) -> dict[str, object]:
         "clusterDNS": [ADDRESS],
         "clusterDomain": "cluster.local",
         "containerRuntimeEndpoint": f"unix://{_SOCKET}",
-        # The disk is the host's: that it is nearly full is no reason to evict, and no image could be pulled again.
+        # The disk is the host's. A nearly full disk must not evict pods or delete images, which cannot be pulled again.
         "evictionHard": {"imagefs.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%"},
         "imageGCHighThresholdPercent": 100,
         "failCgroupV1": False,
@@ -225,13 +225,13 @@ def _proxy(kubeconfig: Path) -> dict[str, object]:
         "clusterCIDR": PODS,
         "hostnameOverride": NAME,
         "mode": "iptables",
-        # These belong to the whole kernel: 0 leaves them alone.
+        # These settings belong to the whole kernel; 0 leaves them unchanged.
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
 
 
 def _cilium(kubeconfig: Path) -> dict[str, object]:
-    """One node needs no tunnel and no operator; services stay with kube-proxy."""
+    """Returns Cilium's settings. One node needs no tunnel and no operator; kube-proxy handles services."""
     return {
         "k8s-kubeconfig-path": str(kubeconfig),
         "lib-dir": str(CILIUM),
@@ -261,7 +261,7 @@ def _answers(url: str) -> bool:
 
 
 def tails(folder: Path, last_lines: int) -> str:
-    """The end of every log in a folder."""
+    """Returns the end of every log in a folder."""
     files = sorted(folder.glob("*.log"))
     return "\n".join(
         f"== {f.name}\n" + "\n".join(f.read_text(errors="replace").splitlines()[-last_lines:]) for f in files

@@ -1,4 +1,4 @@
-"""What a cluster has before Fovea comes: nodes with GPUs, and volumes to claim."""
+"""Objects of a cluster before Fovea is installed: nodes with GPUs, and volumes for claims."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ _STORAGE_CLASS = "simulated"
 
 
 def base_objects() -> list[dict[str, object]]:
-    """A node without GPUs, one with a GPU that two share, two of 8 GPUs, and a default storage class with volumes."""
+    """Returns a node without GPUs, one with a GPU shared by two pods, two with 8 GPUs, and volumes."""
     nodes = [
         _node("cpu-0"),
         _node("shared-0", {"nvidia.com/gpu.shared": "2"}),
@@ -19,7 +19,7 @@ def base_objects() -> list[dict[str, object]]:
 
 
 def volumes(folder: Path, count: int = 32) -> list[dict[str, object]]:
-    """A default storage class with volumes, each a folder that somebody else makes."""
+    """Returns a default storage class and its volumes. The caller must create their folders."""
     return [_storage_class(), *(_volume(folder / f"volume-{index}") for index in range(count))]
 
 

@@ -1,7 +1,7 @@
-"""The binaries of a cluster, built by Go from the modules that go.mod beside this file pins and go.sum checks.
+"""Builds the binaries of a cluster with Go, from the modules pinned in go.mod next to this file and checked by go.sum.
 
-What a real node needs beyond Kubernetes is pinned in `runtime/` and `network/`, and what checks the alert rules in
-`rules/`: in one go.mod, they would move each other's libraries and those of Kubernetes.
+A real node needs further modules, which are pinned in `runtime/` and `network/`; the checker of the alert rules is
+pinned in `rules/`. In a single go.mod they would change each other's dependencies and those of Kubernetes.
 """
 
 import json
@@ -31,7 +31,7 @@ PACKAGES: Mapping[str, str] = {
     "kubelet": "k8s.io/kubernetes/cmd/kubelet",
     "kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy",
 }
-"""Binary to Go package, in the order in which they are built."""
+"""Go package of each binary, in build order."""
 
 RUNTIME_PACKAGES: Mapping[str, str] = {
     "containerd": "github.com/containerd/containerd/v2/cmd/containerd",
@@ -39,27 +39,29 @@ RUNTIME_PACKAGES: Mapping[str, str] = {
     "ctr": "github.com/containerd/containerd/v2/cmd/ctr",
     "dns": "fovea/deploy/cluster/runtime/dns",
 }
-"""The same of the module in `runtime/`."""
+"""The same for the module in `runtime/`."""
 
 _CILIUM = "github.com/cilium/cilium"
 NETWORK_PACKAGES: Mapping[str, str] = {
     "cilium-agent": f"{_CILIUM}/daemon",
     "cilium-cni": f"{_CILIUM}/plugins/cilium-cni",
 }
-"""The same of the module in `network/`."""
+"""The same for the module in `network/`."""
 
 RULES_PACKAGES: Mapping[str, str] = {"promtool": "github.com/prometheus/prometheus/cmd/promtool"}
-"""The same of the module in `rules/`."""
+"""The same for the module in `rules/`."""
 
 _MODULES = {_MODULE: PACKAGES, RUNTIME: RUNTIME_PACKAGES, NETWORK: NETWORK_PACKAGES, RULES: RULES_PACKAGES}
 NAMES = tuple(name for packages in _MODULES.values() for name in packages)
 """All binaries."""
 
-_TAGS = {"promtool": "remove_all_sd"}  # without the clients of every cloud that Prometheus can be told to look in
+_TAGS = {"promtool": "remove_all_sd"}  # leaves out the service discovery clients of all clouds
 
 CILIUM = FOLDER / "cilium"
-"""In `bpf/` the source of Cilium's programs for the kernel, which its agent compiles for the node that it finds; in
-`definitions/` the custom resources that the agent waits for."""
+"""Cilium's files. `bpf/` has the source of its kernel programs, which the agent compiles for its node.
+
+`definitions/` has the custom resources that the agent waits for.
+"""
 _CILIUM_RESOURCES = (
     "v2/ciliumendpoints.yaml",
     "v2/ciliumidentities.yaml",
@@ -70,7 +72,7 @@ _CILIUM_RESOURCES = (
 )
 
 _WRAPPED = {"fovea/deploy/cluster/runtime/dns": "github.com/coredns/coredns"}
-"""Programs of that module's own, which have no version, and the package whose version is theirs."""
+"""Programs of this repository, which have no version, and the package that gives them theirs."""
 
 DEFINITIONS = FOLDER / "definitions"
 _DEFINED_IN: Mapping[str, Sequence[str]] = {
@@ -86,15 +88,15 @@ _DEFINED_IN: Mapping[str, Sequence[str]] = {
     ),
     "sigs.k8s.io/scheduler-plugins@v0.33.5": ("config/crd/bases/scheduling.x-k8s.io_podgroups.yaml",),
 }
-"""Custom resources that the chart may use, by the module whose source carries their definitions."""
+"""Custom resources that the chart may use, by the module with their definitions."""
 
 
 class NoGo(Exception):
-    """Go is missing or cannot be used; the message says what to install."""
+    """Go is missing or unusable. The message says what to install."""
 
 
 def missing() -> list[str]:
-    """What a cluster needs and is not there yet, by name."""
+    """Returns the names of files that a cluster needs and that are not built yet."""
     binaries = (*PACKAGES, *RUNTIME_PACKAGES, *NETWORK_PACKAGES)
     absent = [name for name in binaries if not os.access(BIN / name, os.X_OK)]
     absent += [] if CILIUM.exists() else [CILIUM.name]
@@ -103,19 +105,20 @@ def missing() -> list[str]:
 
 
 def build(report: Callable[[str], None], names: Collection[str] = ()) -> None:
-    """Builds what is missing or of another version into `BIN`, at low priority, one binary after another.
+    """Builds missing and outdated binaries into `BIN`, at low priority, one after another.
 
-    The first time compiles some 4,000 packages, minutes of every core; what is there takes seconds.
+    The first build compiles some 4,000 packages, which takes minutes on every core. Without changes it takes seconds.
 
     Args:
-        names: Of `NAMES`, to build these binaries alone, without what else a cluster needs.
+        report: Called with each line of progress.
+        names: Binaries to build, of `NAMES`; empty builds everything that a cluster needs.
 
     Raises:
-        NoGo: where there is no go command.
-        subprocess.CalledProcessError: a build failed; Go's own words are on stderr.
+        NoGo: There is no go command.
+        subprocess.CalledProcessError: A build failed; Go's output is on stderr.
     """
     if not shutil.which("go"):
-        raise NoGo("go is not on PATH: install Go 1.26 or newer, which builds the Kubernetes tools")
+        raise NoGo("go is not on PATH; install Go 1.26 or newer, which builds the Kubernetes tools")
     BIN.mkdir(parents=True, exist_ok=True)
     for module, packages in _MODULES.items():
         versions = _versions(module)
@@ -134,12 +137,12 @@ def _build(
     pinned = _module_of(_WRAPPED.get(package, package), versions)
     version = versions[pinned]
     if _built(BIN / name, pinned) == (package, version):
-        report(f"{name} {version} is there")
+        report(f"{name} {version} is up to date")
         return
     report(f"building {name} {version}")
     options = ["-trimpath", "-tags", _TAGS.get(name, ""), "-ldflags", flags]
     _go("build", *options, "-o", str(BIN / f"{name}.new"), package, module=module)
-    # A rename never leaves half a binary under its name, and replaces one that runs.
+    # A rename never leaves a partial file, and it can replace a binary that is running.
     (BIN / f"{name}.new").rename(BIN / name)
 
 
@@ -153,7 +156,7 @@ def _fetch_definitions(report: Callable[[str], None]) -> None:
 
 
 def _copy_cilium(report: Callable[[str], None]) -> None:
-    """Copies what its agent reads out of its source, as of the version that go.mod pins."""
+    """Copies the files that Cilium's agent reads from its source, at the version pinned in go.mod."""
     module = json.loads(_go("mod", "download", "-json", _CILIUM, module=NETWORK))
     report(f"datapath and definitions of {_CILIUM}@{module['Version']}")
     source = Path(module["Dir"])
@@ -167,7 +170,7 @@ def _copy_cilium(report: Callable[[str], None]) -> None:
 
 
 def _go(*arguments: str, module: Path = _MODULE) -> str:
-    # The compiler would spend a fifth of its time collecting garbage that there is room for.
+    # At the default GOGC, the compiler would spend a fifth of its time on garbage collection.
     settings = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -p=2", "GOTOOLCHAIN": "local", "GOGC": "400"}
     command = ["nice", "-n", "19", "go", *arguments]
     return subprocess.run(
@@ -176,8 +179,8 @@ def _go(*arguments: str, module: Path = _MODULE) -> str:
 
 
 def _versions(module: Path) -> dict[str, str]:
-    """Module to version, as go.mod pins them."""
-    # `go list -m all` would ask for modules that no build needs, some of which nobody serves.
+    """Returns the version of each module in go.mod."""
+    # `go list -m all` would also request modules that no build needs, some of which no server offers.
     required = json.loads(_go("mod", "edit", "-json", module=module))["Require"]
     return {item["Path"]: item["Version"] for item in required}
 
@@ -187,7 +190,7 @@ def _module_of(package: str, versions: Mapping[str, str]) -> str:
 
 
 def _built(binary: Path, module: str) -> tuple[str, str] | None:
-    """Package that a binary says it was built from, and the version of a module in it."""
+    """Returns the package from which a binary was built, and the version of a module in it."""
     if not binary.exists():
         return None
     words = [line.split() for line in _go("version", "-m", str(binary)).splitlines()]
@@ -197,7 +200,9 @@ def _built(binary: Path, module: str) -> tuple[str, str] | None:
 
 
 def _linker_flags(versions: Mapping[str, str]) -> str:
-    """What releases stamp into their binaries: without it the API server calls itself v0.0.0 and Helm assumes 1.20."""
+    """Returns the flags that set versions, as releases do; otherwise the API server reports v0.0.0 and Helm assumes
+    1.20.
+    """
     kubernetes, helm = versions["k8s.io/kubernetes"], versions["helm.sh/helm/v3"]
     major, minor, _ = kubernetes.removeprefix("v").split(".")
     stamps = {

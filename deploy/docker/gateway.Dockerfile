@@ -1,6 +1,6 @@
-# The gateway: no torch, no GPU libraries. Build from the repository's root:
+# The gateway, without torch and GPU libraries. Build it from the repository root:
 #   docker build -f deploy/docker/gateway.Dockerfile -t fovea/gateway:0.1.0 .
-# A release names the base by its digest: --build-arg BASE=python:3.11.14-slim-bookworm@sha256:...
+# A release pins the base image by digest: --build-arg BASE=python:3.11.14-slim-bookworm@sha256:...
 ARG BASE=python:3.11.14-slim-bookworm
 FROM ${BASE} AS build
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
@@ -8,9 +8,9 @@ WORKDIR /build
 COPY requirements/uv.txt ./
 RUN pip install --no-cache-dir --require-hashes --requirement uv.txt && uv venv /opt/fovea
 COPY requirements/cpu.txt deploy/docker/gateway.in ./
-# The fsspec driver of the bucket that holds checkpoints; it must fit the pins.
+# The fsspec driver for the bucket with the checkpoints; it must match the pinned packages.
 ARG STORAGE=""
-# uv checks the hashes of a constraints file too.
+# uv also checks the hashes of a constraints file.
 RUN uv pip install --constraint cpu.txt --requirement gateway.in ${STORAGE:+"${STORAGE}"}
 
 FROM ${BASE}

@@ -1,6 +1,6 @@
-# The sampler: vLLM on GPUs; EXTRA=cpu takes vLLM's CPU build instead. Build from the repository's root:
+# The sampler: vLLM on GPUs. EXTRA=cpu installs vLLM's CPU build instead. Build it from the repository root:
 #   docker build -f deploy/docker/sampler.Dockerfile --build-arg EXTRA=gpu -t fovea/sampler:0.1.0 .
-# A release names the base by its digest: --build-arg BASE=python:3.11.14-slim-bookworm@sha256:...
+# A release pins the base image by digest: --build-arg BASE=python:3.11.14-slim-bookworm@sha256:...
 ARG BASE=python:3.11.14-slim-bookworm
 FROM ${BASE} AS build
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 VIRTUAL_ENV=/opt/fovea
@@ -9,11 +9,11 @@ COPY requirements/uv.txt ./
 RUN pip install --no-cache-dir --require-hashes --requirement uv.txt && uv venv /opt/fovea
 ARG EXTRA=gpu
 COPY pyproject.toml requirements/${EXTRA}.txt ./
-# uv checks the hashes of a constraints file too, and reads this pyproject.toml's overrides.
+# uv also checks the hashes of a constraints file, and reads the overrides of this pyproject.toml.
 RUN uv pip install --constraint "${EXTRA}.txt" --requirement pyproject.toml --extra "${EXTRA}"
 
 FROM ${BASE}
-# Kernels are compiled when they are first used; vLLM's CPU build links libnuma. Debian drops old versions: no pins.
+# Kernels are compiled on first use; vLLM's CPU build links libnuma. Debian removes old versions, so nothing is pinned.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc g++ libc6-dev libnuma1 \
     && rm -rf /var/lib/apt/lists/*
@@ -25,7 +25,7 @@ COPY fovea fovea
 COPY fovea_services/__init__.py fovea_services/__init__.py
 COPY fovea_services/sampler fovea_services/sampler
 RUN python -m compileall -q fovea fovea_services
-# No secret: hadolint sees "token" in TOKENIZERS_PARALLELISM.
+# Not a secret: hadolint finds "token" in TOKENIZERS_PARALLELISM.
 # hadolint ignore=DL3064
 ENV PATH=/opt/fovea/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models/huggingface \
     OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false VLLM_NO_USAGE_STATS=1 \

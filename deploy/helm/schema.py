@@ -1,6 +1,6 @@
-"""`python deploy/helm/schema.py`: writes fovea/values.schema.json, services' settings included, from their settings.py.
+"""Writes fovea/values.schema.json, with the services' settings from their settings.py: `python -m deploy.helm.schema`.
 
-Nothing that is not named here passes, but in maps whose keys Kubernetes leaves to its users (labels, annotations, ...).
+The schema rejects values that are not listed here, except in maps with free keys (labels, annotations and so on).
 """
 
 import json
@@ -29,7 +29,7 @@ OWN = {
     "sampler": "renderer tensor_parallel",
     "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address checkpoints",
 }
-"""Settings that have values of their own in the chart, or follow from others."""
+"""Settings that have their own values in the chart or follow from others."""
 OWN_OF_ALL = "host port metrics_port health_port log_level drain_s model trace_endpoint"
 
 STRING: Schema = {"type": "string"}
@@ -44,33 +44,33 @@ QUANTITY: Schema = {
 SIZE: Schema = {
     "type": "string",
     "pattern": r"^([0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]))?$",
-    "description": "Such as 200Gi.",
+    "description": "A size, such as 200Gi.",
 }
 QUANTITIES: Schema = {"type": "object", "additionalProperties": QUANTITY}
 
 
 def closed(**properties: Schema) -> Schema:
-    """An object that has these properties and no others."""
+    """Returns the schema of an object with these properties and no others."""
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def at_least(minimum: int, maximum: int | None = None) -> Schema:
-    """An integer."""
+    """Returns the schema of an integer within bounds."""
     return {"type": "integer", "minimum": minimum} | ({} if maximum is None else {"maximum": maximum})
 
 
 def one_of(*values: str) -> Schema:
-    """One of these words."""
+    """Returns the schema of one of these strings."""
     return {"enum": list(values)}
 
 
 def reference(name: str) -> Schema:
-    """A part of `definitions`."""
+    """Returns a reference to an entry of `definitions`."""
     return {"$ref": f"#/$defs/{name}"}
 
 
 def settings(service: str) -> Schema:
-    """What `<service>.settings` takes: its settings without those that the chart makes itself."""
+    """Returns the schema of `<service>.settings`: the service's settings without those that the chart sets itself."""
     own = {*OWN[service].split(), *OWN_OF_ALL.split()}
     said = SETTINGS[service].model_json_schema()
     fields, models = said["properties"], said.get("$defs", {})
@@ -81,7 +81,7 @@ def settings(service: str) -> Schema:
 
 def _without_defaults(field: Schema, models: Schema) -> Schema:
     kept = {key: value for key, value in field.items() if key not in ("title", "default", "format")}
-    if choices := kept.pop("anyOf", None):  # what may be None is left out instead
+    if choices := kept.pop("anyOf", None):  # an optional setting is omitted instead of null
         (choice,) = [choice for choice in choices if choice.get("type") != "null"]
         kept |= {key: value for key, value in choice.items() if key != "format"}
     if model := models.get(kept.get("items", {}).get("$ref", "").rpartition("/")[2]):
@@ -91,7 +91,7 @@ def _without_defaults(field: Schema, models: Schema) -> Schema:
 
 
 def component(name: str, *, start: int, **properties: Schema) -> Schema:
-    """Values of one service: what all have, and `properties`."""
+    """Returns the schema of one service: `properties` and those that all services have."""
     return closed(
         **properties,
         settings=settings(name),
@@ -112,7 +112,7 @@ def component(name: str, *, start: int, **properties: Schema) -> Schema:
 
 
 def definitions() -> Schema:
-    """Parts that several values have."""
+    """Returns schemas that several values share."""
     anything: Schema = {"type": "object"}
     toleration = closed(
         key=STRING, operator=one_of("Exists", "Equal"), value=STRING,
@@ -132,12 +132,12 @@ def definitions() -> Schema:
 
 
 def gateway() -> Schema:
-    """Values of the gateway."""
+    """Returns the schema of the gateway's values."""
     return component(
         "gateway",
         start=10,
         discovery=one_of("kubernetes", "dns"),
-        basePath={"type": "string", "pattern": "^(/.*[^/])?$", "description": "Such as /fovea."},
+        basePath={"type": "string", "pattern": "^(/.*[^/])?$", "description": "Path prefix, such as /fovea."},
         service=closed(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=MAP),
         ingress=closed(enabled=BOOLEAN, className=STRING, host=STRING, tlsSecret=STRING, annotations=MAP),
         grpcRoute=closed(enabled=BOOLEAN, gateway=STRING, gatewayNamespace=STRING, hostnames=STRINGS),
@@ -145,13 +145,13 @@ def gateway() -> Schema:
 
 
 def values() -> Schema:
-    """The whole schema."""
+    """Returns the complete schema."""
     shared: dict[str, Any] = {"gpus": at_least(0), "sharedMemory": SIZE}
     scaling = closed(
         enabled=BOOLEAN, minReplicas=at_least(1), maxReplicas=at_least(1), cpuPercent=at_least(1, 100)
     )  # fmt: skip
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions()} | closed(
-        **{"global": {"type": "object"}},  # Helm hands it to every chart
+        **{"global": {"type": "object"}},  # Helm passes it to every chart
         fullnameOverride=STRING,
         image=closed(
             repository=STRING, tag=STRING, pullPolicy=one_of("Always", "IfNotPresent", "Never"), pullSecrets=STRINGS
@@ -161,7 +161,8 @@ def values() -> Schema:
             token=closed(secret=STRING, key=STRING), volume=reference("volume"),
         ),
         checkpoints=closed(
-            url={"type": "string", "pattern": "^([a-z0-9+]+://.+)?$", "description": "An fsspec URL."},
+            url={"type": "string", "pattern": "^([a-z0-9+]+://.+)?$", "description": "An fsspec URL, such as "
+"s3://bucket/fovea."},
             secret=STRING, volume=reference("volume"),
         ),
         database=closed(secret=STRING, key=STRING, volume=reference("volume")),
@@ -192,7 +193,7 @@ def values() -> Schema:
 
 
 def text() -> str:
-    """The file's content."""
+    """Returns the content of the file."""
     return json.dumps(values(), indent=2) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""The images of deploy/docker, built and run by podman on a machine that reaches no image registry."""
+"""The images of deploy/docker, built and run with podman on a machine that cannot reach an image registry."""

@@ -12,14 +12,14 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_loc
 
 @app.callback()
 def main() -> None:
-    """The images of deploy/docker, built by podman."""
+    """The images of deploy/docker, built with podman."""
 
 
 @app.command()
-def build(only: str = typer.Argument("", help="Part of the name of what is built; empty is everything.")) -> None:
-    """Build the images that deploy/compose.yaml names; tests/images then runs them.
+def build(only: str = typer.Argument("", help="Build only images with this text in their name. Default: all.")) -> None:
+    """Build the images of deploy/compose.yaml, which tests/images then runs.
 
-    Where that cannot be done nothing is built, and that is no error: tests/images is then skipped.
+    If this machine cannot build them, nothing is built and the exit code is 0; tests/images is then skipped.
     """
     if reason := missing() or no_room():
         typer.echo(f"skipped: {reason}")
@@ -27,7 +27,7 @@ def build(only: str = typer.Argument("", help="Part of the name of what is built
     try:
         build_images(lambda line: typer.echo(line), only)
     except subprocess.CalledProcessError as failure:
-        typer.echo(f"not built: {failure}", err=True)
+        typer.echo(f"build failed: {failure}", err=True)
         raise typer.Exit(1) from None
 
 

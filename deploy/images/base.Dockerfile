@@ -1,7 +1,7 @@
-# Stands in for the official Python image where no registry is reachable: Debian's minimal system and its Python 3.11.
+# A stand-in for the official Python image if no registry is reachable: Debian's minimal system and its Python 3.11.
 FROM scratch
 ADD root.tar /
-# Debian drops old versions: no pins. The official image has Python's headers but neither a compiler nor libc's.
+# Debian removes old versions, so nothing is pinned. Like the official image, it has Python's headers but no compiler.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates netbase python3-pip python3.11 tzdata \

@@ -1,4 +1,4 @@
-"""Builds the images that deploy/compose.yaml names, and the base that they stand on where it cannot be had."""
+"""Builds the images of deploy/compose.yaml, and a stand-in for their base image if it cannot be pulled."""
 
 import re
 import subprocess
@@ -15,11 +15,11 @@ COMPOSE = ROOT / "deploy/compose.yaml"
 _BASE = Path(__file__).with_name("base.Dockerfile")
 _UV = "/etc/uv/uv.toml"
 _OF_THE_MACHINE = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", _UV)
-"""How this machine reaches its package indexes; a build sees them, an image keeps empty files of these names."""
+"""Files with which this machine reaches its package indexes. Builds see them; images contain empty files instead."""
 
 
 def images() -> dict[str, list[str]]:
-    """Image to the options that it is built with, as deploy/compose.yaml says."""
+    """Returns the build options of each image in deploy/compose.yaml."""
     services = yaml.safe_load(COMPOSE.read_text())["services"].values()
     return {service["image"]: _options(service["build"]) for service in services if "build" in service}
 
@@ -30,10 +30,10 @@ def _options(build: dict[str, dict[str, str]]) -> list[str]:
 
 
 def build(report: Callable[[str], None], only: str = "") -> None:
-    """Builds every image whose name contains `only`, one after another: minutes and gigabytes each.
+    """Builds all images with `only` in their name, one after another. Each takes minutes and gigabytes.
 
     Raises:
-        subprocess.CalledProcessError: a build failed; the engine's own words are on standard error.
+        subprocess.CalledProcessError: A build failed; the engine's output is on standard error.
     """
     for image, options in images().items():
         if only in image:
@@ -44,7 +44,7 @@ def build(report: Callable[[str], None], only: str = "") -> None:
 
 
 def size(image: str) -> int:
-    """Bytes of all layers of an image."""
+    """Returns the size of all layers of an image, in bytes."""
     return int(podman("image", "inspect", "--format={{.Size}}", image).stdout)
 
 
@@ -61,11 +61,11 @@ def _machine() -> list[str]:
 
 
 def _ensure_base(dockerfile: str, report: Callable[[str], None]) -> None:
-    """Makes a stand-in for the image that a Dockerfile stands on, unless it is there: `podman pull` gets it."""
+    """Builds a stand-in for a Dockerfile's base image, unless the image is present, for example from `podman pull`."""
     (base,) = re.findall(r"(?m)^ARG BASE=(\S+)", Path(dockerfile).read_text())
     if exists(base):
         return
-    report(f"no {base} here: making a stand-in from Debian's packages")
+    report(f"{base} is not present; building a stand-in from Debian packages")
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         system, suite = f"{folder}/root", base.rpartition("-")[2]
         subprocess.run([*NICE, "debootstrap", "--variant=minbase", suite, system], check=True, stdout=sys.stderr)

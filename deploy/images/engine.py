@@ -1,4 +1,4 @@
-"""podman as it must be told to run as root on a machine that is itself a container: its settings, and its commands."""
+"""Runs podman as root on a machine that is itself a container, with the settings that this needs."""
 
 import os
 import resource
@@ -18,31 +18,34 @@ _COMPOSE_VERSION = "1.6.0"
 _MOST_PROCESSES = 16_384
 _STORAGE = Path("/var/lib")
 _BUILD_BYTES = 40 * 10**9
-"""Most that was seen in use: an image of 7 GB is copied four times until it is stored."""
+"""Largest disk use seen in a build: an image of 7 GB is copied four times before it is stored."""
 
 
 def missing() -> str:
-    """What keeps images from being built or run here and what to do about it; empty where nothing does."""
+    """Returns why images cannot be built or run here, and the fix; empty if they can."""
     if os.geteuid():
-        return "images are built as root"
+        return "building images needs root"
     if absent := [command for command in _COMMANDS if not shutil.which(command)]:
         return f"{', '.join(absent)} missing: apt-get install --no-install-recommends {PACKAGES}"
     return ""
 
 
 def no_room() -> str:
-    """What is to be made free before images are built; empty where there is room."""
+    """Returns how much disk space must be freed before a build; empty if there is enough."""
     free = shutil.disk_usage(_STORAGE).free
     if free >= _BUILD_BYTES:
         return ""
-    return f"{free / 1e9:.0f} GB free under {_STORAGE}, building takes {_BUILD_BYTES / 1e9:.0f}: podman image prune"
+    return (
+        f"only {free / 1e9:.0f} GB are free under {_STORAGE}, a build needs {_BUILD_BYTES / 1e9:.0f} GB; run: "
+        "podman image prune"
+    )
 
 
 def environment() -> dict[str, str]:
-    """Variables under which podman and podman-compose run.
+    """Returns the environment of podman and podman-compose.
 
-    podman asks for a million open files by default, which needs CAP_SYS_RESOURCE, and crun refuses a machine with both
-    versions of cgroups, which runc takes.
+    podman's default limit of a million open files needs CAP_SYS_RESOURCE. crun rejects a machine with both cgroup
+    versions; runc accepts it.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -53,25 +56,25 @@ def environment() -> dict[str, str]:
 
 
 def podman(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs podman at low priority, its standard output captured.
+    """Runs podman at low priority and captures its standard output.
 
     Raises:
-        subprocess.CalledProcessError: it failed and `check`; its own words are on standard error.
+        subprocess.CalledProcessError: It failed and `check` is true; its error output is on standard error.
     """
     command = [*NICE, "podman", *arguments]
     return subprocess.run(command, env=environment(), check=check, stdout=subprocess.PIPE, text=True)
 
 
 def exists(image: str) -> bool:
-    """Whether an image is in local storage."""
+    """Returns whether an image is in local storage."""
     return podman("image", "exists", image, check=False).returncode == 0
 
 
 def compose(project: str, variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs podman-compose on deploy/compose.yaml, its standard output captured; fetched at its first use.
+    """Runs podman-compose on deploy/compose.yaml and captures its standard output. Downloads the tool on first use.
 
     Raises:
-        subprocess.CalledProcessError: it failed; its own words are on standard error.
+        subprocess.CalledProcessError: It failed; its error output is on standard error.
     """
     tool = [
         str(Path(sys.executable).with_name("uv")),

@@ -1,4 +1,4 @@
-// Command dns is CoreDNS with the plugins that a cluster of one node needs; CoreDNS's own command has 60 more.
+// Command dns is CoreDNS with only the plugins that a cluster of one node needs; CoreDNS's own command has 60 more.
 package main
 
 import (

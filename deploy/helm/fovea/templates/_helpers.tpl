@@ -2,7 +2,7 @@
 
 {{- define "fovea.fullname" -}}
 {{- $default := ternary .Release.Name (printf "%s-fovea" .Release.Name) (contains "fovea" .Release.Name) -}}
-{{- /* 52 characters are left for a stateful set: the longest is <fullname>-trainer-worker. */ -}}
+{{- /* A stateful set's name has at most 52 characters; the longest is <fullname>-trainer-worker. */ -}}
 {{- .Values.fullnameOverride | default $default | trunc 37 | trimSuffix "-" -}}
 {{- end }}
 
@@ -23,14 +23,14 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- end }}
 
-{{- /* metadata's content of an object: (list $ component suffix), the suffix being what follows the full name. */ -}}
+{{- /* The content of an object's metadata: (list $ component suffix). The suffix is appended to the full name. */ -}}
 {{- define "fovea.meta" -}}
 {{- $root := index . 0 -}}
 name: {{ include "fovea.fullname" $root }}-{{ index . 2 }}
 labels: {{- include "fovea.labels" . | nindent 2 }}
 {{- end }}
 
-{{- /* The name of the claim of a volume, or nothing if it is an emptyDir: (list $ volume suffix). */ -}}
+{{- /* The name of a volume's claim; empty for an emptyDir: (list $ volume suffix). */ -}}
 {{- define "fovea.claim" -}}
 {{- $volume := index . 1 -}}
 {{- if $volume.claim }}{{ $volume.claim }}
@@ -40,10 +40,10 @@ labels: {{- include "fovea.labels" . | nindent 2 }}
 
 {{- define "fovea.checks" -}}
 {{- if not (or .Values.database.secret (include "fovea.claim" (list . .Values.database.volume "database"))) }}
-{{- fail "database: set database.secret, database.volume.claim or database.volume.size; without one, a restart loses all futures" }}
+{{- fail "database: set database.secret, database.volume.claim or database.volume.size; without a database a restart loses all futures" }}
 {{- end }}
 {{- if not (or .Values.checkpoints.url (include "fovea.claim" (list . .Values.checkpoints.volume "checkpoints"))) }}
-{{- fail "checkpoints: set checkpoints.url, checkpoints.volume.claim or checkpoints.volume.size; gateway and trainer share them" }}
+{{- fail "checkpoints: set checkpoints.url, checkpoints.volume.claim or checkpoints.volume.size; gateway and trainer share the checkpoints" }}
 {{- end }}
 {{- if and .Values.gateway.ingress.enabled (not .Values.gateway.ingress.host) }}
 {{- fail "gateway.ingress.host: set the host name that clients use" }}

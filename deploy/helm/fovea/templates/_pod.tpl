@@ -5,7 +5,7 @@
 {{- $values := index .root.Values .component -}}
 {{- $hasModel := ne .component "gateway" -}}
 {{- $hasGpu := has .component (list "sampler" "trainer") -}}
-{{- /* Until nobody is sent here any more; with PostgreSQL, until the next gateway has started. */ -}}
+{{- /* Seconds until no new requests are routed here; with PostgreSQL, until the next gateway has started. */ -}}
 {{- $lead := ternary 15 5 (and (eq .component "gateway") (ne $root.Values.database.secret "")) -}}
 metadata:
   labels:
@@ -23,9 +23,9 @@ metadata:
 spec:
   serviceAccountName: {{ include "fovea.fullname" $root }}-{{ .component }}
   automountServiceAccountToken: {{ and (eq .component "gateway") (eq $root.Values.gateway.discovery "kubernetes") }}
-  # A service named fovea-sampler would set FOVEA_SAMPLER_PORT=tcp://..., which is a setting.
+  # Otherwise a service named fovea-sampler would set FOVEA_SAMPLER_PORT=tcp://..., which is the name of a setting.
   enableServiceLinks: false
-  # The gateway drains twice: commands, then calls.
+  # The gateway drains twice: first commands, then calls.
   terminationGracePeriodSeconds: {{ add $lead 20 (mul 2 $values.drainSeconds) }}
   securityContext:
     runAsNonRoot: true
@@ -110,7 +110,7 @@ spec:
     {{- end }}
 {{- end }}
 
-{{- /* What is mounted where, by the name of its values. */ -}}
+{{- /* Mount paths of volumes, by the name of their values. */ -}}
 {{- define "fovea.volumes" -}}
 {{- if eq .component "gateway" }}
 database: /var/lib/fovea
@@ -161,12 +161,12 @@ checkpoints: /checkpoints
 {{ .Values.tls.secret | default (printf "%s-tls" (include "fovea.fullname" .)) }}
 {{- end }}
 
-{{- /* Where a kubelet, which has no certificate, asks for health: (list $ port-without-tls). */ -}}
+{{- /* The port of health checks for a kubelet, which has no certificate: (list $ port-without-tls). */ -}}
 {{- define "fovea.healthPort" -}}
 {{ ternary 9091 (index . 1) (index . 0).Values.tls.enabled }}
 {{- end }}
 
-{{- /* Probes by gRPC health: (list seconds-to-start). NOT_SERVING until the model is loaded. */ -}}
+{{- /* Probes with gRPC health checks: (list port seconds-to-start). NOT_SERVING until the model is loaded. */ -}}
 {{- define "fovea.grpcProbes" -}}
 startupProbe:
   grpc: {port: {{ index . 0 }}}
