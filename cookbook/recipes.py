@@ -13,7 +13,7 @@ _CLASSIFIER_SEEDS = range(3)
 _SL_LOOP = {"batch_size": 32, "learning_rate": 3e-3, "max_steps": 12, "save_every": 6}
 _VERSIONS = ("0.5.8", "0.6.1")
 _LOSSES: dict[str, str | int | bool] = {"0.5.8": "importance_sampling", "0.6.1": "stable_reinforce"}
-_NO_STABLE_REINFORCE = "Fovea does not serve stable_reinforce yet, and refuses it by name"
+_NO_STABLE_REINFORCE = "Fovea does not support stable_reinforce yet and refuses it"
 
 
 def _vlm_classifier(seed: int) -> Recipe:

@@ -35,7 +35,7 @@ def c122_search(target: Target) -> str:
     return f"{len(mine)} of one run, on pages of two"
 
 
-@check("C123", "external_weights_upload_start and _finish take an adapter, or are refused by name")
+@check("C123", "external_weights_upload_start and _finish accept an adapter, or a 404 says that uploads are not served")
 def c123_upload(target: Target) -> str:
     """An adapter of one module: begun, refused while nothing was sent, sent without a key, finished, downloaded."""
     shape = {"rank": _RANK, "train_mlp": False, "train_unembed": False}

@@ -186,7 +186,7 @@ def c49_chunk_modes(target: Target) -> str:
     return f"loss {loss:.4f}; differences {', '.join(f'{gap:.1g}' for gap in gaps)}; the step moved {moved:.2g}"
 
 
-@check("C50", "A seq gap whose session ended is discarded; its waiters fail rather than hang")
+@check("C50", "A gap in seq_id ends with its session; waiting commands fail rather than hang")
 def c50_ended_gap(target: Target) -> str:
     """Two requests wait behind a gap with open polls; the session is finished; both polls bring an error at once."""
     session_id = target.session()

@@ -1,7 +1,8 @@
-"""What documents say of each other is true: links lead somewhere, the README's figures are those that were measured."""
+"""Links and file names in the documents exist, and the README's figures are the measured ones."""
 
 import pathlib
 import re
+import subprocess
 
 import pytest
 
@@ -11,7 +12,7 @@ _FENCES = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: pathlib.Path) -> set[str]:
-    """Of a page's headings, as they are linked to."""
+    """The link anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", _FENCES.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -38,6 +39,18 @@ def test_the_readmes_figures_are_those_that_were_measured() -> None:
     assert not missing, f"docs/lab/performance.md no longer has {missing}: change the README's table too"
 
 
-def test_the_package_is_never_called_by_a_strangers_name() -> None:
+def test_the_files_that_the_documents_name_exist() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    folders = {path.partition("/")[0] for path in listed if "/" in path} - {"docs"}  # docs/README.md lists moved pages
+    ends = {path[start:] for path in listed for start in [0, *(at.end() for at in re.finditer("/", path))]}
+    for page in PAGES[:2] + PAGES[3:]:  # the changelog names files of its time
+        for named in re.findall(r"`([\w./-]+\.(?:py|sh|yaml|toml|proto|ipynb))`", page.read_text()):
+            if named.partition("/")[0] in folders:
+                assert named in ends, f"{page.relative_to(ROOT)} names {named}, which does not exist"
+
+
+def test_no_page_installs_another_projects_fovea() -> None:
     for page in PAGES:
         assert not re.search(r"pip install (-\S+ )*[\"']?fovea[\"'\[\s`]", page.read_text()), page
