@@ -1,7 +1,6 @@
-"""Your own data: pictures and chats as what the Tinker API trains on, and supervised fine-tuning in ten lines.
+"""Trains on your own data: prepares pictures and chats for the Tinker API, and fine-tunes a model in ten lines.
 
-Works with any server that speaks the Tinker API. Names are imported when they are first used, since the SDK takes
-seconds to load.
+Works with any Tinker server. Names are imported on first use, because the SDK takes seconds to load.
 """
 
 import importlib

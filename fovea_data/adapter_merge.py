@@ -1,7 +1,7 @@
-"""An adapter added to its base model: a Hugging Face checkpoint that needs neither PEFT nor Fovea.
+"""Merges an adapter into its base model, as a Hugging Face checkpoint that needs neither PEFT nor Fovea.
 
-Works file by file, so that no more than one shard is in memory. Names and layouts of the files are the base's own;
-transformers' conversions tell which of its modules a tensor of a file belongs to. Needs torch and transformers.
+The files are processed one after another, so that at most one shard is in memory. Their names and layouts are those of
+the base. The conversions of transformers map each tensor of a file to a module. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 _SHARED_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _ITEM_BYTES = _FLOATS | {"I64": 8, "I32": 4, "I16": 2}
-"""Of types in safetensors files; of others, one."""
+"""Bytes of the element types of safetensors files; other types have one byte."""
 _OTHER_KINDS = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none", "rank_pattern": {}}
-"""Entries of a PEFT configuration that change what an adapter computes, and the values that are merged here."""
+"""Entries of a PEFT configuration that change what an adapter computes, and the supported values."""
 
 
 def merge_adapter(
@@ -59,26 +59,26 @@ def merge_adapter(
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Writes W + alpha / rank * B A for every W that an adapter adapts, and the rest of the base as it is.
+    """Writes W + alpha / rank * B A for each adapted weight W, and the other weights of the base unchanged.
 
-    Sums are float32, rounded once to the type that the base's files have. An adapted unembedding that the base shares
-    with its embeddings becomes a tensor of its own, and `tie_word_embeddings` false.
+    Sums are float32, rounded once to the base's dtype. An adapted unembedding that the base ties to its embeddings
+    becomes a separate tensor, and `tie_word_embeddings` becomes false.
 
     Args:
         adapter: Folder of a PEFT LoRA: `adapter_config.json` and `adapter_model.safetensors`.
-        base: Folder of the checkpoint that it was trained on, in safetensors files.
-        out: Folder for the merged checkpoint, which exists.
-        shard_bytes: The most bytes of a file of weights, but for single larger tensors.
-        on_bytes: Told of the bytes of each tensor that is written.
+        base: Folder of the base checkpoint, with safetensors files.
+        out: An existing folder for the merged checkpoint.
+        shard_bytes: The most bytes of a file of weights. A single larger tensor has its own file.
+        on_bytes: Called with the bytes of each tensor that is written.
 
     Raises:
-        InvalidInput: The adapter is of another kind, or does not fit the base; the base is quantised or has no
+        InvalidInput: The adapter has another type or does not fit the base, or the base is quantised or has no
             safetensors files.
     """
     config = read_json(base / "config.json")
     if config.get("quantization_config"):
         raise InvalidInput(
-            f"{base} is quantised, and an adapter cannot be added to that: give the checkpoint that it was made of",
+            f"{base} is quantised, so no adapter can be merged into it: give the original checkpoint",
             field="base",
         )
     with ExitStack() as files:
@@ -87,7 +87,7 @@ def merge_adapter(
         plan = list(stored.plan(factors))
         if left := factors.unused():
             raise InvalidInput(
-                f"the adapter adapts {left[0]}, which {base} has not: give the base model that it was trained on",
+                f"the adapter adapts {left[0]}, which {base} does not have: give the base model of the adapter",
                 field="base",
             )
         shards = list(_shards(plan, shard_bytes))
@@ -113,9 +113,9 @@ def merge_adapter(
 
 
 def spread_shared_experts(adapter: pathlib.Path) -> None:
-    """Gives each expert an adapter of its own, in the names that PEFT and vLLM read, where Fovea's share factors.
+    """Rewrites an adapter so that each expert has its own factors, with the names that PEFT and vLLM read.
 
-    Fovea keeps the factors of a layer's experts as `experts.w1.lora_A`, [E, R, N], or [1, R, N] where all share one.
+    Fovea stores the factors of a layer's experts as `experts.w1.lora_A`, [E, R, N], or [1, R, N] if all share one.
     """
     weights = adapter / ADAPTER_WEIGHTS
     tensors = _loaded(weights)
@@ -149,15 +149,15 @@ head.weight = torch.nn.Parameter(head.weight.detach().clone())
 for config in (model.config, model.config.get_text_config()):
     config.tie_word_embeddings = False
 """
-"""Gives a model of transformers an unembedding of its own, so that PEFT merges an adapter of it into that alone."""
+"""Code that unties a transformers model's unembedding, so that PEFT merges an adapter of it into nothing else."""
 
 
 def notes_of(adapter: pathlib.Path, base: pathlib.Path) -> dict[str, str]:
-    """Sentences on what PEFT makes of an adapter otherwise than Fovea and vLLM do, by `experts` or `tied`.
+    """Returns notes on differences between PEFT and Fovea or vLLM for an adapter, by `experts` or `tied`.
 
     Args:
-        adapter: Folder of a PEFT LoRA, its experts one by one.
-        base: Folder of its base model, for the configuration.
+        adapter: Folder of a PEFT LoRA in which each expert has its own factors.
+        base: Folder of the base model, for its configuration.
     """
     modules = read_json(adapter / ADAPTER_CONFIG)["target_modules"]
     if isinstance(modules, str):
@@ -168,9 +168,9 @@ def notes_of(adapter: pathlib.Path, base: pathlib.Path) -> dict[str, str]:
         notes["experts"] = EXPERTS_NOTE
     if is_tied(config) and any(name.endswith("lm_head") for name in modules):
         notes["tied"] = (
-            "The adapter changes the unembedding, which the base model shares with its embeddings. PEFT's "
-            "merge_and_unload would change both: merge it with `fovea export --merged`, or give the loaded base model "
-            "an unembedding of its own before `PeftModel.from_pretrained`."
+            "The adapter changes the unembedding, which the base model ties to its embeddings. PEFT's "
+            "merge_and_unload would change both: merge it with `fovea export --merged`, or untie the unembedding of "
+            "the loaded base model before `PeftModel.from_pretrained`."
         )
     return notes
 
@@ -185,42 +185,44 @@ class _Planned:
 
 
 class _Factors:
-    """What an adapter adds to weights, by module. Factors are read when they are needed."""
+    """The factors of an adapter by module, read from the file when they are needed."""
 
     def __init__(self, adapter: pathlib.Path, files: ExitStack) -> None:
         config = read_json(adapter / ADAPTER_CONFIG)
         if (kind := config.get("peft_type")) != "LORA":
-            raise InvalidInput(f"{adapter} is a PEFT {kind}; only LORA can be merged", field="adapter")
+            raise InvalidInput(f"{adapter} has peft_type {kind}; only LORA can be merged", field="adapter")
         for entry, value in _OTHER_KINDS.items():
             if config.get(entry, value) not in (value, None):
-                raise InvalidInput(f"{adapter} has {entry} {config[entry]!r}, which is not merged here", field=entry)
+                raise InvalidInput(
+                    f"{adapter} has {entry} {config[entry]!r}; only {value!r} can be merged", field=entry
+                )
         self._scale = float(config["lora_alpha"]) / int(config["r"])
         self._file: Any = files.enter_context(_opened(adapter / ADAPTER_WEIGHTS))
         self._names: dict[str, str] = {name.removeprefix(_PREFIX): name for name in self._file.keys()}  # noqa: SIM118 - no mapping
         ends = (".lora_A.weight", ".lora_B.weight")
         if odd := [name for name in self._names if not name.endswith(ends)]:
-            raise InvalidInput(f"{adapter} has {odd[0]}, which is no factor of a LoRA", field="adapter")
+            raise InvalidInput(f"{adapter} has {odd[0]}, which is no LoRA factor", field="adapter")
         self._modules = {name.removesuffix(ends[0]) for name in self._names if name.endswith(ends[0])}
         self._used: set[str] = set()
 
     def has(self, module: str) -> bool:
-        """Whether a module is adapted."""
+        """Returns whether a module is adapted."""
         return module in self._modules
 
     def shape(self, module: str) -> tuple[int, int]:
-        """[out, in] of what is added to a module. Marks it as used."""
+        """Returns the shape of a module's change, [out, in]. Marks the module as used."""
         self._used.add(module)
         (_, inputs), (outputs, _) = (self._file.get_slice(self._name(module, half)).get_shape() for half in "AB")
         return outputs, inputs
 
     def delta(self, module: str) -> Tensor:
-        """float32 [out, in]."""
+        """Returns the change of a module's weight, float32 [out, in]."""
         a, b = (self._file.get_tensor(self._name(module, half)).float() for half in "AB")
         added: Tensor = self._scale * (b @ a)
         return added
 
     def unused(self) -> list[str]:
-        """Modules for which the base had no place, in order."""
+        """Returns the adapted modules that the base does not have, in order."""
         return sorted(self._modules - self._used)
 
     def _name(self, module: str, half: str) -> str:
@@ -228,7 +230,7 @@ class _Factors:
 
 
 class _Base:
-    """The files of a checkpoint, and where in transformers' model each of their tensors goes."""
+    """The files of a checkpoint, with the place of each of their tensors in the model of transformers."""
 
     def __init__(self, folder: pathlib.Path, config: dict[str, Any], files: ExitStack) -> None:
         self._folder = folder
@@ -262,11 +264,11 @@ class _Base:
                 self._steps[name] = steps[pattern]
 
     def is_untied(self, factors: _Factors) -> bool:
-        """Whether the merged model has an unembedding of its own, though the base has not."""
+        """Returns whether merging unties an unembedding that the base ties to its embeddings."""
         return self._embedding is not None and factors.has(self._head)
 
     def plan(self, factors: _Factors) -> Iterator[_Planned]:
-        """The merged checkpoint's tensors, in the order of the base's files. Raises InvalidInput if one misfits."""
+        """Yields the tensors of the merged checkpoint in the base's order. Raises InvalidInput if one does not fit."""
         head = f"{self._head}{_SUFFIX}"
         for name in self._slices:
             yield self._planned(name, name, self._added(name, factors))
@@ -279,7 +281,9 @@ class _Base:
         stored = self._slices[source]
         kind, shape = stored.get_dtype(), stored.get_shape()
         if added is not None and kind not in _FLOATS:
-            raise InvalidInput(f"{source} of {self._folder} is {kind}, to which nothing can be added", field="base")
+            raise InvalidInput(
+                f"{source} of {self._folder} has dtype {kind}, to which no adapter can be added", field="base"
+            )
 
         def make() -> Tensor:
             tensor: Tensor = stored[...] if shape else stored[()]
@@ -288,7 +292,7 @@ class _Base:
         return _Planned(name, math.prod(shape) * _ITEM_BYTES.get(kind, 1), make)
 
     def _added(self, name: str, factors: _Factors) -> Callable[[], Tensor] | None:
-        """What makes the sum that is added to a tensor of the files; None if nothing is."""
+        """Returns a function that makes the change of a tensor of the files; None without a change."""
         place = self._places[name]
         alone = _EXPERT.fullmatch(name.removesuffix(_SUFFIX))
         if (stacked := _STACKED.fullmatch(place)) is not None:
@@ -301,7 +305,7 @@ class _Base:
         if not place.endswith(_SUFFIX) or not factors.has(module):
             return None
         if name in self._steps:
-            raise InvalidInput(f"{name} of {self._folder} lies in another shape than {module}", field="base")
+            raise InvalidInput(f"{name} of {self._folder} has another layout than {module}", field="base")
         return self._whole(name, module, factors)
 
     def _whole(self, name: str, module: str, factors: _Factors) -> Callable[[], Tensor]:
@@ -311,11 +315,11 @@ class _Base:
     def _of_experts(
         self, name: str, parent: str, halves: tuple[str, ...], factors: _Factors
     ) -> Callable[[], Tensor] | None:
-        """Of all experts of a layer, which lie in one tensor: [E, out, in], or transposed."""
+        """Returns the same for the experts of a layer, which are one tensor, [E, out, in] or transposed."""
         (count, *_) = self._slices[name].get_shape()
         modules = [[f"{parent}.{index}.{half}" for half in halves] for index in range(count)]
         if not all(factors.has(module) for of_expert in modules for module in of_expert):
-            return None  # if some are adapted, they are named as unused
+            return None  # if only some are adapted, `unused` reports them
         shapes = [factors.shape(module) for of_expert in modules for module in of_expert]
         outputs, inputs = sum(shape[0] for shape in shapes[: len(halves)]), shapes[0][1]
         is_transposed = any(isinstance(step, Transpose) for step in self._steps.get(name, ()))
@@ -331,26 +335,26 @@ class _Base:
     def _check(self, name: str, wanted: list[int], module: str) -> None:
         if (shape := list(self._slices[name].get_shape())) != wanted:
             raise InvalidInput(
-                f"{name} of {self._folder} has shape {shape}, the adapter of {module} is for {wanted}: give the base"
-                " model that it was trained on",
+                f"{name} of {self._folder} has shape {shape}, but the adapter of {module} needs {wanted}: give the base"
+                " model of the adapter",
                 field="base",
             )
 
 
 def size_bytes(folder: pathlib.Path) -> int:
-    """Of a checkpoint's weights. Raises InvalidInput if it has no safetensors files, or not all."""
+    """Returns the bytes of a checkpoint's weights. Raises InvalidInput if safetensors files are missing."""
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a checkpoint. Raises InvalidInput if it has none, or not all."""
+    """Returns the safetensors files of a checkpoint. Raises InvalidInput if it has none, or if some are missing."""
     whole, index = folder / WEIGHTS, folder / INDEX
     names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
     if whole.is_file():
         names = [WEIGHTS]
     for name in names:
         if not (folder / name).is_file():
-            raise InvalidInput(f"{folder} has no {name}: adapters are merged with safetensors files", field="base")
+            raise InvalidInput(f"{folder} has no {name}; merging needs safetensors files", field="base")
     return [folder / name for name in names]
 
 
@@ -368,11 +372,11 @@ def _opened(path: pathlib.Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
-        raise InvalidInput(f"{path} is no safetensors file: {error}", field=path.name) from None
+        raise InvalidInput(f"{path} is not a safetensors file: {error}", field=path.name) from None
 
 
 def _loaded(path: pathlib.Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
-        raise InvalidInput(f"{path} is no safetensors file: {error}", field=path.name) from None
+        raise InvalidInput(f"{path} is not a safetensors file: {error}", field=path.name) from None

@@ -1,4 +1,4 @@
-"""The files of a base model, from a directory or from the hub, and those that an exported model takes along."""
+"""The files of a base model, from a directory or the hub, and the small ones that an export copies."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-"""What a checkpoint has besides its weights: configuration, tokenizer, processor, chat template, generation."""
+"""Files of a checkpoint besides weights: configuration, tokenizer, processor, chat template, generation."""
 
 _INDEX = ".index.json"
 _GIB = 2**30
 
 
 def base_directory(name: str, *, with_weights: bool) -> pathlib.Path:
-    """Where a base model's files are: a directory, or those of a hub name, downloaded if they are not here.
+    """Returns the folder of a base model's files, which are downloaded if the name is a hub name.
+
+    Args:
+        name: Directory or hub name.
+        with_weights: Whether to download weights too.
 
     Raises:
-        NotFound: It is neither, or the hub cannot be reached.
+        NotFound: The name is neither, or the hub cannot be reached.
     """
     directory = pathlib.Path(name).expanduser()
     if name and (directory / "config.json").is_file():
@@ -33,10 +37,10 @@ def base_directory(name: str, *, with_weights: bool) -> pathlib.Path:
     patterns = [*SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     try:
         return pathlib.Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the hub's own errors, those of its transport, and OSError
+    except Exception as error:  # errors of the hub and of its HTTP library, and OSError
         raise NotFound(
-            f"the base model {name!r} is no directory here, and the hub does not have it or cannot be reached: give"
-            f" base (--base), its directory or hub name ({' '.join(str(error).split())[:200]})",
+            f"the base model {name!r} is not a directory here, and the hub does not have it or cannot be reached: give"
+            f" its directory or hub name as base (--base) ({' '.join(str(error).split())[:200]})",
             field="base",
         ) from error
 
@@ -47,7 +51,13 @@ def is_tied(config: PreTrainedConfig) -> bool:
 
 
 def copy_small_files(base: pathlib.Path, out: pathlib.Path, *, but: Container[str] = ()) -> None:
-    """Copies what a checkpoint has besides its weights and their index."""
+    """Copies the files of a checkpoint except its weights and their index.
+
+    Args:
+        base: Folder of the checkpoint.
+        out: Folder to copy to.
+        but: Names of files to leave out.
+    """
     for pattern in SMALL_FILES:
         for path in base.glob(pattern):
             if path.is_file() and path.name not in but and not path.name.endswith(_INDEX):
@@ -55,9 +65,9 @@ def copy_small_files(base: pathlib.Path, out: pathlib.Path, *, but: Container[st
 
 
 def check_room(place: pathlib.Path, size_bytes: int) -> None:
-    """Raises ResourceExhausted if so many bytes do not fit onto a folder's disk."""
+    """Raises ResourceExhausted if a folder's disk has less free space than this."""
     free = shutil.disk_usage(place).free
     if free < size_bytes:
         raise ResourceExhausted(
-            f"the merged model takes {size_bytes / _GIB:.1f} GiB, and the disk of {place} has {free / _GIB:.1f} GiB"
+            f"the merged model needs {size_bytes / _GIB:.1f} GiB; the disk of {place} has {free / _GIB:.1f} GiB free"
         )

@@ -1,4 +1,4 @@
-"""Weights of a `tinker://` checkpoint as files on this machine: an adapter as PEFT has it, or a whole checkpoint."""
+"""Downloads the weights of a `tinker://` checkpoint: an adapter in PEFT's format, or a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def download_checkpoint(
     api_key: str | None = None,
     on_bytes: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> None:
-    """Fetches the files of a checkpoint.
+    """Downloads the files of a checkpoint.
 
-    A training checkpoint is loaded into a training run and exported by it for as long as this takes; weights to sample
-    from are fetched as they lie there, which Fovea allows, and hosted Tinker does not.
+    A training checkpoint is loaded into a temporary training run, which exports it. A checkpoint for sampling is
+    downloaded directly, which Fovea allows and hosted Tinker does not.
 
     Args:
         path: `tinker://RUN/weights/NAME`, `.../sampler_weights/NAME` or `.../external_weights/NAME`.
-        folder: For the files; it exists.
-        base_url: Of the server; None reads TINKER_BASE_URL.
-        api_key: None reads TINKER_API_KEY.
-        on_bytes: Told of the bytes that are here, and of those of all files.
+        folder: An existing folder for the files.
+        base_url: Address of the server; None reads TINKER_BASE_URL.
+        api_key: API key; None reads TINKER_API_KEY.
+        on_bytes: Called with the bytes that are downloaded, and the bytes of all files.
 
     Raises:
-        InvalidInput: The path is none, or the checkpoint is encrypted.
-        NotFound: There is no such checkpoint, or the server hands out no weights to sample from.
-        Unavailable: The download broke off.
-        Exception: What the SDK raises.
+        InvalidInput: The path is malformed, or the checkpoint is encrypted.
+        NotFound: The checkpoint does not exist, or the server does not hand out weights for sampling.
+        Unavailable: The download was interrupted.
+        Exception: An error of the SDK.
     """
     with _links(path, base_url, api_key) as links:
         if not links:
@@ -61,16 +61,16 @@ def download_checkpoint(
                         done += count
                         on_bytes(done, whole)
             except httpx.TransportError as error:
-                raise Unavailable(f"the download of {path} broke off ({error!r}): start it again") from error
+                raise Unavailable(f"the download of {path} was interrupted ({error!r}): start it again") from error
 
 
 @contextmanager
 def _links(path: str, base_url: str | None, api_key: str | None) -> Iterator[Mapping[str, str]]:
-    """An address for each file, by its name."""
+    """Yields a mapping from names of files to their URLs."""
     try:
         parsed = tinker.ParsedCheckpointTinkerPath.from_tinker_path(path)
     except ValueError as error:
-        raise InvalidInput(f"{path!r} is no checkpoint: {error}", field="path") from None
+        raise InvalidInput(f"{path!r} is not a checkpoint path: {error}", field="path") from None
     if parsed.checkpoint_type == "sampler":
         yield _links_of_sampler(parsed, base_url, api_key)
         return
@@ -86,7 +86,7 @@ def _links(path: str, base_url: str | None, api_key: str | None) -> Iterator[Map
         try:
             yield rest.get_external_weights_urls(exported).result().urls
         finally:
-            with contextlib.suppress(tinker.TinkerError):  # it expires by itself
+            with contextlib.suppress(tinker.TinkerError):  # it expires on its own
                 rest.delete_checkpoint_from_tinker_path(exported).result()
     finally:
         service.close("success").result()
@@ -95,11 +95,13 @@ def _links(path: str, base_url: str | None, api_key: str | None) -> Iterator[Map
 def _links_of_sampler(
     parsed: tinker.ParsedCheckpointTinkerPath, base_url: str | None, api_key: str | None
 ) -> Mapping[str, str]:
-    """By bare HTTP: the SDK asks for those of external weights alone."""
+    """Returns the URLs of a checkpoint for sampling, over plain HTTP: the SDK supports external weights only."""
     server = base_url or os.environ.get("TINKER_BASE_URL")
     key = api_key or os.environ.get("TINKER_API_KEY")
     if not server or not key:
-        raise FailedPrecondition("give base_url and api_key, or set TINKER_BASE_URL and TINKER_API_KEY")
+        raise FailedPrecondition(
+            "no server is named: give base_url and api_key, or set TINKER_BASE_URL and TINKER_API_KEY"
+        )
     run, checkpoint = quote(parsed.training_run_id, safe=":"), quote(parsed.checkpoint_id)
     url = f"{server.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/external_weights_urls"
     try:
@@ -108,8 +110,8 @@ def _links_of_sampler(
         raise Unavailable(f"{server} cannot be reached: {error}") from error
     if answer.status_code == 404:
         raise NotFound(
-            f"{parsed.tinker_path} is not there, or this server hands out no weights to sample from: export a training"
-            " checkpoint, tinker://RUN/weights/NAME",
+            f"{parsed.tinker_path} does not exist, or this server does not hand out weights for sampling: export a"
+            " training checkpoint, tinker://RUN/weights/NAME",
             field="path",
         )
     if answer.status_code != 200:
@@ -121,16 +123,16 @@ def _links_of_sampler(
 def _place(folder: pathlib.Path, name: str) -> pathlib.Path:
     place = (folder / name).resolve()
     if not place.is_relative_to(folder.resolve()):
-        raise Internal(f"the server names a file outside its folder: {name!r}")
+        raise Internal(f"the server's name of a file leads out of the folder: {name!r}")
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
 
 
 def _fetch(http: httpx.Client, url: str, place: pathlib.Path) -> Iterator[int]:
-    """Writes a file; yields the bytes of each piece."""
+    """Writes a file; yields the number of bytes of each part."""
     with http.stream("GET", url) as answer, place.open("wb") as file:
         if answer.status_code != 200:
-            raise Unavailable(f"{place.name} could not be fetched: the server answered {answer.status_code}")
+            raise Unavailable(f"{place.name} could not be downloaded: the server responded {answer.status_code}")
         for piece in answer.iter_bytes(2**20):
             file.write(piece)
             yield len(piece)

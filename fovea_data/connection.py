@@ -1,4 +1,4 @@
-"""A server, a model under training on it, and what belongs to the model: its encoder, a learning rate, checkpoints."""
+"""A connection to a server and a model in training, with the model's encoder, learning rate and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ SupportedModel = tinker.types.SupportedModel
 
 
 class Server:
-    """A server that speaks the Tinker API, through the SDK; without arguments that of the environment variables.
+    """A Tinker server, used through the SDK.
+
+    Args:
+        base_url: Address of the server; None reads TINKER_BASE_URL.
+        api_key: API key; None reads TINKER_API_KEY.
 
     Raises:
-        FailedPrecondition: No server answers.
+        FailedPrecondition: No server responds.
     """
 
     def __init__(self, base_url: str | None, api_key: str | None) -> None:
@@ -35,34 +39,37 @@ class Server:
         self.rest = tinker.RestClient(base_url=base_url, api_key=api_key)
 
     def model(self, name: str | None) -> SupportedModel:
-        """A model by its name; None is the first that can be trained.
+        """Returns a model by its name; the first model that can be trained if the name is None.
 
         Raises:
-            NotFound: The server has no such model, and names those that it has.
-            FailedPrecondition: It trains none.
+            NotFound: The server does not have the model. The message names the models that it has.
+            FailedPrecondition: The server trains no model.
         """
         models = [one for one in self.rest.get_server_capabilities().result().supported_models if one.model_name]
         if name is None:
             trainable = [one for one in models if one.trainable is not False]
             if not trainable:
-                raise FailedPrecondition("the server has no model to train")
+                raise FailedPrecondition("the server has no model that can be trained")
             return trainable[0]
         for one in models:
             if one.model_name == name:
                 return one
-        raise NotFound(f"the server has no model {name!r}, only {[one.model_name for one in models]}", field="model")
+        raise NotFound(f"the server has no model {name!r}; it has {[one.model_name for one in models]}", field="model")
 
     def limits(self, model: SupportedModel) -> ServedLimits:
-        """What it takes of a model."""
+        """Returns the server's limits for a model."""
         return self._limits.get(str(model.model_name), ServedLimits())
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A model under training.
+    """A model in training.
 
     Attributes:
-        learning_rate: For AdamW, by the model's width.
+        server: The server.
+        training: Client of the model.
+        encoder: Encoder of the model.
+        learning_rate: Learning rate for AdamW by the model's width.
     """
 
     server: Server
@@ -81,14 +88,19 @@ class Connection:
         seed: int,
         train_unembed: bool | None = None,
     ) -> Connection:
-        """Makes a LoRA of a model, or goes on from a saved state if there is one. Raises what the SDK raises.
+        """Creates a LoRA of a model, or continues from a saved state. Raises what the SDK raises.
 
         Args:
+            server: The server.
+            model: The base model.
+            state: Path of the saved state; empty to create a LoRA.
+            rank: Rank of a new LoRA; 0 trains all parameters.
+            seed: Seed of a new LoRA.
             train_unembed: Whether a new LoRA adapts the unembedding. None adapts it unless the model ties it to its
                 embeddings.
 
-        The checkpoint's small files, which lie where the tokenizer's do, tell how many tokens pictures take; where they
-        do not, a sampling client of the base model is asked, which is made for the first picture.
+        The tokens of pictures are computed from the checkpoint's small files, which are beside the tokenizer. For model
+        families without a formula, a sampling client of the base model counts them, created for the first picture.
         """
         service, name = server.service, str(model.model_name)
         if state:
@@ -108,11 +120,11 @@ class Connection:
         return cls(server, training, encoder, rate_at(text["hidden_size"], FINE_TUNING_RATE))
 
     def sampling(self, weights: str) -> tinker.SamplingClient:
-        """Samples from a checkpoint."""
+        """Returns a client that samples from a checkpoint."""
         return self.server.service.create_sampling_client(model_path=weights).result()
 
     def delete(self, path: str) -> None:
-        """Deletes a checkpoint that is not needed any more."""
+        """Deletes a checkpoint."""
         self.server.rest.delete_checkpoint_from_tinker_path(path).result()
 
 

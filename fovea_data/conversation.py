@@ -1,4 +1,4 @@
-"""A row of a dataset as a conversation to learn from: what was said, and which answers count."""
+"""Reads rows of a dataset as conversations to learn from."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fovea_rollout.pictures import PictureColumn, read_picture
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "weight"}
 _PICTURE_FIELDS = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
-"""By a part's type: its field that holds the picture."""
+"""The field of the picture, by type of part."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said, ending with an answer.
+    """A conversation that ends with an answer.
 
     Attributes:
-        messages: In order. Assistant's messages are text, thinking in `<think>` tags before the answer.
-        is_learnt: For each message whether it is an answer that the loss counts.
-        where: Names the row in errors, as in `chats.jsonl:17`.
+        messages: The messages in order. Messages of the assistant are text, with thinking in `<think>` tags first.
+        is_learnt: For each message, whether it is an answer with a loss.
+        where: Name of the row in errors, such as `chats.jsonl:17`.
     """
 
     messages: tuple[Message, ...]
@@ -35,37 +35,37 @@ class Conversation:
 
     @property
     def question(self) -> tuple[Message, ...]:
-        """All before the last answer."""
+        """The messages before the last answer."""
         return self.messages[:-1]
 
     @property
     def answer(self) -> str:
-        """The last answer, thinking left out."""
+        """The last answer without its thinking."""
         return read_answer(self.messages[-1].text, is_cut=False).text
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads rows.
+    """Reads rows of a dataset.
 
     Attributes:
-        folder: What relative paths of pictures begin at.
-        max_side: Pixels that the longer side of a picture may have; larger ones are shrunk. None keeps every size.
+        folder: Folder of relative paths of pictures; None is the working directory.
+        max_side: The most pixels of a picture's longer side. Larger pictures are shrunk. None does not limit the size.
     """
 
     folder: pathlib.Path | None = None
     max_side: int | None = None
 
     def conversation(self, row: Any, where: str) -> Conversation:
-        """Reads `{"messages": [...]}`, or `{"prompt": ..., "completion": ...}`, each messages or a text.
+        """Reads `{"messages": [...]}`, or `{"prompt": ..., "completion": ...}`, each of which is messages or a text.
 
-        Messages have OpenAI's shape (parts `text` and `image_url`) or Hugging Face's (parts `image`). Pictures of a
-        column `images` or `image` take the places of parts `{"type": "image"}` without one, or of `<image>` in
-        texts; where there are neither, they come first in the first user message. An answer with `"weight": 0` is
-        read, not learnt. Other columns are left alone.
+        Messages have OpenAI's format (parts `text` and `image_url`) or Hugging Face's (parts `image`). Pictures of a
+        column `images` or `image` belong to parts `{"type": "image"}` without a picture, or replace `<image>` in
+        texts. If there is neither, they come first in the first user message. An answer with `"weight": 0` is part of
+        the conversation but has no loss. Other columns are ignored.
 
         Raises:
-            InvalidInput: Naming `where` and the field.
+            InvalidInput: The row is wrong. The error names `where` and the field.
         """
         if not isinstance(row, Mapping):
             raise InvalidInput(f"{where}: a row must be an object, not {type(row).__name__}", field=where)
@@ -79,12 +79,13 @@ class RowReader:
             weights = [0] * len(prompt) + [1] * len(completion)
         else:
             raise InvalidInput(
-                f"{where}: has neither messages nor prompt and completion, only {sorted(row)}", field=where
+                f"{where}: the row has neither messages nor prompt and completion; its columns are {sorted(row)}",
+                field=where,
             )
         return learnt(messages, weights, where)
 
     def messages(self, messages: Any, where: str, row: Mapping[str, Any] | None = None) -> tuple[Message, ...]:
-        """Reads messages, and the pictures that `row` has in columns. Raises InvalidInput naming `where`."""
+        """Reads messages and the pictures in columns of `row`. Raises InvalidInput, which names `where`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidInput(f"{where} must be a list of messages", field=where)
         pictures = PictureColumn(row or {}, where, self._picture)
@@ -100,12 +101,12 @@ class RowReader:
             return message
         if not isinstance(message, Mapping):
             raise InvalidInput(f"{where} must be an object, not {type(message).__name__}", field=where)
-        # Parquet gives all objects of a column the same fields, null where one has none.
+        # Parquet gives all objects of a column the same fields, and sets missing ones to null.
         if unknown := sorted(
             name for name, value in message.items() if value is not None and name not in _MESSAGE_FIELDS
         ):
-            fix = "; write calls into content, as the model writes them" if unknown[0] == "tool_calls" else ""
-            raise InvalidInput(f"{where} has the unknown field {unknown[0]!r}{fix}", field=where)
+            fix = "; write tool calls into content, as the model writes them" if unknown[0] == "tool_calls" else ""
+            raise InvalidInput(f"{where} has an unknown field {unknown[0]!r}{fix}", field=where)
         role: Any = message.get("role")
         if role not in get_args(Role):
             raise InvalidInput(f"{where}.role is {role!r}; use one of {get_args(Role)}", field=f"{where}.role")
@@ -134,13 +135,13 @@ class RowReader:
 
 
 def as_messages(said: Any, role: Role, where: str) -> list[Any]:
-    """Messages as they are; a text as one of `role`. Raises InvalidInput naming `where` for anything else."""
+    """Returns messages unchanged, and a text as a message of `role`. Raises InvalidInput for other types."""
     if isinstance(said, str):
         return [{"role": role, "content": said}]
     if not isinstance(said, Sequence) or isinstance(said, (bytes, bytearray)):
         raise InvalidInput(
-            f"{where} is {said!r:.60}, of type {type(said).__name__}: give a text or a list of messages (write a"
-            " number in quotes, or name a class by its text)",
+            f"{where} is {said!r:.60}, of type {type(said).__name__}; it must be a text or a list of messages (put a"
+            " number in quotes, or write the name of a class)",
             field=where,
         )
     return list(said)
@@ -148,14 +149,15 @@ def as_messages(said: Any, role: Role, where: str) -> list[Any]:
 
 @contextmanager
 def naming_row(where: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[str]:
-    """Names a row in whatever its reading or encoding raises, as InvalidInput; yields the name.
+    """Converts errors of reading or encoding a row to InvalidInput with the name of the row; yields the name.
 
     Args:
-        passing: Errors that are no fault of the row, and pass as they are.
+        where: Name of the row.
+        passing: Errors that the row does not cause, which are raised unchanged.
     """
     try:
         yield where
-    except Exception as error:  # converters, decoders, templates and tokenizers raise errors of every kind
+    except Exception as error:  # converters, decoders, templates and tokenizers raise errors of many classes
         if isinstance(error, (Unavailable, MemoryError, *passing)):
             raise
         if isinstance(error, FoveaError):
@@ -166,23 +168,25 @@ def naming_row(where: str, passing: tuple[type[Exception], ...] = ()) -> Iterato
 
 
 def check_positive(**values: float) -> None:
-    """Raises InvalidInput naming the first value that is not above 0."""
+    """Raises InvalidInput, which names the first value that is not above 0."""
     for name, value in values.items():
         if not value > 0:
             raise InvalidInput(f"{name} is {value}; it must be above 0", field=name)
 
 
 def normalised(text: str) -> str:
-    """A text in Unicode's composed form (NFC), which tokenizers decode to: file systems and keyboards may give it
-    decomposed, and then it equals no answer."""
+    """Returns a text in Unicode's composed form (NFC), to which tokenizers decode.
+
+    File systems and keyboards may produce the decomposed form, which would not equal any answer.
+    """
     return unicodedata.normalize("NFC", text)
 
 
 def learnt(messages: Sequence[Message], weights: Sequence[Any], where: str) -> Conversation:
-    """A conversation whose answers of weight 0 are not learnt. Raises InvalidInput naming `where`."""
+    """Returns a conversation in which answers of weight 0 have no loss. Raises InvalidInput, which names `where`."""
     if messages[-1].role != "assistant":
         raise InvalidInput(
-            f"{where}: ends with a {messages[-1].role!r} message, which nothing answers: end with the assistant's",
+            f"{where}: the last message has role {messages[-1].role!r}; it must have role 'assistant'",
             field=where,
         )
     if odd := [weight for weight in weights if weight not in (None, 0, 1)]:
@@ -191,7 +195,7 @@ def learnt(messages: Sequence[Message], weights: Sequence[Any], where: str) -> C
         message.role == "assistant" and weight != 0 for message, weight in zip(messages, weights, strict=True)
     )
     if not any(is_learnt):
-        raise InvalidInput(f"{where}: every answer has weight 0: there is nothing to learn", field=where)
+        raise InvalidInput(f"{where}: all answers have weight 0, so there is nothing to learn", field=where)
     return Conversation(tuple(messages), is_learnt, where)
 
 
@@ -203,7 +207,7 @@ def _normalised(message: Message) -> Message:
 def _answer_text(parts: Sequence[Part], reasoning: Any, where: str) -> str:
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) != len(parts):
-        raise InvalidInput(f"{where}: an assistant's message has a picture; models answer in text", field=where)
+        raise InvalidInput(f"{where}: a message of the assistant has a picture, but models answer in text", field=where)
     if not (text := "".join(texts)):
         raise InvalidInput(f"{where}.content is empty", field=where)
     return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{text}" if reasoning else text

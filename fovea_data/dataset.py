@@ -1,4 +1,4 @@
-"""Datasets: conversations that are read when they are asked for, from files, folders and Hugging Face `datasets`."""
+"""Datasets: conversations that are read on access from files, folders and Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fovea_data.rows import BLOCKS_IN_MEMORY, ImageFolder, Indices, Joined, Json
 
 QUESTION = "What is in this picture?"
 MAX_SIDE = 512
-"""Pixels that the longer side of a dataset's pictures may have unless told: enough for most photographs, and at most
-400 tokens in most families. Documents and screens need more."""
+"""Default of the most pixels of a picture's longer side. It is enough for most photographs, and gives at most 400
+tokens in most model families. Documents and screenshots need more."""
 Convert = Callable[[Any], Mapping[str, Any]]
 
 
 class Dataset:
-    """Conversations by index. Made by `image_folder` and `load_chats`.
+    """Conversations by index, made by `image_folder` and `load_chats`.
 
     Attributes:
-        indices: Rows of the source that belong to it, int64 [N], ascending.
-        max_side: Pixels that the longer side of a picture may have; larger ones are shrunk. None keeps every size.
+        indices: Rows of the source that belong to the dataset, int64 [N], ascending.
+        max_side: The most pixels of a picture's longer side. Larger pictures are shrunk. None does not limit the size.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Dataset:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Raises InvalidInput naming the row if it is broken, IndexError if there is none."""
+        """Returns a row. Raises InvalidInput, which names it, if it is broken, and IndexError if it does not exist."""
         place = int(self.indices[index])
         with naming_row(self._rows.where(place)) as where:
             row = self._rows.row(place)
@@ -57,24 +57,26 @@ class Dataset:
         return (self[index] for index in range(len(self)))
 
     def split(self, held_out: float, seed: int = 0) -> tuple[Dataset, Dataset]:
-        """A dataset to train on and a held-out one, drawn by the seed.
+        """Splits the rows at random into a dataset to train on and a held-out one.
 
         Args:
-            held_out: Share of the rows that are held out, between 0 and 1.
+            held_out: Share of the held-out rows, between 0 and 1.
+            seed: Seed of the draw.
         """
         count = round(len(self) * held_out)
         if not 0 < count < len(self):
             raise InvalidInput(
-                f"held_out is {held_out}: of {len(self)} rows it would hold out {count}", field="held_out"
+                f"held_out is {held_out}, which holds out {count} of {len(self)} rows; both parts need a row",
+                field="held_out",
             )
         drawn = np.random.default_rng(seed).permutation(self.indices)
         train, rest = np.sort(drawn[count:]), np.sort(drawn[:count])
         return self.part(train), self.part(rest)
 
     def order(self, seed: int, epoch: int) -> Indices:
-        """In which order an epoch takes the rows, int64 [N].
+        """Returns the order of the rows in an epoch, int64 [N].
 
-        Rows that are read in blocks (row groups of Parquet) are shuffled within as many blocks as stay in memory.
+        Rows that are read in blocks (row groups of Parquet) are shuffled within windows of blocks that fit in memory.
         """
         rng = np.random.default_rng([seed, epoch])
         _, blocks = np.unique(self._rows.blocks(self.indices), return_inverse=True)
@@ -83,15 +85,16 @@ class Dataset:
         return order
 
     def where(self, index: int) -> str:
-        """What a row is called, as in `chats.jsonl:17`."""
+        """Returns the name of a row, such as `chats.jsonl:17`."""
         return self._rows.where(int(self.indices[index]))
 
     def problems(self, limit: int = 20, *, check: Callable[[Conversation], object] | None = None) -> list[str]:
-        """What is wrong with its rows, one line per broken row, up to a limit: reads all rows.
+        """Reads all rows and returns one line per broken row, up to a limit.
 
         Args:
             limit: The most lines.
-            check: Raises InvalidInput for a row that is read, but cannot be learnt: an encoder's `datums`.
+            check: A further check that raises InvalidInput for a row that cannot be learnt, such as an encoder's
+                `datums`.
         """
         found: list[str] = []
         for index in range(len(self)):
@@ -107,21 +110,21 @@ class Dataset:
         return found
 
     def part(self, indices: Indices) -> Dataset:
-        """Some of its rows, by their places in the source: int64 [N], ascending."""
+        """Returns a dataset of some of the rows, by their indices in the source: int64 [N], ascending."""
         return Dataset(self._rows, indices, convert=self._convert, max_side=self.max_side)
 
 
 def image_folder(path: str | pathlib.Path, question: str = QUESTION, *, max_side: int | None = MAX_SIDE) -> Dataset:
-    """Pictures in a folder per class, `path/CLASS/any.png`: each is shown with a question; the class is the answer.
+    """Makes a dataset of pictures in one folder per class, `path/CLASS/any.png`. The answer to each is its class.
 
     Args:
         path: The folder.
-        question: What is asked about each.
-        max_side: Pixels that the longer side may have; larger pictures are shrunk. None keeps every size.
+        question: Question about each picture.
+        max_side: The most pixels of a picture's longer side. Larger pictures are shrunk. None does not limit the size.
 
     Raises:
-        NotFound: There is no such folder.
-        InvalidInput: It has no pictures in folders, or a file of another kind.
+        NotFound: The folder does not exist.
+        InvalidInput: The folder has no folders with pictures, or has a file that is not a picture.
     """
     return Dataset(ImageFolder(pathlib.Path(path), question), max_side=max_side)
 
@@ -131,20 +134,20 @@ def load_chats(
     convert: Convert | None = None,
     max_side: int | None = MAX_SIDE,
 ) -> Dataset:
-    """Conversations of `.jsonl` and `.parquet` files, lists and Hugging Face datasets; `RowReader` has their shapes.
+    """Makes a dataset of `.jsonl` and `.parquet` files, lists and Hugging Face datasets, in a format of `RowReader`.
 
     Args:
-        sources: One or more, read one after another. Relative paths of pictures begin at their file's folder.
-        convert: Makes a row of a known shape of one of yours.
-        max_side: Pixels that the longer side of a picture may have; larger ones are shrunk. None keeps every size.
+        sources: One or more sources, one after another. Relative paths of pictures begin at the folder of their file.
+        convert: Converts a row to a format of `RowReader`.
+        max_side: The most pixels of a picture's longer side. Larger pictures are shrunk. None does not limit the size.
 
     Raises:
-        NotFound: There is no such file.
-        InvalidInput: A source is of another kind. Rows are read, and refused by name, when they are asked for.
-        FailedPrecondition: Parquet without pyarrow.
+        NotFound: A file does not exist.
+        InvalidInput: A source has another type. Rows are checked only when they are read.
+        FailedPrecondition: A source is a Parquet file, and pyarrow is not installed.
     """
     if not sources:
-        raise InvalidInput("give a file, a list or a Hugging Face dataset", field="sources")
+        raise InvalidInput("sources is empty; give a file, a list or a Hugging Face dataset", field="sources")
     parts = [_rows(one, f"rows{number}" if number else "rows") for number, one in enumerate(sources)]
     return Dataset(parts[0] if len(parts) == 1 else Joined(parts), convert=convert, max_side=max_side)
 

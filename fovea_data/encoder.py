@@ -1,4 +1,4 @@
-"""Conversations as what the Tinker API trains on and samples from, by the model's own chat template."""
+"""Encodes conversations for training and sampling over the Tinker API, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Encoder:
     """Turns conversations into datums with loss on their answers, and questions into prompts.
 
     Args:
-        tokenizer: The model's, with a chat template.
-        picture_tokens: How many tokens pictures take in this model.
-        vocabulary: Token ids that the model has; None does not check them.
-        max_tokens: Tokens that a conversation may have; None does not check it.
-        arguments: For the chat template, as in `enable_thinking=False`.
+        tokenizer: The model's tokenizer, with a chat template.
+        picture_tokens: Counts the tokens of pictures in this model.
+        vocabulary: Size of the model's vocabulary; None does not check token ids.
+        max_tokens: The most tokens of a conversation; None does not check them.
+        arguments: Further arguments of the chat template, such as `enable_thinking=False`.
 
     Attributes:
         stop_ids: Tokens that end an answer.
-        picture_tokens: As given.
+        picture_tokens: Counts the tokens of pictures.
 
     Raises:
-        InvalidInput: The tokenizer has no chat template, or one that cannot render a question and its answer.
+        InvalidInput: The tokenizer has no chat template, or the template cannot render a question and its answer.
     """
 
     def __init__(
@@ -61,32 +61,40 @@ class Encoder:
         self._vocabulary, self._max_tokens = vocabulary, max_tokens
         self.stop_ids = self._template.stop_ids
         if not self.stop_ids:
-            raise InvalidInput("neither chat template nor tokenizer ends an answer: set eos_token", field="tokenizer")
+            raise InvalidInput(
+                "neither the chat template nor the tokenizer has a token that ends an answer: set eos_token",
+                field="tokenizer",
+            )
         (*_, last) = self._template.render([Message("user", ("question",))])
         assert isinstance(last, Tokens)
-        # Whether the generation prompt opens the thinking, which an answer must close then.
+        # If the generation prompt opens the thinking, an answer must close it.
         self._opens_thinking = str(tokenizer.decode(last.ids)).rstrip().endswith(THINK_OPEN)
 
     def datums(self, conversation: Conversation) -> list[tinker.Datum]:
-        """One datum; more where the template rewrites earlier turns (leaves out their thinking), each then exactly what
-        the model reads when it answers.
+        """Encodes a conversation as one datum, or several if the template rewrites earlier turns.
 
-        `target_tokens` is int64 [N], `weights` float32 [N]: 1 for tokens of answers that are learnt, their end of turn
-        included, else 0; N is the input's tokens, pictures counted by their placeholders.
+        A template may leave out earlier thinking, for instance. Each datum is then exactly what the model reads when it
+        answers.
+
+        `target_tokens` is int64 [N]. `weights` is float32 [N], 1 for the tokens of learnt answers, including the end of
+        turn, and 0 for others. N is the number of input tokens, including the placeholders of pictures.
 
         Raises:
-            InvalidInput: Naming the row: the template takes no picture there, a token is not in the vocabulary.
-            ContextOverflow: Naming the row, if it has more than `max_tokens`.
+            InvalidInput: The template does not accept a picture, or a token is not in the vocabulary. The error names
+                the row.
+            ContextOverflow: The row has more than `max_tokens` tokens. The error names the row.
         """
         if not self._takes_pictures and any(message.pictures for message in conversation.messages):
             raise InvalidInput(
-                f"{conversation.where}: has pictures, and the model's chat template takes none: fine-tune a"
+                f"{conversation.where}: the row has pictures, but the model's chat template accepts none: fine-tune a"
                 " vision-language model, or leave the pictures out",
                 field=conversation.where,
             )
         try:
             trajectory, weights = self._played(conversation)
-            made = _at_once(training_datums(trajectory, weights, cast(Policy, self.picture_tokens)))  # it counts only
+            made = _at_once(
+                training_datums(trajectory, weights, cast(Policy, self.picture_tokens))
+            )  # awaits nothing: it only counts tokens
         except FoveaError as error:
             raise type(error)(f"{conversation.where}: {error.message}", field=conversation.where) from error
         data = [
@@ -103,8 +111,8 @@ class Encoder:
         longest = max(datum.model_input.length + 1 for datum in data)
         if self._max_tokens is not None and longest > self._max_tokens:
             raise ContextOverflow(
-                f"{conversation.where}: has {longest} tokens, {self._max_tokens} are allowed: shorten it, or give its"
-                " pictures fewer pixels (max_side)",
+                f"{conversation.where}: the row has {longest} tokens; the limit is {self._max_tokens}: shorten it, or"
+                " lower max_side for smaller pictures",
                 field=conversation.where,
             )
         return data
@@ -119,15 +127,15 @@ class Encoder:
         return True
 
     def token_count(self, conversation: Conversation) -> int:
-        """Tokens of a conversation, pictures and all answers included: of its longest datum, and its last target."""
+        """Returns the tokens of a conversation: the inputs of its longest datum, and one for its last target."""
         return max(datum.model_input.length for datum in self.datums(conversation)) + 1
 
     def prompt(self, question: Sequence[Message]) -> tinker.ModelInput:
-        """What the model reads before it answers. Raises InvalidInput naming the message that the template refuses."""
+        """Returns the prompt of a question. Raises InvalidInput, which names a message that the template refuses."""
         return tinker.ModelInput(chunks=[_chunk(chunk) for chunk in self._template.render(self._history(question))])
 
     def room(self, question: Sequence[Message]) -> int | None:
-        """The most tokens that an answer to a question may have, its end included; None without `max_tokens`."""
+        """Returns the most tokens of an answer to a question, including its end; None without `max_tokens`."""
         if self._max_tokens is None:
             return None
         chunks = self._template.render(self._history(question))
@@ -136,21 +144,22 @@ class Encoder:
         )
 
     def answer_length(self, conversation: Conversation) -> int:
-        """Tokens of the last answer, its end included."""
+        """Returns the number of tokens of the last answer, including its end."""
         return len(self._sampled(conversation.messages[-1]).ids)
 
     def read(self, tokens: Sequence[int], *, is_cut: bool = False) -> str:
-        """What an answer of these tokens says, thinking and end of turn left out.
+        """Returns the text of an answer, without thinking and end of turn.
 
         Args:
-            is_cut: Whether max_tokens ended it.
+            tokens: The sampled tokens.
+            is_cut: Whether `max_tokens` cut the answer off.
         """
         reason = "length" if is_cut else "stop"
         sampled = Sampled(tuple(tokens), (0.0,) * len(tokens), reason, WeightVersions(0, 0))  # type: ignore[arg-type]
         return self._template.read(sampled).text.strip()
 
     def _played(self, conversation: Conversation) -> tuple[Trajectory, list[float]]:
-        """The conversation as if the model had answered so, and a weight for each of its turns."""
+        """Returns the conversation as a trajectory, and a weight for each of its turns."""
         history = self._history(conversation.messages)
         trajectory, weights = Trajectory(conversation.where), list[float]()
         for index, (one, is_learnt) in enumerate(zip(history, conversation.is_learnt, strict=True)):
@@ -173,8 +182,8 @@ class Encoder:
         if self._vocabulary is not None and (outside := [token for token in ids if token >= self._vocabulary]):
             name = self._tokenizer.convert_ids_to_tokens(outside[0])
             raise InvalidInput(
-                f"the answer has the token {name!r}, id {outside[0]}; the model's vocabulary ends at"
-                f" {self._vocabulary - 1}: take the tokenizer that belongs to the model"
+                f"the answer has the token {name!r} with id {outside[0]}, but the model's vocabulary ends at"
+                f" {self._vocabulary - 1}: use the tokenizer of the model"
             )
         return Sampled(ids, (0.0,) * len(ids), "stop", WeightVersions(0, 0))
 
@@ -186,11 +195,11 @@ def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:
 
 
 def _at_once(call: Coroutine[Any, Any, Result]) -> Result:
-    """What a coroutine returns that waits for nothing, also where an event loop runs already, as in notebooks."""
+    """Runs a coroutine that awaits nothing. This also works inside a running event loop, as in notebooks."""
     try:
         call.send(None)
     except StopIteration as done:
         result: Result = done.value
         return result
     call.close()
-    raise RuntimeError("the coroutine waits for something")
+    raise RuntimeError("the coroutine did not return at once")

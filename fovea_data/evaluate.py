@@ -1,7 +1,8 @@
-"""`python -m fovea_data.evaluate MODEL DATA`, also `fovea evaluate`: how good a served model is on rows of yours.
+"""Evaluates a served model on a dataset: `python -m fovea_data.evaluate MODEL DATA`, or `fovea evaluate`.
 
-Of chats and picture folders, the accuracy: the share of rows whose answer is said to the letter. Of rollout records
-(rows with `env_class`), the mean reward of an episode each. Both with the standard error of the mean over rows.
+For chats and picture folders it measures the accuracy, the share of rows that the model answers to the letter. For
+rollout records (rows with `env_class`) it measures the mean reward of one episode per row. Both have the standard error
+of the mean over rows.
 """
 
 from __future__ import annotations
@@ -49,16 +50,18 @@ Kind = Literal["accuracy", "reward"]
 
 @dataclass(frozen=True)
 class Report:
-    """What was seen.
+    """The results of an evaluation.
 
     Attributes:
-        kind: What `mean` is of: the accuracy of rows, or the reward of episodes.
-        mean: Over the rows that count; None if none does.
-        standard_error: Of the mean, from the spread of the rows; None for fewer than two.
-        rows: Those that count.
-        failed: Those that do not: rows that are broken, or too long, and whatever the server or an environment raised.
-        first_failure: What went wrong with the first of them; empty if nothing did.
-        metrics: The environments' own, averaged over rows.
+        model: Name or path of the model.
+        data: Path of the data.
+        kind: The measured quantity: accuracy of rows, or reward of episodes.
+        mean: Mean over the rows that did not fail; None if all failed.
+        standard_error: Standard error of the mean, from the spread of the rows; None for fewer than two rows.
+        rows: Number of rows that did not fail.
+        failed: Number of rows that failed: broken or too long, or with an error of the server or the environment.
+        first_failure: Error of the first failed row; empty if no row failed.
+        metrics: The environments' metrics, averaged over rows.
     """
 
     model: str
@@ -82,38 +85,39 @@ class Report:
 
 
 class RowEnvironment:
-    """One row of a dataset: its question, and 1 for its answer to the letter."""
+    """An environment that asks the question of a row, and rewards its answer, to the letter, with 1."""
 
     def __init__(self, dataset: Dataset, index: int) -> None:
         self._dataset, self._index = dataset, index
         self._row: Conversation
 
     def reset(self) -> Sequence[Message]:
-        """The question. Raises InvalidInput naming the row if it is broken."""
+        """Returns the question. Raises InvalidInput, which names the row, if it is broken."""
         self._row = self._dataset[self._index]
         return self._row.question
 
     def step(self, answer: Answer) -> Step:
-        """One answer ends it."""
+        """Scores the answer, which ends the episode."""
         return Step((), exact_match(answer.text, self._row), True)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: the environment has no resources."""
 
 
 def read_sources(
     path: pathlib.Path, question: str = QUESTION, limit: int | None = None, max_side: int | None = MAX_SIDE
 ) -> tuple[Kind, list[Source]]:
-    """What is played of a picture folder, or of a `.jsonl` or `.parquet` file of records or of chats.
+    """Returns the sources of a picture folder, or of a `.jsonl` or `.parquet` file with records or chats.
 
     Args:
-        question: Asked about each picture of a folder.
+        path: The folder or file.
+        question: Question about each picture of a folder.
         limit: The most rows, evenly spread over the data; None for all.
-        max_side: Pixels that the longer side of a picture may have, records' left alone; None keeps every size.
+        max_side: The most pixels of a picture's longer side, except in records. None does not limit the size.
 
     Raises:
-        NotFound: There is no such file or folder.
-        InvalidInput: It is of another kind, or a record is broken.
+        NotFound: The file or folder does not exist.
+        InvalidInput: The file has another type, or a record is broken.
     """
     sources: list[Source]
     is_file = path.suffix in (".jsonl", ".parquet")
@@ -143,9 +147,9 @@ async def measure(
     concurrency: int = 64,
     progress: bool | None = False,
 ) -> Report:
-    """Plays one episode per source."""
+    """Plays one episode per source; returns the results. See `evaluate` for the arguments."""
     found = await evaluate(policy, template, sources, settings, concurrency=concurrency, progress=progress)
-    # A rollout without a turn has no answer: its question alone was too long.
+    # A rollout without a turn has no answer, because its question alone was too long.
     rewards = [one.reward for one in found.trajectories if one.is_scored]
     failed = [one for one in found.trajectories if not one.is_scored]
     why = failed[0].failure if failed else None
@@ -160,29 +164,33 @@ def main(
     data: Annotated[
         pathlib.Path, typer.Argument(help="A folder of pictures by class, or a .jsonl or .parquet file.", exists=True)
     ],
-    base_url: Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="The server.")] = "http://127.0.0.1:8000",
+    base_url: Annotated[
+        str, typer.Option(envvar="TINKER_BASE_URL", help="Address of the server.")
+    ] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str, typer.Option(envvar="TINKER_API_KEY", help="A key that it accepts; prefer the variable.")
+        str, typer.Option(envvar="TINKER_API_KEY", help="API key of the server; better set as variable.")
     ] = "tml-local",
-    question: Annotated[str, typer.Option(help="Asked about each picture of a folder.")] = QUESTION,
-    limit: Annotated[int | None, typer.Option(min=1, help="The most rows, evenly spread; default: all.")] = None,
+    question: Annotated[str, typer.Option(help="Question about each picture of a folder.")] = QUESTION,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The most rows, evenly spread over the data; default: all.")
+    ] = None,
     max_side: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Pixels of a picture's longer side; larger ones are shrunk, 0 keeps every size. Default: what the"
-            f" checkpoint was fine-tuned at, else {MAX_SIDE}. Records are left alone.",
+            help="The most pixels of a picture's longer side; larger pictures are shrunk, 0 sets no limit. Default: the"
+            f" limit that the checkpoint was fine-tuned with, or {MAX_SIDE}. It does not apply to records.",
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 256,
-    max_turns: Annotated[int, typer.Option(min=1, help="Of an episode.")] = 8,
-    max_context: Annotated[int, typer.Option(min=1, help="Tokens of a whole episode.")] = 4096,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
+    max_turns: Annotated[int, typer.Option(min=1, help="The most turns of an episode.")] = 8,
+    max_context: Annotated[int, typer.Option(min=1, help="The most tokens of a whole episode.")] = 4096,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="The most episodes that run at once.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print how good a model is on a dataset. Ends with 1 if a row could not be played, with 2 if nothing could."""
+    """Print the results of a model on a dataset. The exit code is 1 if a row failed, and 2 if all rows failed."""
     settings = RolloutSettings(
         SamplingSettings(max_tokens, temperature, seed=seed), max_turns=max_turns, max_context=max_context
     )
@@ -223,7 +231,7 @@ def _picture_side(model: str, given: int | None, base_url: str, api_key: str) ->
 
 
 def _has_records(path: pathlib.Path) -> bool:
-    """Whether the first row names an environment. Raises InvalidInput naming it if it cannot be read."""
+    """Returns whether the first row names an environment. Raises InvalidInput if the row cannot be read."""
     rows = JsonLines(path) if path.suffix == ".jsonl" else Parquet(path)
     row = rows.row(0) if len(rows) else None
     return isinstance(row, dict) and row.get("env_class") is not None

@@ -1,4 +1,4 @@
-"""Progress of a fine-tuning run on the terminal: one line."""
+"""Shows the progress of a fine-tuning run on the terminal, in one line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fovea_rollout.progress import ProgressLines
 
 
 class CheckProgress(ProgressLines):
-    """Rows that are checked before the first step. A context manager.
+    """The line of the rows that are checked before the first step. A context manager.
 
     Args:
-        rows: The number of rows in all.
-        is_shown: Whether anything is shown; None shows it on a terminal only.
+        rows: The total number of rows.
+        is_shown: Whether to show the line; None shows it on a terminal only.
     """
 
     def __init__(self, rows: int, is_shown: bool | None) -> None:
@@ -25,12 +25,12 @@ class CheckProgress(ProgressLines):
 
 
 class FineTuneProgress(ProgressLines):
-    """Steps, the loss, and the figures of the last evaluation. A context manager.
+    """The line of the steps, the loss and the metrics of the last evaluation. A context manager.
 
     Args:
-        steps: The number of steps in all.
-        done: Those taken before.
-        is_shown: Whether anything is shown; None shows it on a terminal only.
+        steps: The total number of steps.
+        done: The number of earlier steps.
+        is_shown: Whether to show the line; None shows it on a terminal only.
     """
 
     def __init__(self, steps: int, done: int, is_shown: bool | None) -> None:
@@ -44,7 +44,7 @@ class FineTuneProgress(ProgressLines):
         self._show(step)
 
     def count_evaluation(self, figures: Mapping[str, float]) -> None:
-        """Shows the figures of an evaluation."""
+        """Shows the metrics of an evaluation."""
         self._evaluation = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
         self._show(None)
 

@@ -1,4 +1,4 @@
-"""Where a run of fine-tuning is."""
+"""The state of a fine-tuning run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fovea_rollout.run_state import RunState
 
 @dataclass
 class FineTuneState(RunState):
-    """Where a run of fine-tuning is.
+    """The state of a fine-tuning run.
 
     Attributes:
-        weights: Checkpoint to sample from, of the best evaluation until now; empty before the first one.
-        best_step: Steps that it has taken.
-        best_loss: Its held-out loss.
-        misses: Evaluations since then, none of which was better.
+        weights: Sampler checkpoint of the best evaluation so far; empty before the first evaluation.
+        best_step: Number of steps of that checkpoint.
+        best_loss: Held-out loss of that checkpoint.
+        misses: Number of evaluations since then.
         is_finished: Whether training is over.
     """
 

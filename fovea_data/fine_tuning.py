@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: steps, evaluations, early stop, and a run that can be killed and goes on as if it had not."""
+"""Supervised fine-tuning: steps, evaluations, early stopping, and resuming a run that was killed."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ logger = logging.getLogger(__name__)
 
 Score = Callable[[str, Conversation], float]
 _OF_DIVERGENCE = ("not finite", "NaN", " is nan", " is inf", "norm nan", "norm inf")
-"""Words of what servers say of a model whose numbers have overflowed."""
+"""Words in servers' errors about a model with numbers that overflowed."""
 _AMONG_DATA = re.compile(r"\bdat(a|um)\[\d+\]")
-"""How servers name a datum of a request."""
+"""Servers' names of a datum in a request."""
 _FORWARD_ROWS = 64
-"""Held-out rows of one request."""
+"""The most held-out rows of one request."""
 
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """How to fine-tune. The defaults are for some hundreds to thousands of rows.
+    """Settings of fine-tuning. The defaults are for some hundreds to thousands of rows.
 
     Attributes:
-        epochs: Passes over the rows.
+        epochs: Number of passes over the rows.
         batch_size: Rows of a step.
-        learning_rate: At its peak; None takes one by the model's width.
-        warm_up: Share of all steps in which the rate rises; then it falls on a half cosine to nothing.
-        rank: Of the LoRA, at most what the server takes; 0 trains all parameters.
+        learning_rate: Peak of the learning rate; None takes a rate by the model's width.
+        warm_up: Share of all steps in which the rate rises. Afterwards it falls to 0 on a half cosine.
+        rank: Rank of the LoRA, limited by the server; 0 trains all parameters.
         train_unembed: Whether the LoRA adapts the unembedding. None adapts it unless the model ties it to its
             embeddings: PEFT's `merge_and_unload` would change both (docs/guides/first-fine-tune.md).
-        weight_decay: Of AdamW.
-        grad_clip_norm: The longest gradient; 0 does not clip.
-        evaluate_every: Steps between evaluations, each of which is a point to resume from; None is an epoch.
+        weight_decay: Weight decay of AdamW.
+        grad_clip_norm: Largest norm of the gradient; 0 does not clip.
+        evaluate_every: Steps between evaluations, at which the run can resume; None is one epoch.
         patience: Evaluations without a better held-out loss after which training stops; None never stops early.
-        sample_answers: Whether held-out rows are answered by sampling too, where the server samples the model.
-        broken_rows: What becomes of rows that cannot be read, encoded or taken by the server, held-out ones too.
-            `refuse` names the first before the first step; `skip` logs each and leaves it out.
-        seed: Of the adapter and of the order of rows.
+        sample_answers: Whether to answer held-out rows by sampling too, if the server samples the model.
+        broken_rows: Treatment of rows that cannot be read or encoded, or that the server refuses, including held-out
+            rows. `refuse` raises an error about the first before the first step; `skip` logs each and leaves it out.
+        seed: Seed of the adapter and of the order of the rows.
     """
 
     epochs: int = 12
@@ -89,7 +89,7 @@ class FineTuneSettings:
             raise InvalidInput(f"broken_rows is {self.broken_rows!r}; use 'refuse' or 'skip'", field="broken_rows")
 
     def rate_factor(self, step: int, step_count: int) -> float:
-        """Share of the peak learning rate at a step, from 0."""
+        """Returns the share of the peak learning rate at a step; steps count from 0."""
         rise = min(1.0, (step + 1) / max(1.0, self.warm_up * step_count))
         return rise * 0.5 * (1.0 + math.cos(math.pi * step / step_count))
 
@@ -107,40 +107,41 @@ def fine_tune(
     score: Score = exact_match,
     progress: bool | None = None,
 ) -> TunedModel:
-    """Trains a model to answer as the rows do.
+    """Trains a model to answer like the rows.
 
-    All rows are encoded once before the first step: broken ones are told by name, and a changed row is noticed. Called
-    again with the same folder, settings and rows after it was killed, it goes on at the last evaluation.
+    All rows are encoded once before the first step, which finds broken rows, and rows that changed since an earlier
+    run. A run that was killed resumes at its last evaluation: call `fine_tune` again with the same folder, settings and
+    rows.
 
     Args:
-        train: Rows to learn. The size of their pictures (`max_side`) stays with the model.
-        held_out: Rows to evaluate on, of the same `max_side`; without them nothing stops early, and the last weights
-            are kept.
-        settings: How.
-        out: Folder of `state.json`, `metrics.jsonl` and what loggers write.
-        model: A model's name on the server; None is the first that it trains.
-        base_url: Of a server that speaks the Tinker API; None reads TINKER_BASE_URL.
-        api_key: None reads TINKER_API_KEY.
-        loggers: Names of installed packages, and objects of your own, besides `metrics.jsonl`.
-        score: Of a held-out row's answer, 0 to 1: its mean is `accuracy`.
-        progress: Whether a line shows how far it is; None shows it on a terminal only.
+        train: Rows to learn. The checkpoints record the limit of their pictures' size (`max_side`).
+        held_out: Rows to evaluate on, with the same `max_side`. Without them training never stops early, and keeps the
+            last weights.
+        settings: Settings; None takes the defaults.
+        out: Folder of `state.json`, `metrics.jsonl` and the loggers' files.
+        model: Name of a model on the server; None takes the first that can be trained.
+        base_url: Address of a Tinker server; None reads TINKER_BASE_URL.
+        api_key: API key; None reads TINKER_API_KEY.
+        loggers: Names of installed packages, or own objects, to log to besides `metrics.jsonl`.
+        score: Scores the answer to a held-out row, 0 to 1. The mean is `accuracy`.
+        progress: Whether to show a line of progress; None shows it on a terminal only.
 
     Returns:
-        The model. Close it, or use it as a context manager: until then the server keeps it in training.
+        The model. Close it, or use it as a context manager. Until then the server keeps it in training.
 
     Raises:
-        InvalidInput: Settings are wrong, a row cannot be learnt (named), all rows are broken, or `out` is of a run of
-            other settings or rows.
-        FailedPrecondition: No server answers, it trains no model, a logger's package is not installed, or the model
-            diverged.
-        Stopped: Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line.
-        Exception: What the SDK raises.
+        InvalidInput: A setting is wrong, a row is broken (the error names it), all rows are broken, or `out` belongs to
+            a run with other settings or rows.
+        FailedPrecondition: No server responds, the server trains no model, a logger's package is not installed, or the
+            model diverged.
+        Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line.
+        Exception: An error of the SDK.
     """
     settings = settings if settings is not None else FineTuneSettings()
     if held_out is not None and held_out.max_side != train.max_side:
         raise InvalidInput(
-            f"held_out has max_side {held_out.max_side}, and train has {train.max_side}: give both the same, since a"
-            " model is asked about pictures of the size that it is trained on",
+            f"held_out has max_side {held_out.max_side}, but train has {train.max_side}: give both the same, because a"
+            " model should be evaluated on pictures of the size that it is trained on",
             field="held_out",
         )
     folder = pathlib.Path(out)
@@ -175,17 +176,17 @@ def fine_tune(
                     sampling = run.run(shown)
         except KeyboardInterrupt:
             raise Stopped(
-                f"stopped: called again with the same settings and rows and out={str(folder)!r}, fine_tune goes on"
-                f" after step {state.step}"
+                f"stopped: call fine_tune again with the same settings and rows and out={str(folder)!r} to resume after"
+                f" step {state.step}"
             ) from None
         exits.pop_all()  # the model closes the connection from here on
         return TunedModel(connection, state.weights, state.state, sampling, lines.rows(), train.max_side)
 
 
 class Stopped(KeyboardInterrupt, SystemExit):
-    """Ctrl-C, with a line that says at which step the run will resume.
+    """Raised after Ctrl-C, with a line that says at which step the run will resume.
 
-    A program that does not catch it prints the line and ends, as with `sys.exit(line)`.
+    A program that does not catch it prints the line and exits, as with `sys.exit(line)`.
     """
 
     def __init__(self, line: str) -> None:
@@ -194,7 +195,7 @@ class Stopped(KeyboardInterrupt, SystemExit):
 
 
 _ROWS = ("rows", "held-out rows")
-"""Parts of a run's identity that are known when all rows have been encoded."""
+"""Entries of a run's identity that are known only after all rows are encoded."""
 
 
 def _checked(
@@ -206,7 +207,7 @@ def _checked(
     state_file: pathlib.Path,
     progress: bool | None,
 ) -> tuple[Dataset, Dataset | None]:
-    """The rows that can be learnt, once it is sure that a resumed run had the same. Raises InvalidInput."""
+    """Returns the rows that can be learnt. Raises InvalidInput if a resumed run had other rows."""
     named = {"train": train} if held_out is None else {"train": train, "held_out": held_out}
     with CheckProgress(sum(map(len, named.values())), progress) as shown:
         checked = {
@@ -222,7 +223,7 @@ def _checked(
 
 @dataclass
 class _Submitted:
-    """A step on its way. `number` counts from 0."""
+    """A submitted step. `number` counts from 0."""
 
     number: int
     rows: list[str]
@@ -235,7 +236,7 @@ class _Submitted:
 
 
 class _Run:
-    """One run, from where its state says to its end."""
+    """One run, from the step of its state to the end."""
 
     def __init__(
         self,
@@ -260,13 +261,13 @@ class _Run:
         self._metadata = {MAX_PICTURE_SIDE: str(0 if side is None else side)}
 
     def run(self, shown: FineTuneProgress) -> tinker.SamplingClient | None:
-        """Trains to the end; returns what samples from the best weights."""
+        """Trains to the end; returns a client that samples from the best weights."""
         given = self._settings.evaluate_every
         evaluate_every = self._epoch_steps if given is None else given
         waiting: _Submitted | None = None
         begin = self._state.step if not self._state.is_finished else self.step_count
         for number in range(begin, self.step_count):
-            submitted = self._submit(number)  # reads rows while the step before is computed
+            submitted = self._submit(number)  # reads rows while the server computes the previous step
             if waiting:
                 self._finish(waiting, shown)
             waiting = submitted
@@ -299,7 +300,7 @@ class _Run:
         return _Submitted(number, names, _weight(data), rate, skipped, start, backward, training.optim_step(adam))
 
     def _encoded(self, rows: Dataset, indices: Iterable[int]) -> list[tuple[Conversation, list[tinker.Datum]]]:
-        """Rows and what training has of them. All were right before the first step; one may have broken since."""
+        """Returns rows with their datums. A row that was right before the first step may be broken now."""
         found = []
         for index in indices:
             try:
@@ -307,7 +308,7 @@ class _Run:
             except InvalidInput as error:
                 if self._settings.broken_rows == "refuse":
                     raise
-                logger.warning("skipped, though it was right before the first step: %s", error.message)
+                logger.warning("skipped a row that was right before the first step: %s", error.message)
         return found
 
     def _finish(self, step: _Submitted | None, shown: FineTuneProgress) -> None:
@@ -322,7 +323,7 @@ class _Run:
 
     @contextmanager
     def _telling_divergence(self, step: int) -> Iterator[None]:
-        """Raises FailedPrecondition in place of what the numbers of a model that diverged make others raise."""
+        """Converts errors that the numbers of a diverged model cause to FailedPrecondition."""
         try:
             yield
         except (tinker.TinkerError, NotFinite) as error:
@@ -332,7 +333,7 @@ class _Run:
             raise FailedPrecondition(
                 f"the model diverged at step {step}, at a learning rate of {rate:.3g}: lower learning_rate (its peak is"
                 f" {self._peak:.3g}) or {'set grad_clip_norm to 1' if clip == 0 else f'grad_clip_norm ({clip:g})'}, and"
-                f" begin in a new folder. Seen: {error}",
+                f" begin in a new folder. The error was: {error}",
                 field="learning_rate",
             ) from error
 
@@ -340,7 +341,7 @@ class _Run:
         return self._peak * self._settings.rate_factor(number, self.step_count)
 
     def _evaluate(self, step: int, shown: FineTuneProgress) -> None:
-        """Evaluates, keeps the best weights and a state to resume from, and says when training is over."""
+        """Evaluates, saves the best weights and a state to resume from, and decides whether training is over."""
         state, training = self._state, self._connection.training
         weights = training.save_weights_for_sampler(f"step-{step}", user_metadata=self._metadata).result().path
         figures: dict[str, float] = {}
@@ -382,7 +383,7 @@ class _Run:
             asked = [row for row, _ in encoded]
             if not asked:
                 continue
-            # A right answer is not cut; a longer one is wrong whatever follows.
+            # Long enough for every right answer. A longer answer is wrong anyway.
             longest = max(encoder.answer_length(one) for one in asked) + 1
             said = answers(sampling, encoder, [one.question for one in asked], longest)
             total += sum(score(answer, one) for answer, one in zip(said, asked, strict=True))
@@ -396,14 +397,14 @@ class _Run:
 
 @contextmanager
 def _naming_rows(step: _Submitted) -> Iterator[None]:
-    """Adds the rows of a step to what the server says of its data: it refuses more than the check can know."""
+    """Adds the names of a step's rows to a refusal of the server, which refuses more than the check can find."""
     try:
         yield
     except tinker.RequestFailedError as error:
         if _AMONG_DATA.search(str(error)) is None or any(words in str(error) for words in _OF_DIVERGENCE):
             raise
         raise InvalidInput(
-            f"the server refuses step {step.number + 1}, which trains {', '.join(step.rows)}: {error}", field="rows"
+            f"the server refused step {step.number + 1} with the rows {', '.join(step.rows)}: {error}", field="rows"
         ) from error
 
 

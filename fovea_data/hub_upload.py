@@ -1,4 +1,4 @@
-"""An exported model on the Hugging Face hub."""
+"""Uploads an exported model to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def push_to_hub(
     token: str | None = None,
     message: str = "Upload a model exported by Fovea",
 ) -> str:
-    """Uploads a folder that `export_model` made, in one commit; makes the repository if there is none.
+    """Uploads a folder of `export_model` in one commit, and creates the repository if it does not exist.
 
     Args:
-        folder: With an adapter or a merged checkpoint.
+        folder: Folder with an adapter or a merged checkpoint.
         repo: `OWNER/NAME` on the hub.
-        private: Whether a repository that is made is seen by its owner alone.
-        token: Of the hub; None takes HF_TOKEN, or that of `hf auth login`.
-        message: Of the commit.
+        private: Whether a new repository is visible to its owner only.
+        token: Token of the hub; None takes HF_TOKEN, or the token of `hf auth login`.
+        message: Message of the commit.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
-        NotFound: There is no such folder, or no model in it.
-        InvalidInput: `repo` is no name.
-        PermissionDenied: The hub refuses the token, or there is none.
+        NotFound: The folder does not exist or contains no model.
+        InvalidInput: `repo` is malformed.
+        PermissionDenied: The hub refuses the token, or there is no token.
         Unavailable: The hub cannot be reached.
     """
     path = pathlib.Path(folder)
     if not any((path / name).is_file() for name in _KNOWN):
-        raise NotFound(f"{path} has no model: it needs one of {', '.join(_KNOWN)}", field="folder")
+        raise NotFound(f"{path} has no model: it must contain one of {', '.join(_KNOWN)}", field="folder")
     if repo.count("/") != 1:
         raise InvalidInput(f"repo is {repo!r}; write OWNER/NAME", field="repo")
     api = HfApi(token=token)
@@ -51,7 +51,7 @@ def push_to_hub(
         raise InvalidInput(f"repo: {error}", field="repo") from error
     except HfHubHTTPError as error:
         raise _refusal(error, repo) from error
-    except Exception as error:  # of its transport, which is another library in other versions
+    except Exception as error:  # of the HTTP library, which differs between versions
         raise Unavailable(
             f"the hub at {constants.ENDPOINT} cannot be reached ({error}); the export is in {path}, and"
             f" `hf upload {repo} {path}` uploads it later"
@@ -63,7 +63,7 @@ def _refusal(error: HfHubHTTPError, repo: str) -> FoveaError:
     said = " ".join(str(error).split())
     if error.response.status_code in (401, 403):
         return PermissionDenied(
-            f"the hub does not let you write {repo}: log in with `hf auth login` or set HF_TOKEN, by a token that may"
+            f"the hub denies writing to {repo}: log in with `hf auth login`, or set HF_TOKEN to a token that may"
             f" write ({said})"
         )
-    return Unavailable(f"the hub refuses {repo}: {said}")
+    return Unavailable(f"the hub refused the upload to {repo}: {said}")

@@ -1,7 +1,7 @@
-"""`python -m fovea_data.model_export PATH DIR`, also `fovea export`: a checkpoint as files that others load.
+"""Exports a checkpoint as files: `python -m fovea_data.model_export PATH DIR`, or `fovea export`.
 
-An adapter as PEFT has it, or the model merged with it: a Hugging Face checkpoint, which plain transformers and plain
-vLLM load, with tokenizer, processor, chat template and generation settings.
+The files are an adapter in PEFT's format, or the merged model as a Hugging Face checkpoint that transformers and vLLM
+load. Both have the tokenizer, processor, chat template and generation settings.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ def export_model(
     api_key: str | None = None,
     progress: bool | None = None,
 ) -> pathlib.Path:
-    """Writes a checkpoint of a running server into a new folder: the folder is there when all of it is.
+    """Writes a checkpoint of a running server into a new folder, which appears only when it is complete.
 
     Args:
-        path: `tinker://...`, of any kind.
-        directory: The folder, which must be empty or not there.
-        merged: Whether an adapter is added to its base model. Of full parameters there is nothing else.
-        base: The base model's directory or hub name; None takes the name that the checkpoint says.
-        base_url: Of a server that speaks the Tinker API; None reads TINKER_BASE_URL.
-        api_key: None reads TINKER_API_KEY.
-        progress: Whether bars show how far it is; None shows them on a terminal only.
+        path: `tinker://...`, a checkpoint of any type.
+        directory: The folder, which must be empty or not exist.
+        merged: Whether to merge an adapter into its base model. Required for a checkpoint of full parameters.
+        base: The base model's directory or hub name; None takes the name in the checkpoint.
+        base_url: Address of a Tinker server; None reads TINKER_BASE_URL.
+        api_key: API key; None reads TINKER_API_KEY.
+        progress: Whether to show bars of progress; None shows them on a terminal only.
 
     Returns:
         The folder.
 
     Raises:
         AlreadyExists: The folder has files.
-        InvalidInput: `path` is no checkpoint, or has full parameters and no adapter was to be merged; or what the base
-            model is.
-        NotFound: There is no such checkpoint, or no such base model.
-        ResourceExhausted: The disk is too small.
-        FailedPrecondition: torch or transformers, which merge, are not installed; or no server answers.
-        Exception: What the SDK raises.
+        InvalidInput: `path` is malformed, or is a checkpoint of full parameters without `merged`; or the adapter does
+            not fit the base model.
+        NotFound: The checkpoint or the base model does not exist.
+        ResourceExhausted: The disk has too little space.
+        FailedPrecondition: torch, transformers or safetensors is not installed, or no server responds.
+        Exception: An error of the SDK.
     """
     folder = pathlib.Path(directory)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AlreadyExists(f"{folder} has files already: name a new folder", field="directory")
+        raise AlreadyExists(f"{folder} already has files: give a new folder", field="directory")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    ask_limits(base_url, api_key)  # raises at once if no server answers
+    ask_limits(base_url, api_key)  # raises at once if no server responds
     side = picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), path, None)
     notes: list[str] = []
     with _filled(folder) as staging, _Bars(progress) as bars:
@@ -88,18 +88,20 @@ def export_model(
             fetched.rename(made)
         else:
             raise InvalidInput(
-                f"{path} has full parameters, and no adapter: export it with merged=True (--merged)", field="merged"
+                f"{path} has full parameters and no adapter: export it with merged=True (--merged)", field="merged"
             )
         _describe(made, path, name, side, notes)
     return folder
 
 
 def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, base: str, bars: _Bars) -> list[str]:
-    """Returns paragraphs on how to load what was made."""
+    """Makes an adapter or a merged model; returns paragraphs on how to load it."""
     try:
         from fovea_data import adapter_merge
     except ImportError as error:
-        raise FailedPrecondition(f"this needs torch, transformers and safetensors: {error}") from error
+        raise FailedPrecondition(
+            f"install torch, transformers and safetensors to export an adapter: {error}"
+        ) from error
     adapter_merge.spread_shared_experts(fetched)
     source = base_directory(base, with_weights=merged)
     if not merged:
@@ -108,7 +110,7 @@ def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, bas
         if "experts" in notes:
             config["fovea_note"] = notes["experts"]
         fetched.rename(made)
-        # config.json too: without it AutoProcessor finds a tokenizer alone, and pictures are left out without a word.
+        # Without config.json, AutoProcessor loads only a tokenizer, and leaves pictures out silently.
         copy_small_files(source, made, but=(_ADAPTER_CONFIG,))
         (made / _ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for note in notes.values():
@@ -129,7 +131,7 @@ def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, bas
 
 @contextmanager
 def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder beside another one; what is in its `made` takes that one's place, unless something is raised."""
+    """Yields a folder beside another one. Without an error, its subfolder `made` then replaces the other one."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
         staging = pathlib.Path(place)
         yield staging
@@ -139,7 +141,7 @@ def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _describe(folder: pathlib.Path, path: str, base: str, side: int | None, notes: list[str]) -> None:
-    """Writes what the hub shows of a model, at which size its pictures are to be asked, and how it is loaded."""
+    """Writes README.md for the hub, with the size of the pictures and notes on loading the model."""
     is_adapter = (folder / _ADAPTER_CONFIG).is_file()
     lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
     if base.count("/") == 1 and not base.startswith((".", "/", "~")):
@@ -149,7 +151,7 @@ def _describe(folder: pathlib.Path, path: str, base: str, side: int | None, note
     lines += ["tags:", "- fovea", "---", "", f"Exported from `{path}`.", ""]
     if side is not None:
         lines += [
-            f"Trained on pictures of at most {side} pixels on the longer side. Shrink larger ones before you ask, with"
+            f"Trained on pictures of at most {side} pixels on the longer side. Shrink larger pictures first, with"
             f" Pillow: `image.thumbnail(({side}, {side}), Image.Resampling.BICUBIC)`.",
             "",
         ]
@@ -158,10 +160,10 @@ def _describe(folder: pathlib.Path, path: str, base: str, side: int | None, note
 
 
 class _Bars:
-    """A bar for each thing that takes time. A context manager.
+    """Bars of progress for the download and the merge. A context manager.
 
     Args:
-        is_shown: Whether anything is shown; None shows it on a terminal only.
+        is_shown: Whether to show the bars; None shows them on a terminal only.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
@@ -184,25 +186,29 @@ class _Bars:
         self._bars.stop()
 
     def of(self, name: str) -> Callable[[int, int], None]:
-        """A new bar, which is told of the bytes that are done, and of all."""
+        """Returns a function that updates a new bar with the finished bytes and all bytes."""
         task = self._bars.add_task(name, total=None)
         return lambda done, whole: self._bars.update(task, completed=done, total=max(whole, done))
 
 
 def main(
-    path: Annotated[str, typer.Argument(help="tinker://... of a training, sampler or external checkpoint.")],
-    directory: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A new folder.")],
-    merged: Annotated[bool, typer.Option("--merged", help="The whole model, the adapter added to its base.")] = False,
+    path: Annotated[str, typer.Argument(help="Path of a training, sampler or external checkpoint, tinker://...")],
+    directory: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A new folder for the files.")],
+    merged: Annotated[bool, typer.Option("--merged", help="Merge the adapter into its base model.")] = False,
     push: Annotated[
-        str, typer.Option("--push-to-hub", metavar="REPO", help="Upload it too, to OWNER/NAME on the hub.")
+        str, typer.Option("--push-to-hub", metavar="REPO", help="Also upload the folder to OWNER/NAME on the hub.")
     ] = "",
-    public: Annotated[bool, typer.Option("--public", help="Let everybody see a repository that is made.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository public; the default is private.")
+    ] = False,
     base: Annotated[
-        str, typer.Option(help="Directory or hub name of the base model; default: the name that the server has.")
+        str, typer.Option(help="Directory or hub name of the base model; default: its name on the server.")
     ] = "",
-    base_url: Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="The server.")] = "http://127.0.0.1:8000",
+    base_url: Annotated[
+        str, typer.Option(envvar="TINKER_BASE_URL", help="Address of the server.")
+    ] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str, typer.Option(envvar="TINKER_API_KEY", help="A key that it accepts; prefer the variable.")
+        str, typer.Option(envvar="TINKER_API_KEY", help="API key of the server; better set as variable.")
     ] = "tml-local",
 ) -> None:
     """Write a checkpoint as a PEFT adapter, or as a merged model that plain transformers and plain vLLM load."""

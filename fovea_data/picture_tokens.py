@@ -1,4 +1,4 @@
-"""How many tokens pictures take: by the checkpoint's own files where they tell, else by asking the server."""
+"""Counts the tokens of pictures by a formula of the model family, or else by asking the server."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Formula = Callable[[int, int], int]
 
 
 class PictureTokens:
-    """Tokens that pictures take in a model's prompts, worked out once per size.
+    """Counts the tokens of pictures in a model's prompts, once per size.
 
     Args:
-        formula: Of the checkpoint; None if only processing a picture tells.
-        ask: Asks a server about a picture.
+        formula: Formula of the model family; None if it has none.
+        ask: Asks a server for the tokens of a picture.
     """
 
     def __init__(self, formula: Formula | None, ask: Callable[[Picture], int] | None = None) -> None:
@@ -33,11 +33,11 @@ class PictureTokens:
         self._known: dict[tuple[int, int], int] = {}
 
     def of(self, picture: Picture) -> int:
-        """Tokens of a picture.
+        """Returns the number of tokens of a picture.
 
         Raises:
             InvalidInput: The picture cannot be read.
-            FailedPrecondition: Neither files nor a server tell.
+            FailedPrecondition: There is neither a formula nor a server.
         """
         size = picture.size
         if size not in self._known:
@@ -47,24 +47,24 @@ class PictureTokens:
                 self._known[size] = self._ask(picture)
             else:
                 raise FailedPrecondition(
-                    "this model's files do not tell how many tokens a picture takes: give a sampling client instead"
+                    "this model family has no formula for the tokens of a picture: give a sampling client instead"
                 )
         return self._known[size]
 
     async def token_count(self, picture: Picture) -> int:
-        """`of`, for those who await it."""
+        """Returns the number of tokens of a picture, as `Policy` does."""
         return self.of(picture)
 
 
 def token_count(model: str | pathlib.Path | tinker.SamplingClient, size: tuple[int, int]) -> int:
-    """Tokens that a picture takes.
+    """Returns the number of tokens of a picture.
 
     Args:
         model: A checkpoint's directory or hub name, or a client that samples from the model.
         size: Width and height in pixels.
 
     Raises:
-        FailedPrecondition: The checkpoint's files do not tell; a sampling client does.
+        FailedPrecondition: The model family has no formula, so a sampling client is needed.
     """
     if isinstance(model, (str, pathlib.Path)):
         counter = PictureTokens(checkpoint_formula(checkpoint_directory(str(model))))
@@ -74,7 +74,7 @@ def token_count(model: str | pathlib.Path | tinker.SamplingClient, size: tuple[i
 
 
 def checkpoint_directory(name: str) -> pathlib.Path:
-    """Where a checkpoint's small files are: a directory, or those of a hub name, downloaded if they are not here."""
+    """Returns the folder of a checkpoint's small files, which are downloaded if the name is a hub name."""
     directory = pathlib.Path(name).expanduser()
     if directory.is_dir():
         return directory
@@ -84,18 +84,18 @@ def checkpoint_directory(name: str) -> pathlib.Path:
 
 
 def checkpoint_formula(directory: pathlib.Path) -> Formula | None:
-    """The family's formula, or None for a family without one."""
+    """Returns the formula of a checkpoint's model family; None for a family without one."""
     family = vision.bind(read_json(directory / "config.json"), read_added_tokens(directory))
     if family is None:
         return None
     settings = read_image_processor(directory)
-    if "size" not in settings and "min_pixels" in settings:  # older files, which transformers completes so
+    if "size" not in settings and "min_pixels" in settings:  # older files, which transformers completes in this way
         settings["size"] = {"shortest_edge": settings["min_pixels"], "longest_edge": settings["max_pixels"]}
     return family.token_counter(settings)
 
 
 def ask_server(sampling: tinker.SamplingClient, picture: Picture) -> int:
-    """Has a picture scored alone: there is one log-probability per token. Raises what the SDK raises."""
+    """Scores a picture alone, and counts the log-probabilities, one per token. Raises what the SDK raises."""
     chunk = ImageChunk(data=picture.data, format=picture.format)
     scores: list[Any] = sampling.compute_logprobs(tinker.ModelInput(chunks=[chunk])).result()
     return len(scores)

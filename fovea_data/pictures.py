@@ -1,4 +1,4 @@
-"""Pictures of a dataset, read as rollouts read theirs."""
+"""Reads the pictures of a dataset, as rollouts do."""
 
 from fovea_rollout.pictures import read_picture
 

@@ -1,5 +1,7 @@
-"""All rows of a run, encoded before its first step as training encodes them: what is broken is found before it costs
-anything, and the content has a fingerprint."""
+"""Checks all rows before the first step, by encoding them as training does.
+
+Broken rows are found before training costs anything, and the content of the rows gets a fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,19 @@ class RowEncoder:
     """Encodes rows for one served model.
 
     Attributes:
-        encoder: Of the model.
-        limits: Of the server.
+        encoder: Encoder of the model.
+        limits: Limits of the server.
     """
 
     encoder: Encoder
     limits: ServedLimits
 
     def encoded(self, rows: Dataset, index: int) -> tuple[Conversation, list[tinker.Datum]]:
-        """A row, and what training has of it.
+        """Returns a row and its datums.
 
         Raises:
-            InvalidInput: Naming the row: it is broken in any way, or the server would refuse it.
-            tinker.TinkerError: The server, which is asked about pictures of some families, does not answer.
+            InvalidInput: The row is broken, or the server would refuse it. The error names the row.
+            tinker.TinkerError: The server must count the tokens of a picture, and does not respond.
         """
         with naming_row(rows.where(index), passing=(tinker.APIConnectionError, tinker.InternalServerError)):
             row = rows[index]
@@ -55,9 +57,9 @@ class CheckedRows:
     """Rows that can be learnt.
 
     Attributes:
-        rows: Without those that are broken.
+        rows: The rows without broken ones.
         left_out: The number of broken rows.
-        fingerprint: Changes with the content of the rows, and with which of them are broken.
+        fingerprint: A text that depends on the content of the rows, and on which rows are broken.
     """
 
     rows: Dataset
@@ -68,15 +70,17 @@ class CheckedRows:
 def check_rows(
     rows: Dataset, encoder: RowEncoder, name: str, broken: BrokenRows, on_row: Callable[[], None]
 ) -> CheckedRows:
-    """Encodes each row once. Holds one row at a time, and 8 bytes for each that is right.
+    """Encodes each row once. Holds one row at a time, and 8 bytes for each row that is right.
 
     Args:
-        name: Of the rows, for errors.
-        broken: `refuse` raises at the first broken row; `skip` logs it and leaves it out.
+        rows: The rows.
+        encoder: Encodes a row.
+        name: Name of the rows in errors.
+        broken: `refuse` raises an error at the first broken row; `skip` logs each and leaves it out.
         on_row: Called after each row.
 
     Raises:
-        InvalidInput: A row is broken and `broken` is `refuse`, or all rows are broken. It names the first one.
+        InvalidInput: A row is broken and `broken` is `refuse`, or all rows are broken. The error names the first one.
     """
     digest, places, first = hashlib.sha256(), array("q"), ""
     for index in range(len(rows)):
@@ -85,7 +89,7 @@ def check_rows(
         except InvalidInput as error:
             if broken == "refuse":
                 raise
-            logger.warning("skipped: %s", error.message)
+            logger.warning("skipped a broken row: %s", error.message)
             first = first or error.message
             digest.update(b"broken")
         else:
@@ -99,7 +103,7 @@ def check_rows(
 
 
 def _digest(data: list[tinker.Datum]) -> bytes:
-    """Returns a digest of a row as training has it: tokens, files of pictures, targets and weights."""
+    """Returns a digest of a row's datums: tokens, files of pictures, targets and weights."""
     digest = hashlib.sha256()
     for datum in data:
         for chunk in datum.model_input.chunks:

@@ -1,4 +1,4 @@
-"""Raw rows by index, read from disk when they are asked for: what is not in use is not in memory."""
+"""Raw rows by index. They are read from disk on access, so that memory holds only the rows in use."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
 Indices = npt.NDArray[np.int64]
 
 BLOCKS_IN_MEMORY = 8
-"""Blocks of rows that are shuffled with one another, and kept."""
+"""Number of blocks of rows that are shuffled with one another and held in memory."""
 
 PICTURE_SUFFIXES = {
     ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"
 }  # fmt: skip
-"""Files that are read as pictures; the reader refuses by name those that Pillow cannot decode."""
+"""Suffixes of files that are read as pictures. The reader refuses those that Pillow cannot decode."""
 
 
 class Rows(ABC):
-    """Rows of a dataset, and what each is called in errors."""
+    """Rows of a dataset, with their names in errors."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def row(self, index: int) -> Any:
-        """One row. Raises InvalidInput naming it if it cannot be read."""
+        """Returns a row. Raises InvalidInput, which names the row, if it cannot be read."""
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """What a row is called, as in `chats.jsonl:17`."""
+        """Returns the name of a row, such as `chats.jsonl:17`."""
 
     def folder(self, index: int) -> pathlib.Path | None:
-        """What a row's relative paths begin at; None is the working directory."""
+        """Returns the folder of a row's relative paths; None is the working directory."""
         return None
 
     def blocks(self, indices: Indices) -> Indices:
-        """For each row the number of the block that it is read with, int64 [N]; one by one by default."""
+        """Returns the number of the block that contains each row, int64 [N]. By default there is one block."""
         return np.zeros(len(indices), np.int64)
 
 
 class JsonLines(Rows):
-    """A file with one JSON object per line. Only where lines begin is kept: 8 bytes per row."""
+    """A file with one JSON object per line. Memory holds only the offset and the number of each line."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = _existing(path)
@@ -83,7 +83,7 @@ class JsonLines(Rows):
 
 
 class Parquet(Rows):
-    """A Parquet file, of which a few row groups are in memory. Rows are counted from 1 in errors."""
+    """A Parquet file. A few of its row groups are in memory. Rows are counted from 1 in errors."""
 
     def __init__(self, path: pathlib.Path) -> None:
         try:
@@ -124,8 +124,8 @@ class Listed(Rows):
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             raise InvalidInput(
-                f"{name} is a {type(rows).__name__}, whose rows come in one order only: write it to a .jsonl or"
-                " .parquet file, which is read row by row in any order, however large it is",
+                f"{name} is a {type(rows).__name__}, which has its rows in one order only: write it to a .jsonl or"
+                " .parquet file, from which rows are read in any order",
                 field=name,
             )
         self._rows, self._name = rows, name
@@ -141,36 +141,36 @@ class Listed(Rows):
 
 
 class ImageFolder(Rows):
-    """Pictures in a folder per class: a row is `{"prompt": question and picture, "completion": the folder's name}`.
+    """Pictures in one folder per class: a row is `{"prompt": question and picture, "completion": the folder's name}`.
 
-    Underscores in a folder's name are read as blanks. Files of other kinds, folders in the folder of a class and
-    pictures beside the folders are refused; hidden files are left out.
+    Underscores in a folder's name become blanks. Files that are not pictures, folders inside the folder of a class, and
+    pictures outside these folders are refused. Hidden files are ignored.
     """
 
     def __init__(self, folder: pathlib.Path, question: str) -> None:
         if not folder.is_dir():
-            raise NotFound(f"there is no folder {folder}", field="path")
+            raise NotFound(f"the folder {folder} does not exist", field="path")
         self._question = question
         seen = sorted(one for one in folder.iterdir() if not one.name.startswith("."))
         classes = [one for one in seen if one.is_dir()]
         self._files = [file for one in classes for file in sorted(one.iterdir()) if not file.name.startswith(".")]
         if not self._files:
             raise InvalidInput(
-                f"{folder} has no pictures in folders: put those of each class into a folder with its name",
+                f"{folder} has no folders with pictures: put the pictures of each class into a folder with its name",
                 field="path",
             )
         if deep := [file for file in self._files if file.is_dir()]:
             raise InvalidInput(
-                f"{deep[0]} is a folder in the folder of a class, and folders of folders are not read: give"
-                f" {deep[0].parent} itself if its folders are the classes, else move the pictures up",
+                f"{deep[0]} is a folder inside the folder of a class, which may contain pictures only: give"
+                f" {deep[0].parent} if its folders are the classes, or else move the pictures up",
                 field=str(deep[0]),
             )
         if odd := [file for file in self._files if not _is_picture(file)]:
-            raise InvalidInput(f"{odd[0]} is no picture: take it out of the folder", field=str(odd[0]))
+            raise InvalidInput(f"{odd[0]} is not a picture: remove it from the folder", field=str(odd[0]))
         if beside := [file for file in seen if file.is_file() and _is_picture(file)]:
             raise InvalidInput(
-                f"{len(beside)} pictures lie beside the folders of the classes, where they have no class; the first is"
-                f" {beside[0]}: move each into the folder of its class, or out of {folder}",
+                f"{len(beside)} pictures have no class, because they are outside the folders of the classes; the first"
+                f" is {beside[0]}: move each into the folder of its class, or out of {folder}",
                 field=str(beside[0]),
             )
 

@@ -1,6 +1,6 @@
 """Limits of a served model, which the SDK does not pass on, and the picture size that a checkpoint was trained with.
 
-Asking for the limits also shows at once whether a server answers.
+Requesting the limits also finds out at once whether a server responds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ServedLimits:
     Attributes:
         tokenizer_id: Directory or hub name of the tokenizer, beside which the model's configuration is.
         max_lora_rank: The largest rank of an adapter.
-        max_image_bytes: Bytes of the file of one picture.
-        max_image_pixels: Width times height of one picture.
-        max_image_aspect_ratio: The longer side of a picture over the shorter one.
-        max_body_bytes: Bytes of a request, before compression: a row is sent whole.
+        max_image_bytes: The most bytes of the file of one picture.
+        max_image_pixels: The most pixels of one picture, width times height.
+        max_image_aspect_ratio: The largest ratio of a picture's longer side to its shorter one.
+        max_body_bytes: The most bytes of a request before compression. A row is sent in one request.
     """
 
     tokenizer_id: str | None = None
@@ -42,23 +42,23 @@ class ServedLimits:
     max_body_bytes: int | None = None
 
     def check_rank(self, rank: int) -> None:
-        """Raises InvalidInput if an adapter of this rank is refused."""
+        """Raises InvalidInput if the server would refuse an adapter of this rank."""
         if self.max_lora_rank and rank > self.max_lora_rank:
             raise InvalidInput(
-                f"rank is {rank}, and this server takes {self.max_lora_rank} at most: lower it, or start the trainer"
+                f"rank is {rank}, but this server accepts {self.max_lora_rank} at most: lower it, or start the trainer"
                 " with a larger max_lora_rank",
                 field="rank",
             )
 
     def check_pictures(self, pictures: Sequence[Picture]) -> None:
-        """Raises InvalidInput if a picture of a row is refused, or if all together are too many bytes."""
+        """Raises InvalidInput if the server would refuse a picture of a row, or the bytes of all together."""
         for picture in pictures:
             self._check_picture(picture)
         size_bytes = sum(-(-len(picture.data) // 3) * 4 for picture in pictures)  # as base64
         if self.max_body_bytes is not None and size_bytes > self.max_body_bytes:
             raise InvalidInput(
-                f"its {len(pictures)} pictures have {size_bytes} bytes as base64, and {self.max_body_bytes} is this"
-                " server's most of a request: shrink them (max_side)"
+                f"its {len(pictures)} pictures have {size_bytes} bytes as base64, but a request to this server may have"
+                f" {self.max_body_bytes}: shrink them (max_side)"
             )
 
     def _check_picture(self, picture: Picture) -> None:
@@ -71,20 +71,22 @@ class ServedLimits:
         ):
             if most is not None and seen > most:
                 raise InvalidInput(
-                    f"a picture of {width}x{height} pixels is refused by this server: {what} is {seen:.12g}, and"
-                    f" {most} is the most: shrink it (max_side), or cut it"
+                    f"this server refuses a picture of {width}x{height} pixels: {what} is {seen:.12g}, but {most} is"
+                    " the limit: shrink it (max_side), or crop it"
                 )
 
 
 def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, ServedLimits]:
-    """Limits by the model's name; empty where a server tells none, and for the SDK's own default server.
+    """Requests the limits of a server's models.
+
+    The result maps names of models to limits. It is empty if the server reports none, and for the SDK's default server.
 
     Args:
-        base_url: Of the server; None reads TINKER_BASE_URL.
-        api_key: None reads TINKER_API_KEY.
+        base_url: Address of the server; None reads TINKER_BASE_URL.
+        api_key: API key; None reads TINKER_API_KEY.
 
     Raises:
-        FailedPrecondition: No server answers.
+        FailedPrecondition: No server responds.
     """
     url, key = base_url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")
     if not url:
@@ -93,32 +95,34 @@ def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, Served
         answer = httpx.get(f"{url.rstrip('/')}/{_PATH}", headers={"X-API-Key": key or ""}, timeout=_TIMEOUT)
     except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
         raise FailedPrecondition(
-            f"no server answers at {url} ({error or type(error).__name__}): start one with `fovea up`, or give the"
-            " address of one that runs (base_url, --base-url or TINKER_BASE_URL)",
+            f"no server responds at {url} ({error or type(error).__name__}): start one with `fovea up`, or give the"
+            " address of a running one (base_url, --base-url or TINKER_BASE_URL)",
             field="base_url",
         ) from None
     if answer.status_code != 200:
-        return {}  # the SDK says better why
+        return {}  # the SDK reports this error better
     models: list[dict[str, Any]] = answer.json().get("supported_models", [])
     names = ServedLimits.__dataclass_fields__
     return {str(one.get("model_name")): ServedLimits(**{name: one.get(name) for name in names}) for one in models}
 
 
 def picture_side(rest: tinker.RestClient, path: str, default: int | None) -> int | None:
-    """Pixels that the longer side of a picture may have that a checkpoint is asked about; None keeps every size.
+    """Returns the most pixels of the longer side of a picture for a checkpoint; None is no limit.
 
     Args:
-        path: `tinker://...`.
-        default: For a checkpoint that does not say, and for another owner's, whose list cannot be read.
+        rest: Client of the server.
+        path: Path of the checkpoint, `tinker://...`.
+        default: The result for a checkpoint without a recorded limit, and for a checkpoint of another owner, which the
+            client cannot list.
 
     Raises:
-        InvalidInput: The path is none.
-        tinker.TinkerError: What else the server refuses.
+        InvalidInput: The path is malformed.
+        tinker.TinkerError: The server refuses another request.
     """
     try:
         run = tinker.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     except ValueError as error:
-        raise InvalidInput(f"{path!r} is no checkpoint: {error}", field="path") from None
+        raise InvalidInput(f"{path!r} is not a checkpoint path: {error}", field="path") from None
     try:
         listed = rest.list_checkpoints(run).result().checkpoints
     except (tinker.NotFoundError, tinker.PermissionDeniedError):

@@ -1,4 +1,4 @@
-"""What a fine-tuning run leaves: a model to ask, its checkpoints, and the figures of the run."""
+"""The result of a fine-tuning run: a model to ask, its checkpoints, and the metrics of the run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class TunedModel:
     """A fine-tuned model.
 
     Attributes:
-        connection: The client that trained it, with the weights of the last step, and its encoder.
-        weights: Checkpoint of the best evaluation, `tinker://...`: to sample from, to download, to merge.
-        state: Checkpoint of the last step with the optimizer's state: to train on from.
-        sampling: Samples from `weights`; None if the run was without a sampler.
-        history: What `metrics.jsonl` has: one mapping per step or evaluation.
-        max_side: Pixels that the longer side of a picture had at most in training; larger pictures are shrunk to it
-            before they are asked. None keeps every size.
+        connection: Connection to the model in training, with the weights of the last step, and its encoder.
+        weights: Checkpoint of the best evaluation, `tinker://...`, to sample from, download or merge.
+        state: Checkpoint of the last step with the optimizer's state, to continue training from.
+        sampling: Client that samples from `weights`; None if the run had no sampler.
+        history: The rows of `metrics.jsonl`: one mapping per step or evaluation.
+        max_side: The most pixels of a picture's longer side in training. Larger pictures are shrunk to it before the
+            model sees them. None does not limit the size.
     """
 
     connection: Connection
@@ -42,7 +42,7 @@ class TunedModel:
     max_side: int | None = None
 
     def close(self) -> None:
-        """Ends the session: the server forgets what is not saved."""
+        """Ends the session. The server drops weights that are not saved."""
         self.connection.server.service.close("success")
 
     def __enter__(self) -> Self:
@@ -53,41 +53,41 @@ class TunedModel:
 
     @property
     def losses(self) -> list[float]:
-        """Mean loss of an answer's tokens in nats, by step."""
+        """Mean loss of the answers' tokens in nats, by step."""
         return [row["loss"] for row in self.history if "loss" in row]
 
     @property
     def best(self) -> dict[str, float]:
-        """Of the best evaluation `held_out_loss`, and `accuracy` if there is a sampler; empty without held-out rows."""
+        """Metrics of the best evaluation: `held_out_loss`, `accuracy` with a sampler; empty without held-out rows."""
         found = [row for row in self.history if "held_out_loss" in row]
         return min(found, key=lambda row: row["held_out_loss"], default={})
 
     def export(self, directory: str | pathlib.Path, *, merged: bool = False, base: str | None = None) -> pathlib.Path:
-        """Writes `weights` as a PEFT adapter, or merged as a model that others load: see `export_model`."""
+        """Writes `weights` as a PEFT adapter, or as a merged model (see `export_model`)."""
         server = self.connection.server
         return export_model(
             self.weights, directory, merged=merged, base=base, base_url=server.base_url, api_key=server.api_key
         )
 
     def ask(self, *parts: str | Picture | pathlib.Path, max_tokens: int = 256) -> str:
-        """What the model answers to a message, greedily.
+        """Returns the model's greedy answer to a message.
 
         Args:
-            parts: Texts, pictures, and paths of pictures, in order; a text that names a picture's file is a path.
-                Pictures are shrunk to `max_side`, as in training.
+            parts: Texts, pictures and paths of pictures, in order. A text with the path of a picture's file counts
+                as a path. Pictures are shrunk to `max_side`, as in training.
             max_tokens: The most tokens of the answer.
         """
         read = tuple(_part(part) for part in parts)
         return self.answers([(Message("user", read),)], max_tokens)[0]
 
     def answers(self, questions: Sequence[Sequence[Message]], max_tokens: int = 256) -> list[str]:
-        """What the model answers to each question, greedily. Pictures are shrunk to `max_side`, as in training.
+        """Returns the model's greedy answer to each question. Pictures are shrunk to `max_side`, as in training.
 
         Raises:
-            FailedPrecondition: The run was without a sampler.
+            FailedPrecondition: The run had no sampler.
         """
         if self.sampling is None:
-            raise FailedPrecondition("this run was without a sampler: create a sampling client from `weights`")
+            raise FailedPrecondition("this run had no sampler: create a sampling client from `weights`")
         shrunk = [[self._shrunk(message) for message in one] for one in questions]
         return answers(self.sampling, self.connection.encoder, shrunk, max_tokens)
 
@@ -113,9 +113,13 @@ def _part(part: str | Picture | pathlib.Path) -> Part:
 def answers(
     sampling: tinker.SamplingClient, encoder: Encoder, questions: Sequence[Sequence[Message]], max_tokens: int
 ) -> list[str]:
-    """Greedy answers, all asked at once, each of at most `max_tokens` tokens and as many as the context has room for.
+    """Returns greedy answers to all questions, which are submitted at once. Raises what the SDK raises.
 
-    Raises what the SDK raises.
+    Args:
+        sampling: Client that samples.
+        encoder: Encoder of the model.
+        questions: The messages of each question.
+        max_tokens: The most tokens of an answer. The remaining context may allow fewer.
     """
     pending = []
     for one in questions:
@@ -128,5 +132,5 @@ def answers(
 
 
 def exact_match(answer: str, conversation: Conversation) -> float:
-    """1 if an answer is the row's, apart from blanks around it and from how Unicode composes its letters."""
+    """Returns 1 if an answer equals the row's answer, apart from surrounding blanks and Unicode composition."""
     return float(normalised(answer).strip() == normalised(conversation.answer).strip())

@@ -146,12 +146,12 @@ async def test_pictures_are_asked_at_the_size_that_they_were_trained_at(stand: S
 
 
 async def test_held_out_pictures_of_another_size_are_refused(stand: Stand, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(InvalidInput, match="held_out has max_side 512, and train has 256"):
+    with pytest.raises(InvalidInput, match="held_out has max_side 512, but train has 256"):
         await tuned(stand, tmp_path / "run", load_chats([SEEN], max_side=256), [SEEN])
 
 
 async def test_a_rank_above_the_servers_is_refused_before_anything(stand: Stand, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(InvalidInput, match="rank is 65, and this server takes 64 at most"):
+    with pytest.raises(InvalidInput, match="rank is 65, but this server accepts 64 at most"):
         await tuned(stand, tmp_path / "run", [TEXT], None, FineTuneSettings(rank=65))
     assert stand.trainer.calls == []
 
@@ -171,7 +171,7 @@ async def test_a_model_that_diverged_is_told_with_step_and_rate(stand: Stand, tm
 async def test_rows_that_the_server_alone_refuses_are_named(stand: Stand, tmp_path: pathlib.Path) -> None:
     unlike = {**TEXT, "image": picture((64, 64))}  # of as many tokens as the fakes do not make of it
     with pytest.raises(
-        InvalidInput, match=r"the server refuses step 1, which trains rows\[\d\], rows\[\d\]: .*expected"
+        InvalidInput, match=r"the server refused step 1 with the rows rows\[\d\], rows\[\d\]: .*expected"
     ):
         await tuned(stand, tmp_path / "run", [TEXT, unlike])
 
@@ -197,8 +197,8 @@ async def test_ctrl_c_says_where_the_run_goes_on(stand: Stand, tmp_path: pathlib
         raise AssertionError("it was not stopped")
 
     said = await asyncio.to_thread(run)
-    assert said.startswith("stopped: called again with the same settings and rows and out=")
-    assert said.endswith("fine_tune goes on after step 2")
+    assert said.startswith("stopped: call fine_tune again with the same settings and rows and out=")
+    assert said.endswith("to resume after step 2")
     await tuned(stand, tmp_path / "run", [TEXT], None, settings)
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
@@ -208,7 +208,7 @@ def test_without_a_server_it_is_told_at_once(tmp_path: pathlib.Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(FailedPrecondition, match=f"no server answers at {url} .*: start one with `fovea up`"):
+        with pytest.raises(FailedPrecondition, match=f"no server responds at {url} .*: start one with `fovea up`"):
             fine_tune(load_chats([TEXT]), out=tmp_path, base_url=url, api_key=KEY)
 
 

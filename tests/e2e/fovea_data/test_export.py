@@ -161,7 +161,7 @@ def test_full_parameters_are_exported_whole(trained: Trained, stack: Stack, tmp_
         training = service.create_lora_training_client(base_model=stack.model_name, rank=0).result()
         path = training.save_weights_for_sampler("whole").result().path
     server: dict[str, Any] = {"base_url": stack.base_url, "api_key": API_KEY}
-    with pytest.raises(InvalidInput, match="full parameters, and no adapter"):
+    with pytest.raises(InvalidInput, match="full parameters and no adapter"):
         export_model(path, tmp_path / "adapter", **server)
     folder = export_model(path, tmp_path / "merged", merged=True, **server)
     assert {path.name for path in folder.iterdir()} >= {"config.json", "tokenizer.json", "chat_template.jinja"}
@@ -170,12 +170,12 @@ def test_full_parameters_are_exported_whole(trained: Trained, stack: Stack, tmp_
 
 def test_refusals_name_what_is_wrong(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
     server: dict[str, Any] = {"base_url": stack.base_url, "api_key": API_KEY}
-    with pytest.raises(AlreadyExists, match="has files already"):
+    with pytest.raises(AlreadyExists, match="already has files"):
         export_model(trained.model.weights, trained.merged, **server)
-    with pytest.raises(InvalidInput, match="is no checkpoint"):
+    with pytest.raises(InvalidInput, match="is not a checkpoint path"):
         export_model("somewhere", tmp_path / "out", **server)
-    with pytest.raises(NotFound, match="is not there, or this server hands out no weights"):
+    with pytest.raises(NotFound, match="does not exist, or this server does not hand out weights"):
         export_model("tinker://nothing/sampler_weights/x", tmp_path / "out", **server)
-    with pytest.raises(NotFound, match=r"the base model 'nobody/nothing' is no directory here.*give base \(--base\)"):
+    with pytest.raises(NotFound, match=r"the base model 'nobody/nothing' is not a directory here.*as base \(--base\)"):
         export_model(trained.model.weights, tmp_path / "out", base="nobody/nothing", **server)
     assert list(tmp_path.iterdir()) == []

@@ -124,7 +124,7 @@ def test_what_is_not_adapted_stays_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"peft_type": "IA3"}, "is a PEFT IA3; only LORA can be merged"),
+        ({"peft_type": "IA3"}, "has peft_type IA3; only LORA can be merged"),
         ({"use_dora": True}, "has use_dora True"),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
     ],
@@ -141,7 +141,7 @@ def test_adapters_of_other_kinds_are_refused(changes: dict[str, Any], words: str
 def test_another_base_is_refused_by_the_module_that_does_not_fit(tmp_path: Path) -> None:
     directory = ensure_family("qwen3_vl")
     adapter = written(trained(directory), directory, tmp_path / "adapter", True)
-    with pytest.raises(InvalidInput, match="give the base model that it was trained on"):
+    with pytest.raises(InvalidInput, match="give the base model of the adapter"):
         merge_adapter(adapter, ensure_family("qwen2_vl"), directory_of(tmp_path))
     assert list((tmp_path / "merged").iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_bases_that_nothing_can_be_added_to_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"has no model\.safetensors"):
         merge_adapter(adapter, base, tmp_path / "merged")
     (adapter / ADAPTER_WEIGHTS).write_bytes(b"no tensors")
-    with pytest.raises(InvalidInput, match="is no safetensors file"):
+    with pytest.raises(InvalidInput, match="is not a safetensors file"):
         merge_adapter(adapter, directory, tmp_path / "merged")
 
 

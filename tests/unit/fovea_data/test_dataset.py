@@ -81,7 +81,7 @@ def test_a_split_shares_the_rows_out(dataset: Dataset) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
 def test_a_split_without_rows_is_refused(share: float, dataset: Dataset) -> None:
-    with pytest.raises(InvalidInput, match=f"held_out is {share}: of 20 rows"):
+    with pytest.raises(InvalidInput, match=f"held_out is {share}, which holds out .* of 20 rows"):
         dataset.split(share)
 
 
@@ -141,9 +141,9 @@ def test_broken_rows_are_named_by_line_and_all_at_once(tmp_path: pathlib.Path) -
 
 def test_broken_rows_of_other_sources_are_named(tmp_path: pathlib.Path) -> None:
     broken = {"messages": [{"role": "user", "content": "?"}]}
-    assert load_chats([chat(0), broken]).problems()[0].startswith("rows[1]: ends with a 'user' message")
+    assert load_chats([chat(0), broken]).problems()[0].startswith("rows[1]: the last message has role 'user'")
     path = parquet(tmp_path / "a.parquet", [chat(0), chat(1), broken], group=2)
-    assert load_chats(path).problems()[0].startswith(f"{path}:3: ends with")
+    assert load_chats(path).problems()[0].startswith(f"{path}:3: the last message has role")
     bad = write(tmp_path / "classes" / "owl" / "a.png", encoded("PNG")[:50])
     assert image_folder(tmp_path / "classes").problems()[0].startswith(f"{bad}: ")
 
@@ -157,22 +157,25 @@ def test_sources_that_cannot_be_read_are_refused_by_name(tmp_path: pathlib.Path)
         load_chats(write(tmp_path / "a.parquet", b"PK"))
     with pytest.raises(InvalidInput, match="the dataset has no rows"):
         load_chats([])
-    with pytest.raises(NotFound, match="there is no folder"):
+    with pytest.raises(NotFound, match=r"the folder .* does not exist"):
         image_folder(tmp_path / "missing")
-    with pytest.raises(InvalidInput, match="has no pictures in folders"):
+    with pytest.raises(InvalidInput, match="has no folders with pictures"):
         image_folder(tmp_path)
     notes = write(tmp_path / "owl" / "notes.txt", b"hoo")
-    with pytest.raises(InvalidInput, match=f"{notes} is no picture"):
+    with pytest.raises(InvalidInput, match=f"{notes} is not a picture"):
         image_folder(tmp_path)
 
 
 def test_pictures_without_a_class_and_folders_of_folders_are_refused(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "a" / "owl" / "1.png", encoded("PNG"))
     beside = write(tmp_path / "a" / "2.jpg", encoded("JPEG"))
-    with pytest.raises(InvalidInput, match=f"1 pictures lie beside the folders of the classes.* {beside}: move each"):
+    with pytest.raises(
+        InvalidInput,
+        match=f"1 pictures have no class, because they are outside the folders of the classes.* {beside}: move each",
+    ):
         image_folder(tmp_path / "a")
     deep = write(tmp_path / "b" / "train" / "owl" / "1.png", encoded("PNG")).parent
-    with pytest.raises(InvalidInput, match=f"{deep} is a folder in the folder of a class.*: give {deep.parent} itself"):
+    with pytest.raises(InvalidInput, match=f"{deep} is a folder inside the folder of a class.*: give {deep.parent} if"):
         image_folder(tmp_path / "b")
 
 
@@ -207,7 +210,7 @@ def test_whatever_reading_a_row_raises_names_it() -> None:
     (converted,) = load_chats([chat(0)], convert=lambda row: row["missing"]).problems()
     assert converted == "rows[0]: KeyError: 'missing'"
     (number,) = load_chats([{"prompt": "q", "completion": 7}]).problems()
-    assert number.startswith("rows[0]: completion is 7, of type int: give a text")
+    assert number.startswith("rows[0]: completion is 7, of type int; it must be a text")
 
 
 def test_problems_are_those_of_encoding_too() -> None:
@@ -231,7 +234,7 @@ def test_rows_that_come_in_one_order_only_are_refused() -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield chat(0)
 
-    with pytest.raises(InvalidInput, match="rows is a generator, whose rows come in one order only: write it to"):
+    with pytest.raises(InvalidInput, match="rows is a generator, which has its rows in one order only: write it to"):
         load_chats(rows())  # type: ignore[arg-type]
 
 

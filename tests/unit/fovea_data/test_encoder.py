@@ -120,7 +120,7 @@ async def test_datums_are_made_where_an_event_loop_runs() -> None:
 
 @pytest.mark.parametrize("template", sorted(TEXT_ONLY))
 def test_a_template_without_pictures_refuses_them_by_row(template: str) -> None:
-    with pytest.raises(InvalidInput, match=r"chats\.jsonl:17: has pictures, and .* chat template takes none"):
+    with pytest.raises(InvalidInput, match=r"chats\.jsonl:17: the row has pictures, but .* chat template accepts none"):
         encoder(template).datums(conversation(("user", [PICTURE]), ("assistant", "a cat")))
 
 
@@ -134,12 +134,14 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
 
 def test_a_target_outside_the_vocabulary_is_refused_by_row() -> None:
     end = tokenizer("tiny/qwen3_vl").convert_tokens_to_ids("<|im_end|>")
-    with pytest.raises(InvalidInput, match=rf"chats\.jsonl:17: .*'<\|im_end\|>', id {end}; .* ends at {end - 1}"):
+    with pytest.raises(InvalidInput, match=rf"chats\.jsonl:17: .*'<\|im_end\|>' with id {end}, .* ends at {end - 1}"):
         encoder(vocabulary=end).datums(TWO_TURNS)
 
 
 def test_a_row_that_is_too_long_is_refused_by_name() -> None:
     count = encoder().token_count(TWO_TURNS)
     encoder(max_tokens=count).datums(TWO_TURNS)
-    with pytest.raises(ContextOverflow, match=rf"chats\.jsonl:17: has {count} tokens, {count - 1} are allowed"):
+    with pytest.raises(
+        ContextOverflow, match=rf"chats\.jsonl:17: the row has {count} tokens; the limit is {count - 1}"
+    ):
         encoder(max_tokens=count - 1).datums(TWO_TURNS)

@@ -122,7 +122,7 @@ def test_a_folder_is_pushed_whole(hub: Hub, folder: Path) -> None:
 
 def test_a_token_that_may_not_is_told_how_to_log_in(hub: Hub, folder: Path) -> None:
     said = push(folder, hub.url, "hf_wrong")
-    assert said.startswith("PermissionDenied the hub does not let you write somebody/birds: log in with `hf auth")
+    assert said.startswith("PermissionDenied the hub denies writing to somebody/birds: log in with `hf auth")
     assert hub.files == {}
 
 
