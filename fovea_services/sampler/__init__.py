@@ -1,1 +1,1 @@
-"""The sampler: one vLLM engine behind `SamplerService`. It never processes images nor tokenizes prompts."""
+"""The sampler: one vLLM engine behind `SamplerService`. It neither processes images nor tokenizes prompts."""

@@ -1,11 +1,11 @@
-"""`python -m fovea_services.sampler --model DIR --port N --renderer HOST:PORT`."""
+"""Entry point of the sampler: `python -m fovea_services.sampler --model DIR --port N --renderer HOST:PORT`."""
 
 import asyncio
 import time
 
 
 def main() -> None:
-    """Starts the engine, then the service, and ends the process with its exit code."""
+    """Starts the engine, runs the service until it ends, and exits the process with the exit code of the service."""
     started = time.monotonic()
     from fovea_services.sampler.settings import SamplerSettings
 
@@ -14,7 +14,8 @@ def main() -> None:
     from fovea.runtime.logs import configure
 
     configure("sampler", settings.log_level)
-    # The order matters: the environment before torch is imported, the engine before gRPC starts threads.
+    # The order matters. The environment must be set before torch is imported, and the engine must be launched (it
+    # forks) before gRPC starts threads.
     from fovea_services.sampler.engine import vllm_launch
 
     vllm_launch.prepare_environment(settings)

@@ -1,6 +1,6 @@
-"""What the service and an engine say to each other: checked requests, what becomes of them, and the calls.
+"""The interface between the sampler service and its engine: validated requests, their results, and the protocols.
 
-`engine.vllm_engine.Engine` is the engine over vLLM; tests have one in memory.
+`engine.vllm_engine.Engine` implements the protocols with vLLM; tests use an engine in memory.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one engine takes. All are inclusive."""
+    """The largest requests that one engine accepts. All limits are inclusive."""
 
     vocabulary_size: int
     max_context: int
@@ -32,14 +32,19 @@ class Limits:
     max_images: int
     max_image_tokens: int
     expert_row_bytes: int = 0
-    """What the experts of one token take; 0 if they cannot be told."""
-    experts_problem: str = "the engine does not tell them"
-    """Why they cannot."""
+    """Bytes of the routed expert ids of one token; 0 if the engine cannot return them."""
+    experts_problem: str = "this engine cannot return routed experts"
+    """The reason for `expert_row_bytes == 0`, as a clause for an error message."""
 
 
 @dataclass(frozen=True)
 class TargetRows:
-    """Tokens to score: ids int32 [M], of which row i, for prompt position i + 1, begins at offset i of int64 [P]."""
+    """Tokens to score at each position of a prompt of P tokens, as ragged rows.
+
+    Attributes:
+        token_ids: The ids of all rows, concatenated, int32 [M].
+        row_offsets: int64 [P]. Row i scores tokens at prompt position i + 1 and begins at `row_offsets[i]`.
+    """
 
     token_ids: npt.NDArray[np.int32]
     row_offsets: npt.NDArray[np.int64]
@@ -47,15 +52,15 @@ class TargetRows:
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """One sample request, every part of it checked.
+    """A validated sample request.
 
     Attributes:
-        request: As it came: what is asked is read from here, but for what follows.
-        params: Its `params`, complete: what was absent has its default, and `max_tokens` fits into the context. Only
+        request: The request as it was received. Read from it every field that has no attribute here.
+        params: The request's `params` with defaults filled in and a `max_tokens` that fits into the context. Only
             `seed` may still be absent.
         tokens: The prompt, int32 [P].
-        spans: Its images.
-        targets: Tokens to score.
+        spans: The images of the prompt.
+        targets: The tokens to score, if the request lists any.
     """
 
     request: sampler_pb2.SampleRequest
@@ -66,19 +71,20 @@ class SampleSpec:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether anything is asked of the prompt's distributions."""
+        """True if the request asks for log-probabilities, alternatives or draws at the prompt's positions."""
         request = self.request
         return bool(request.prompt_logprobs or request.top_prompt_logprobs or self.targets or request.alt_token_count)
 
     def seed_of(self, index: int) -> int | None:
-        """What sequence `index` draws with; None if its draws need not be repeatable."""
+        """Returns the seed of sequence `index`, or None if the request has no seed."""
         return sequence_seed(self.params.seed, index) if self.params.HasField("seed") else None
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """A hash of the request's seed and of the sequence's index, in the 63 bits that the engine tells apart.
+    """Returns a hash of the request's seed and the sequence's index, cut to the 63 bits that the engine distinguishes.
 
-    With seed + index, which vLLM takes for its n > 1, requests of neighbouring seeds share nearly all sequences.
+    vLLM uses seed + index for its own n > 1. Two requests with neighbouring seeds would then share all but one of their
+    sequences, so this function hashes instead.
     """
     key = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") & SEED_MASK
@@ -86,7 +92,7 @@ def sequence_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class TopRows:
-    """Alternatives at each of N positions, best first: ids int32 [N, k], logprobs float32 [N, k]."""
+    """The k most probable tokens at each of N positions, best first: ids int32 [N, k], logprobs float32 [N, k]."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -94,7 +100,7 @@ class TopRows:
 
 @dataclass(frozen=True)
 class AltRows:
-    """Draws at each of N positions: ids int32 [N, k], logprobs at temperature 1 float32 [N, k]."""
+    """k tokens drawn at each of N positions: ids int32 [N, k], log-probabilities at temperature 1 float32 [N, k]."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -102,14 +108,14 @@ class AltRows:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """What the engine says of a prompt of P tokens; what was not asked for is None.
+    """The engine's results for a prompt of P tokens. A result that the request did not ask for is None.
 
-    Args:
-        logprobs: float32 [P], NaN where there is none.
-        top: P rows, filler where there is none.
-        cached_token_count: Prompt tokens that came from the prefix cache.
-        target_logprobs: float32 [M].
-        alt: P - 1 rows.
+    Attributes:
+        logprobs: Log-probability of each prompt token, float32 [P]; NaN at positions without one.
+        top: P rows of alternatives; rows of filler at positions without any.
+        cached_token_count: Prompt tokens that the prefix cache already held.
+        target_logprobs: Log-probabilities of the M target tokens, float32 [M].
+        alt: P - 1 rows of draws.
     """
 
     logprobs: npt.NDArray[np.float32] | None
@@ -121,9 +127,16 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of sequence `index`: tokens int32 [n], logprobs float32 [n].
+    """New tokens of one sequence.
 
-    `routed_experts`, uint8 or int32 [P + C - 1, layers, k], are the whole sequence's; with its end, if asked for.
+    Attributes:
+        index: The sequence's number in its request.
+        tokens: The n new tokens, int32 [n].
+        logprobs: Their log-probabilities, float32 [n].
+        top: Alternatives at each new token, if the request asks for them.
+        finish: The reason why the sequence ended, in its last delta; else None.
+        routed_experts: The experts of the whole sequence of P prompt and C completion tokens, uint8 or int32
+            [P + C - 1, layers, k]. Only in the last delta, and only if the request asks for them.
     """
 
     index: int
@@ -139,46 +152,66 @@ Event = PromptResult | Delta
 
 @dataclass(frozen=True)
 class AdapterName:
-    """How the engine knows one adapter version. Never used twice, so that its caches cannot mix versions up."""
+    """The engine's name and number of one adapter version. Neither is reused, so that its caches never mix versions."""
 
     name: str
     lora_id: int
 
 
 class SampleEngine(Protocol):
+    """An engine that draws tokens."""
+
     def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
-        """The prompt in the engine's own form, for all sequences of the request; `images` are those of each span."""
+        """Returns the prompt in the engine's own form, to be shared by all sequences of the request.
+
+        Args:
+            spec: The request.
+            images: The vision tensors of each of `spec.spans`, in order.
+        """
         ...
 
     def sample(self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None) -> AsyncGenerator[Event]:
-        """Events of sequence `index`: PromptResult first, then Deltas. Closing it aborts the request.
+        """Yields the events of sequence `index`: a PromptResult, then Deltas. Closing it aborts the sequence.
 
-        Only sequence 0 scores the prompt, if the request asks for that. Raises Unavailable if the engine is dead,
-        NotFinite for log-probabilities that are not.
+        Only sequence 0 scores the prompt, if the request asks for that. Raises Unavailable if the engine is dead, and
+        NotFinite if a log-probability is not finite.
         """
         ...
 
 
 class OpenAIAnswers(Protocol):
+    """Translates requests of OpenAI's API into sample requests, and samples into OpenAI's responses."""
+
     def answer(
         self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
     ) -> AsyncGenerator[sampler_pb2.OpenAIPlan | bytes]:
-        """What to sample for a request of OpenAI's API, then the bytes of its answer, as `sampled` comes.
+        """Yields the plan of what to sample for an OpenAI request, then the bytes of the response as samples arrive.
 
-        Raises InvalidInput, Unimplemented naming the field; Unavailable if `sampled` ends too early.
+        Args:
+            asked: The request of OpenAI's API.
+            sampled: The events of the samples that the plan asks for.
+            most_samples: The most sequences that one request may ask for.
+
+        Raises InvalidInput or Unimplemented with the field of the request; Unavailable if `sampled` ends too early.
         """
         ...
 
 
 class WeightEngine(Protocol):
-    """Takes weights. All methods raise Unavailable if the engine is dead and DeadlineExceeded if it does not answer."""
+    """An engine that receives weights.
+
+    All methods raise Unavailable if the engine is dead and DeadlineExceeded if it does not answer in time.
+    """
 
     async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
-        """Joins a group, leaving one of the same name. Raises Unavailable if the members do not meet in time."""
+        """Joins a transfer group, after leaving an earlier group of the same name.
+
+        Raises Unavailable if the members do not all join in time.
+        """
         ...
 
     async def leave_group(self, group_id: str) -> None:
-        """Leaves a transfer group; a broadcast under way fails."""
+        """Leaves a transfer group; a broadcast that is running in it fails."""
         ...
 
     async def check(self, manifest: weights_pb2.SnapshotManifest) -> None:
@@ -186,22 +219,22 @@ class WeightEngine(Protocol):
         ...
 
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
-        """Begins to take part in the broadcasts of a snapshot; returns the name of the task.
+        """Starts to receive the broadcasts of a snapshot; returns the id of the receiving task.
 
-        Raises InvalidInput for a manifest that does not fit the model, before anything begins.
+        Raises InvalidInput for a manifest that does not fit the model, before anything is received.
         """
         ...
 
     async def wait_received(self, task_id: str, timeout_s: float) -> str:
-        """Waits for the tensors; returns their digest. Raises Unavailable if the sender is gone or late."""
+        """Waits for the tensors of a task; returns their digest. Raises Unavailable if the sender is gone or late."""
         ...
 
     async def forget_task(self, task_id: str) -> None:
-        """Frees what a task received and was not loaded."""
+        """Frees the tensors that a task received and that were not loaded."""
         ...
 
     async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
-        """Waits for the tensors of an adapter and makes it ready to sample from if they have this digest.
+        """Waits for the tensors of an adapter, and makes it ready to sample from if their digest is `digest`.
 
         Returns their digest. Raises Unavailable if the sender is gone or late.
         """
@@ -212,5 +245,5 @@ class WeightEngine(Protocol):
         ...
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """Puts full weights that have arrived into the model; returns the seconds of standstill."""
+        """Loads received full weights into the model; returns the seconds for which generation stood still."""
         ...

@@ -1,4 +1,4 @@
-"""How one sample request runs: weights held, images fetched, its sequences drawn side by side."""
+"""Runs sample requests: holds their weights, fetches their images, and draws their sequences concurrently."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ class Generation:
     """Runs sample requests.
 
     Args:
-        engine: Draws tokens.
-        snapshots: Hands out the weights.
-        features: Hands out the images.
-        max_requests: Requests in flight before further ones are refused.
+        engine: Draws the tokens.
+        weights: Holds a request's snapshot in place while the request samples from it.
+        images: Fetches the vision tensors of a request's images.
+        max_requests: Requests in flight above which further requests are refused.
     """
 
     def __init__(self, engine: SampleEngine, weights: WeightStore, images: ImageFetcher, max_requests: int) -> None:
@@ -37,17 +37,18 @@ class Generation:
         self._in_flight = 0
 
     async def run(self, spec: SampleSpec) -> AsyncGenerator[Event]:
-        """PromptResult, then Deltas of all sequences as they come. Closing it aborts all of them.
+        """Yields a PromptResult, then the Deltas of all sequences as they arrive. Closing it aborts all sequences.
 
         Raises SnapshotNotLoaded, FeatureEvicted, InvalidInput, ResourceExhausted, Unavailable; NotFinite if the
-        snapshot's log-probabilities are not finite, now or in an earlier request.
+        snapshot's log-probabilities are not finite, in this request or in an earlier one.
         """
         if self._in_flight >= self._max_requests:
             raise ResourceExhausted(f"{self._max_requests} requests are in flight; try again later")
         self._in_flight += 1
         sampler_metrics.IN_FLIGHT.inc()
         try:
-            # Asked before the images are fetched, so that a push can begin at once; asked again when they are there.
+            # Checked before the images are fetched, so that the client can push a missing snapshot at once. `use` below
+            # checks again, because the snapshot may have been dropped meanwhile.
             self._weights.require(spec.request.snapshot_id)
             images = await self._images.fetch(spec.spans)
             async with (
@@ -59,14 +60,14 @@ class Generation:
                         _count(spec, event)
                         yield event
                 except NotFinite as error:
-                    logger.warning("snapshot %r is refused from now on: %s", spec.request.snapshot_id, error)
+                    logger.warning("refusing snapshot %r from now on: %s", spec.request.snapshot_id, error)
                     raise self._weights.quarantine(spec.request.snapshot_id, error.message) from error
         finally:
             self._in_flight -= 1
             sampler_metrics.IN_FLIGHT.dec()
 
     async def _draw_all(self, spec: SampleSpec, prompt: Any, adapter: AdapterName | None) -> AsyncGenerator[Event]:
-        """Merges the sequences; whatever comes before the prompt's facts waits for them."""
+        """Merges the events of all sequences. Deltas that arrive before the PromptResult wait for it."""
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._draw_one(spec, index, prompt, adapter, queue))
@@ -91,7 +92,8 @@ class Generation:
                 else:
                     yield item
         finally:
-            # To the end, whoever cancels again: an adapter must stay until the engine was told of every abort.
+            # Runs to its end even if this task is cancelled again: the adapter must stay in the engine until the engine
+            # has aborted every sequence that uses it.
             await run_to_end(_cancel(tasks))
 
     async def _draw_one(
@@ -106,11 +108,11 @@ class Generation:
             with tracing.span("engine", sequence=index, prompt_token_count=len(spec.tokens)):
                 async with aclosing(self._engine.sample(spec, index, prompt, adapter)) as events:
                     async for event in events:
-                        # The prompt is one; sequence 0 speaks for it.
+                        # All sequences share one prompt: only sequence 0's PromptResult is passed on.
                         if isinstance(event, Delta) or index == 0:
                             queue.put_nowait(event)
             queue.put_nowait(_DONE)
-        except Exception as error:  # handed on: `_draw_all` raises it to the caller
+        except Exception as error:  # `_draw_all` raises it to the caller
             queue.put_nowait(error)
 
 

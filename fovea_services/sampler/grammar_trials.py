@@ -1,12 +1,14 @@
-"""Grammars of structured output are tried in a process of their own before the engine sees them.
+"""Tries the grammars of structured output in a separate process before the engine uses them.
 
-xgrammar compiles a grammar in the engine's process and follows it between two steps of the engine, for everybody in the
-batch. A text of 28 characters may make either take minutes, and no call of it can be stopped. So a child compiles each
-grammar and follows it for some tokens, under limits of processor time and memory, and dies in the engine's place.
-`vllm_patches.grammar_budget` measures the same budget in the engine, for what a trial did not reach.
+vLLM lets xgrammar compile a grammar in the engine's process and advance it between two engine steps, which delays every
+request of the batch. A grammar of 28 characters can make either take minutes, and a call into xgrammar cannot be
+interrupted. Therefore a child process first compiles each grammar and advances it by some tokens, under limits of
+processor time and memory. A grammar that exceeds them kills the child instead of the engine.
+`vllm_patches.grammar_budget` measures the same budget in the engine, for states of the grammar that the trial did not
+reach.
 
-`python -m fovea_services.sampler.grammar_trials` is the process that forks the children; only `GrammarTrials`
-starts it.
+`python -m fovea_services.sampler.grammar_trials` is the process that forks the children. Only `GrammarTrials` starts
+it.
 """
 
 import asyncio
@@ -34,8 +36,9 @@ FIELD = "params.structured_outputs"
 Kind = Literal["json", "json_object", "regex", "grammar", "lark", "structural_tag"]
 
 FREE_S = 1.0
+"""Seconds of processor time by which a grammar may exceed its allowance of `TOKEN_S` per token before it is refused."""
 TOKEN_S = 0.03
-"""Seconds of processor time that a grammar may take at once, and for each token, before it is refused."""
+"""Seconds of processor time that a grammar may take for each token."""
 _COMPILE_S = 20
 _WALK_TOKENS = 256
 _MEMORY_BYTES = 2 * 2**30
@@ -45,23 +48,26 @@ _AT_ONCE = 2
 _CANDIDATES = 8
 _MESSAGE_BYTES = 2000
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-"""Where and when xgrammar found an error, in its own words."""
+"""The time and the C++ source line with which xgrammar begins its error messages."""
 _ADVICE = "lower its repetition counts, lengths and nesting, and make it unambiguous"
-TOO_SLOW = f"takes more than {TOKEN_S * 1000:g} ms of processor time for a token; {_ADVICE}"
+TOO_SLOW = f"takes more than {TOKEN_S * 1000:g} ms of processor time per token; {_ADVICE}"
 _TOO_LONG = f"takes more than {_COMPILE_S} s of processor time to compile; {_ADVICE}"
 _TOO_LARGE = f"takes more than {_MEMORY_BYTES >> 30} GiB of memory; {_ADVICE}"
 
 
 @dataclass
 class GrammarBudget:
-    """Processor time of one grammar, in seconds. Time that tokens do not use is not saved up."""
+    """The processor time of one grammar, in seconds.
+
+    Allowance that a token leaves unused is not saved for later ones.
+    """
 
     debt_s: float = 0.0
     is_spent: bool = False
 
     @contextlib.contextmanager
     def measured(self, token_count: int = 0) -> Iterator[None]:
-        """Counts the time of this thread within it, less what so many tokens may take."""
+        """Charges this thread's processor time in the block, less the allowance of `token_count` tokens."""
         began = time.thread_time()
         try:
             yield
@@ -72,6 +78,8 @@ class GrammarBudget:
 
 @dataclass(frozen=True)
 class _Forks:
+    """The running process that forks the children, its reader, and the unanswered trials by their number."""
+
     process: asyncio.subprocess.Process
     reading: asyncio.Task[None]
     answers: dict[int, asyncio.Future[dict[str, Any]]]
@@ -79,10 +87,11 @@ class _Forks:
 
 @dataclass
 class GrammarTrials:
-    """Tries grammars, each once.
+    """Tries each grammar once and remembers the outcome.
 
     Args:
-        tokenizer_info: xgrammar's of the model's tokenizer, as JSON. Takes seconds, and is called in a thread.
+        tokenizer_info: Returns xgrammar's TokenizerInfo of the model's tokenizer as JSON. It takes seconds, so it is
+            called in a thread.
     """
 
     tokenizer_info: Callable[[], str]
@@ -94,9 +103,10 @@ class GrammarTrials:
     _count: int = 0
 
     async def check(self, kind: Kind, text: str, owner: str) -> None:
-        """Waits until a grammar has been tried; an owner's are tried one after the other.
+        """Waits until a grammar has been tried. The grammars of one owner are tried one after the other.
 
-        Raises InvalidInput for a grammar that is wrong or takes too much, Unavailable if it could not be tried.
+        Raises InvalidInput for a grammar that is invalid or takes too much time or memory, Unavailable if the trial did
+        not finish.
         """
         digest = _digest(kind, text)
         task = self._known.get(digest)
@@ -109,7 +119,7 @@ class GrammarTrials:
             raise InvalidInput(f"{FIELD}: the {kind} {problem}", field=FIELD)
 
     def close(self) -> None:
-        """Ends the process that forks."""
+        """Kills the process that forks the children."""
         if self._forks is not None:
             self._forks.reading.cancel()
             with contextlib.suppress(ProcessLookupError):
@@ -117,15 +127,16 @@ class GrammarTrials:
             self._forks = None
 
     def _forget(self, digest: str, done: asyncio.Task[str]) -> None:
-        """Forgets a trial that came to no end, and the oldest of too many."""
+        """Forgets a trial without an outcome, and the least recently used trials beyond the limit."""
         if done.cancelled() or done.exception() is not None:
             self._known.pop(digest, None)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 
     async def _try(self, kind: Kind, text: str, owner: str) -> str:
-        """What is wrong with the grammar; nothing if it may be used."""
-        # Held by all that wait for it: `Lock.locked()` is false between a release and the next holder.
+        """Returns the problem of the grammar, or an empty string if it may be used."""
+        # The dictionary is weak: the lock lives as long as a trial holds it or waits for it. Deleting it by hand when
+        # `Lock.locked()` is false would be wrong, for that is false between a release and the next holder's wake-up.
         turn = self._owners.setdefault(owner, asyncio.Lock())
         async with turn, self._slots:
             forks = await self._running()
@@ -136,7 +147,7 @@ class GrammarTrials:
             forks.process.stdin.write(json.dumps({"id": number, "kind": kind, "text": text}).encode() + b"\n")
             said = await answer
         if said["problem"] is None:
-            raise Unavailable(f"{FIELD}: the {kind} could not be tried within {_LONGEST_S} s; try again later")
+            raise Unavailable(f"{FIELD}: the trial of the {kind} did not finish within {_LONGEST_S} s; try again later")
         return str(said["problem"])
 
     async def _running(self) -> _Forks:
@@ -157,7 +168,7 @@ class GrammarTrials:
 
 
 async def _read(process: asyncio.subprocess.Process, answers: dict[int, asyncio.Future[dict[str, Any]]]) -> None:
-    """Hands out what the process says until it ends; whatever waits then fails."""
+    """Delivers the answers of the process until it ends, then fails the trials that still wait."""
     assert process.stdout is not None
     try:
         while line := await process.stdout.readline():
@@ -167,7 +178,7 @@ async def _read(process: asyncio.subprocess.Process, answers: dict[int, asyncio.
     finally:
         for answer in answers.values():
             if not answer.done():
-                answer.set_exception(Unavailable(f"{FIELD}: the process that tries grammars has ended; try again"))
+                answer.set_exception(Unavailable(f"{FIELD}: the process that tries grammars has died; try again"))
 
 
 def _digest(kind: Kind, text: str) -> str:
@@ -175,7 +186,7 @@ def _digest(kind: Kind, text: str) -> str:
 
 
 def main() -> NoReturn:
-    """Forks a child for each line of standard input; ends with its parent."""
+    """Forks a child for each line of standard input, and ends when its parent ends."""
     die_with_parent(int(sys.argv[1]))
     os.nice(10)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -195,7 +206,10 @@ def main() -> NoReturn:
 
 
 def _await_child(number: int, pid: int, pipe: int, saying: threading.Lock) -> None:
-    """Says how a child ended; `problem` is null if it ran out of time on the clock, which says nothing."""
+    """Reports how a child ended.
+
+    `problem` is null if the child exceeded its wall-clock time: that may be the machine's fault, not the grammar's.
+    """
     with os.fdopen(pipe, "rb") as reading:
         said = reading.read().decode(errors="replace")
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -211,7 +225,7 @@ def _await_child(number: int, pid: int, pipe: int, saying: threading.Lock) -> No
 
 
 def _be_child(info: Any, kind: Kind, text: str, pipe: int) -> NoReturn:
-    """Tries a grammar and writes what is wrong with it; ends by a signal if that takes too much."""
+    """Tries a grammar and writes its problem to `pipe`; a signal ends the process if it exceeds its limits."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_DFL)
     signal.alarm(_LONGEST_S)
@@ -225,7 +239,7 @@ def _be_child(info: Any, kind: Kind, text: str, pipe: int) -> NoReturn:
         problem = _problem(info, kind, text)
     except MemoryError:
         problem = _TOO_LARGE
-    except Exception as error:  # xgrammar's own say what is wrong with a grammar
+    except Exception as error:  # xgrammar raises RuntimeError and others with the problem of the grammar
         problem = _TOO_LARGE if "bad_alloc" in str(error) else f"is not valid: {_PLACE.sub('', str(error)).strip()}"
     os.write(pipe, problem.encode(errors="replace")[:_MESSAGE_BYTES])
     os._exit(0)
@@ -245,7 +259,7 @@ def _problem(info: Any, kind: Kind, text: str) -> str:
 
 
 def _compile(compiler: Any, kind: Kind, text: str) -> Any:
-    """As vLLM's XgrammarBackend.compile_grammar."""
+    """Compiles a grammar exactly as vLLM's XgrammarBackend.compile_grammar does."""
     if kind == "json_object":
         return compiler.compile_json_schema('{"type": "object"}', any_whitespace=True)
     if kind == "json":
@@ -268,7 +282,10 @@ def _compile(compiler: Any, kind: Kind, text: str) -> Any:
 
 
 def _walk(compiled: Any, info: Any, budget: GrammarBudget, draw: random.Random, prefers_long: bool) -> None:
-    """Follows a grammar for some tokens that it allows, until it has taken too much."""
+    """Advances a grammar by up to `_WALK_TOKENS // 2` random tokens that it allows, or until the budget is spent.
+
+    `prefers_long` picks the longest text among `_CANDIDATES` random tokens, which costs the matcher the most.
+    """
     import torch
     import xgrammar
 

@@ -1,4 +1,4 @@
-"""Fetches the vision tensors of prompts from the renderers that made them."""
+"""Fetches the vision tensors of prompts from the renderers that computed them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ _FIELD = "prompt.spans"
 
 
 class ImageFetcher:
-    """Fetches vision tensors from renderers, each image once for all who wait, and keeps them.
+    """Fetches vision tensors from renderers and caches them. Concurrent requests for one image share one fetch.
 
     Args:
-        vision: Knows what the tensors of an image must be; None for a model that takes text only.
-        limit_bytes: The most memory of kept tensors; what was used longest ago goes first.
-        default_source: Renderer to ask when a request names none.
-        timeout_s: How long a renderer may take.
+        vision: Declares the tensors that an image must have; None for a text model.
+        limit_bytes: The most bytes of cached tensors; the least recently used are evicted first.
+        default_source: The host:port of the renderer to ask when a request names none.
+        timeout_s: Seconds that a renderer may take to answer.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class ImageFetcher:
         self._clients: dict[str, RendererClient] = {}
 
     async def fetch(self, spans: Sequence[ImageSpan]) -> list[FeatureTensors]:
-        """The tensors of each span, in order.
+        """Returns the tensors of each span, in order.
 
-        Raises FeatureEvicted if the renderer no longer holds one or does not answer, InvalidInput if what it holds does
-        not fit the request, Internal if it is not what the request promises.
+        Raises FeatureEvicted if the renderer no longer holds an image or does not answer, InvalidInput if an image's
+        tensors do not fit the request, Internal if they are not the ones of which the request gives the digest.
         """
         return list(await asyncio.gather(*(self._fetch_one(span) for span in spans)))
 
     async def close(self) -> None:
-        """Gives up fetches and closes all channels."""
+        """Cancels the running fetches and closes all channels."""
         await self._fetches.cancel()
         for client in self._clients.values():
             await client.close()
@@ -67,9 +67,9 @@ class ImageFetcher:
         try:
             fetched = await self._client(source).fetch_features([feature.digest], self._timeout_s)
         except (NotFound, Unavailable, DeadlineExceeded) as error:
-            # A renderer that is gone has lost its images too. UNAVAILABLE would blame this sampler.
+            # A renderer that is gone has lost its images too. UNAVAILABLE would make clients blame this sampler.
             raise FeatureEvicted(
-                f"image {feature.digest} cannot be had from the renderer at {source}; render it again: {error.message}",
+                f"the renderer at {source} did not return image {feature.digest}; render it again: {error.message}",
                 digest=feature.digest,
             ) from error
         tensors = check_feature(feature, fetched.get(feature.digest))
@@ -82,5 +82,7 @@ class ImageFetcher:
             try:
                 self._clients[source] = RendererClient(source)
             except (grpc.RpcError, ValueError) as error:
-                raise InvalidInput(f"{source!r} is no host:port: {error}", field=_FIELD) from error
+                raise InvalidInput(
+                    f"the renderer's address {source!r} is not host:port: {error}", field=_FIELD
+                ) from error
         return self._clients[source]

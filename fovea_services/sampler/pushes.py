@@ -1,4 +1,4 @@
-"""How a snapshot comes in: join a group, check the manifest, receive, prove, load."""
+"""Receives snapshots: joins a transfer group, checks the manifest, receives, verifies the digest, and loads."""
 
 import asyncio
 import logging
@@ -23,19 +23,27 @@ _ADAPTER = weights_pb2.SNAPSHOT_KIND_ADAPTER
 
 @dataclass(frozen=True)
 class Ready:
-    """The receiver takes part in the broadcast."""
+    """The engine now takes part in the broadcast."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The snapshot can be sampled from."""
+    """The snapshot is loaded and can be sampled from.
+
+    Attributes:
+        digest: The digest of the received tensors.
+        pause_s: Seconds for which generation stood still.
+    """
 
     digest: str
     pause_s: float
 
 
 class SnapshotPushes:
-    """The receiving side of pushes. One snapshot at a time over each group; full weights one at a time over all."""
+    """The receiving side of snapshot pushes.
+
+    Each group carries one snapshot at a time, and full weights are loaded one at a time across all groups.
+    """
 
     def __init__(self, engine: WeightEngine, weights: WeightStore) -> None:
         self._engine = engine
@@ -43,7 +51,10 @@ class SnapshotPushes:
         self._groups: dict[str, asyncio.Lock] = {}
 
     async def join(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
-        """Joins a group; one of the same name is left first. Raises InvalidInput, or Unavailable if nobody meets."""
+        """Joins a group, after leaving an earlier group of the same name.
+
+        Raises InvalidInput for a malformed request, Unavailable if the members do not all join in time.
+        """
         _check_join(request)
         self._groups.pop(request.group_id, None)
         try:
@@ -57,7 +68,7 @@ class SnapshotPushes:
         )
 
     async def leave(self, group_id: str) -> None:
-        """Leaves a group. Unknown groups are no error."""
+        """Leaves a group. Leaving an unknown group does nothing."""
         self._groups.pop(group_id, None)
         await self._engine.leave_group(group_id)
 
@@ -71,8 +82,8 @@ class SnapshotPushes:
         """Receives one snapshot: yields Ready, then Loaded.
 
         Raises InvalidInput for a manifest that does not fit the model, FailedPrecondition for a group that was not
-        joined, Unavailable if the sender vanishes, Internal if other bytes arrive than were announced. Until Loaded the
-        weights that were there stay as they were.
+        joined, Unavailable if the sender vanishes, Internal if the received bytes differ from the announced ones. The
+        previous weights stay as they were until Loaded.
         """
         _check_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s
@@ -82,8 +93,8 @@ class SnapshotPushes:
             self._check(manifest)
             lock = self._groups.get(group_id)
             if lock is None:
-                raise FailedPrecondition(f"transfer group {group_id!r} does not stand; join it first", field="group_id")
-            async with _within(deadline, "another snapshot still arrives over this group"):
+                raise FailedPrecondition(f"transfer group {group_id!r} does not exist; join it first", field="group_id")
+            async with _within(deadline, "another snapshot is still arriving over this group"):
                 await lock.acquire()
             try:
                 async for phase in self._receive_alone(group_id, manifest, deadline):
@@ -106,7 +117,7 @@ class SnapshotPushes:
             yield await self._load(task_id, manifest, digest, deadline)
         finally:
             if not arrived:
-                # A broadcast that broke off leaves the members out of step: the group is of no use.
+                # A broadcast that broke off leaves the members at different positions: the group cannot be used again.
                 await run_to_end(self.leave(group_id))
             await run_to_end(self._engine.forget_task(task_id))
 
@@ -118,7 +129,7 @@ class SnapshotPushes:
             self._weights.check_adapter(snapshot.snapshot_id, snapshot.digest, _size_bytes(manifest))
 
     async def _take(self, task_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
-        """Waits for the tensors, which an adapter can be sampled with from then on; returns their digest."""
+        """Waits for the tensors and returns their digest. An adapter can be sampled from as soon as this returns."""
         snapshot = manifest.snapshot
         if snapshot.kind == _FULL or self._weights.holds_adapter(snapshot.snapshot_id):
             return await self._engine.wait_received(task_id, timeout_s)
@@ -134,7 +145,7 @@ class SnapshotPushes:
             )
         pause_s = 0.0
         if snapshot.kind == _FULL:
-            async with _within(deadline, "samples in flight kept the weights in place"):
+            async with _within(deadline, "requests in flight still sample from the current weights"):
                 pause_s = await self._weights.load_full(task_id, snapshot.snapshot_id)
             sampler_metrics.PAUSE_SECONDS.observe(pause_s)
         logger.info("loaded snapshot %r, %d bytes, pause %.3f s", snapshot.snapshot_id, _size_bytes(manifest), pause_s)
@@ -143,7 +154,7 @@ class SnapshotPushes:
 
 @asynccontextmanager
 async def _within(deadline: float, reason: str) -> AsyncIterator[None]:
-    """Turns the passing of a deadline of `time.monotonic` into DeadlineExceeded with a reason."""
+    """Raises DeadlineExceeded with `reason` once `time.monotonic()` passes `deadline`."""
     timeout = asyncio.timeout(max(deadline - time.monotonic(), 0))
     try:
         async with timeout:
@@ -158,7 +169,7 @@ def _check_join(request: sampler_pb2.JoinTransferGroupRequest) -> None:
     if not request.group_id:
         raise InvalidInput("group_id is empty", field="group_id")
     if not 0 < request.master_port < 65536:
-        raise InvalidInput(f"master_port is {request.master_port}", field="master_port")
+        raise InvalidInput(f"master_port is {request.master_port}, must be between 1 and 65535", field="master_port")
     if not 1 <= request.rank_offset < request.world_size:
         last = request.world_size - 1
         raise InvalidInput(

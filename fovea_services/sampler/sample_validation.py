@@ -1,4 +1,4 @@
-"""Refuses whatever would harm the engine. vLLM dies, for every tenant, or is silently wrong on malformed input."""
+"""Validates sample requests, because vLLM dies for all tenants, or returns wrong results, on malformed input."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from fovea_services.sampler.engine_api import Limits, SampleSpec, TargetRows
 
 
 class _Option(NamedTuple):
-    """One option of `SamplingParams`: what it is where it is absent, what it may be, and that in words."""
+    """One option of `SamplingParams`: its default, a test of valid values, and the same rule in words."""
 
     default: float
     takes: Callable[[float], bool]
@@ -44,8 +44,12 @@ _MESSAGE_MARGIN_BYTES = 4096
 
 
 def read_request(request: sampler_pb2.SampleRequest, limits: Limits, vision: VisionFamily | None) -> SampleSpec:
-    """The request, checked. Raises InvalidInput naming the field, ContextOverflow if the new tokens do not fit."""
-    # Positions may be there and are not used: the engine computes the same. `_read_max_tokens` checks the context.
+    """Validates a request and returns it as a SampleSpec.
+
+    Raises InvalidInput with the field that is wrong, ContextOverflow if the new tokens do not fit into the context.
+    """
+    # A prompt may carry positions; they are ignored, because the engine computes the same ones. `_read_max_tokens`
+    # checks the length of the context.
     taken = rendered_input.InputLimits(
         limits.vocabulary_size,
         needs_positions=False,
@@ -68,7 +72,7 @@ def read_request(request: sampler_pb2.SampleRequest, limits: Limits, vision: Vis
 
 
 def _read_targets(request: sampler_pb2.SampleRequest, prompt_length: int, vocabulary_size: int) -> TargetRows | None:
-    """The target tokens, or None. Raises InvalidInput naming the field that is malformed."""
+    """Returns the target tokens, or None. Raises InvalidInput with the field that is malformed."""
     if not request.HasField("target_tokens"):
         return None
     field = "target_tokens.token_ids"
@@ -104,44 +108,44 @@ def _check_last_n(request: sampler_pb2.SampleRequest, prompt_length: int) -> Non
 
 
 def _check_result_size(request: sampler_pb2.SampleRequest, prompt_length: int, targets: TargetRows | None) -> None:
-    """Raises InvalidInput if the prompt's results, which travel as one message, would not fit into it."""
+    """Raises InvalidInput if the prompt's results would not fit into one message."""
     room = MESSAGE_BYTES - _MESSAGE_MARGIN_BYTES - 4 * prompt_length
     if targets is not None:
         if 4 * targets.token_ids.size > room:
             raise InvalidInput(
-                f"target_tokens has {targets.token_ids.size} tokens; with a prompt of {prompt_length} one message "
-                f"carries the log-probabilities of at most {room // 4}",
+                f"target_tokens has {targets.token_ids.size} tokens; for a prompt of {prompt_length} tokens one "
+                f"message carries the log-probabilities of at most {room // 4}",
                 field="target_tokens",
             )
         room -= 4 * targets.token_ids.size
-    # Both an int32 id and a float32 log-probability per cell.
+    # Each alternative takes 8 bytes: an int32 id and a float32 log-probability.
     for field, k in (
         ("alt_token_count", request.alt_token_count),
         ("top_prompt_logprobs", request.top_prompt_logprobs),
     ):
         if 8 * k * prompt_length > room:
             raise InvalidInput(
-                f"{field} is {k}; of {prompt_length} prompt tokens one message carries at most "
-                f"{room // (8 * prompt_length)} beside what else is asked for",
+                f"{field} is {k}; for a prompt of {prompt_length} tokens one message carries at most "
+                f"{room // (8 * prompt_length)} beside the other requested results",
                 field=field,
             )
         room -= 8 * k * prompt_length
 
 
 def _check_experts(request: sampler_pb2.SampleRequest, token_count: int, limits: Limits) -> None:
-    """Raises InvalidInput if the experts of so many tokens cannot be told, or would not fit into one message."""
+    """Raises InvalidInput if the engine cannot return routed experts, or if they would not fit into one message."""
     field = "routed_experts"
     if not request.routed_experts:
         return
     if not limits.expert_row_bytes:
         raise InvalidInput(f"{field} is set, but {limits.experts_problem}; leave it out", field=field)
-    # Beside them travel an id and a log-probability for each token, and its alternatives.
+    # The same message carries an id and a log-probability for each token and for each of its alternatives.
     each = limits.expert_row_bytes + 8 * (1 + request.top_sample_logprobs)
     most = (MESSAGE_BYTES - _MESSAGE_MARGIN_BYTES) // each
     if token_count > most:
         raise InvalidInput(
-            f"{field} is set, and one message carries the experts of at most {most} tokens; prompt and max_tokens are "
-            f"{token_count}: ask for fewer",
+            f"{field} is set, and one message carries the experts of at most {most} tokens; the prompt and max_tokens "
+            f"are {token_count} together: lower max_tokens",
             field=field,
         )
 
@@ -168,7 +172,7 @@ def _read_max_tokens(params: sampler_pb2.SamplingParams, prompt_length: int, lim
     if wanted < 1:
         raise InvalidInput(f"{field} is {wanted}, must be at least 1", field=field)
     if wanted > room:
-        # Clients of the Tinker API look for this wording.
+        # Clients of the Tinker API search errors for this wording.
         raise ContextOverflow(
             f"Prompt length plus max_tokens exceeds the context: {prompt_length} prompt tokens + {wanted} max_tokens "
             f"> {limits.max_context}",
@@ -180,18 +184,18 @@ def _read_max_tokens(params: sampler_pb2.SamplingParams, prompt_length: int, lim
 def _check_stop_ids(token_ids: Sequence[int], limits: Limits) -> None:
     field = "params.stop.token_ids"
     if len(token_ids) > _MAX_STOPS:
-        raise InvalidInput(f"{field} lists {len(token_ids)} ids, at most {_MAX_STOPS}", field=field)
+        raise InvalidInput(f"{field} lists {len(token_ids)} ids, must list at most {_MAX_STOPS}", field=field)
     for number, token_id in enumerate(token_ids):
         if not 0 <= token_id < limits.vocabulary_size:
             raise InvalidInput(
-                f"{field}[{number}] is {token_id}; ids lie in 0 .. {limits.vocabulary_size - 1}", field=field
+                f"{field}[{number}] is {token_id}, must be between 0 and {limits.vocabulary_size - 1}", field=field
             )
 
 
 def _check_stop_strings(strings: Sequence[str]) -> None:
     field = "params.stop.strings"
     if len(strings) > _MAX_STOPS:
-        raise InvalidInput(f"{field} lists {len(strings)} strings, at most {_MAX_STOPS}", field=field)
+        raise InvalidInput(f"{field} lists {len(strings)} strings, must list at most {_MAX_STOPS}", field=field)
     for number, text in enumerate(strings):
         if not 1 <= len(text) <= _MAX_STOP_STRING:
             raise InvalidInput(
@@ -200,16 +204,16 @@ def _check_stop_strings(strings: Sequence[str]) -> None:
 
 
 def _check_structure(text: str) -> None:
-    """Raises InvalidInput for what is no JSON object, or too large to be compiled; vLLM reads the rest."""
+    """Raises InvalidInput for a text that is not a JSON object or is too long. vLLM checks the fields later."""
     field = "params.structured_outputs"
     if len(text) > _MAX_STRUCTURE:
-        raise InvalidInput(f"{field} has {len(text)} characters, at most {_MAX_STRUCTURE}", field=field)
+        raise InvalidInput(f"{field} has {len(text)} characters, must have at most {_MAX_STRUCTURE}", field=field)
     try:
         is_object = not text or isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise InvalidInput(f"{field} is no JSON object", field=field)
+        raise InvalidInput(f"{field} is not a JSON object", field=field)
 
 
 def _check_cache_salt(salt: str) -> None:

@@ -1,4 +1,4 @@
-"""Puts the sampler together and runs it until it is stopped or its engine dies."""
+"""Assembles the sampler and runs it until it is stopped or its engine dies."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,17 @@ _WARM_UP_TOKENS = 8
 
 
 async def serve(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity, started: float) -> int:
-    """Serves until a signal (returns 0) or until the engine dies (returns 70). `started` is of `time.monotonic`."""
+    """Serves until a signal stops the process or the engine dies.
+
+    Args:
+        settings: The sampler's settings.
+        engine: The launched engine.
+        capacity: The numbers of adapters that the engine can batch and hold.
+        started: The start of the process, by `time.monotonic`.
+
+    Returns:
+        The exit code: 0 after a signal, 70 after the engine's death.
+    """
     logger.info("%s", capacity)
     server = ServiceServer(settings, [SAMPLER_SERVICE])
     await engine.prepare()
@@ -71,10 +81,10 @@ async def serve(settings: SamplerSettings, engine: Engine, capacity: AdapterCapa
 
 
 async def _watch(engine: Engine, server: ServiceServer, service: SamplerService) -> None:
-    """Ends the service once the engine is dead. Requests in flight have failed by then: vLLM tells each of them."""
-    while not engine.dead:  # noqa: ASYNC110 - vLLM sets a flag and no event
+    """Stops the service once the engine is dead. By then vLLM has failed every request in flight with an error."""
+    while not engine.dead:  # noqa: ASYNC110 - vLLM sets a flag, not an event
         await asyncio.sleep(_WATCH_PERIOD_S)
-    logger.critical("the engine has died; this process exits with code %d and is to be restarted", EXIT_ENGINE_DIED)
+    logger.critical("the engine died; the process exits with code %d and must be restarted", EXIT_ENGINE_DIED)
     service.set_ready(False)
     await server.set_serving(False)
     server.request_stop()
@@ -97,7 +107,7 @@ def _facts(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity)
 
 
 async def _warm_up(engine: SampleEngine, vision: VisionFamily | None, limits: Limits) -> None:
-    """One sample of each kind before the first request, so that it is as quick as later ones.
+    """Draws one sample of each kind, so that the first request is as fast as later ones.
 
     Draws greedily and with a temperature, with and without logprobs; from an image too if the model takes any.
 

@@ -1,4 +1,4 @@
-"""`fovea.api.v1.SamplerService`: each method decodes, makes one call, and encodes."""
+"""The gRPC service `fovea.api.v1.SamplerService`. Each method decodes, makes one call, and encodes the result."""
 
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -30,7 +30,7 @@ _FINISH = {
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What does not change while an engine runs."""
+    """The properties of an engine that do not change while it runs."""
 
     model: str
     instance_id: str
@@ -46,7 +46,7 @@ class EngineInfo:
 
 
 class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
-    """The sampler over gRPC."""
+    """Serves an engine over gRPC."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self._ready = False
 
     def set_ready(self, ready: bool) -> None:
-        """Whether samples are taken; before the warm-up and after the engine's death they are not."""
+        """Accepts or refuses samples. They are refused before the warm-up has ended and after the engine's death."""
         self._ready = ready
 
     async def GetSamplerInfo(  # noqa: N802
@@ -164,7 +164,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
 
     def _require_ready(self) -> None:
         if not self._ready:
-            raise Unavailable("the sampler is not serving: its engine is starting or has died")
+            raise Unavailable("the sampler is not serving: its engine is still starting or has died")
 
 
 def _encode(event: Event, snapshot_id: str) -> sampler_pb2.SampleResponse:

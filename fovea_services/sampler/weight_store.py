@@ -1,6 +1,7 @@
-"""The weights that can be sampled from: the resident full parameters, and the adapters on the base model.
+"""The weights that requests can sample from: the resident full parameters, and the adapters on the base model.
 
-The one record of who holds what in this process; the engine's workers keep the tensors, by names that are given here.
+This is the only record in this process of loaded snapshots and of the requests that use them. The engine's workers hold
+the tensors, under the names that this module assigns.
 """
 
 import asyncio
@@ -18,13 +19,13 @@ from fovea_services.sampler import sampler_metrics
 from fovea_services.sampler.engine_api import AdapterName, WeightEngine
 
 BASE = ""
-"""Snapshot id of the base model."""
+"""The snapshot id of the base model."""
 _MOST_QUARANTINED = 10_000
 
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """One adapter version in the engine."""
+    """One adapter version that the engine holds. `drained` is set while no request uses it."""
 
     snapshot_id: str
     engine_name: AdapterName
@@ -35,7 +36,7 @@ class HeldAdapter:
 
     @contextmanager
     def in_use(self) -> Iterator[AdapterName]:
-        """Keeps the adapter in the engine."""
+        """Keeps the adapter in the engine for the duration of the block."""
         self.user_count += 1
         self.drained.clear()
         try:
@@ -47,11 +48,13 @@ class HeldAdapter:
 
 
 class AdapterCache:
-    """The held adapters, least recently used first. Knows nothing of the engine: callers tell it what leaves.
+    """The record of held adapters, in the order of their last use.
+
+    It does not call the engine: its callers free the adapters that it selects for eviction.
 
     Args:
         max_count: The most adapters.
-        max_bytes: The most memory of all of them.
+        max_bytes: The most bytes of all adapters together.
     """
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
@@ -65,21 +68,22 @@ class AdapterCache:
         return list(self._held)
 
     def find(self, snapshot_id: str) -> HeldAdapter | None:
-        """The adapter, which is now the one used last, or None."""
+        """Returns the adapter and marks it as the most recently used one, or returns None."""
         held = self._held.get(snapshot_id)
         if held is not None:
             self._held.move_to_end(snapshot_id)
         return held
 
     def name_anew(self, snapshot_id: str) -> AdapterName:
-        """A name for the engine that was never used."""
+        """Returns a name for the engine that has never been used before."""
         number = next(self._numbers)
         return AdapterName(f"{snapshot_id}#{number}", number)
 
     def leaving_for(self, size_bytes: int) -> list[HeldAdapter]:
-        """The idle adapters, least recently used first, that must leave before one more of this size fits.
+        """Returns the idle adapters to evict, least recently used first, to make room for one of `size_bytes`.
 
-        Raises ResourceExhausted if that is not enough: adapters in use never leave, nor do those on their way.
+        Raises ResourceExhausted if evicting all idle ones is not enough. Adapters in use and adapters that are still
+        arriving are never evicted.
         """
         leaving: list[HeldAdapter] = []
         count = len(self._held) + len(self._arriving)
@@ -99,12 +103,12 @@ class AdapterCache:
 
     @contextmanager
     def room_for(self, size_bytes: int) -> Iterator[list[HeldAdapter]]:
-        """Keeps room for one more adapter; gives those that leave for it, which no request can use from now on.
+        """Reserves room for one more adapter and yields the evicted adapters, which new requests can no longer use.
 
         Raises ResourceExhausted as `leaving_for` does.
         """
         leaving = self.leaving_for(size_bytes)
-        for held in leaving:  # all before anybody else runs: an idle one may be asked for the next moment
+        for held in leaving:  # without an await in between: another task could begin to use an idle adapter
             self.take_out(held.snapshot_id)
         self._arriving.append(size_bytes)
         try:
@@ -113,23 +117,23 @@ class AdapterCache:
             self._arriving.remove(size_bytes)
 
     def add(self, held: HeldAdapter) -> None:
-        """Puts an adapter in, as the one used last."""
+        """Adds an adapter as the most recently used one."""
         self._held[held.snapshot_id] = held
         sampler_metrics.ADAPTERS.set(len(self._held))
 
     def take_out(self, snapshot_id: str) -> HeldAdapter | None:
-        """Makes an adapter unknown to new requests; those that use it go on."""
+        """Hides an adapter from new requests. Requests that already use it continue."""
         held = self._held.pop(snapshot_id, None)
         sampler_metrics.ADAPTERS.set(len(self._held))
         return held
 
 
 class WeightStore:
-    """Hands weights out to requests, and changes them when no request stands in the way.
+    """Holds weights in place for requests, and changes them only when no request uses them.
 
     Args:
-        engine: Where the weights are.
-        adapters: Keeps count of those that `engine` holds.
+        engine: The engine that holds the tensors.
+        adapters: The record of the adapters that `engine` holds.
     """
 
     def __init__(self, engine: WeightEngine, adapters: AdapterCache) -> None:
@@ -142,15 +146,18 @@ class WeightStore:
 
     @property
     def resident_snapshot_id(self) -> str | None:
-        """The full weights in place; the empty string is the base model, None is a model left half-loaded."""
+        """The snapshot id of the full weights: empty for the base model, None after a load that failed half-way."""
         return self._resident
 
     def adapter_snapshot_ids(self) -> list[str]:
-        """Adapters that can be sampled from now. They are deltas on the base model: on other weights, none can."""
+        """Returns the adapters that can be sampled from now.
+
+        Adapters are deltas on the base model. While other full weights are loaded, none can be sampled from.
+        """
         return self._adapters.snapshot_ids() if self._resident == BASE else []
 
     def holds_adapter(self, snapshot_id: str) -> bool:
-        """Whether an adapter is held, which is now the one used last."""
+        """Returns True if the adapter is held, and marks it as the most recently used one."""
         return self._adapters.find(snapshot_id) is not None
 
     def check_adapter(self, snapshot_id: str, digest: str, size_bytes: int) -> None:
@@ -162,9 +169,9 @@ class WeightStore:
             raise AlreadyExists(f"snapshot {snapshot_id} is held with digest {held.digest}; snapshots never change")
 
     def require(self, snapshot_id: str) -> HeldAdapter | None:
-        """The adapter of a loaded snapshot, None for full weights.
+        """Returns the adapter of a loaded snapshot, or None if the snapshot is the resident full weights.
 
-        Raises NotFinite for a quarantined snapshot, SnapshotNotLoaded for any that is not loaded.
+        Raises NotFinite for a quarantined snapshot, SnapshotNotLoaded for one that is not loaded.
         """
         if (reason := self._quarantined.get(snapshot_id)) is not None:
             raise NotFinite(reason, snapshot_id=snapshot_id)
@@ -178,27 +185,27 @@ class WeightStore:
         return held
 
     def quarantine(self, snapshot_id: str, found: str) -> NotFinite:
-        """Refuses a snapshot from now on; returns the error that says so. Snapshots never change, so for good.
+        """Refuses a snapshot permanently, since snapshots never change, and returns the error to raise.
 
-        The base model is not refused: a request that it cannot compute must not end its use by all others.
+        The base model is not refused: one request that it cannot compute must not stop all other requests to it.
 
         Args:
             snapshot_id: The snapshot that was sampled from.
-            found: What is wrong with its answers.
+            found: A clause that states what is wrong with its results.
         """
         if snapshot_id == BASE:
             return NotFinite(f"{found}. The base model cannot compute this request: change its prompt or images")
         reason = (
             f"snapshot {snapshot_id!r} cannot be sampled: {found}, so its weights are too large for the model's "
             "arithmetic. This sampler refuses it from now on. Sample an earlier snapshot; or load an earlier "
-            "checkpoint, train on with a lower learning rate or with grad_clip_norm, and save again"
+            "checkpoint, continue training with a lower learning rate or with grad_clip_norm, and save again"
         )
         self._quarantined[snapshot_id] = reason
         return NotFinite(reason, snapshot_id=snapshot_id)
 
     @asynccontextmanager
     async def use(self, snapshot_id: str) -> AsyncIterator[AdapterName | None]:
-        """Holds a snapshot in place while a request samples from it. Raises as `require` does."""
+        """Keeps a snapshot loaded while a request samples from it. Raises as `require` does."""
         async with self._lock.shared():
             held = self.require(snapshot_id)
             if held is None:
@@ -208,10 +215,10 @@ class WeightStore:
                 yield name
 
     async def hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int, timeout_s: float) -> str:
-        """Makes an adapter ready to sample from once it has arrived; returns its digest, and holds no other one.
+        """Waits for an adapter and makes it ready to sample from if its digest is `digest`; returns its digest.
 
-        Idle adapters leave for it at once, while it arrives. Raises ResourceExhausted if all others are in use,
-        Unavailable if it does not arrive.
+        Idle adapters are evicted at once, while it is still arriving. Raises ResourceExhausted if all others are in
+        use, Unavailable if the adapter does not arrive.
         """
         with self._adapters.room_for(size_bytes) as leaving:
             await run_to_end(self._forget(leaving))
@@ -224,12 +231,12 @@ class WeightStore:
             if arrived == digest:
                 if self._adapters.find(snapshot_id) is None:
                     self._adapters.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
-                else:  # another group brought the same snapshot meanwhile
+                else:  # the same snapshot arrived over another group meanwhile
                     await run_to_end(self._engine.forget_adapter(name))
         return arrived
 
     async def load_full(self, task_id: str, snapshot_id: str) -> float:
-        """Puts full weights that have arrived into the model; returns the seconds of standstill.
+        """Loads received full weights into the model; returns the seconds for which generation stood still.
 
         Waits for the requests in flight. After a failure nothing can be sampled until full weights are pushed again.
         """
@@ -237,10 +244,10 @@ class WeightStore:
             return await run_to_end(self._load_full(task_id, snapshot_id))
 
     async def drop(self, snapshot_id: str) -> None:
-        """Forgets an adapter once its requests have ended. Full weights stay until others are pushed."""
+        """Frees an adapter once its requests have ended. Full weights stay until others are pushed."""
         held = self._adapters.take_out(snapshot_id)
         if held is not None:
-            # The caller may give up waiting; the engine must still get rid of it.
+            # The caller may stop waiting; the engine must still free the adapter.
             await asyncio.shield(self._dropping.start(self._forget([held]), f"dropping {snapshot_id}"))
 
     async def _load_full(self, task_id: str, snapshot_id: str) -> float:

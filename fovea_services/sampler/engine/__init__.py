@@ -1,1 +1,1 @@
-"""All that touches vLLM. `launch` and `engine` run in the service's process, the rest in the engine's workers."""
+"""All code that imports vLLM. Some modules run in the service's process, the others in the engine's workers."""

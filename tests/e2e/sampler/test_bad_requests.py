@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
     "no renderer there": (
         set_feature(source="127.0.0.1:9", digest=hashlib.sha256(b"elsewhere").hexdigest()),
         FeatureEvicted,
-        "cannot be had from",
+        "did not return image",
     ),
     "claimed size": (set_feature(size_bytes=5), InvalidInput, "size_bytes"),
     "claimed tokens": (set_feature(token_count=5), InvalidInput, "token_count"),

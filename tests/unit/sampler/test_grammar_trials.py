@@ -68,7 +68,7 @@ async def test_grammars_that_take_too_much_are_refused_by_name_and_others_are_no
     for bomb in bombs:
         said_of_it = await refusal(trials, bomb)
         assert said_of_it.startswith("params.structured_outputs "), bomb
-        assert "of processor time for a token; lower its repetition counts" in said_of_it, bomb
+        assert "of processor time per token; lower its repetition counts" in said_of_it, bomb
     wrong = await refusal(trials, {"regex": "[0-9"})
     assert wrong.startswith(
         "params.structured_outputs params.structured_outputs: the regex is not valid: Regex parsing"
