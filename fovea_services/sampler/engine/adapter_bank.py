@@ -1,7 +1,7 @@
-"""Adapters from memory: the worker keeps each as one flat tensor, and vLLM loads it from there whenever it wants.
+"""Holds adapters in a worker's memory, each as one flat tensor from which vLLM loads it whenever it needs it.
 
-What comes in on the GPU goes into vLLM's slots without a detour over the host; it follows to host memory behind the
-engine's back, where there is room for many.
+An adapter that arrives on the GPU is loaded into vLLM's slots directly. A background thread then moves the flat tensor
+to host memory, which has room for many adapters.
 """
 
 import math
@@ -27,7 +27,7 @@ _MAX_LAYOUTS = 32
 
 @dataclass(frozen=True)
 class _Layout:
-    """What adapters of one layout have in common: where vLLM wants them, and the pieces that are B."""
+    """The plan that all adapters of one layout share, and the slices of their flat tensors that are B factors."""
 
     plan: SlotPlan
     scaled: list[Piece]
@@ -40,12 +40,12 @@ class _Kept:
 
 
 class AdapterBank:
-    """The tensors of the adapters that one worker holds, by vLLM name. Names are never used twice.
+    """The tensors of the adapters that one worker holds, by their vLLM name. A name is never reused.
 
-    Which adapters are held is the service's decision (`weight_store`), told by `keep` and `forget`.
+    The service (`weight_store`) decides which adapters are held and calls `keep` and `forget`.
 
     Args:
-        worker_manager: vLLM's LRUCacheWorkerLoRAManager; which adapters it has in its slots stays its own business.
+        worker_manager: vLLM's LRUCacheWorkerLoRAManager. It decides itself which adapters are in its slots.
     """
 
     def __init__(self, worker_manager: Any) -> None:
@@ -57,9 +57,10 @@ class AdapterBank:
         self._copier: HostCopier | None = None
 
     def build(self, arrival: Arrival) -> PlannedAdapter:
-        """An adapter that has arrived, ready for vLLM; takes its bytes. May run beside the engine.
+        """Converts a received adapter into the form that vLLM loads, and consumes its bytes.
 
-        Raises ValueError or TypeError if vLLM has no use for it.
+        It may run on another thread while the engine computes. Raises ValueError or TypeError if vLLM cannot use the
+        adapter.
         """
         manifest = arrival.manifest
         dtype: torch.dtype = self._manager.lora_config.lora_dtype
@@ -72,7 +73,10 @@ class AdapterBank:
         return PlannedAdapter(flat, manifest.lora.rank, layout.plan)
 
     def keep(self, name: str, lora_id: int, adapter: PlannedAdapter) -> None:
-        """Takes an adapter and has vLLM load it once, so that a bad one fails here; twice is no error."""
+        """Stores an adapter and lets vLLM load it once, so that an unusable one fails here.
+
+        Does nothing if the name is already stored.
+        """
         if name in self._kept:
             return
         self._kept[name] = _Kept(lora_id, adapter)
@@ -86,7 +90,7 @@ class AdapterBank:
             threading.Thread(target=_to_host, args=(adapter, self._copier), name=f"to-host-{name}", daemon=True).start()
 
     def forget(self, name: str) -> None:
-        """Frees an adapter that no request uses any more. Unknown names are no error."""
+        """Frees an adapter that no request uses any more. Unknown names are ignored."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._manager.remove_adapter(kept.lora_id)
@@ -126,9 +130,10 @@ class AdapterBank:
 
 
 def _of_values(tensors: Mapping[str, torch.Tensor], text: Any) -> dict[str, torch.Tensor]:
-    """An adapter's part of keys once more as that of values, in layers whose keys are their values (Gemma 4 31B).
+    """Returns copies of the k_proj factors under the name v_proj, for layers that use their keys as values.
 
-    vLLM multiplies by such a layer's weight twice, and would adapt it once.
+    Such layers (full attention in Gemma 4 31B) have one weight for both. vLLM multiplies by it twice, as k_proj and as
+    v_proj, and would apply the adapter only to the first.
     """
     if not getattr(text, "attention_k_eq_v", False):
         return {}
@@ -141,7 +146,7 @@ def _of_values(tensors: Mapping[str, torch.Tensor], text: Any) -> dict[str, torc
 
 
 def _cut(manifest: weights_pb2.SnapshotManifest) -> Iterator[tuple[str, Piece]]:
-    """(name, piece) of each tensor of an adapter's flat tensor, where they are padded as on the wire."""
+    """Yields the name and the slice of each tensor in an adapter's flat tensor, padded as on the wire."""
     start = 0
     for spec in manifest.tensors:
         strides = [math.prod(spec.shape[place + 1 :]) for place in range(len(spec.shape))]

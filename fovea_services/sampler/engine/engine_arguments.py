@@ -1,4 +1,4 @@
-"""The rest of vLLM's engine arguments, which no setting of Fovea names, checked before the engine starts."""
+"""Validates the `engine_arguments` setting: arguments of vLLM's engine that have no setting of their own in Fovea."""
 
 import dataclasses
 import difflib
@@ -29,14 +29,16 @@ SETTING_OF = {
     name: name
     for name in ("model", "dtype", "kv_cache_dtype", "block_size", "max_lora_rank", "max_loras", "max_cpu_loras")
 }
-"""Settings of the sampler by the engine arguments that follow from them."""
+"""Engine arguments that Fovea derives from a setting, and the name of that setting."""
 
 _ANOTHER_MODEL = "renderer, trainer and sampler must read the same model"
-_OTHER_NUMBERS = "the trainer rounds neither weights nor the inputs of layers, and would train another model"
-_ONE_ENGINE = "a push has to reach every worker, and find whole layers there; for more samplers start more of them"
-_OWN_EXPERTS = "Fovea has a scheduler that passes on the experts of tokens: a request asks for routed_experts"
-_GUESSES = "with guessed tokens vLLM tells log-probabilities after top-k and top-p, on a CPU none at all (NaN)"
-_OTHER_DRAWS = "tokens would be drawn from another distribution than their log-probabilities are of"
+_OTHER_NUMBERS = "the trainer rounds neither weights nor layer inputs, so the two would compute different models"
+_ONE_ENGINE = "a push must reach every worker and find whole layers there; to scale out, start more samplers"
+_OWN_EXPERTS = "Fovea's own scheduler returns the experts of tokens: set routed_experts in a request instead"
+_GUESSES = (
+    "with speculative tokens vLLM returns log-probabilities after top-k and top-p, and on a CPU none at all (NaN)"
+)
+_OTHER_DRAWS = "the log-probabilities would not be those of the distribution from which tokens are drawn"
 _REASONS = {
     _ANOTHER_MODEL: "model_weights tokenizer tokenizer_mode tokenizer_revision revision code_revision hf_config_path"
     " config_format runner convert model_impl model_class_overrides trust_remote_code language_model_only"
@@ -52,18 +54,18 @@ _REASONS = {
     _OWN_EXPERTS: "scheduler_cls enable_return_routed_experts aux_output_config",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Why an engine argument that Fovea leaves at vLLM's default must stay there."""
+"""Engine arguments that must keep vLLM's default, and the reason."""
 
 
 def checked(given: Mapping[str, Any], made: Collection[str]) -> dict[str, Any]:
-    """The arguments of `given`, in vLLM's types.
+    """Returns the arguments of `given`, converted to vLLM's types.
 
     Args:
-        given: By the names of vLLM's AsyncEngineArgs.
-        made: Names that Fovea makes itself.
+        given: Values by the field names of vLLM's AsyncEngineArgs.
+        made: Names of the arguments that Fovea sets itself.
 
-    Raises ValueError that names the argument, for one that vLLM does not know, that Fovea makes, that would break what
-    Fovea promises, or that has a type which vLLM does not take.
+    Raises ValueError, naming the argument, for an argument that vLLM does not know, that Fovea sets itself, that would
+    break a guarantee of Fovea, or that has a wrong type.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -83,22 +85,22 @@ def checked(given: Mapping[str, Any], made: Collection[str]) -> dict[str, Any]:
 
 
 def check_expert_parallel(settings: SamplerSettings, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for expert parallelism where there are no experts, or nobody to share them."""
+    """Raises ValueError for expert parallelism on one device or for a model without experts."""
     if not settings.expert_parallel:
         return
     if settings.tensor_parallel == 1:
-        raise ValueError("--expert-parallel spreads experts over --tensor-parallel devices, of which there is 1")
+        raise ValueError("--expert-parallel spreads experts over several devices; set --tensor-parallel above 1")
     if not model_files.experts_of(config):
         raise ValueError(f"--expert-parallel: {settings.model} has no experts")
 
 
 def in_one_line(error: ValidationError) -> str:
-    """Each place and what is wrong there."""
+    """Returns the location and the message of each error, separated by semicolons."""
     return "; ".join(": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"]))) for e in error.errors())
 
 
 def _member(kind: Any, value: Any) -> Any:
-    """The member of an enumeration that has this name, as on vLLM's command line; pydantic asks for values."""
+    """Returns the enumeration member named `value`, as vLLM's command line does. Pydantic accepts only values."""
     for option in (kind, *get_args(kind)):
         if isinstance(option, EnumType) and isinstance(value, str) and value in option.__members__:
             return option[value]
@@ -106,13 +108,13 @@ def _member(kind: Any, value: Any) -> Any:
 
 
 def _problem(name: str, known: Collection[str], made: Collection[str]) -> str:
-    """Why an argument of that name is not taken; empty if it is."""
+    """Returns the reason why an argument of that name is refused, or an empty string if it is accepted."""
     if name in SETTING_OF:
-        return f"{name} follows from Fovea's own --{SETTING_OF[name].replace('_', '-')}; set that"
+        return f"{name} follows from Fovea's own --{SETTING_OF[name].replace('_', '-')}; set that instead"
     if name in REFUSED:
-        return f"{name} stays at vLLM's default: {REFUSED[name]}"
+        return f"{name} must keep vLLM's default: {REFUSED[name]}"
     if name in made:
-        return f"{name} needs the value that Fovea gives it"
+        return f"{name} must keep the value that Fovea gives it"
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         return f"vLLM has no engine argument {name}" + (f"; the nearest is {near[0]}" if near else "")

@@ -1,4 +1,4 @@
-"""Where full weights wait until they are whole; from the GPU to host memory, without holding the engine up."""
+"""Chooses the memory for arriving snapshots, and copies from GPU to host without delaying the engine."""
 
 import logging
 import threading
@@ -8,49 +8,49 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# What kernels and torch's allocator may still ask for while a snapshot waits on the GPU.
+# Memory that kernels and torch's allocator may still request while a snapshot waits on the GPU.
 _WORKING_BYTES = 2 * 2**30
-# Of the memory that would be KV cache, the most that "auto" keeps free for a snapshot.
+# The largest fraction of the KV cache's memory that "auto" reserves for a snapshot.
 _MOST_OF_CACHE = 1 / 3
-# Large enough that the bus is busy, small enough to stay pinned for good.
+# Large enough to keep the bus busy, small enough to stay pinned permanently.
 _PIECE_BYTES = 32 * 2**20
 
 
 def room_for_pushes(
     wanted: Literal["auto", "always", "never"], weights_bytes: int, engine_bytes: int, tensor_parallel: int
 ) -> int:
-    """Bytes of each GPU that the KV cache must leave free so that full weights can wait there; 0 to leave none.
+    """Returns the bytes of each GPU that the KV cache must leave free for arriving full weights; 0 to reserve none.
 
     Args:
-        wanted: As the setting `full_push_room` has it.
-        weights_bytes: Of the whole model: each worker receives all of it.
-        engine_bytes: What the engine may take of each GPU.
-        tensor_parallel: GPUs that share the model.
+        wanted: The setting `full_push_room`.
+        weights_bytes: Bytes of the whole model: each worker receives all of it.
+        engine_bytes: Bytes of each GPU that the engine may use.
+        tensor_parallel: GPUs over which the model is split.
 
-    Raises ValueError if `always` leaves no cache.
+    Raises ValueError if `always` would leave no KV cache.
     """
     room = weights_bytes + _WORKING_BYTES
     cache = engine_bytes - weights_bytes // tensor_parallel
     if wanted == "always" and room >= cache:
         raise ValueError(
-            f"--full-push-room always takes {room / 2**30:.1f} GiB of each GPU, and beside the model the engine has "
-            f"{cache / 2**30:.1f}: take auto or never, a larger --gpu-memory-fraction, or more GPUs"
+            f"--full-push-room always needs {room / 2**30:.1f} GiB of each GPU, but beside the model the engine has "
+            f"{cache / 2**30:.1f} GiB: use auto or never, a larger --gpu-memory-fraction, or more GPUs"
         )
     return room if wanted == "always" or (wanted == "auto" and room <= cache * _MOST_OF_CACHE) else 0
 
 
 class SnapshotOffload:
-    """Finds a place where what arrives waits until it is whole: on the device if there is room, else in pinned memory.
+    """Chooses the memory of an arriving snapshot: the device if there is room, else pinned host memory.
 
-    Full weights from pinned memory stop sampling for the time that the bus takes; from ordinary memory, which the
-    driver copies through a small buffer of its own, for over a second for 9 GB (measured), and launches of the engine
-    wait the while. Pinned memory costs no KV cache. The first push that needs it allocates it, and torch keeps it for
-    the next.
+    Loading full weights from pinned memory pauses sampling for the transfer time of the bus. Loading them from ordinary
+    memory, which the driver copies through a small buffer of its own, pauses sampling for over a second for 9 GB
+    (measured), because the engine's kernel launches wait meanwhile. Pinned memory costs no KV cache. The first push
+    that needs pinned memory allocates it, and torch caches it for later pushes.
 
     Args:
-        device: Where broadcasts arrive.
-        stream: On which they do; None on a CPU.
-        working_bytes: GPU memory that must stay free beside what waits.
+        device: The device on which broadcasts arrive.
+        stream: The CUDA stream on which they arrive; None on a CPU.
+        working_bytes: GPU memory that must stay free beside an arriving snapshot.
     """
 
     def __init__(self, device: torch.device, stream: Any = None, working_bytes: int = _WORKING_BYTES) -> None:
@@ -60,14 +60,14 @@ class SnapshotOffload:
         self._can_pin = device.type == "cuda"
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether that much may wait on the device itself."""
+        """Returns True if a snapshot of this size may wait on the device itself."""
         if self._device.type != "cuda":
             return True
         lacking_bytes = size_bytes + self._working_bytes - torch.cuda.mem_get_info(self._device)[0]
         return lacking_bytes < 0 or lacking_bytes < self._left_bytes()
 
     def _left_bytes(self) -> int:
-        """What earlier snapshots took, and torch keeps for the next ones on their stream."""
+        """Returns the bytes that earlier snapshots used and that torch's allocator keeps cached for this stream."""
         own = self._device.index, getattr(self._stream, "cuda_stream", None)
         segments: list[Any] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(
@@ -75,30 +75,33 @@ class SnapshotOffload:
         )
 
     def to_host(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A copy of uint8 [n] in host memory, whole once the current stream has come to here."""
+        """Returns a copy of `buffer`, uint8 [n], in host memory.
+
+        It is complete once the current stream reaches here.
+        """
         if self._can_pin:
             try:
                 pinned = torch.empty(buffer.numel(), dtype=torch.uint8, pin_memory=True)
                 return pinned.copy_(buffer, non_blocking=True)
-            except RuntimeError as error:  # locked memory is limited, or there is none left
+            except RuntimeError as error:  # the limit on locked memory is exceeded, or memory is exhausted
                 self._can_pin = False
                 logger.warning(
-                    "snapshots wait in ordinary host memory, and full weights stop sampling for about 0.13 s per GB: "
-                    "memory cannot be pinned (%s). Allow more locked memory, or leave room on the GPU by "
-                    "--full-push-room always",
+                    "memory cannot be pinned (%s): snapshots now wait in ordinary host memory, and loading full "
+                    "weights pauses sampling for about 0.13 s per GB. Allow more locked memory, or reserve GPU memory "
+                    "with --full-push-room always",
                     error,
                 )
         return buffer.to("cpu")
 
 
 class HostCopier:
-    """Copies through one small buffer that the GPU writes to by itself.
+    """Copies tensors from a GPU to host memory through one small pinned buffer.
 
-    A plain `tensor.cpu()` of an adapter keeps the driver busy, and every kernel launch of the engine waits: a second of
-    standstill for 1 GB, measured.
+    A plain `tensor.cpu()` of an adapter keeps the driver busy, so that every kernel launch of the engine waits: a pause
+    of one second for 1 GB (measured). Into pinned memory the GPU writes by itself.
 
     Args:
-        device: Where tensors come from.
+        device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,7 +110,10 @@ class HostCopier:
         self._lock = threading.Lock()
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in ordinary host memory. What made it must be done; safe to use from several threads."""
+        """Returns a copy of the tensor in ordinary host memory. It may be called from several threads.
+
+        The kernels that write `tensor` must have finished: the copy runs on a stream that does not wait for them.
+        """
         source = tensor.contiguous().reshape(-1).view(torch.uint8)
         copy = torch.empty(source.numel(), dtype=torch.uint8)
         with self._lock, torch.cuda.stream(self._stream):

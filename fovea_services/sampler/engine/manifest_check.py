@@ -1,4 +1,4 @@
-"""Checks a manifest against the model before anything is sent: vLLM leaves a half-loaded model behind otherwise."""
+"""Checks a manifest against the model before any tensor is sent, because vLLM would fail with a half-loaded model."""
 
 import json
 import math
@@ -12,25 +12,25 @@ from fovea.wire.manifest import layout_of
 
 Shape = tuple[int, ...]
 Rename = Callable[[str], str]
-"""Maps a checkpoint's parameter name to vLLM's, so that old and new spellings of a checkpoint compare equal."""
+"""Maps a checkpoint's parameter name to vLLM's, so that old and new spellings of one name compare equal."""
 ExpertSizes = tuple[int, int, int]
-"""Number of experts, width of one, width of the model."""
+"""The number of experts, the inner width of one expert, and the width of the model."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_PASSED = 256
 _PEFT_PREFIX = "base_model.model."
 EXPERT_PARTS = ("w1", "w2", "w3")
-"""Gate, down and up of experts, as vLLM and adapters call them."""
+"""The gate, down and up projections of experts, as vLLM and adapters name them."""
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
-    """Shapes of all tensors of a checkpoint, read from its safetensors headers.
+    """Returns the shapes of all tensors of a checkpoint, by name, from the headers of its safetensors files.
 
     Raises FileNotFoundError if there is no safetensors file.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{directory} holds no *.safetensors file")
+        raise FileNotFoundError(f"{directory} contains no *.safetensors file")
     shapes: dict[str, Shape] = {}
     for file in files:
         with file.open("rb") as stream:
@@ -40,31 +40,32 @@ def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
 
 
 def check_biases(names: Iterable[str], rename: Rename, modules: Mapping[str, Any]) -> None:
-    """Raises ValueError for a checkpoint with biases that vLLM has no place for: it drops them without a word.
+    """Raises ValueError if the checkpoint has biases for layers that vLLM built without one; vLLM drops them silently.
 
     Args:
-        names: Of the checkpoint's tensors.
-        modules: vLLM's layers that take LoRA, by name.
+        names: The names of the checkpoint's tensors.
+        rename: Maps them to vLLM's names.
+        modules: vLLM's layers that support LoRA, by name.
     """
     for name in names:
         module = modules.get(rename(name).removesuffix(".bias")) if name.endswith(".bias") else None
         if module is not None and module.base_layer.bias is None:
             raise ValueError(
-                f"vLLM leaves out {name}, which the checkpoint has: its config.json lacks what vLLM goes by, mostly "
-                "attention_bias or mlp_bias"
+                f"vLLM would ignore {name} of the checkpoint, because config.json does not announce biases: set the "
+                "entry that does, usually attention_bias or mlp_bias"
             )
 
 
 class ManifestChecker:
-    """Knows the model's parameters and which of its modules an adapter may change.
+    """Checks manifests against the model's parameters and the modules that an adapter may change.
 
     Args:
-        shapes: Checkpoint shapes by checkpoint name.
-        rename: To vLLM's names.
-        left_out: Checkpoint names of what vLLM does not load, which need not be sent.
-        adaptable: vLLM's names of the modules that take LoRA.
-        max_rank: The largest rank; 0 if the engine takes no adapters.
-        experts: vLLM's names of those modules among them that are many experts, and their sizes.
+        shapes: The shapes of the checkpoint's tensors, by name.
+        rename: Maps the checkpoint's names to vLLM's.
+        left_out: Checkpoint names of tensors that vLLM does not load; a push may omit them.
+        adaptable: vLLM's names of the modules that support LoRA.
+        max_rank: The largest rank; 0 if the engine supports no adapters.
+        experts: vLLM's names of the modules among them that contain experts, and their sizes.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ManifestChecker:
         self._tie_head(shapes)
 
     def problem(self, manifest: weights_pb2.SnapshotManifest) -> str:
-        """What is wrong with a manifest, or the empty string."""
+        """Returns the problem of a manifest, or an empty string."""
         if manifest.bucket_bytes <= 0:
             return f"bucket_bytes is {manifest.bucket_bytes}, must be positive"
         if not manifest.tensors:
@@ -95,7 +96,7 @@ class ManifestChecker:
         if manifest.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER and not (math.isfinite(alpha) and alpha > 0):
             return f"lora.alpha is {alpha}, must be positive"
         key = (manifest.snapshot.kind, manifest.lora.rank, layout_of(manifest))
-        if key in self._passed:  # as each version of an adapter but its first
+        if key in self._passed:  # true for every version of an adapter but the first
             return ""
         problem = self._problem_of_tensors(manifest)
         if not problem and len(self._passed) < _MAX_PASSED:
@@ -117,7 +118,7 @@ class ManifestChecker:
         return f"snapshot.kind {manifest.snapshot.kind} is not known"
 
     def _tie_head(self, shapes: Mapping[str, Shape]) -> None:
-        """A tied unembedding is not in the checkpoint, but may be sent, and may be adapted."""
+        """Adds a tied unembedding: it is not in the checkpoint, but it may be sent and adapted."""
         head = self._rename("lm_head.weight")
         embeddings = [name for name in shapes if name.endswith("embed_tokens.weight")]
         if head not in self._shapes and embeddings:
@@ -141,25 +142,25 @@ class ManifestChecker:
     def _problem_of_adapter(self, manifest: weights_pb2.SnapshotManifest) -> str:
         rank = manifest.lora.rank
         if not self._max_rank:
-            return "vLLM has no LoRA for this model; full parameters can be pushed"
+            return "vLLM does not support LoRA for this model; push full parameters instead"
         if not 1 <= rank <= self._max_rank:
             return f"lora.rank is {rank}, must be between 1 and {self._max_rank}"
         halves: dict[str, set[str]] = {}
         for spec in manifest.tensors:
             module, _, half = spec.name.removesuffix(".weight").rpartition(".")
             if not spec.name.startswith(_PEFT_PREFIX) or half not in ("lora_A", "lora_B"):
-                return f"tensor {spec.name} is no PEFT name such as {_PEFT_PREFIX}<module>.lora_A.weight"
+                return f"tensor {spec.name} has no PEFT name such as {_PEFT_PREFIX}<module>.lora_A.weight"
             module = module.removeprefix(_PEFT_PREFIX)
             if problem := self._problem_of_half(spec, module, half, rank):
                 return problem
             halves.setdefault(module, set()).add(half)
         for module, found in halves.items():
             if len(found) != 2:
-                return f"the adapter of {module} has {next(iter(found))} only"
+                return f"the adapter of {module} has only {next(iter(found))}"
             parent = module.rpartition(".")[0]
             missing = [part for part in EXPERT_PARTS if f"{parent}.{part}" not in halves]
             if missing and self._sizes_of(module):
-                return f"the adapter of {parent} lacks {missing[0]}: experts are adapted as a whole or not at all"
+                return f"the adapter of {parent} lacks {missing[0]}: adapt w1, w2 and w3 of experts together or none"
         return ""
 
     def _problem_of_half(self, spec: weights_pb2.TensorSpec, module: str, half: str, rank: int) -> str:
@@ -178,13 +179,13 @@ class ManifestChecker:
         return ""
 
     def _sizes_of(self, module: str) -> ExpertSizes | None:
-        """Of the experts of which a module is gate, down or up; None for any other."""
+        """Returns the sizes of the experts to which a gate, down or up module belongs; None for other modules."""
         name, _, part = self._rename(f"{module}.weight").removesuffix(".weight").rpartition(".")
         return self._experts.get(name) if part in EXPERT_PARTS else None
 
 
 def _shared_outer(sizes: ExpertSizes, part: str, half: str, rank: int) -> list[int]:
-    """Shape of a factor of experts: of those at the model's width there is one for all experts."""
+    """Returns the shape of a factor of experts. All experts share one factor on the side of the model's width."""
     experts, inner, outer = sizes
     if half == "lora_A":
         return [experts, rank, inner] if part == "w2" else [1, rank, outer]

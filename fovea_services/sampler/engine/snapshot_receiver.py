@@ -1,7 +1,8 @@
-"""Joins groups and receives snapshots on threads, so that the engine goes on sampling while tensors arrive.
+"""Joins transfer groups and receives snapshots on threads, so that the engine keeps sampling while tensors arrive.
 
-What arrives stays beside the model until it is whole and its digest is known: a sender that vanishes, or bytes that are
-not what was announced, never touch the model. Where it waits: `host_offload`.
+Received tensors stay outside the model until all have arrived and their digest is known. A sender that vanishes, or
+bytes that differ from the announced ones, therefore never change the model. `host_offload` chooses the memory in which
+they wait.
 """
 
 import socket
@@ -23,7 +24,7 @@ from fovea.shared_card import SharedCardGroup
 from fovea.wire.manifest import buckets, padded_bytes, sender_groups, tensor_bytes
 from fovea_services.sampler.engine.host_offload import SnapshotOffload
 
-# Its stubs leave out half of what it exports.
+# The type stubs of torch.distributed omit half of its exports.
 dist: Any = torch.distributed
 
 Phase = Literal["running", "done", "failed"]
@@ -31,20 +32,20 @@ Phase = Literal["running", "done", "failed"]
 
 @dataclass
 class Arrival:
-    """The tensors of one snapshot: for each bucket of the manifest its bytes, uint8 [n]."""
+    """The tensors of one received snapshot: the bytes of each bucket of the manifest, uint8 [n]."""
 
     manifest: weights_pb2.SnapshotManifest
     buffers: list[torch.Tensor]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) in the manifest's order; views of the received bytes."""
+        """Yields the name and the tensor of each entry, in the manifest's order, as views of the received bytes."""
         for specs, buffer in zip(_buckets(self.manifest), self.buffers, strict=True):
             yield from _cut(specs, buffer)
 
     def take_runs(self) -> Iterator[torch.Tensor]:
-        """[n] of one element type each, the tensors one after another with their padding, as few as can be.
+        """Yields the tensors, with their padding, concatenated into runs [n] of one element type each.
 
-        Lets go of the bytes: what is not converted is the caller's alone.
+        The arrival drops its references to the bytes: afterwards only the caller holds them.
         """
         buffers, self.buffers = self.buffers, []
         for specs, buffer in zip(_buckets(self.manifest), buffers, strict=True):
@@ -60,7 +61,7 @@ class Arrival:
 
 
 class Task:
-    """Something that runs on a thread of a worker; polled by name through `collective_rpc`."""
+    """Work that runs on a thread of a worker. The service polls its report through `collective_rpc`."""
 
     def __init__(self) -> None:
         self._phase: Phase = "running"
@@ -68,31 +69,32 @@ class Task:
         self._digest = ""
 
     def run(self, work: Callable[[], str]) -> None:
-        """Does `work`, which returns the digest of what it received, or the empty string."""
+        """Runs `work`, which returns the digest of the received tensors, or an empty string if there are none."""
         try:
             self._digest = work()
             self._phase = "done"
-        except Exception as error:  # a thread's failure is reported by `report`, wherever it came from
+        except Exception as error:  # `report` passes any failure of the thread on to the service
             self._error = f"{type(error).__name__}: {error}"
             self._phase = "failed"
 
     def report(self) -> dict[str, str]:
-        """What the service is told."""
+        """Returns the phase, the error and the digest of the task."""
         return {"phase": self._phase, "error": self._error, "digest": self._digest}
 
 
 class TransferGroupMember:
-    """One worker's end of a transfer group, in which rank 0, the trainer, broadcasts bytes.
+    """One worker's membership in a transfer group, in which rank 0, the trainer, broadcasts bytes.
 
-    Process groups of torch's, made privately, never the default one: one for each sender. Senders take turns.
+    It consists of one private process group of torch per sender; torch's default group is not used. The senders
+    broadcast in rotation. The constructor blocks until all members have joined.
 
     Args:
-        request: Which group, where it meets, and how long to wait for the others.
-        worker_rank: This worker's among those of its engine.
+        request: The group, the address of its store, and the time to wait for the other members.
+        worker_rank: The rank of this worker in its engine.
         backend: `gloo`, `nccl` or `cuda_ipc`.
-        device: Where this worker's model lives.
+        device: The device of this worker's model.
 
-    Blocks until all members have met. Raises RuntimeError or DistStoreError if they do not in time.
+    Raises RuntimeError or DistStoreError if the members do not all join in time.
     """
 
     def __init__(
@@ -110,13 +112,14 @@ class TransferGroupMember:
         ]
 
     def receive(self, sizes: Iterable[int], ahead: bool, deadline: float) -> Iterator[torch.Tensor]:
-        """The broadcasts of a snapshot, uint8 [size in bytes] each on the group's device.
+        """Yields the broadcasts of a snapshot, uint8 [size] each, on the group's device.
 
         Args:
-            ahead: Whether one of each sender is received at a time, else one in all.
-            deadline: Of `time.monotonic`.
+            sizes: The size of each broadcast in bytes.
+            ahead: True to receive one broadcast of every sender at a time, False to receive a single one at a time.
+            deadline: The time limit, by `time.monotonic`.
 
-        Raises RuntimeError if a sender is gone or the deadline passes; the group is of no use afterwards.
+        Raises RuntimeError if a sender is gone or the deadline passes; the group cannot be used afterwards.
         """
         under_way: deque[tuple[torch.Tensor, Any]] = deque()
         for group, size_bytes in zip(cycle(self._groups), sizes, strict=False):
@@ -131,18 +134,19 @@ class TransferGroupMember:
             yield _ended(*under_way.popleft(), deadline)
 
     def close(self) -> None:
-        """Gives up whatever is under way and leaves."""
+        """Aborts running broadcasts and leaves the group."""
         for group in self._groups:
             group.abort()
 
 
 class SnapshotReceiver:
-    """All groups and arrivals of one worker."""
+    """All transfer groups and received snapshots of one worker."""
 
     def __init__(self, device: torch.device, worker_rank: int) -> None:
         self._device = device
         self._worker_rank = worker_rank
-        # One for all arrivals: torch keeps memory apart by stream, and gives none of it to another.
+        # All arrivals share one stream: torch's allocator caches memory per stream, and a new stream could not reuse
+        # it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._offload = SnapshotOffload(device, self._stream)
         self._groups: dict[str, TransferGroupMember] = {}
@@ -150,7 +154,7 @@ class SnapshotReceiver:
         self._arrivals: dict[str, Any] = {}
 
     def start_join(self, task_id: str, request: sampler_pb2.JoinTransferGroupRequest, backend: str) -> None:
-        """Begins to join over `gloo`, `nccl` or `cuda_ipc`; a standing group of the same name is left first."""
+        """Starts to join a group over `gloo`, `nccl` or `cuda_ipc`, after leaving an earlier group of the same name."""
         self.leave(request.group_id)
 
         def join() -> str:
@@ -167,10 +171,14 @@ class SnapshotReceiver:
         timeout_s: float,
         finish: Callable[[Arrival], Any],
     ) -> None:
-        """Begins to take part in the broadcasts of one snapshot. Raises KeyError for a group that was not joined.
+        """Starts to receive the broadcasts of one snapshot. Raises KeyError for a group that was not joined.
 
         Args:
-            finish: Called on the thread that received, with what arrived; what it returns is `arrival`'s.
+            task_id: The id of the new task.
+            group_id: The group over which the snapshot is broadcast.
+            manifest: The manifest of the snapshot.
+            timeout_s: Seconds within which the snapshot must arrive.
+            finish: Called with the Arrival on the receiving thread; `arrival` returns its result.
         """
         group = self._groups[group_id]
         deadline = time.monotonic() + timeout_s
@@ -179,7 +187,7 @@ class SnapshotReceiver:
             with torch.cuda.stream(self._stream):
                 arrival, digest = self._receive(group, manifest, deadline)
                 if self._stream is not None:
-                    self._stream.synchronize()  # `finish` may read on the host what still comes over
+                    self._stream.synchronize()  # `finish` may read host memory to which copies are still running
                 finished = finish(arrival)
             if self._stream is not None:
                 self._stream.synchronize()
@@ -189,20 +197,20 @@ class SnapshotReceiver:
         self._start(task_id, receive)
 
     def report(self, task_id: str) -> dict[str, str]:
-        """How far a task is. Raises KeyError for an unknown one."""
+        """Returns the report of a task. Raises KeyError for an unknown one."""
         return self._tasks[task_id].report()
 
     def arrival(self, task_id: str) -> Any:
-        """What `finish` made of the tensors of a task that is done. Raises KeyError otherwise."""
+        """Returns the result of `finish` for a task that is done. Raises KeyError for any other task."""
         return self._arrivals[task_id]
 
     def forget(self, task_id: str) -> None:
-        """Drops a task and its tensors. Unknown ones are no error."""
+        """Drops a task and its tensors. Unknown tasks are ignored."""
         self._tasks.pop(task_id, None)
         self._arrivals.pop(task_id, None)
 
     def leave(self, group_id: str) -> None:
-        """Leaves a group; a broadcast under way fails. Unknown groups are no error."""
+        """Leaves a group; a broadcast that is running in it fails. Unknown groups are ignored."""
         group = self._groups.pop(group_id, None)
         if group is not None:
             group.close()
@@ -210,7 +218,7 @@ class SnapshotReceiver:
     def _receive(
         self, group: TransferGroupMember, manifest: weights_pb2.SnapshotManifest, deadline: float
     ) -> tuple[Arrival, str]:
-        """All broadcasts of a snapshot, and the digest of what came."""
+        """Receives all broadcasts of a snapshot; returns the arrival and the digest of its tensors."""
         broadcasts = _buckets(manifest)
         sizes = [sum(map(padded_bytes, specs)) for specs in broadcasts]
         stays = self._offload.fits(sum(sizes))
@@ -230,7 +238,7 @@ class SnapshotReceiver:
 def _until(deadline: float) -> timedelta:
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
-        raise RuntimeError("the transfer's time was up before all tensors had come")
+        raise RuntimeError("the transfer timed out before all tensors had arrived")
     return timedelta(seconds=remaining_s)
 
 
@@ -240,7 +248,7 @@ def _ended(buffer: torch.Tensor, work: Any, deadline: float) -> torch.Tensor:
 
 
 def _own_address(request: sampler_pb2.JoinTransferGroupRequest) -> str:
-    """Of this machine's addresses the one that reaches the sender."""
+    """Returns the address of this machine from which it reaches the sender."""
     with socket.create_connection((request.master_address, request.master_port), request.timeout_s) as connection:
         return str(connection.getsockname()[0])
 
@@ -251,13 +259,13 @@ def _open(
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # which listens on that one alone
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # listens on that address only
         return dist.ProcessGroupGloo(store, rank, world_size, options)
     if backend == "cuda_ipc":
         return SharedCardGroup.meet(store, rank, world_size, timeout, device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # NCCL members meet at the first broadcast, not here.
+    # NCCL connects its members at the first broadcast, not here.
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

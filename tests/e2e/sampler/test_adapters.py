@@ -191,7 +191,7 @@ async def test_shapes_and_modules_that_do_not_fit(client: SamplerClient, referen
         with pytest.raises(InvalidInput, match=message):
             await sender.push("bad@1", adapter, RANK, manifest)
     half = {name: tensor for name, tensor in adapter.items() if not name.endswith("q_proj.lora_B.weight")}
-    with pytest.raises(InvalidInput, match="lora_A only"):
+    with pytest.raises(InvalidInput, match="has only lora_A"):
         await sender.push("bad@1", half, RANK)
     embedding = {
         "base_model.model.model.language_model.embed_tokens.lora_A.weight": torch.zeros(RANK, 128),

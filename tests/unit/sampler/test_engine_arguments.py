@@ -38,8 +38,8 @@ def test_arguments_come_in_vllms_types() -> None:
     [
         ("gdn_prefil_backend", "triton", "vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_prefill_"),
         ("max_num_seqs", 8, "max_num_seqs follows from Fovea's own --max-sequences"),
-        ("seed", 1, "seed needs the value that Fovea gives it"),
-        ("quantization", "fp8", "quantization stays at vLLM's default: the trainer rounds neither weights"),
+        ("seed", 1, "seed must keep the value that Fovea gives it"),
+        ("quantization", "fp8", "quantization must keep vLLM's default: the trainer rounds neither weights"),
         ("gdn_prefill_backend", "cuda", "gdn_prefill_backend: Input should be 'flashinfer', 'triton'"),
         ("watermark", [1], "watermark: Input should be a valid number"),
         ("compilation_config", {"levl": 3}, "compilation_config.levl: Unexpected keyword argument"),
@@ -96,5 +96,5 @@ def test_experts_are_spread_only_where_there_are_some_and_somebody_to_share_them
     check_expert_parallel(settings, {"num_experts": 8})
     with pytest.raises(ValueError, match="--expert-parallel: m has no experts"):
         check_expert_parallel(settings, {})
-    with pytest.raises(ValueError, match="over --tensor-parallel devices, of which there is 1"):
+    with pytest.raises(ValueError, match="over several devices; set --tensor-parallel above 1"):
         check_expert_parallel(settings.model_copy(update={"tensor_parallel": 1}), {"num_experts": 8})

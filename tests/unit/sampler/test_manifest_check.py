@@ -58,7 +58,7 @@ def test_what_fits() -> None:
 def test_a_model_without_adapters_takes_full_parameters() -> None:
     without = ManifestChecker(SHAPES, str, set(), set(), max_rank=0)
     assert without.problem(full()) == ""
-    assert without.problem(adapter(pair("model.up", 6, 4))).startswith("vLLM has no LoRA for this model")
+    assert without.problem(adapter(pair("model.up", 6, 4))).startswith("vLLM does not support LoRA for this model")
 
 
 def test_what_vllm_leaves_out_need_not_be_sent() -> None:
@@ -96,7 +96,7 @@ def test_experts() -> None:
         (experts(**{"w2.lora_B": (3, 4, 2)}), "w2.lora_B.weight has shape [3, 4, 2], must be [1, 4, 2]"),
         (experts(**{"w2.lora_A": (3, 2, 4)}), "must be [3, 2, 5]"),
         (experts(**{"w3.lora_B": (2, 5, 2)}), "must be [3, 5, 2]"),
-        (experts(**{"w3.lora_A": None}), "the adapter of model.experts.w3 has lora_B only"),
+        (experts(**{"w3.lora_A": None}), "the adapter of model.experts.w3 has only lora_B"),
         (experts(**{"w3.lora_A": None, "w3.lora_B": None}), "the adapter of model.experts lacks w3"),
         (pair("model.experts.0.gate_proj", 5, 4), "has no module model.experts.0.gate_proj"),
     ):
@@ -117,7 +117,7 @@ def test_experts() -> None:
         (adapter(pair("model.up", 5, 4)), "must be [6, 2]"),
         (adapter(pair("model.side", 6, 4)), "has no module model.side"),
         (adapter(pair("model.embed_tokens", 10, 4)), "cannot adapt model.embed_tokens"),
-        (adapter({f"{PREFIX}model.up.lora_A.weight": (2, 4)}), "has lora_A only"),
+        (adapter({f"{PREFIX}model.up.lora_A.weight": (2, 4)}), "has only lora_A"),
         (adapter({"model.up.lora_A.weight": (2, 4)}), "no PEFT name"),
         (adapter({f"{PREFIX}model.up.weight": (6, 4)}), "no PEFT name"),
         (adapter({}), "lists no tensors"),
@@ -147,7 +147,7 @@ def test_shapes_come_from_the_files_headers(tmp_path: Path) -> None:
         ).encode()
         (tmp_path / f"model-{number}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert checkpoint_shapes(tmp_path) == SHAPES
-    with pytest.raises(FileNotFoundError, match="holds no"):
+    with pytest.raises(FileNotFoundError, match="contains no"):
         checkpoint_shapes(tmp_path / "empty")
 
 
@@ -164,5 +164,5 @@ def test_biases_that_vllm_would_drop_without_a_word_are_named() -> None:
     names = (bias, "model.norm.weight", "visual.norm.bias")
     vllm_name = "vllm.model.layers.0.self_attn.q_proj"
     check_biases(names, lambda name: f"vllm.{name}", {vllm_name: Wrapped(bias=True)})
-    with pytest.raises(ValueError, match=re.escape(f"vLLM leaves out {bias}") + ".*attention_bias"):
+    with pytest.raises(ValueError, match=re.escape(f"vLLM would ignore {bias}") + ".*attention_bias"):
         check_biases(names, lambda name: f"vllm.{name}", {vllm_name: Wrapped(bias=False)})
