@@ -145,7 +145,7 @@ def _check_experts(request: sampler_pb2.SampleRequest, token_count: int, limits:
     if token_count > most:
         raise InvalidInput(
             f"{field} is set, and one message carries the experts of at most {most} tokens; the prompt and max_tokens "
-            f"are {token_count} together: lower max_tokens",
+            f"are {token_count} together: shorten either",
             field=field,
         )
 

@@ -1,7 +1,8 @@
-"""OpenAI's API by vLLM's own serving classes, behind whose engine stands whoever calls us.
+"""Serves OpenAI's API with vLLM's own serving classes, whose engine is replaced by the caller of the RPC.
 
-vLLM reads the request, runs the chat template, and writes the answer with its parsers of tool calls. What it asks its
-engine for becomes a plan, which the caller samples; what the caller tells us of it is what the engine answers.
+vLLM parses the request, applies the chat template, and writes the response with its tool-call parsers. Its calls to the
+engine become a plan. The caller (the gateway) draws the samples of the plan and streams them back, and the replacement
+engine returns them to vLLM.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ _CHAT = (
     " chat_template_kwargs add_generation_prompt continue_final_message"
 )
 _FIELDS = {ChatCompletionRequest: set((_BOTH + _CHAT).split()), CompletionRequest: set((_BOTH + " prompt").split())}
-"""Fields that are served; vLLM would take any, and ignore those that it does not know."""
+"""The request fields that Fovea serves. vLLM accepts any field and ignores those that it does not know."""
 
 _TOOL_PARSERS = {
     "<function=": "qwen3_coder",
@@ -68,7 +69,7 @@ _TOOL_PARSERS = {
     "<|tool_call_start|>": "lfm2",
     "<|python_tag|>": "llama3_json",
 }
-"""vLLM's parsers of tool calls, by what chat templates write of one; the first that is found counts."""
+"""vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
 
 _ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
     "store": lambda value: value is False,
@@ -84,7 +85,7 @@ _ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
     "prompt_cache_key": lambda value: isinstance(value, str),
     "safety_identifier": lambda value: isinstance(value, str),
 }
-"""Fields of OpenAI's that are not served, and when they ask for nothing: clients send them by default."""
+"""OpenAI fields that Fovea does not serve, with a test for the values without effect that clients send by default."""
 
 _ANSWER_BYTES = 2**20
 _REPLACEMENT = "\ufffd".encode()
@@ -94,8 +95,9 @@ class OpenAIServing:
     """Answers requests of OpenAI's API for one model.
 
     Args:
-        tool_parser: vLLM's name of the parser of tool calls; `auto` goes by the chat template.
-        end_ids: Tokens that end a sequence, unless a request ignores them.
+        llm: The engine; only its tokenizer, chat template and configuration are used.
+        tool_parser: The name of a tool-call parser of vLLM; `auto` chooses it from the chat template.
+        end_ids: Tokens that end a sequence, unless a request sets `ignore_eos`.
     """
 
     def __init__(self, llm: "AsyncLLM", tool_parser: str, end_ids: Sequence[int]) -> None:
@@ -113,10 +115,7 @@ class OpenAIServing:
     async def answer(
         self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
     ) -> AsyncGenerator[Step]:
-        """What to sample, then the bytes of the answer.
-
-        Raises InvalidInput, Unimplemented naming the field, Unavailable if `sampled` ends too early.
-        """
+        """Yields the plan of what to sample, then the bytes of the response; see `engine_api.OpenAIAnswers`."""
         body: dict[str, Any] = json.loads(asked.body)
         if "messages" in body:
             body["messages"] = await self._renderer.guard(body["messages"])
@@ -138,7 +137,7 @@ class OpenAIServing:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, engine: "_CallersEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
-        """Runs vLLM's handler, and hands on what it writes, at last None; or its error."""
+        """Runs vLLM's handler and puts its response, then None, into `engine.steps`; or the handler's error."""
         try:
             models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
             given: Any = (engine, models)
@@ -162,17 +161,21 @@ class OpenAIServing:
             engine.steps.put_nowait(None)
         except FoveaError as error:
             engine.steps.put_nowait(error)
-        except Exception as error:  # a chat template is a program, and parsers are many: vLLM knows whose fault it is
+        except Exception as error:  # templates and parsers raise anything: vLLM decides if the client is at fault
             engine.steps.put_nowait(_error(create_error_response(error)))
 
 
 class _Chat(OpenAIServingChat):  # type: ignore[misc]
-    """vLLM's, but that the bytes of log-probabilities are the tokens' own: joined, they are the answer's."""
+    """vLLM's chat handler, with the exact bytes of each token in its log-probabilities.
+
+    vLLM decodes tokens one by one, so a token that is a part of a UTF-8 character becomes U+FFFD. Clients that join the
+    bytes of the tokens would not get the text of the answer.
+    """
 
     def _create_chat_logprobs(
         self, token_ids: Sequence[int], top_logprobs: Any, tokenizer: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """See vLLM's."""
+        """Calls vLLM's method, then replaces the bytes of partial characters."""
         made = super()._create_chat_logprobs(token_ids, top_logprobs, tokenizer, *arguments, **options)
         for token, known, said in zip(token_ids, top_logprobs, made.content, strict=True):
             for each, one in ((token, said), *zip(known or (), said.top_logprobs, strict=False)):
@@ -182,10 +185,10 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
 
 
 class _CallersEngine:
-    """What vLLM's serving classes take for their engine, during one request.
+    """The replacement engine that vLLM's serving classes call during one request.
 
     Attributes:
-        steps: The plan, and what is put there by others; an exception ends the request.
+        steps: The plan, then the chunks of the response, then None. An exception ends the request.
     """
 
     errored = False
@@ -209,12 +212,15 @@ class _CallersEngine:
         self._is_planned = False
 
     def check_admission(self, count: int) -> None:
-        """Whoever samples bounds what waits."""
+        """Accepts everything: the sampling calls of the gateway have their own limit."""
 
     def generate(
         self, prompt: Mapping[str, Any], params: SamplingParams, request_id: str, **ignored: Any
     ) -> AsyncGenerator[RequestOutput]:
-        """See vLLM's. All prompts of a request are given before the first is listened to."""
+        """Adds a prompt to the plan and returns its results.
+
+        vLLM calls it for all prompts before it reads any result.
+        """
         if self._plan is None:
             self._plan = self._new_plan(params)
         self._add_prompt(prompt["prompt_token_ids"])
@@ -222,13 +228,15 @@ class _CallersEngine:
         return self._results(len(self._inboxes) - 1, params, request_id)
 
     async def listen(self, sampled: AsyncIterator[sampler_pb2.SampledEvent]) -> None:
-        """Hands on what was sampled, until the caller says no more."""
+        """Distributes the caller's samples to the prompts until the caller ends the stream."""
         try:
             async for one in sampled:
                 if not 0 <= one.prompt_index < len(self._inboxes):
-                    raise InvalidInput(f"prompt_index is {one.prompt_index}, of {len(self._inboxes)} prompts")
+                    raise InvalidInput(
+                        f"prompt_index is {one.prompt_index}, but there are {len(self._inboxes)} prompts"
+                    )
                 self._inboxes[one.prompt_index].put_nowait(one)
-            self.steps.put_nowait(Unavailable("the caller says no more, though a sequence has not ended"))
+            self.steps.put_nowait(Unavailable("the caller ended the stream before every sequence had ended"))
         except FoveaError as error:
             self.steps.put_nowait(error)
 
@@ -246,7 +254,7 @@ class _CallersEngine:
             repetition_penalty=params.repetition_penalty,
             seed=params.seed,
             stop=stop,
-            # vLLM's own number counts an image as one token: what is absent goes to the end of the context.
+            # vLLM's own default counts an image as one token. An absent max_tokens lets the sampler fill the context.
             max_tokens=_max_tokens(self._request),
             structured_outputs=_structure(params),
         )
@@ -266,8 +274,8 @@ class _CallersEngine:
         places = [place for place, token in enumerate(ids) if token == self._image_id]
         if len(places) != self._image_count:
             raise InvalidInput(
-                f"messages have {self._image_count} images, and the chat template writes {len(places)}: put images "
-                "into user messages",
+                f"messages have {self._image_count} images, but the chat template writes {len(places)}: put images "
+                "only into user messages",
                 field="messages",
             )
         for start, end in zip([-1, *places], [*places, len(ids)], strict=True):
@@ -292,7 +300,9 @@ class _CallersEngine:
             if sampled.event.WhichOneof("event") != "delta":
                 continue
             if not sampled.event.delta.index < params.n:
-                raise Internal(f"sequence {sampled.event.delta.index} was sampled, of {params.n}")
+                raise Internal(
+                    f"the caller sampled sequence {sampled.event.delta.index}, but only {params.n} are planned"
+                )
             sequence = sequences[sampled.event.delta.index]
             sequence.add(sampled.event.delta)
             if is_delta:
@@ -308,7 +318,7 @@ class _CallersEngine:
 
 
 class _Sequence:
-    """A sequence as text: tokens come in, and vLLM's output goes out."""
+    """One sequence: it detokenizes the sampled tokens and builds vLLM's outputs."""
 
     def __init__(
         self, index: int, tokenizer: Any, params: SamplingParams, prompt_ids: list[int], end_ids: set[int]
@@ -329,7 +339,7 @@ class _Sequence:
         return self._finish_reason is not None
 
     def add(self, delta: sampler_pb2.SequenceDelta) -> None:
-        """The next tokens."""
+        """Appends the tokens of a delta."""
         tokens = tensors.decode_tokens(delta.tokens).tolist()
         is_stop = delta.finish_reason == sampler_pb2.FINISH_REASON_STOP
         is_by_token = is_stop and bool(tokens) and tokens[-1] in self._end_ids
@@ -345,7 +355,7 @@ class _Sequence:
             self._stop_reason = tokens[-1] if asked else found
 
     def output(self, is_delta: bool) -> CompletionOutput:
-        """All so far, or what came since the last output."""
+        """Returns everything so far, or only the part since the last output if `is_delta`."""
         output = CompletionOutput(
             index=self._index,
             text=self._text.get_next_output_text(self.is_ended, is_delta),
@@ -367,7 +377,7 @@ class _Sequence:
         return [self._position(*row) for row in zip(tokens, own, ids, best, strict=True)]
 
     def _position(self, token: int, logprob: float, ids: list[int], best: list[float]) -> dict[int, Logprob]:
-        """The best first, as OpenAI lists them, and the sampled token if it is not among them."""
+        """Returns the log-probabilities at one position: the best first, as OpenAI lists them, then the sampled one."""
         known = dict(zip(ids, best, strict=True))
         known.setdefault(token, logprob)
         texts = decode_token_ids(list(known), self._tokenizer)
@@ -380,7 +390,7 @@ class _Sequence:
 def _read(
     route: "sampler_pb2.OpenAIRoute", body: dict[str, Any], most_samples: int
 ) -> ChatCompletionRequest | CompletionRequest:
-    """The request in vLLM's words. Raises InvalidInput or Unimplemented naming the field."""
+    """Returns the request as vLLM's class. Raises InvalidInput or Unimplemented with the field that is wrong."""
     kinds: dict[int, type[ChatCompletionRequest] | type[CompletionRequest]] = {
         sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS: ChatCompletionRequest,
         sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS: CompletionRequest,
@@ -396,7 +406,7 @@ def _read(
             continue
         if known is None:
             raise InvalidInput(f"there is no field {name!r} in this request; leave it out", field=name)
-        raise Unimplemented(f"{name} is vLLM's, and not served here; leave it out", field=name)
+        raise Unimplemented(f"Fovea does not serve vLLM's field {name}; leave it out", field=name)
     _check_parts(body.get("messages"))
     given = {name: value for name, value in body.items() if value is not None and name in _FIELDS[kind]}
     try:
@@ -405,7 +415,7 @@ def _read(
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(map(str, first["loc"])) or None
         raise InvalidInput(f"{field or 'the request'}: {first['msg']}", field=field) from None
-    except Exception as error:  # vLLM's own checks raise their own kinds
+    except Exception as error:  # vLLM's validators raise exceptions of their own
         raise _error(create_error_response(error)) from None
     if isinstance(request, ChatCompletionRequest) and not request.messages:
         raise InvalidInput("messages is empty; send at least one", field="messages")
@@ -415,7 +425,7 @@ def _read(
 
 
 def _check_parts(messages: Any) -> None:
-    """Raises InvalidInput for a part of a message that vLLM would fetch or load: only the renderer reads images."""
+    """Raises InvalidInput for a message part that vLLM would fetch or load. Only the renderer may read images."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for place, part in enumerate(content if isinstance(content, list) else ()):
@@ -426,7 +436,7 @@ def _check_parts(messages: Any) -> None:
 
 
 def _max_tokens(request: ChatCompletionRequest | CompletionRequest) -> int | None:
-    given = vars(request)  # one of the fields warns of itself
+    given = vars(request)  # reading the deprecated attribute would log a warning
     most: int | None = given.get("max_completion_tokens")
     if most is None:
         most = given["max_tokens"]
@@ -451,9 +461,9 @@ def _error(response: ErrorResponse) -> FoveaError:
     error = response.error
     kinds: dict[int, type[FoveaError]] = {404: NotFound, 501: Unimplemented, 503: Unavailable}
     kind = kinds.get(error.code, InvalidInput if error.code < 500 else Internal)
-    if error.param in ("input_text", "input_tokens"):  # what vLLM calls a prompt that is too long
+    if error.param in ("input_text", "input_tokens"):  # vLLM's names for a prompt that is too long
         kind = ContextOverflow
     message = error.message
-    with suppress(ValueError):  # vLLM adds the parameter, which has a place of its own
+    with suppress(ValueError):  # vLLM appends the parameter, which FoveaError carries as `field`
         message = message[: message.rindex(" (parameter=")]
     return kind(message, field="prompt" if kind is ContextOverflow else error.param)

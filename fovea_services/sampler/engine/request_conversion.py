@@ -1,4 +1,4 @@
-"""Checked requests in vLLM's terms, and what vLLM says of them in ours."""
+"""Converts validated requests into vLLM's inputs, and vLLM's outputs into the events of `engine_api`."""
 
 import json
 import secrets
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 _MODALITY = "image"
 _RENAMED = {"image_position_ids": "pixel_position_ids"}
-"""What vLLM calls tensors other than Hugging Face's processors do."""
+"""Tensors that vLLM names differently than Hugging Face's processors do, with vLLM's name."""
 
 _MOST_AT_ONCE = MESSAGE_BYTES // 16
-"""Tokens of one message: an id and a log-probability take 8 bytes."""
+"""The most tokens in one message. An id and a log-probability take 8 bytes, which leaves half of the message free."""
 
 
 class PromptMaker:
-    """Makes vLLM's inputs from tokens and vision tensors. Runs no tokenizer and no image processor.
+    """Makes vLLM's inputs from tokens and vision tensors, without a tokenizer or an image processor.
 
     Args:
-        model_config: vLLM's.
-        processor: vLLM's of images, which knows their fields; None for a model that takes text only.
+        model_config: vLLM's configuration of the model.
+        processor: vLLM's multimodal processor, which declares the fields of images; None for a text model.
     """
 
     def __init__(self, model_config: Any, processor: Any) -> None:
@@ -58,31 +58,31 @@ class PromptMaker:
 
     @classmethod
     def of(cls, llm: "AsyncLLM") -> "PromptMaker":
-        """For an engine."""
+        """Returns the maker for an engine's model."""
         config = llm.model_config
         return cls(config, llm.renderer.mm_processor if config.supports_multimodal_inputs else None)
 
     def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
-        """The engine input; `images` holds the tensors of each span."""
+        """Returns vLLM's input for a request. `images` holds the vision tensors of each span."""
         tokens, salt = spec.tokens.tolist(), spec.request.cache_salt or None
         if not spec.spans:
             return tokens_input(tokens, cache_salt=salt)
         return mm_input(
             tokens,
             MultiModalKwargsItems({_MODALITY: [self.item(tensors) for tensors in images]}),
-            # vLLM salts the prefix cache alone; its encoder cache goes by these names.
+            # vLLM salts only the prefix cache. Its encoder cache is keyed by these names, so they contain the salt too.
             {_MODALITY: [f"{spec.request.cache_salt}:{span.feature.digest}" for span in spec.spans]},
             {_MODALITY: [_place_of(span) for span in spec.spans]},
             cache_salt=salt,
         )
 
     def item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
-        """One image by the fields of vLLM's own processor, which takes what it knows of the names."""
+        """Returns the vLLM item of one image. vLLM's processor selects the tensors that it knows."""
         features = BatchFeature({_RENAMED.get(name, name): self._tensor(array) for name, array in tensors.items()})
         mask = features.get("pixel_attention_mask")
-        if mask is not None and mask.ndim == 4:  # Idefics 3 has all tiles under one more dimension; vLLM has not.
+        if mask is not None and mask.ndim == 4:  # Idefics 3 puts all tiles into one more dimension; vLLM does not.
             features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
-        # vLLM's processors tell the model what Hugging Face's do not, under either name.
+        # Models in vLLM also need the number of tiles, under either of these names. Hugging Face's do not return it.
         tile_count = torch.tensor([len(features["pixel_values"])])
         features.update(num_patches=tile_count, image_num_patches=tile_count)
         if self._image_token_id is not None:
@@ -92,7 +92,7 @@ class PromptMaker:
         return items[_MODALITY][0]
 
     def _tensor(self, array: npt.NDArray) -> torch.Tensor:
-        # torch warns of memory that it could not write to, though nobody writes here.
+        # Copies read-only arrays: torch warns about every tensor over memory that is not writable.
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
@@ -103,7 +103,7 @@ def _place_of(span: ImageSpan) -> PlaceholderRange:
 
 
 def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:
-    """What to score of the prompt while sequence `index` is drawn: the first one does it for all."""
+    """Returns the prompt positions to score while sequence `index` is drawn; only sequence 0 scores, for all others."""
     if index or not spec.scores_prompt:
         return None
     seed = spec.seed_of(0)
@@ -117,7 +117,10 @@ def sampling_params(
     plan: ScorePlan | None,
     structure: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """How sequence `index` is drawn, and what is scored of the prompt meanwhile. A structure must have been tried."""
+    """Returns vLLM's parameters for drawing sequence `index` and for scoring the prompt by `plan` meanwhile.
+
+    The grammar of `structure` must have passed `GrammarTrials.check`.
+    """
     params = spec.params
     ends = [] if params.stop.ignore_eos else eos_token_ids
     return TriedParams(
@@ -128,7 +131,7 @@ def sampling_params(
         min_p=params.min_p,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty or 1.0,  # warm-ups and benchmarks name none
+        repetition_penalty=params.repetition_penalty or 1.0,  # warm-ups and benchmarks leave it unset
         structured_outputs=structure,
         seed=spec.seed_of(index),
         stop=list(params.stop.strings),
@@ -136,11 +139,11 @@ def sampling_params(
         ignore_eos=params.stop.ignore_eos,
         logprobs=spec.request.top_sample_logprobs,
         flat_logprobs=True,
-        # Only stop strings need text; making it is most of the cost of logprobs.
+        # Only stop strings need text, and decoding it is most of the cost of log-probabilities.
         detokenize=bool(params.stop.strings),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY if _is_at_once(spec) else RequestOutputKind.DELTA,
-        # A prompt token that comes from the cache has no logits, and nobody knows which experts computed it.
+        # A prompt token from the prefix cache has no logits, and the experts that computed it are not recorded.
         skip_reading_prefix_cache=plan is not None or spec.request.routed_experts,
         extra_args=_extra_arguments(spec, plan),
     )
@@ -148,38 +151,45 @@ def sampling_params(
 
 @dataclass(frozen=True)
 class Structure:
-    """A structure of the output as vLLM has it, and its grammar, which is to be tried."""
+    """The kind and the text of a structured output's grammar, which must be tried before vLLM compiles it."""
 
     kind: Kind
     text: str
 
     @property
     def params(self) -> StructuredOutputsParams:
+        """The same structure as vLLM's parameters."""
         if self.kind == "json_object":
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(**{"grammar" if self.kind == "lark" else self.kind: self.text})
 
 
 def structure_of(text: str) -> Structure | None:
-    """The structure that a request asks for. Raises InvalidInput for what vLLM does not know or xgrammar cannot do."""
+    """Returns the structure that a request asks for, or None for an empty text.
+
+    Raises InvalidInput for a structure that vLLM does not know or that xgrammar does not support.
+    """
     if not text:
         return None
     try:
         return _structure(StructuredOutputsParams(**json.loads(text)))
     except (TypeError, ValueError, VLLMValidationError) as error:
-        message = f"{STRUCTURE_FIELD} is not one of vLLM's: {error}"
+        message = f"{STRUCTURE_FIELD} is not a structure that vLLM accepts: {error}"
         raise InvalidInput(message, field=STRUCTURE_FIELD) from None
 
 
 def _structure(given: StructuredOutputsParams) -> Structure:
-    """Raises ValueError, VLLMValidationError. The checks are those of SamplingParams._validate_structured_outputs."""
+    """Repeats the checks of vLLM's SamplingParams._validate_structured_outputs.
+
+    Raises ValueError, VLLMValidationError.
+    """
     if given.json_object is not None:
         if given.json_object is not True:
-            raise ValueError("json_object must be true; leave it out for no structure")
+            raise ValueError("json_object must be true; leave it out if you want no structure")
         return Structure("json_object", "")
     if given.choice is not None:
         if not given.choice or not all(isinstance(one, str) for one in given.choice):
-            raise ValueError("choice must be a list of at least one text")
+            raise ValueError("choice must be a list of at least one string")
         return Structure("grammar", choice_as_grammar(given.choice))
     if given.json is not None:
         check_json_nesting(given.json if isinstance(given.json, str | dict) else None)
@@ -190,7 +200,7 @@ def _structure(given: StructuredOutputsParams) -> Structure:
     kind: Kind = "regex" if given.regex is not None else "grammar" if given.grammar is not None else "structural_tag"
     text = getattr(given, kind)
     if not isinstance(text, str) or "\0" in text or (kind != "regex" and not text.strip()):
-        raise ValueError(f"{kind} must be a text without NUL characters, and not empty")
+        raise ValueError(f"{kind} must be a string that is not empty and contains no NUL characters")
     if kind == "structural_tag":
         check_json_nesting(text, structural_tag=True)
     return Structure("lark" if kind == "grammar" and grammar_is_likely_lark(text) else kind, text)
@@ -202,14 +212,14 @@ def _extra_arguments(spec: SampleSpec, plan: ScorePlan | None) -> dict[str, Any]
 
 
 def _is_at_once(spec: SampleSpec) -> bool:
-    """Whether a sequence may come as one message: alternatives of a long one would not fit, ids and logprobs do."""
+    """True if the whole sequence may be sent as one message: asked for, without alternatives, and short enough."""
     return spec.request.at_once and not spec.request.top_sample_logprobs and spec.params.max_tokens <= _MOST_AT_ONCE
 
 
 def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | None) -> PromptResult:
-    """What the first result says of the prompt.
+    """Returns the prompt's results from the engine's first output.
 
-    Raises Unavailable if the engine gave the request up, Internal if the scores are missing or of another shape,
+    Raises Unavailable if the engine aborted the request, Internal if the scores are missing or have a wrong shape,
     NotFinite if they are not finite.
     """
     _finish(result.outputs[0].finish_reason)
@@ -217,11 +227,11 @@ def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | Non
     if plan is None:
         return PromptResult(None, None, cached_token_count)
     if result.prompt_token_id_logprobs is None:
-        raise Internal("the engine sent no scores of the prompt")
+        raise Internal("the engine did not return the scores of the prompt")
     try:
         scores = Scores.unpack(plan, result.prompt_token_id_logprobs)
     except ValueError as error:
-        raise Internal(f"the engine sent other scores of the prompt than were asked for: {error}") from error
+        raise Internal(f"the engine returned other prompt scores than were requested: {error}") from error
     _check_finite("the prompt", scores.actual, scores.top.logprobs, scores.targets, scores.alt.logprobs)
     return PromptResult(
         logprobs=_from(plan, scores.actual, np.nan) if spec.request.prompt_logprobs else None,
@@ -233,10 +243,10 @@ def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | Non
 
 
 def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
-    """The new tokens of a result of a request of one sequence.
+    """Yields the new tokens of one output of the engine, at most one Delta.
 
-    Raises Unavailable if the engine gave the request up, NotFinite if log-probabilities of tokens are not finite. A
-    row of logits with a NaN or +inf makes all its log-probabilities NaN, so the tokens' own tell of every such row.
+    Raises Unavailable if the engine aborted the request, NotFinite if a token's log-probability is not finite. A NaN or
+    +inf among a position's logits makes all log-probabilities there NaN, so checking the sampled token's is enough.
     """
     (output,) = result.outputs
     finish = _finish(output.finish_reason)
@@ -248,7 +258,7 @@ def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delt
     _check_finite("the sampled tokens", logprobs)
     experts = output.routed_experts if spec.request.routed_experts else None
     if spec.request.routed_experts and finish is not None and (experts is None or len(experts) < len(spec.tokens)):
-        raise Internal("the engine sent no experts of the sequence's tokens")
+        raise Internal("the engine did not return the experts of the sequence's tokens")
     yield Delta(index, tokens, logprobs, top, finish, experts)
 
 
@@ -259,7 +269,7 @@ def _check_finite(of_what: str, *logprobs: npt.NDArray[np.float32]) -> None:
 
 
 def _from(plan: ScorePlan, rows: npt.NDArray, filler: float) -> npt.NDArray:
-    """The rows at their prompt positions, [P, ...], filler before them."""
+    """Returns the rows at their prompt positions, [P, ...], with `filler` before them."""
     whole = np.full((plan.row_count + 1, *rows.shape[1:]), filler, dtype=rows.dtype)
     whole[1 + plan.first_row :] = rows
     return whole
@@ -273,17 +283,17 @@ def _finish(reason: str | None) -> Finish | None:
     if reason is None or reason == "stop" or reason == "length":
         return reason  # type: ignore[return-value]
     if reason == "abort":
-        raise Unavailable("the engine gave the request up")
+        raise Unavailable("the engine aborted the request; try again")
     raise Internal(f"the engine ended the request with {reason!r}")
 
 
 def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float32], TopRows | None]:
-    """Logprobs [count] of sampled tokens and the k best [count, k].
+    """Returns the log-probabilities of the sampled tokens [count] and the k best alternatives [count, k].
 
-    vLLM lists, at each position, the sampled token first and then the k best, with ranks.
+    vLLM lists at each position the sampled token first, then the k best, each with its rank.
     """
     if len(flat) != count:
-        raise Internal(f"the engine sent logprobs of {len(flat)} positions instead of {count}")
+        raise Internal(f"the engine returned log-probabilities of {len(flat)} positions instead of {count}")
     values = np.full(count, np.nan, dtype=np.float32)
     ids = np.zeros((count, k), dtype=np.int32)
     best = np.full((count, k), FILLER_LOGPROB, dtype=np.float32)
@@ -291,8 +301,9 @@ def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float
         if start == end:
             continue
         values[position] = flat.logprobs[start]
-        # By rank: results that vLLM merges, because they were not taken in time, name a token that is both the actual
-        # and one of the best only once. The actual one comes first, so that its equal among the best replaces it.
+        # Entries are placed by rank, not by order. vLLM merges outputs that were not read in time, and then lists a
+        # token that is both the sampled one and among the best only once. Where it lists both, the sampled one comes
+        # first and the equal entry among the best overwrites it.
         for entry in range(start, end):
             rank = flat.ranks[entry] or k + 1
             if rank <= k:

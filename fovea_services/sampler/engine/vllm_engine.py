@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM behind what `engine_api` asks of an engine: requests in, events out, weights under a deadline."""
+"""Implements the engine protocols of `engine_api` with vLLM's AsyncLLM."""
 
 import asyncio
 import itertools
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Each poll is a call of every worker, between two steps of the engine: often at first, as adapters arrive soon.
+# Each poll calls every worker between two engine steps. Polls are frequent at first, because adapters arrive quickly.
 _FASTEST_POLL_S = 0.001
 _SLOWEST_POLL_S = 0.01
 _NOT_ARRIVED = "the snapshot did not arrive"
 
 
 class Engine:
-    """One engine: a SampleEngine and a WeightEngine of `engine_api`, which says what each call does.
+    """The SampleEngine and WeightEngine over vLLM; `engine_api` documents their methods.
 
-    Methods are for one event loop; errors are the service's own.
+    Call all methods from one event loop. They raise Fovea's errors, not vLLM's.
     """
 
     def __init__(self, llm: "AsyncLLM", settings: SamplerSettings, checkpoint: Path) -> None:
@@ -57,22 +57,24 @@ class Engine:
         self._grammars = GrammarTrials(lambda: _tokenizer_info(llm))
 
     async def prepare(self) -> None:
-        """Readies the workers. To be called once, before anything else."""
-        envs.enable_envs_cache()  # else vLLM reads the environment for every token
+        """Prepares the workers. Call it once, before any other method."""
+        envs.enable_envs_cache()  # otherwise vLLM reads environment variables for every token
         (self._experts_problem, self._expert_row_bytes), *_ = await self._command(
             "fovea_prepare", str(self._checkpoint)
         )
         await self._log_cache()
 
     async def _log_cache(self) -> None:
-        """Says how large the KV cache is, and what it does without; on a CPU that is a setting."""
+        """Logs the size of the KV cache and of the memory reserved for pushes. Logs nothing on a CPU."""
         if not (cache_bytes := min(await self._command("fovea_cache_bytes"))):
             return
         tokens, room = self._llm.vllm_config.cache_config.kv_cache_size_tokens, push_room(self._settings)
-        said = "full weights on their way wait in pinned host memory if need be"
+        said = "pushed full weights wait in pinned host memory if the GPU has no room"
         if room:
-            said = f"{room / 2**30:.1f} GiB of each GPU are kept for full weights on their way, where it could hold "
-            said += f"{tokens * room // cache_bytes:,} more tokens (--full-push-room never)"
+            said = (
+                f"{room / 2**30:.1f} GiB of each GPU are reserved for pushed full weights; with --full-push-room never "
+            )
+            said += f"the cache would hold {tokens * room // cache_bytes:,} more tokens"
         logger.info("KV cache: %s tokens; %s", f"{tokens:,}", said)
 
     @property
@@ -83,24 +85,24 @@ class Engine:
 
     @property
     def dtype(self) -> str:
-        """Element type of the weights, as torch names it."""
+        """The element type of the weights, such as float32."""
         return str(self._llm.model_config.dtype).removeprefix("torch.")
 
     @property
     def transfer_backend(self) -> str:
-        """What carries weights: gloo, nccl or cuda_ipc."""
+        """The transport of pushed weights: gloo, nccl or cuda_ipc."""
         if self._settings.transfer != "auto":
             return self._settings.transfer
         return "gloo" if self._llm.vllm_config.device_config.device_type == "cpu" else "nccl"
 
     @property
     def worker_count(self) -> int:
-        """Workers that join a transfer group."""
+        """The number of workers that join a transfer group."""
         return int(self._llm.vllm_config.parallel_config.world_size)
 
     @property
     def limits(self) -> Limits:
-        """What the engine takes of one request."""
+        """The largest request that the engine accepts."""
         return Limits(
             vocabulary_size=self._llm.model_config.get_vocab_size(),
             max_context=self._llm.model_config.max_model_len,
@@ -114,11 +116,11 @@ class Engine:
 
     @property
     def dead(self) -> bool:
-        """Whether the engine has ended; it does not come back."""
+        """True once the engine has died; it cannot be restarted in this process."""
         return bool(self._llm.errored)
 
     def openai_serving(self) -> OpenAIServing:
-        """What answers OpenAI's API for the model. Raises ValueError, TypeError for a tool parser that vLLM lacks."""
+        """Returns the object that answers OpenAI's API. Raises ValueError or TypeError for an unknown tool parser."""
         end_ids = (*self._eos_token_ids, self._llm.renderer.get_eos_token_id())
         return OpenAIServing(self._llm, self._settings.tool_parser, end_ids)
 
@@ -197,11 +199,15 @@ class Engine:
         await self._command("fovea_forget_adapter", adapter.name)
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """After a failure it stays paused: a step of a half-loaded model is fatal."""
+        """See `WeightEngine`.
+
+        The engine stays paused after a failure, because a step of a half-loaded model kills it.
+        """
         start = time.monotonic()
         timeout_s = self._settings.engine_timeout_s
         with _translated():
-            # Seven calls of the engine, of which the pause, which waits for samples, and the loading may take long.
+            # The limit covers seven calls of the engine. Two can be slow: the pause, which waits for requests in
+            # flight, and the update.
             async with asyncio.timeout(4 * timeout_s):
                 if not self._paused:
                     self._paused = True
@@ -216,7 +222,10 @@ class Engine:
         return time.monotonic() - start
 
     async def _wait(self, what: str, timeout_s: float, method: str, *arguments: object) -> list[str]:
-        """Calls a method of all workers that reports on a task until it is done; returns the digests."""
+        """Polls a reporting method of all workers until their tasks are done; returns the digests.
+
+        Raises Unavailable, with `what` as the message, if a task fails or takes longer than `timeout_s`.
+        """
         begun = time.monotonic()
         while True:
             reports: list[dict[str, str]] = await self._command(method, *arguments)
@@ -231,7 +240,7 @@ class Engine:
             await asyncio.sleep(min(max(waited_s / 8, _FASTEST_POLL_S), _SLOWEST_POLL_S))
 
     async def _command(self, method: str, *arguments: object) -> list[Any]:
-        """Calls a method of all workers, under a deadline."""
+        """Calls a method on all workers, with the deadline `engine_timeout_s`; returns their results."""
         with _translated():
             async with asyncio.timeout(self._settings.engine_timeout_s):
                 results: list[Any] = await self._llm.collective_rpc(method, args=arguments)
@@ -243,34 +252,34 @@ class Engine:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raises vLLM's errors as the service's."""
+    """Converts vLLM's errors into Fovea's."""
     try:
         yield
     except EngineDeadError as error:
-        raise Unavailable("the engine has died; this sampler restarts") from error
+        raise Unavailable("the engine has died; this sampler is about to exit") from error
     except VLLMClientError as error:
-        # Not expected: validation is ours. What it overlooked is the caller's to mend.
-        logger.warning("vLLM refused a request that validation let pass: %s", error)
-        raise InvalidInput(f"the engine refuses the request: {error}") from error
+        # Unexpected, because `sample_validation` should have refused the request. The caller still has to change it.
+        logger.warning("vLLM refused a request that Fovea's validation had accepted: %s", error)
+        raise InvalidInput(f"the engine refused the request: {error}") from error
     except TimeoutError as error:
         raise DeadlineExceeded("the engine did not answer in time") from error
 
 
 def _refuse(problems: list[str]) -> None:
-    """Raises InvalidInput if any worker says what is wrong with a manifest."""
+    """Raises InvalidInput if any worker reports a problem of a manifest."""
     if problem := next(filter(None, problems), ""):
         raise InvalidInput(f"manifest: {problem}", field="manifest")
 
 
 def _common(digests: list[str]) -> str:
-    """What all workers received. Raises Internal if that differs."""
+    """Returns the digest that all workers computed. Raises Internal if they differ."""
     if len(set(digests)) != 1:
         raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
     return digests[0]
 
 
 def _tokenizer_info(llm: "AsyncLLM") -> str:
-    """xgrammar's description of the tokenizer, as JSON, made as the engine makes its own."""
+    """Returns xgrammar's TokenizerInfo as JSON, made exactly as vLLM makes its own."""
     config = llm.vllm_config
     backend = XgrammarBackend(config, llm.renderer.get_tokenizer(), config.model_config.get_vocab_size())
     info: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
@@ -278,7 +287,10 @@ def _tokenizer_info(llm: "AsyncLLM") -> str:
 
 
 def _eos_token_ids(llm: "AsyncLLM", checkpoint: Path) -> tuple[int, ...]:
-    """Every id that ends a sequence: vLLM's own one knows the tokenizer's only, checkpoints often name two."""
+    """Returns the ids that end a sequence besides the tokenizer's end token.
+
+    vLLM stops only at the tokenizer's end token, but the generation_config.json of many checkpoints lists two ids.
+    """
     found: set[int] = set()
     generation = checkpoint / "generation_config.json"
     if generation.is_file():

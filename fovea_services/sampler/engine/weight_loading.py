@@ -1,4 +1,4 @@
-"""Loads a full snapshot that has arrived, through vLLM's own weight-transfer lifecycle."""
+"""Loads a received full snapshot into the model with vLLM's weight-transfer interface."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,53 +25,57 @@ from fovea_services.sampler.vllm_patches import kernels_cpu
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
-"""vLLM's `load_format` of a checkpoint without bytes, see `fovea.random_weights`."""
+"""The `load_format` of a checkpoint that has shapes but no values; see `fovea.random_weights`."""
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
-"""Whose kernels read experts' weights as vLLM loads them; on CPU that is our own."""
+"""Backends whose kernels read the weights of experts in the form in which vLLM loads them.
+
+CPU is Fovea's own kernel.
+"""
 
 
 @dataclass
 class ArrivalInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where arrivals are found by their task; groups are joined by `SnapshotReceiver`."""
+    """A function that finds a received snapshot by its task. `SnapshotReceiver` has joined the groups already."""
 
     find_arrival: Callable[[str], Arrival]
 
 
 @dataclass
 class ArrivalUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which arrival to load."""
+    """The task of the received snapshot to load."""
 
     task_id: str
 
 
 class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalUpdateInfo]):  # type: ignore[misc]
-    """vLLM's weight-transfer engine over snapshots that are already in this worker's memory."""
+    """A weight-transfer engine of vLLM that loads snapshots which this worker has already received."""
 
     init_info_cls = ArrivalInitInfo
     update_info_cls = ArrivalUpdateInfo
 
     def init_transfer_engine(self, init_info: ArrivalInitInfo) -> None:
-        """Takes over where arrivals are found."""
+        """Stores the function that finds received snapshots."""
         self._find_arrival = init_info.find_arrival
 
     @property
     def _in_place(self) -> bool:
-        """Whether the kernels read weights as they are stored: then they are written over where they stand.
+        """True if the kernels read weights in checkpoint form, so that new ones can be written over the old in place.
 
-        vLLM's own way takes the model apart and builds it up again layer by layer, a second of standstill for 8 GB.
+        Otherwise vLLM's layerwise reload restores each layer to its unprocessed form and processes it again, which
+        pauses sampling for a second for 8 GB.
         """
         plain = self.model_config.quantization is None and not _repacked(self.model)
         return self.device.type == "cuda" and plain
 
     def start_weight_update(self) -> None:
-        """Prepares the model for weights in checkpoint format."""
+        """Prepares the model to load weights in checkpoint form."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if not self._in_place:
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ArrivalUpdateInfo) -> None:
-        """Loads all tensors of the arrival. Raises KeyError for an unknown one."""
+        """Loads all tensors of a received snapshot. Raises KeyError for an unknown task."""
         arrival = self._find_arrival(update_info.task_id)
         with torch.no_grad():
             self.model.load_weights(arrival.tensors())
@@ -79,7 +83,7 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
             torch.cuda.synchronize(arrival.device)
 
     def finish_weight_update(self) -> None:
-        """Puts the loaded weights into the form that the kernels read."""
+        """Converts the loaded weights into the form that the kernels read."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self._in_place:
@@ -88,14 +92,14 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
             kernels_cpu.pack_embeddings(self.model)
 
     def shutdown(self) -> None:
-        """Has nothing to release."""
+        """Does nothing: the engine holds no resources."""
 
 
 class RandomModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Draws the weights of a checkpoint without bytes on the model's device."""
+    """Draws random weights for a checkpoint that has shapes but no values, on the model's device."""
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors by their names in the files."""
+        """Yields all tensors by their names in the checkpoint's files."""
         device = next(model.parameters()).device
         for path in sorted(Path(model_config.model).glob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -104,25 +108,23 @@ class RandomModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def problem(model: torch.nn.Module) -> str:
-    """Why no full weights can be loaded into a model, or the empty string."""
+    """Returns the reason why no full weights can be loaded into a model, or an empty string."""
     for method in _repacked(model):
-        if isinstance(method, FusedMoEModularMethod):  # put around the kernel for adapters: it never packs
-            kept = (
-                f"{type(method.old_quant_method).__name__} keeps weights of experts in another form than they come in"
-            )
-            return f"{kept}, and vLLM brings later ones into it only where it serves no adapters"
+        if isinstance(method, FusedMoEModularMethod):  # vLLM's wrapper for adapters: it never repacks weights
+            kept = f"{type(method.old_quant_method).__name__} stores weights of experts in a form of its own"
+            return f"{kept}, and vLLM converts pushed weights to it only if the sampler serves no adapters"
     return ""
 
 
 def _repacked(model: torch.nn.Module) -> list[Any]:
-    """vLLM's methods of experts whose kernels read weights in another form than they are loaded in."""
+    """Returns the model's expert methods whose kernels read weights in another form than the checkpoint's."""
     methods = [module.quant_method for module in model.modules() if isinstance(module, RoutedExperts)]
     backends = [getattr(getattr(method, "old_quant_method", method), "unquantized_backend", None) for method in methods]
     return [method for method, backend in zip(methods, backends, strict=True) if backend not in _PLAIN_EXPERTS]
 
 
 def register() -> None:
-    """Makes our weight-transfer engine and model loader known to vLLM in this process; twice is no error."""
+    """Registers Fovea's weight-transfer engine and model loader with vLLM in this process. It may be called twice."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ArrivalWeightTransferEngine)
         register_model_loader(RANDOM_FORMAT)(RandomModelLoader)

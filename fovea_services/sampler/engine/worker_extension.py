@@ -1,6 +1,6 @@
-"""What Fovea adds to vLLM's worker. The service reaches each method by name through `collective_rpc`.
+"""The methods that Fovea adds to vLLM's worker. The service calls them through `collective_rpc`.
 
-Importing this module prepares the worker's process: vLLM does so before it makes the worker.
+vLLM imports this module in the worker's process before it creates the worker, and the import prepares the process.
 """
 
 import contextlib
@@ -25,14 +25,15 @@ from fovea_services.sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
 
 
 def _end_with_service() -> None:
-    """Whatever kills the service, this process goes with it."""
-    # A terminal's Ctrl-C reaches the whole process group: it is left to the service, which lets requests in flight end.
+    """Ensures that this process ends when the service ends for any reason."""
+    # A terminal sends Ctrl-C to the whole process group. Only the service handles it, by letting requests in flight
+    # end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     service, parent = int(os.environ.get(SERVICE_PID_VARIABLE, "1")), os.getppid()
     if service in (1, parent):
         return
-    # One of several workers: their parent is vLLM's engine, which would outlive the service.
+    # This is one of several workers. Their parent is vLLM's engine process, which would outlive the service.
     try:
         ends = os.pidfd_open(service), os.pidfd_open(parent)
     except ProcessLookupError:
@@ -41,7 +42,10 @@ def _end_with_service() -> None:
 
 
 def _end_engine_after(service: int, engine: int) -> None:
-    """Waits until one process ends and kills the other, both by their descriptors; the engine's workers end with it."""
+    """Waits until the service ends, then kills the engine. Both are pidfds.
+
+    The engine's workers end with the engine.
+    """
     select.select([service], [], [])
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(engine, signal.SIGKILL)
@@ -54,7 +58,7 @@ vllm_patches.before_model()
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class by `worker_extension_cls`."""
+    """A mix-in that vLLM adds to its worker class (`worker_extension_cls`)."""
 
     model_runner: Any
     weight_transfer_engine: Any
@@ -62,9 +66,14 @@ class WorkerExtension:
     rank: int
 
     def fovea_prepare(self, checkpoint: str) -> tuple[str, int]:
-        """Once, after the model is loaded: adapters from memory, snapshots, and the logprobs that Fovea promises.
+        """Prepares the loaded model for adapters from memory, snapshots and exact log-probabilities. Called once.
 
-        Returns why the experts of tokens cannot be told, or the empty string, and the bytes of those of one token.
+        Args:
+            checkpoint: The directory of the checkpoint.
+
+        Returns:
+            The reason why the worker cannot return the experts of tokens, or an empty string; and the bytes of the
+            expert ids of one token.
         """
         self._receiver = SnapshotReceiver(self.device, self.rank)
         model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
@@ -76,7 +85,7 @@ class WorkerExtension:
             manager = self.model_runner.lora_manager
             adaptable, max_rank = _adaptable_modules(manager._adapter_manager), manager.lora_config.max_lora_rank
             sizes = _expert_sizes(manager._adapter_manager)
-            self._bank = AdapterBank(manager)  # from here on vLLM's manager no longer shows its modules
+            self._bank = AdapterBank(manager)  # after this, vLLM's manager no longer exposes its modules
         check_biases(shapes, rename, adaptable)
         self._checker = ManifestChecker(shapes, rename, left_out, set(adaptable), max_rank, sizes)
         self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
@@ -85,21 +94,21 @@ class WorkerExtension:
         return experts.problem, experts.row_bytes
 
     def fovea_cache_bytes(self) -> int:
-        """Of this worker's KV cache if vLLM has sized it itself, as it does on a GPU, else 0."""
+        """Returns the bytes of this worker's KV cache if vLLM has sized it, as it does on a GPU; else 0."""
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))
 
     def fovea_join(self, task_id: str, request: bytes, backend: str) -> None:
-        """Begins to join the group of a serialized JoinTransferGroupRequest; `fovea_report` tells when it stands."""
+        """Starts to join the group of a serialized JoinTransferGroupRequest; poll `fovea_report` for the outcome."""
         self._receiver.start_join(task_id, sampler_pb2.JoinTransferGroupRequest.FromString(request), backend)
 
     def fovea_check(self, manifest: bytes) -> str:
-        """What is wrong with a serialized SnapshotManifest, or the empty string."""
+        """Returns the problem of a serialized SnapshotManifest, or an empty string."""
         return self._checker.problem(weights_pb2.SnapshotManifest.FromString(manifest))
 
     def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> str:
-        """Begins to receive a snapshot; `fovea_report` tells when it is whole.
+        """Starts to receive a snapshot; `fovea_report` reports when all tensors have arrived.
 
-        Returns what is wrong with the serialized SnapshotManifest, or the empty string.
+        Returns the problem of the serialized SnapshotManifest, or an empty string.
         """
         parsed = weights_pb2.SnapshotManifest.FromString(manifest)
         if problem := self._checker.problem(parsed):
@@ -112,20 +121,21 @@ class WorkerExtension:
         return ""
 
     def fovea_report(self, task_id: str) -> dict[str, str]:
-        """How far a task is: phase, error, digest."""
+        """Returns the phase, the error and the digest of a task."""
         return self._receiver.report(task_id)
 
     def fovea_forget_task(self, task_id: str) -> None:
-        """Frees what a task received."""
+        """Frees the tensors that a task received."""
         self._receiver.forget(task_id)
 
     def fovea_leave(self, group_id: str) -> None:
+        """Leaves a transfer group."""
         self._receiver.leave(group_id)
 
     def fovea_keep_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:
-        """Makes an adapter known to vLLM under an unused name and id if it has arrived with that digest.
+        """Gives an adapter to vLLM under an unused name and id if it has arrived with that digest.
 
-        Returns what `fovea_report` does. To be called until all workers have it.
+        Returns the report of the task, as `fovea_report` does. The service calls it until all workers are done.
         """
         report = self._receiver.report(task_id)
         if report["phase"] == "done" and report["digest"] == digest:
@@ -146,13 +156,16 @@ def _rename_of(model: torch.nn.Module) -> Any:
 
 
 def _left_out(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """Which tensors of the checkpoint vLLM does not load, as the layers with which Qwen3.5 guesses further tokens."""
+    """Returns the checkpoint's tensors that vLLM does not load, such as Qwen3.5's layers for multi-token prediction."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return {name for name in names if mapper is not None and mapper.map_name(name) is None}
 
 
 def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:
-    """Modules that take LoRA by vLLM name, packed projections by their parts' names; embeddings do not count."""
+    """Returns the modules that support LoRA by vLLM name, without embeddings.
+
+    A packed projection appears under the name of each projection that it packs.
+    """
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 
     adaptable: dict[str, torch.nn.Module] = {}
@@ -163,7 +176,7 @@ def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:
 
 
 def _expert_sizes(manager: Any) -> dict[str, ExpertSizes]:
-    """Modules with experts that take LoRA by vLLM name, all workers' parts together."""
+    """Returns the sizes of the experts that support LoRA, by vLLM name, summed over all workers."""
     from vllm.lora.layers import FusedMoEWithLoRA
 
     found: dict[str, ExpertSizes] = {}

@@ -94,7 +94,7 @@ def test_a_schema_that_xgrammar_would_ignore_in_part_is_refused() -> None:
         {"unknown": 1},
         {"json": "[" * 5000},
     ):
-        with pytest.raises(InvalidInput, match=r"params\.structured_outputs is not one of vLLM's"):
+        with pytest.raises(InvalidInput, match=r"params\.structured_outputs is not a structure that vLLM accepts"):
             structure_of(json.dumps(asked))
 
 

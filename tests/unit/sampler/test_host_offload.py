@@ -47,5 +47,7 @@ def test_the_cache_leaves_room_where_that_is_a_small_part(
 
 def test_room_may_be_asked_for_up_to_the_whole_cache() -> None:
     assert room_for_pushes("always", 57 * GIB, 126 * GIB, 1) == 59 * GIB
-    with pytest.raises(ValueError, match=r"--full-push-room always needs 59.0 GiB of each GPU, .* has 15.0 GiB: use auto"):
+    with pytest.raises(
+        ValueError, match=r"--full-push-room always needs 59.0 GiB of each GPU, .* has 15.0 GiB: use auto"
+    ):
         room_for_pushes("always", 57 * GIB, 72 * GIB, 1)

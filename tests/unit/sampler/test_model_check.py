@@ -31,7 +31,7 @@ def test_a_family_without_lora_in_vllm_gets_no_room_for_adapters(tmp_path: Path)
     model = _write(tmp_path, model_type="llava_onevision", vision_config={})
     capacity = measure_adapter_capacity(SamplerSettings(model=model))
     assert (capacity.batched, capacity.held_bytes) == (0, 0)
-    assert str(capacity) == "adapters: none, vLLM has no LoRA for this model"
+    assert str(capacity) == "adapters: none, because vLLM does not support LoRA for this model"
 
 
 def test_workers_share_the_hosts_memory_for_adapters(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_experts_are_told_where_there_are_any_and_they_fit() -> None:
     wanted.params.max_tokens = 1_600
     assert read_request(wanted, limits, None).request.routed_experts
     wanted.params.max_tokens = 1_700
-    with pytest.raises(InvalidInput, match=r"experts of at most 106.. tokens; prompt and max_tokens are 10700: ask"):
+    with pytest.raises(InvalidInput, match=r"experts of at most 106.. tokens; the prompt and max_tokens are 10700"):
         read_request(wanted, limits, None)
 
 

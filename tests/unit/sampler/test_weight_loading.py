@@ -42,5 +42,5 @@ def test_experts_in_a_form_of_their_own() -> None:
     packing = Method(UnquantizedMoeBackend.FLASHINFER_TRTLLM)
     assert weight_loading.problem(model(packing, adapted=False)) == ""
     for method in (packing, SimpleNamespace()):
-        assert "another form" in weight_loading.problem(model(method, adapted=True))
+        assert "a form of its own" in weight_loading.problem(model(method, adapted=True))
     assert weight_loading.problem(nn.Linear(1, 1)) == ""

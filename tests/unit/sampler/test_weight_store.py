@@ -257,7 +257,7 @@ async def test_full_weights_wait_for_requests_and_go_before_later_ones() -> None
 async def test_a_push_without_time_to_wait_changes_nothing() -> None:
     sampler = Sampler()
     async with sampler.weights.use(""):
-        with pytest.raises(DeadlineExceeded, match="samples in flight"):
+        with pytest.raises(DeadlineExceeded, match="requests in flight"):
             await sampler.push("full@1", FULL, timeout_s=0.05)
     assert sampler.weights.resident_snapshot_id == ""
     assert sampler.engine.full == "base"
