@@ -22,8 +22,7 @@ from fovea.wire.rendered_input import ImageSpan
 from fovea_services.sampler.engine.vllm_engine import Engine
 from fovea_services.sampler.engine.vllm_launch import AdapterCapacity, checkpoint_directory, runs_on_cpu
 from fovea_services.sampler.engine_api import Limits, SampleEngine, SampleSpec
-from fovea_services.sampler.generation import Generation
-from fovea_services.sampler.image_fetching import ImageFetcher
+from fovea_services.sampler.generation import Generation, ImageFetcher
 from fovea_services.sampler.pushes import SnapshotPushes
 from fovea_services.sampler.sampler_servicer import EngineInfo, SamplerService
 from fovea_services.sampler.settings import SamplerSettings

@@ -277,7 +277,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "stream_interval": settings.stream_interval,
         # vLLM can normalise uint8 pixels on the device. It must not where a processor has normalised them already.
         "mm_device_do_normalize": not _comes_normalized(settings.model),
-        "mm_processor_cache_gb": 0,  # requests carry vision tensors, which fovea_services.sampler.image_fetching caches
+        "mm_processor_cache_gb": 0,  # requests carry vision tensors, which fovea_services.sampler.generation caches
         "disable_log_stats": False,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,

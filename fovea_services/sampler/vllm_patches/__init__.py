@@ -1,16 +1,17 @@
-"""What Fovea replaces inside vLLM 0.32.0. Whoever upgrades vLLM begins here.
+"""Patches of vLLM 0.32.0. Start here when you upgrade vLLM.
 
-The docstring of each module of `PATCHES` says what it replaces, why, where vLLM hears of it, and when it can be
-deleted; `tests/unit/sampler/test_vllm_patches.py` has a test for each that fails once vLLM no longer needs it, or has
-changed what the patch was written against.
+The docstring of each module in `PATCHES` states what the module replaces, what vLLM does and why that is wrong for
+Fovea, the related upstream issues, and the condition under which the patch can be deleted.
+`tests/unit/sampler/test_vllm_patches.py` has a test for each patch. The test fails once vLLM no longer needs the patch,
+or once vLLM has changed the code that the patch was written for.
 
-All of it is for vLLM's V1 model runner, which `vllm_launch.prepare_environment` asks for on GPU (V2 runs nowhere
-without Triton, so a CPU engine is V1 by itself). V2 keeps its requests, its sampler and its prompt scores elsewhere:
-`prompt_scorer` and `draws` find nothing to replace there. They must be written
-again for it before `VLLM_USE_V2_MODEL_RUNNER` can go, and `routed_experts` goes then; `docs/lab/notes.md` says where
-each of them is in V2.
+All patches are for vLLM's V1 model runner. `vllm_launch.prepare_environment` selects it on a GPU; a CPU engine always
+uses V1, because V2 requires Triton. V2 stores requests, the sampler and prompt scores in other places, so
+`prompt_scorer` and `draws` would find nothing to replace. Both must be rewritten for V2 before
+`VLLM_USE_V2_MODEL_RUNNER` can be removed, and `routed_experts` can be deleted then. `docs/lab/notes.md` lists the
+places in V2.
 
-Other workarounds are settings of vLLM's own and lie where they are set, in `engine/vllm_launch.py`.
+Other workarounds are settings of vLLM. They are documented where they are set, in `engine/vllm_launch.py`.
 """
 
 from typing import Any
@@ -35,21 +36,22 @@ from fovea_services.sampler.vllm_patches import (
 PATCHES = (
     adapted_modules,  # before_model
     parameter_names,  # before_model
-    image_attention_cpu,  # before_model, on CPU; by vllm_launch and after_model too
+    image_attention_cpu,  # before_model, on CPU; also vllm_launch and after_model
     punica,  # before_model
     experts_cpu,  # before_model, on CPU
-    kernels_cpu,  # before_model, on CPU; by ArrivalWeightTransferEngine whenever full weights have been loaded
-    fresh_blocks,  # before_model; its scheduler by vllm_launch
-    grammar_budget,  # before_model; by the schedulers of fresh_blocks too
-    routed_experts,  # before_model; its scheduler by vllm_launch
+    kernels_cpu,  # before_model, on CPU; also ArrivalWeightTransferEngine, after it has loaded full weights
+    fresh_blocks,  # before_model; vllm_launch sets its scheduler
+    grammar_budget,  # before_model; also the schedulers of fresh_blocks
+    routed_experts,  # before_model; vllm_launch sets its scheduler
     draws,  # after_model
     prompt_scorer,  # after_model
-    lora_slots,  # by AdapterBank, from which vLLM gets its adapters then
+    lora_slots,  # AdapterBank
 )
+"""All patches, each with the code that applies it."""
 
 
 def before_model() -> None:
-    """To be called in every process that loads a model, before it does; twice is no error."""
+    """Applies the patches that must precede loading a model. Call it in every such process; it may be called twice."""
     adapted_modules.apply()
     parameter_names.apply()
     routed_experts.apply()
@@ -63,7 +65,7 @@ def before_model() -> None:
 
 
 def after_model(runner: Any) -> None:
-    """To be called once in every worker, with vLLM's model runner, when its model is loaded."""
+    """Applies the patches of a model runner. Call it once in every worker, after the runner has loaded its model."""
     if runner.device.type == "cpu":
         image_attention_cpu.check(runner)
     draws.apply(runner)

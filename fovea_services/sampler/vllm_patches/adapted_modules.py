@@ -1,17 +1,22 @@
-"""Which modules take adapters: `lm_head` of every model, gates of shared experts, the tower of Qwen3-VL with experts.
+"""Lets adapters change more modules: every `lm_head`, gates of shared experts, and the tower of Qwen3-VL with experts.
 
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
     `Qwen3VLMoeForConditionalGeneration`, and `can_replace_layer` of `vllm.lora.layers.FusedMoEWithLoRA`.
-Why: a model says in `embedding_modules` which of its embeddings take LoRA. Qwen3 names `lm_head`; Qwen2, and with it
-    Qwen2.5-VL, does not, though the layers that apply such an adapter are the same. Our trainer adapts it everywhere.
-    Of a vision model vLLM adapts what lies within its parts alone, and the `lm_head` of Idefics 3 and GLM-4.1V stands
-    beside them. It refuses vocabularies beyond 258,048, a bound of earlier kernels: Gemma's has 262,208.
-    A module that another one holds by a second name is adapted by its first alone if no module has the second for its
-    first: the gate of Qwen3.5's shared experts took an adapter and computed without it (1.3 nat).
-    Qwen3-VL's classes say that `qkv` of a tower comes packed, but that of the models with experts.
-    Experts whose kernel takes no adapters end the engine at its start; here they are left as they are, and adapters of
-    them are refused by name.
+Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding only if the model's class lists it in
+    `embedding_modules`. Qwen3 lists `lm_head`; Qwen2, and with it Qwen2.5-VL, does not, although its layers are the
+    same. The patch adds `lm_head` to the supported modules of every model.
+    In a vision model, vLLM adapts only modules inside the components of `get_mm_mapping`. `lm_head` of Idefics 3 and
+    GLM-4.1V is outside them; the patch treats it as a part of the language model.
+    vLLM refuses vocabularies of more than 258,048 tokens, a bound of earlier kernels. Gemma's has 262,208. The patch
+    allocates the larger matrix itself.
+    vLLM lists each module only under its first name. If two modules share a submodule and its second name is not the
+    first name of another one, it is not replaced there: the gate of Qwen3.5's shared experts accepted an adapter and
+    computed without it (an error of 1.3 nat). The patch lists modules under all their names.
+    Qwen3-VL's classes declare the packed `qkv` of the vision tower, but the class for models with experts does not.
+    The patch adds the declaration.
+    If the kernel of a model's experts does not support adapters, the engine dies at its start. With the patch such
+    experts stay unadapted, and a manifest with adapters for them is refused with the name of the module.
 Upstream: vllm-project/vllm issue 21500, closed without a change; of the others none known.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
@@ -31,11 +36,11 @@ from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGene
 
 _NAME = "lm_head"
 _MOST_TOKENS = 258_048
-"""The largest vocabulary for which vLLM makes room."""
+"""The largest vocabulary for which vLLM allocates LoRA weights."""
 
 
 def apply() -> None:
-    """Adds them to what models say; twice is no error."""
+    """Applies the patch to this process. It may be called twice."""
     Qwen3VLMoeForConditionalGeneration.packed_modules_mapping |= {"qkv": ["qkv"]}
     ask_model: Any = model_manager.get_supported_lora_modules
     if ask_model.__module__ == __name__:
@@ -63,7 +68,7 @@ def apply() -> None:
 
 
 def _ask_kernels(wrapper: Any) -> None:
-    """Has a wrapper of experts leave those alone whose kernel takes no adapters."""
+    """Makes vLLM's LoRA class for experts skip layers of which the kernel does not support adapters."""
     fits = wrapper.can_replace_layer
 
     def can_replace_layer(source_layer: Any, **how: Any) -> bool:
@@ -77,7 +82,7 @@ def _ask_kernels(wrapper: Any) -> None:
 
 
 def _make_room(make_room: Any, layer: Any, max_loras: int, *arguments: Any) -> None:
-    """vLLM's own for as many tokens as it takes; then B, whose rows are the tokens, for all of them."""
+    """Calls vLLM's method with the largest vocabulary that it accepts, then allocates B, with a row per token."""
     logits = layer.base_layer
     token_count = logits.vocab_size
     try:

@@ -1,14 +1,15 @@
-"""Draws: seeds on CPU that a prompt in several steps does not spoil, and log-probabilities before top-k and top-p.
+"""Keeps seeded draws on a CPU reproducible, and reports log-probabilities before top-k and top-p.
 
 Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states` on a CPU, and wraps
     `vllm.v1.sample.sampler.Sampler.topk_topp_sampler`, an instance of
     `vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler`.
-Why: after each step of a prompt but the last vLLM takes the draw back by moving the generator's offset
-    (`_bookkeeping_sync`). A CPU generator has none: the engine dies of the first seeded request whose prompt spans two
-    steps. Here a generator remembers its state.
-    With `logprobs_mode="processed_logprobs"` vLLM reports log-probabilities after top-k and top-p. Alternatives hold
-    -inf then, and a trainer, which knows the whole distribution only, cannot reproduce them; "raw_logprobs" leave the
-    temperature out.
+Why: vLLM also draws a token in the steps that compute only a part of a prompt, and undoes the draw by resetting the
+    generator's offset (`_bookkeeping_sync`). CPU generators have no offset, so the engine dies at the first seeded
+    request of which the prompt spans two steps. The patch gives seeded requests generators that save their state
+    before each draw and restore it when vLLM resets the offset.
+    With `logprobs_mode="processed_logprobs"`, vLLM reports log-probabilities after top-k and top-p. Alternatives then
+    contain -inf, and the trainer, which computes the whole distribution, cannot reproduce the values.
+    "raw_logprobs" are before the temperature. The patch reports the values after the temperature only.
 Upstream: none filed with vLLM; RBLN-SW/vllm-rbln pull request 1025 describes the same crash, and vllm-project/vime
     issue 64 the same gap.
 Delete when: torch's CPU generators have offsets, or the CPU runner no longer moves them; and vLLM has a mode that
@@ -21,20 +22,20 @@ import torch
 
 
 class RewindableGenerator(torch.Generator):
-    """A CPU generator whose last draw can be taken back in the way that vLLM asks for it."""
+    """A CPU generator that undoes its last draw when vLLM sets its offset."""
 
     _before_draw: torch.Tensor | None = None
 
     def remember(self) -> None:
-        """To be called before each draw."""
+        """Saves the state. Call it before each draw."""
         self._before_draw = self.get_state()
 
     def get_offset(self) -> int:
-        """Means nothing on CPU."""
+        """Returns 0. A CPU generator has no offset; vLLM only passes the value back to `set_offset`."""
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        """Takes the last draw back."""
+        """Undoes the last draw."""
         if self._before_draw is not None:
             self.set_state(self._before_draw)
             self._before_draw = None
@@ -42,7 +43,7 @@ class RewindableGenerator(torch.Generator):
 
 
 class RememberDraws(torch.nn.Module):
-    """Notes the state of each generator before it draws."""
+    """Saves the state of each generator before it draws."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class RememberDraws(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See vLLM's TopKTopPSampler."""
+        """Samples like vLLM's TopKTopPSampler."""
         for generator in generators.values():
             if isinstance(generator, RewindableGenerator):
                 generator.remember()
@@ -63,7 +64,7 @@ class RememberDraws(torch.nn.Module):
 
 
 class TemperatureLogprobs(torch.nn.Module):
-    """Reports log-softmax(logits / T), finite everywhere, whatever top-k and top-p cut off."""
+    """Reports log-softmax(logits / T) of all tokens, also of those that top-k and top-p exclude from the draw."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -85,14 +86,14 @@ class TemperatureLogprobs(torch.nn.Module):
 
 
 def apply(runner: Any) -> None:
-    """Makes a model runner's sampler report temperature-scaled log-probabilities, and mends its seeds on a CPU."""
+    """Applies the patch to a model runner: its log-probabilities, and on a CPU its generators."""
     if runner.device.type == "cpu":
         _rewind_generators(runner)
     runner.sampler.topk_topp_sampler = TemperatureLogprobs(runner.sampler.topk_topp_sampler)
 
 
 def _rewind_generators(runner: Any) -> None:
-    """Gives every seeded request of a CPU model runner a generator that can be rewound."""
+    """Gives every seeded request of a CPU model runner a RewindableGenerator."""
     runner.sampler.topk_topp_sampler = RememberDraws(runner.sampler.topk_topp_sampler)
     update_states = runner._update_states
 

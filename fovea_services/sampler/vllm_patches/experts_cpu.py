@@ -1,14 +1,17 @@
 # ruff: noqa: N803, N806
-"""Experts on CPU: weights as the checkpoint has them, with shared-outer adapters.
+"""Computes experts on a CPU with weights in checkpoint form and with shared-outer adapters.
 
 Replaces: `vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend`.
-Why: with LoRA on, vLLM takes Triton's experts, which a CPU has not. Without it, it takes kernels that pack the weights
-    anew when they are first loaded, and not when others are loaded later: what a full push brings is read as if packed.
+Why: with LoRA enabled, vLLM selects the Triton kernels, which do not run on a CPU. Without LoRA, it selects kernels
+that
+    repack the weights when the model is loaded but not when weights are loaded later. They would read the weights of a
+    full push as if they were packed. The patch selects `TorchExperts`, which never packs.
 Upstream: none filed.
 Delete when: experts of `cpu_moe.py` support LoRA, and pack again whatever is loaded.
 
-Shape suffixes: N tokens, K experts of each, P = N * K pairs of token and expert, sorted by expert and adapter, D model
-width, I width of an expert, J = 2 I, E experts, R maximum rank, S adapter slots, 1 what all experts share.
+Shape suffixes: N tokens, K experts per token, P = N * K pairs of token and expert, sorted by expert and adapter, D
+model width, I inner width of an expert, J = 2 I, E experts, R maximum rank, S adapter slots, 1 a dimension that all
+experts share.
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    gate = gate.clamp(max=7.0)  # gpt-oss' `swiglu_limit` and alpha, which vLLM's kernel does not take either
+    gate = gate.clamp(max=7.0)  # constants of gpt-oss (`swiglu_limit` and alpha); vLLM's kernel fixes them too
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
 
 
@@ -41,26 +44,27 @@ _ACTIVATIONS = {MoEActivation.SILU: _swiglu, MoEActivation.SWIGLUOAI: _clamped_s
 
 
 def apply() -> None:
-    """Has vLLM take TorchExperts; twice is no error."""
+    """Makes vLLM select TorchExperts. It may be called twice."""
     method: Any = unquantized_fused_moe_method
     method.select_unquantized_moe_backend = _select
 
 
 def _select(moe_config: Any) -> tuple[UnquantizedMoeBackend, type]:
     if moe_config.activation not in _ACTIVATIONS:
-        raise ValueError(f"experts with {moe_config.activation} are not supported on CPU")
+        raise ValueError(f"experts with the activation {moe_config.activation} are not supported on a CPU; use a GPU")
     return UnquantizedMoeBackend.CPU, TorchExperts
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Which expert sees which token with which adapter.
+    """The pairs of token and expert of one step, sorted by expert and adapter.
 
     Attributes:
-        tokens: Token of each pair.
-        order: Where each pair stands among [N, K].
-        counts: Pairs of each expert.
-        segments: (first pair, last pair + 1, expert, index of the run) of neighbours with one expert and one adapter.
+        tokens: The token of each pair, int64 [P].
+        order: The index of each pair in the flattened [N, K], int64 [P].
+        counts: The number of pairs of each expert.
+        segments: (first pair, last pair + 1, expert, index of the run) of consecutive pairs with the same expert and
+            the same adapter. Pairs without an adapter are in no segment.
     """
 
     tokens: Tensor
@@ -70,12 +74,12 @@ class _Pairs:
 
 
 class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[misc]
-    """One product for each expert that has tokens; those of adapters for each run of rows beside it, in float32."""
+    """Experts as one matrix product per expert that has tokens, plus the products of adapters in float32."""
 
     _lora_context: MoELoRAContext | None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: the parent would pack the weights, once."""
+        """Does nothing, so that the weights stay in checkpoint form; the parent class would pack them."""
 
     def apply(
         self,
@@ -91,20 +95,25 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         apply_router_weight_on_input: bool = False,
         **__: object,
     ) -> None:
-        """Sum over a token's experts of weight times down(activation(gate_up(token))), into `output` [N, D].
+        """Writes the weighted sum over each token's experts of down(activation(gate_up(token))) into `output`.
 
         Args:
-            hidden_states: [N, D]; multiplied by the weight already if `apply_router_weight_on_input`.
-            w1: Gate and up [E, J, D]; w2: down [E, D, I].
-            topk_weights, topk_ids: [N, K].
-            expert_map: [experts of all workers], this worker's number of each, -1 for one of another worker; None if it
-                has all. What others have, they add.
+            output: [N, D].
+            hidden_states: [N, D]; already multiplied by the weight if `apply_router_weight_on_input`.
+            w1: Gate and up projections [E, J, D].
+            w2: Down projections [E, D, I].
+            topk_weights: The router's weights [N, K].
+            topk_ids: The router's experts [N, K].
+            activation: The activation between the projections.
+            expert_map: For expert parallelism, the local index of each expert of the model, -1 for experts of other
+                workers; None if this worker has all. The other workers add their own experts.
+            apply_router_weight_on_input: True if the weights have been applied to `hidden_states`.
         """
         runs = self._runs()
         ids_NK = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
         pairs = _pair_up(ids_NK, w1.shape[0], runs)
         both_PJ = _multiply(hidden_states[pairs.tokens], w1, self.w1_bias, pairs.counts)
-        # gpt-oss has gate and up in turns, others one after the other.
+        # gpt-oss interleaves the rows of gate and up; other models concatenate them.
         in_turns = activation == MoEActivation.SWIGLUOAI
         gate_PI, up_PI = (both_PJ[:, ::2], both_PJ[:, 1::2]) if in_turns else both_PJ.chunk(2, dim=1)
         if runs:
@@ -119,7 +128,7 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
             self._adapt_down(output, inner_PI, weights_P, pairs, runs)
 
     def _runs(self) -> list[Run]:
-        """Of rows whose adapter has factors of experts."""
+        """Returns the runs of rows with an adapter that has expert factors."""
         context = self._lora_context
         if context is None:
             return []
@@ -127,7 +136,10 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         return [run for run in context.punica_wrapper.token_runs if enabled[run.slot]]
 
     def _adapt_up(self, halves: tuple[Tensor, Tensor], x_ND: Tensor, pairs: _Pairs, runs: Sequence[Run]) -> None:
-        """Gate and up += x A^T B^T; A is shared, so x A^T is a token's, not a pair's."""
+        """Adds x A^T B^T to gate and up.
+
+        A is shared by all experts, so x A^T is computed once per token, not per pair.
+        """
         context = self._lora_context
         assert context is not None
         for half_PI, a_S1RD, b_SEIR in zip(halves, context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True):
@@ -142,7 +154,10 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
     def _adapt_down(
         self, y_ND: Tensor, inner_PI: Tensor, weights_P: Tensor, pairs: _Pairs, runs: Sequence[Run]
     ) -> None:
-        """y += (sum over pairs of weight inner A^T) B^T, for B is shared."""
+        """Adds (sum over a token's pairs of weight * inner A^T) B^T to y.
+
+        B is shared, so it is applied once per token.
+        """
         context = self._lora_context
         assert context is not None
         (a_SERI,), (b_S1DR,) = context.w2_lora_a_stacked, context.w2_lora_b_stacked
@@ -156,8 +171,8 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
 
 
 def _pair_up(ids_NK: Tensor, expert_count: int, runs: Sequence[Run]) -> _Pairs:
-    """Sorts pairs by expert and, within an expert, by the run that their token is in; leaves out expert -1."""
-    runs_N = torch.zeros(len(ids_NK), dtype=torch.long)  # 0 for a token in none
+    """Sorts pairs by expert and, within an expert, by the run of their token; drops pairs of expert -1."""
+    runs_N = torch.zeros(len(ids_NK), dtype=torch.long)  # 0 for a token in no run, else 1 + the index of its run
     for index, run in enumerate(runs, 1):
         runs_N[run.start : run.end] = index
     keys_NK = ids_NK * (len(runs) + 1) + runs_N[:, None]
@@ -176,7 +191,7 @@ def _pair_up(ids_NK: Tensor, expert_count: int, runs: Sequence[Run]) -> _Pairs:
 
 
 def _multiply(x_PI: Tensor, weights: Tensor, biases: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """Rows of each expert times its weight [O, I], plus its bias [O]: [P, O]."""
+    """Multiplies the rows of each expert by its weight [O, I] and adds its bias [O]; returns [P, O]."""
     y_PO = x_PI.new_empty(len(x_PI), weights.shape[1])
     end = 0
     for expert, count in enumerate(counts):

@@ -25,8 +25,7 @@ from fovea.wire.errors import (
 )
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
 from fovea_services.sampler.engine_api import Limits
-from fovea_services.sampler.generation import Generation
-from fovea_services.sampler.image_fetching import ImageFetcher
+from fovea_services.sampler.generation import Generation, ImageFetcher
 from fovea_services.sampler.pushes import SnapshotPushes
 from fovea_services.sampler.sampler_servicer import EngineInfo, SamplerService
 from fovea_services.sampler.weight_store import AdapterCache, WeightStore

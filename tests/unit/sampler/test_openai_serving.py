@@ -9,7 +9,8 @@ from vllm.logprobs import Logprob
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire.errors import FoveaError
-from fovea_services.sampler.engine.openai_serving import _Chat, _read
+from fovea_services.sampler.engine import openai_requests
+from fovea_services.sampler.engine.openai_serving import _Chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "one café 🦊 two"
@@ -17,7 +18,9 @@ TEXT = "one café 🦊 two"
 
 def read(**more: Any) -> Any:
     """Reads a chat request with more fields."""
-    return _read(sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, {"model": "m", "messages": MESSAGES, **more}, 8)
+    return openai_requests.read(
+        sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, {"model": "m", "messages": MESSAGES, **more}, 8
+    )
 
 
 @pytest.mark.parametrize(
