@@ -24,7 +24,7 @@ EXPERT_PARTS = ("w1", "w2", "w3")
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
-    """Returns the shapes of all tensors of a checkpoint, by name, from the headers of its safetensors files.
+    """Returns a mapping from tensor name to shape for a checkpoint, from the headers of its safetensors files.
 
     Raises FileNotFoundError if there is no safetensors file.
     """
@@ -45,7 +45,7 @@ def check_biases(names: Iterable[str], rename: Rename, modules: Mapping[str, Any
     Args:
         names: The names of the checkpoint's tensors.
         rename: Maps them to vLLM's names.
-        modules: vLLM's layers that support LoRA, by name.
+        modules: vLLM's layers that support LoRA, keyed by their names.
     """
     for name in names:
         module = modules.get(rename(name).removesuffix(".bias")) if name.endswith(".bias") else None
@@ -60,7 +60,7 @@ class ManifestChecker:
     """Checks manifests against the model's parameters and the modules that an adapter may change.
 
     Args:
-        shapes: The shapes of the checkpoint's tensors, by name.
+        shapes: The shapes of the checkpoint's tensors, keyed by their names.
         rename: Maps the checkpoint's names to vLLM's.
         left_out: Checkpoint names of tensors that vLLM does not load; a push may omit them.
         adaptable: vLLM's names of the modules that support LoRA.

@@ -1,4 +1,4 @@
-"""Serves OpenAI's API with vLLM's own serving classes, whose engine is replaced by the caller of the RPC.
+"""Serves OpenAI's API with vLLM's own serving classes, over an engine that the caller of the RPC replaces.
 
 vLLM parses the request, applies the chat template, and writes the response with its tool-call parsers. Its calls to the
 engine become a plan. The caller (the gateway) draws the samples of the plan and streams them back, and the replacement

@@ -91,7 +91,7 @@ def prepare_environment(settings: SamplerSettings) -> None:
     # the longer context that `context` computes correctly.
     defaults["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     # vLLM processes the outputs of one step in chunks and yields to other tasks between them. A request that ends at a
-    # stop string is then finished for us before the engine has been told to abort it. If its adapter is freed in
+    # stop string is then complete for the service before the engine aborts it. If its adapter is freed in
     # between, the engine's batch still uses the adapter and the engine dies. One chunk for all outputs prevents that.
     defaults["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, settings.max_sequences))
     # vLLM's limit counts wall-clock time. grammar_trials.py has tried each pattern under a limit of processor time.

@@ -27,7 +27,7 @@ BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
 """The `load_format` of a checkpoint that has shapes but no values; see `fovea.random_weights`."""
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
-"""Backends whose kernels read the weights of experts in the form in which vLLM loads them.
+"""Backends with kernels that read the weights of experts in the form in which vLLM loads them.
 
 CPU is Fovea's own kernel.
 """
@@ -117,7 +117,7 @@ def problem(model: torch.nn.Module) -> str:
 
 
 def _repacked(model: torch.nn.Module) -> list[Any]:
-    """Returns the model's expert methods whose kernels read weights in another form than the checkpoint's."""
+    """Returns the model's expert methods with kernels that read weights in another form than the checkpoint's."""
     methods = [module.quant_method for module in model.modules() if isinstance(module, RoutedExperts)]
     backends = [getattr(getattr(method, "old_quant_method", method), "unquantized_backend", None) for method in methods]
     return [method for method, backend in zip(methods, backends, strict=True) if backend not in _PLAIN_EXPERTS]

@@ -1,15 +1,16 @@
-"""Images whose tokens see each other both ways, on CPU.
+"""Bidirectional attention within images on a CPU.
 
 Replaces: `vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder.build`, and wraps
     `vllm.v1.core.sched.scheduler.Scheduler._try_schedule_encoder_inputs`.
-Why: in Gemma 3, and in the sliding layers of Gemma 4 31B, the tokens of an image see each other both ways. vLLM's GPU
-    backends are told where images stand; its CPU backend takes no notice and is causal there, 0.2 to 2 nat off. Its
-    kernel can do it: here the rows of each image are a sequence of their own over the same cache, which ends with the
-    image and is not causal. A step must hold such an image whole. `disable_chunked_mm_input`, which only the GPU
-    platforms switch on for these models, sees to it but for an image that begins where a step does, or before it
-    because a part of it is cached.
+Why: in Gemma 3, and in the sliding-window layers of Gemma 4 31B, each token of an image attends to all tokens of that
+    image. vLLM's GPU backends receive the positions of images. Its CPU backend ignores them and attends causally, with
+    errors of 0.2 to 2 nat. Its kernel supports what is needed: the patch makes the rows of each image a non-causal
+    sequence of their own, over the same cache, that ends with the image.
+    For that, one step must compute a whole image. vLLM's `disable_chunked_mm_input` ensures it, but only the GPU
+    platforms set it for these models, and it still splits an image that begins at the start of a step, or before the
+    step because a part of it is cached. The patch sets the option and schedules such images whole.
 Upstream: none filed.
-Delete when: `cpu_attn.py` reads `mm_req_doc_ranges`, and the scheduler splits no image whatever is cached.
+Delete when: `cpu_attn.py` reads `mm_req_doc_ranges`, and the scheduler never splits an image, even a partly cached one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,17 +29,17 @@ _build: Any = CPUAttentionMetadataBuilder.build
 _schedule_images: Any = Scheduler._try_schedule_encoder_inputs
 
 Ranges = Sequence[tuple[int, int]]
-"""Of each image of a request, the first and the last of its embeddings, counted from the start of the prompt."""
+"""The first and the last embedding of each image of a request, as positions in the prompt."""
 
 
 class Segment(NamedTuple):
-    """Rows of a step that see alike.
+    """Consecutive rows of a step, of one request, with the same kind of attention.
 
     Attributes:
-        request: Index of their request in the batch.
-        end: The row of the step after the last.
-        seen: Tokens of the request from its start that they may see: up to the segment's own end.
-        causal: Whether a row sees nothing after itself.
+        request: The index of the request in the batch.
+        end: The row of the step after the segment's last row.
+        seen: The number of tokens from the start of the request that the rows may attend to: up to the segment's end.
+        causal: True if a row attends only to itself and earlier tokens.
     """
 
     request: int
@@ -48,7 +49,7 @@ class Segment(NamedTuple):
 
 
 def apply() -> None:
-    """Takes the place of vLLM's own; twice is no error."""
+    """Applies the patch to this process. It may be called twice."""
     builder: Any = CPUAttentionMetadataBuilder
     builder.build = _build_with_images
     scheduler: Any = Scheduler
@@ -56,34 +57,37 @@ def apply() -> None:
 
 
 def configure(config: VllmConfig) -> None:
-    """What vLLM's GPU platforms do themselves: images of such a model are never split between steps."""
+    """Sets the option that keeps images of such a model in one step, as vLLM's GPU platforms do themselves."""
     if config.model_config.is_mm_prefix_lm:
         config.scheduler_config.disable_chunked_mm_input = True
 
 
 def check(runner: Any) -> None:
-    """Raises ValueError if images may be longer than a window: the CPU kernel's windows reach as far ahead as back."""
+    """Raises ValueError if an image may be longer than the sliding window.
+
+    The CPU kernel's window of a non-causal sequence reaches as far ahead as back, so an image must fit into it.
+    """
     window = getattr(runner.model_config.hf_text_config, "sliding_window", None)
     if not runner.is_mm_prefix_lm or window is None or runner.mm_budget is None:
         return
     longest = runner.mm_budget.mm_max_toks_per_item.get("image", 0)
     if longest > window:
         raise ValueError(
-            f"images of up to {longest} tokens do not fit the model's window of {window} tokens, which the sampler"
-            " needs on a CPU: lower max_soft_tokens in processor_config.json, or sample on a GPU"
+            f"images of up to {longest} tokens do not fit the model's window of {window} tokens, as the sampler"
+            " requires on a CPU: lower max_soft_tokens in processor_config.json, or sample on a GPU"
         )
 
 
 def segments(starts: Sequence[int], lengths: Sequence[int], images: Mapping[int, Ranges]) -> Iterator[Segment]:
-    """The rows of a step, cut where an image begins or ends.
+    """Yields the rows of a step, split where an image begins or ends.
 
     Args:
-        starts: First row of each request in the step, and the number of all rows.
-        lengths: Tokens of each request after the step.
-        images: Of each request that has some.
+        starts: The first row of each request in the step, then the number of all rows.
+        lengths: The number of tokens of each request after the step.
+        images: The images of each request that has any, by the index of the request.
     """
     for request, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):
-        before = length - (end - start)  # tokens that earlier steps have computed
+        before = length - (end - start)  # tokens that earlier steps computed
         place = before
         for first, last in images.get(request, ()):
             image_start, image_end = max(first, before), min(last + 1, length)
@@ -98,7 +102,10 @@ def segments(starts: Sequence[int], lengths: Sequence[int], images: Mapping[int,
 
 
 def _sees_images_whole(builder: Any) -> bool:
-    """Whether the layers of a builder do: of a model that keeps images within its windows, those with one."""
+    """Returns True if the layers of a builder attend bidirectionally within images.
+
+    In models with `use_bidirectional_attention` "vision", only the layers with a sliding window do.
+    """
     layers = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names).values()
     text = builder.vllm_config.model_config.hf_text_config
     only_windows = getattr(text, "use_bidirectional_attention", None) == "vision"
@@ -106,7 +113,7 @@ def _sees_images_whole(builder: Any) -> bool:
 
 
 def _build_with_images(builder: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
-    """Takes the place of CPUAttentionMetadataBuilder.build."""
+    """Replaces CPUAttentionMetadataBuilder.build: makes a sequence of each segment if the step contains an image."""
     metadata: CPUAttentionMetadata = _build(builder, common_prefix_len, common, fast_build)
     images = {request: ranges for request, ranges in (common.mm_req_doc_ranges or {}).items() if ranges}
     if not images or not metadata.causal or not _sees_images_whole(builder):
@@ -140,7 +147,7 @@ def _build_with_images(builder: Any, common_prefix_len: int, common: Any, fast_b
 def _schedule_whole_images(
     scheduler: Any, request: Any, num_computed_tokens: int, num_new_tokens: int, *rest: Any, **named: Any
 ) -> Any:
-    """Takes the place of Scheduler._try_schedule_encoder_inputs: rather than split an image, a step waits for room."""
+    """Replaces Scheduler._try_schedule_encoder_inputs: schedules no token of an image that does not fit as a whole."""
     found = _schedule_images(scheduler, request, num_computed_tokens, num_new_tokens, *rest, **named)
     end = num_computed_tokens + found[1]
     if scheduler.scheduler_config.disable_chunked_mm_input and _splits(request.mm_features, num_computed_tokens, end):
@@ -150,6 +157,6 @@ def _schedule_whole_images(
 
 
 def _splits(features: Any, computed: int, end: int) -> bool:
-    """Whether a step from `computed` to `end` begins in an image, or with one, and leaves a rest of it."""
+    """Returns True if a step from `computed` to `end` starts at or within an image and does not reach its end."""
     places = [feature.mm_position for feature in features]
     return any(place.offset <= computed < end < place.offset + place.length for place in places)

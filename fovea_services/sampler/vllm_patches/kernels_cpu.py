@@ -1,21 +1,24 @@
-"""Kernels on CPU: RMS norms in one pass instead of seven, rotary embeddings that know tokens from heads, delta nets,
-and tied unembeddings that follow new weights.
+"""Kernels on a CPU: fused RMS norms, rotary embeddings of [T, heads, D], delta nets, and tied unembeddings.
 
 Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, `RotaryEmbedding.forward_cpu` and, but for
     bfloat16, `vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core`; adds an implementation
     to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`. Completes
     `vllm.model_executor.model_loader.reload.finalize_layerwise_reload`.
-Why: vLLM's CPU build contains the fused norms but registers them for GPUs only, and takes the native formula.
-    Its rotary kernel takes the last but one dimension for tokens: of queries [T, heads, D], as LFM2 has them, it turns
-    the heads of the first ones by the angles of later tokens (0.4 nat). [T, heads * D] is right.
-    Of gated delta nets (Qwen3.5) it has kernels for bfloat16 and some sizes of heads; anything else ends the engine.
-    An unembedding that shares the embedding's weight multiplies by a packed copy of it (`cpu_linear`). vLLM packs again
-    what it has loaded, and the embedding alone loads the shared weight: `lm_head` kept the old one, 1.3 nat off.
+Why: vLLM's CPU build contains fused RMS norms but registers them only for GPUs, and uses the formula in torch, which
+    makes seven passes over the data instead of one. The patch registers the fused kernels.
+    vLLM's rotary kernel assumes that the last but one dimension is the token. For queries [T, heads, D], as in LFM2, it
+    rotates the heads of the first tokens by the angles of later tokens (an error of 0.4 nat). The patch passes
+    [T, heads * D], which the kernel handles correctly.
+    For gated delta nets (Qwen3.5), vLLM has kernels for bfloat16 and some head sizes; anything else kills the engine.
+    The patch computes other types with the functions of transformers.
+    An unembedding that shares the embedding's weight multiplies by a packed copy of that weight (`cpu_linear`). After
+    loading, vLLM packs the weights of the modules that loaded some, but only the embedding loads the shared weight.
+    `lm_head` kept the old copy, with an error of 1.3 nat. The patch packs all embeddings after each load.
 Upstream: none filed; vllm-project/vllm pull request 33825 made these operations; RFC 48312, on weight reloading for
     RL, has tensors derived from weights as its second point.
-Delete when: another implementation than "native" takes norms on CPU and the CPU platform prefers it, the rotary
-    kernel makes the same of both shapes, `chunk_gated_delta_rule_cpu` takes float32, and a reload of a tied embedding
-    leaves a `cpu_linear` of the new weight.
+Delete when: vLLM has a CPU implementation of norms other than "native" and the CPU platform prefers it, the rotary
+    kernel returns the same for both shapes, `chunk_gated_delta_rule_cpu` accepts float32, and a reload of a tied
+    embedding leaves a `cpu_linear` of the new weight.
 
 Shapes: N sequences, L new tokens of each, K taps of a convolution, D channels, H heads.
 """
@@ -41,12 +44,12 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 PROVIDER = "fovea_cpu"
-_LANES = 16  # vectors of vLLM's kernels; other widths are left to its own formula
+_LANES = 16  # vector width of vLLM's kernels; other widths use vLLM's own formula
 _delta_net_in_bfloat16: Any = gdn_attention.cpu_gdn_attention_core
 
 
 def apply() -> None:
-    """Offers the kernels to vLLM's dispatch and has it prefer them; twice is no error."""
+    """Registers the kernels with vLLM's dispatch and makes it prefer them. It may be called twice."""
     _flatten_heads()
     gdn_attention.cpu_gdn_attention_core = _delta_net
     platform: Any = type(current_platform)
@@ -59,7 +62,7 @@ def apply() -> None:
 
 
 def pack_embeddings(model: torch.nn.Module) -> None:
-    """Packs all embeddings and unembeddings of a CPU model again, after its weights have changed."""
+    """Packs all embeddings and unembeddings of a CPU model again. Call it after the weights have changed."""
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
@@ -102,7 +105,7 @@ def _takes_sum(
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    x = x.contiguous()  # heads of a packed projection are not
+    x = x.contiguous()  # slices of a packed projection are not contiguous
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
     return out
@@ -126,7 +129,7 @@ def _delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, l
         return
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
     metadata = context.attn_metadata[layer.prefix]
-    # First those that go on by one token, all at once; then prompts, or parts of them, one by one.
+    # First the sequences that advance by one token, all at once; then prompts, or chunks of them, one by one.
     decodes, slots = metadata.num_decodes, metadata.non_spec_state_indices_tensor
     if decodes:
         given = [tensor[:decodes].unsqueeze(1) for tensor in (mixed_qkv, b, a)]
@@ -140,12 +143,16 @@ def _delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, l
 
 
 def _advance(layer: Any, given: Sequence[Tensor], slots_N: Tensor, has_begun: bool) -> Tensor:
-    """Heads of values [N, L, H, D], which transformers computes; leaves the states after the last token.
+    """Advances a delta net by L tokens with the functions of transformers, and stores the states after the last token.
 
     Args:
+        layer: vLLM's layer, with its weights and states.
         given: Queries, keys and values before the convolution [N, L, D], then b and a [N, L, H].
-        slots_N: Where the states of the sequences are.
-        has_begun: Whether there is something in them.
+        slots_N: The slots of the states of the sequences.
+        has_begun: True if the slots contain the states of earlier tokens.
+
+    Returns:
+        The heads of the output [N, L, H, D].
     """
     from transformers.models.qwen3_5.modeling_qwen3_5 import (
         torch_chunk_gated_delta_rule,
@@ -168,7 +175,8 @@ def _advance(layer: Any, given: Sequence[Tensor], slots_N: Tensor, has_begun: bo
     value_NLHD = functional.silu(mixed_NLD[..., 2 * key_size :]).reshape(*rows_NL, -1, layer.head_v_dim)
     decay_NLH = -layer.A_log.float().exp() * functional.softplus(a_NLH.float() + layer.dt_bias)
     rule: Any = unwrap(torch_recurrent_gated_delta_rule if mixed_NLD.shape[1] == 1 else torch_chunk_gated_delta_rule)
-    # Of the size that vLLM says, keys first as transformers has them: nobody else reads it.
+    # vLLM only defines the size of a state. It is stored with keys first, as transformers computes it; no other code
+    # reads it.
     states = states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
     output_NLHD, after = rule(
         query_NLHD,

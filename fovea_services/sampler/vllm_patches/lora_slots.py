@@ -1,12 +1,16 @@
-"""Adapters from memory into vLLM's LoRA slots, many tensors per call.
+"""Copies adapters from memory into vLLM's LoRA slots, with many tensors per call.
 
 Replaces: `vllm.lora.worker_manager.WorkerLoRAManager._load_adapter`, and of `vllm.lora.model_manager.LoRAModelManager`
     `_add_adapter` and `modules`.
-Why: vLLM reads adapters from folders, and puts them into a slot module by module and tensor by tensor, 40 ms for an
-    adapter of 504 tensors. To it, all LoRA layers are one here. What it would copy where is asked of its own code once
-    per layout, with tensors that hold nothing, so that no knowledge of its layers is needed.
-Upstream: vllm-project/vllm issues 4068 (adapters from tensors), closed as stale, and 20149, open; the time: none
-    filed.
+Why: vLLM reads adapters from folders and copies them into a slot module by module and tensor by tensor, which takes 40
+ms
+    for an adapter of 504 tensors. With the patch, vLLM sees a single LoRA layer, which stands for all layers of the
+    model and copies all tensors with a few calls. The patch learns the sources and targets of the copies from vLLM's
+    own
+    code: once per layout, it runs that code with tensors on the meta device and records what would be copied.
+    Therefore it needs no knowledge of vLLM's layers.
+Upstream: vllm-project/vllm issues 4068 (adapters from tensors), closed as stale, and 20149, open; none filed about the
+    time.
 Delete when: a LoRARequest carries tensors, and a slot is filled by a few copies.
 """
 
@@ -23,35 +27,37 @@ from vllm.lora.request import LoRARequest
 from fovea_services.sampler.vllm_patches.punica import RunwisePunicaWrapper
 
 _WHOLE_MODEL = "whole-model"
-"""Name of the one layer that vLLM sees."""
+"""The name of the one layer that vLLM sees."""
 
 
 def request_of(name: str, lora_id: int) -> LoRARequest:
-    """vLLM's reference to an adapter in memory; the path names nothing."""
+    """Returns vLLM's reference to an adapter in memory. vLLM requires a path; this one does not exist."""
     return LoRARequest(name, lora_id, f"memory://{name}")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A view of an adapter's flat tensor; all in elements."""
+    """A view of an adapter's flat tensor: its size, strides and start, in elements."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the view."""
         return flat.as_strided(self.size, self.stride, self.start)
 
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """Where the adapters of one layout go.
+    """The copies that put an adapter of one layout into a slot.
 
     Attributes:
-        pieces: What is copied.
-        targets: Where, for each slot.
-        dense_count: How many of them, the first, are whole rows.
-        switches: For each slot, integers [] that are 1 while it holds such an adapter: of experts that it adapts.
+        pieces: The sources, as views of the adapter's flat tensor.
+        targets: For each slot, the target of each piece.
+        dense_count: The number of contiguous targets, which come first.
+        switches: For each slot, the integer tensors [] that must be 1 while the slot holds such an adapter. vLLM has
+            one for each layer of experts that the adapter changes.
     """
 
     pieces: list[Piece]
@@ -60,18 +66,18 @@ class SlotPlan:
     switches: list[list[torch.Tensor]]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of an adapter."""
+        """Returns the pieces of an adapter's flat tensor."""
         return [piece.of(flat) for piece in self.pieces]
 
 
 @dataclass
 class PlannedAdapter:
-    """An adapter in vLLM's element type, B scaled.
+    """An adapter in vLLM's element type, with B already multiplied by alpha / rank.
 
     Args:
-        flat: All its tensors, one after another; on the GPU or on the host.
-        rank: Of A and B.
-        plan: Of its layout.
+        flat: All its tensors, concatenated; on the GPU or on the host.
+        rank: The rank of A and B.
+        plan: The plan of its layout.
     """
 
     flat: torch.Tensor
@@ -82,27 +88,27 @@ class PlannedAdapter:
         self.parts = self.plan.parts(self.flat)
 
     def move(self, flat: torch.Tensor) -> None:
-        """Lets go of where it was. May run while it is copied into a slot."""
+        """Replaces the flat tensor by an equal one in other memory. It may run while a slot copies from the old one."""
         self.flat, self.parts = flat, self.plan.parts(flat)
 
 
 @dataclass(frozen=True)
 class _WholeLayer:
-    """What vLLM's manager reads of a layer's weights, and hands to `LoraSlots.set_lora`."""
+    """The weights of the one layer, in the form that vLLM's manager passes to `LoraSlots.set_lora`."""
 
     lora_a: PlannedAdapter
     lora_b: None = None
 
 
 class LoraSlots:
-    """All LoRA layers of a model; to vLLM they are one, with the methods that it calls of a layer.
+    """The one LoRA layer that vLLM sees, which stands for all LoRA layers of the model.
 
     Args:
-        worker_manager: vLLM's LRUCacheWorkerLoRAManager. From now on it sees this layer alone. It drops adapters from
-            its own cache whenever it likes, and gets them again by `find`.
-        find: The adapter of a name. Raises ValueError if none is held.
+        worker_manager: vLLM's LRUCacheWorkerLoRAManager. From now on it sees only this layer. It may drop an adapter
+            from its cache at any time, and then gets it again from `find`.
+        find: Returns the adapter of a name. Raises ValueError if none is held.
 
-    Raises TypeError if vLLM's layers do not work as this expects.
+    Raises TypeError if vLLM's layers behave differently than in 0.32.0.
     """
 
     def __init__(self, worker_manager: Any, find: Callable[[str], PlannedAdapter]) -> None:
@@ -114,9 +120,9 @@ class LoraSlots:
         self._modules: dict[str, BaseLayerWithLoRA] = dict(manager.modules)
         self._slot_count: int = manager.lora_slots
         if manager.is_pooling_model:
-            raise TypeError("adapters are served for language models only")
+            raise TypeError("adapters are supported for language models only, not for pooling models")
         self._zeroed = [self._reset_targets(slot) for slot in range(self._slot_count)]
-        # What a slot holds; nothing is known of what vLLM tried out while it started.
+        # The layout in each slot; None if it is unknown, as after the trial adapters that vLLM loads at its start.
         self._held: list[SlotPlan | None] = [None] * self._slot_count
         manager.modules = {_WHOLE_MODEL: self}
         manager._add_adapter = self._add_adapter
@@ -124,28 +130,30 @@ class LoraSlots:
 
     @torch.inference_mode()
     def plan(self, build: Callable[[torch.Tensor], LoRAModel], length: int) -> SlotPlan:
-        """Finds out what vLLM would copy where. Copies nothing, and may run beside the engine.
+        """Records which copies vLLM would make. It copies nothing, and may run on another thread beside the engine.
 
         Args:
-            build: vLLM's form of an adapter from its flat tensor, all of it views.
-            length: Elements of the flat tensor.
+            build: Returns vLLM's form of an adapter, which consists of views of the given flat tensor.
+            length: The number of elements of the flat tensor.
 
-        Raises TypeError if vLLM would copy anything but parts of that tensor, or leave some of it out.
+        Raises TypeError if vLLM would copy anything but views of that tensor, or would not copy all of its tensors.
         """
         flat = torch.empty(length, device="meta")
         model = build(flat)
         tensor_count = 2 * len(model.loras)
         self._manager._create_merged_loras_inplace(model)
-        for name, module in self._modules.items():  # which the manager no longer sees
+        for name, module in self._modules.items():  # by hand, because the manager no longer sees these modules
             if isinstance(module, FusedMoEWithLoRA):
                 self._manager._slice_moe_lora_ep(model, module, name)
         written = [self._write(slot, model) for slot in range(self._slot_count)]
         switches = [[target for target, number in some.filled if number == 1] for some in written]
         recorded = [[(target, part) for target, part in some.copied if part.is_meta] for some in written]
         if any(part.untyped_storage()._cdata != flat.untyped_storage()._cdata for _, part in recorded[0]):
-            raise TypeError("vLLM changes adapters on their way into its slots: lora_slots.py was written for 0.32.0")
+            raise TypeError(
+                "vLLM changes adapters before it copies them to its slots: adapt lora_slots.py to this vLLM"
+            )
         if len(recorded[0]) < tensor_count:
-            raise TypeError(f"vLLM takes {len(recorded[0])} of the adapter's {tensor_count} tensors")
+            raise TypeError(f"vLLM copies only {len(recorded[0])} of the adapter's {tensor_count} tensors")
         for copies in recorded:
             copies.sort(key=lambda copy: not copy[0].is_contiguous())
         pieces = [Piece(tuple(part.size()), part.stride(), int(part.storage_offset())) for _, part in recorded[0]]
@@ -154,15 +162,15 @@ class LoraSlots:
 
     @torch.inference_mode()
     def set_lora(self, index: int, adapter: PlannedAdapter, _: None = None) -> None:
-        """Puts an adapter into a slot. Called by vLLM."""
+        """Copies an adapter into a slot. vLLM calls it."""
         plan, parts = adapter.plan, adapter.parts
-        if self._held[index] is not plan:  # another of the same layout is overwritten to its last element
+        if self._held[index] is not plan:  # an adapter of the same layout would be overwritten completely
             self.reset_lora(index)
             if plan.switches[index]:
                 torch._foreach_add_(plan.switches[index], 1)
         if parts[0].is_cuda:
             parts[0].record_stream(torch.cuda.current_stream())
-        # Apart, for torch's GPU kernels take many tensors at once only if all of them are dense.
+        # In two calls, because torch's GPU kernels copy many tensors at once only if all of them are dense.
         for some in (slice(0, plan.dense_count), slice(plan.dense_count, None)):
             if parts[some]:
                 torch._foreach_copy_(plan.targets[index][some], parts[some], non_blocking=True)
@@ -172,36 +180,39 @@ class LoraSlots:
 
     @torch.inference_mode()
     def reset_lora(self, index: int) -> None:
-        """Empties a slot. Called by vLLM."""
+        """Empties a slot. vLLM calls it."""
         self._held[index] = None
         for some in self._zeroed[index]:
             torch._foreach_zero_(some)
 
     def _load_adapter(self, request: LoRARequest) -> LoRAModel:
-        """Takes the place of WorkerLoRAManager._load_adapter."""
+        """Replaces WorkerLoRAManager._load_adapter: returns the adapter from memory."""
         adapter = self._find(request.lora_name)
         return LoRAModel(request.lora_int_id, adapter.rank, {_WHOLE_MODEL: _WholeLayer(adapter)})
 
     def _add_adapter(self, model: LoRAModel) -> None:
-        """Takes the place of LoRAModelManager._add_adapter, which packs and scales: that is done."""
+        """Replaces LoRAModelManager._add_adapter, which packs and scales; both are done already."""
         self._manager._registered_adapters[model.id] = model
 
     @torch.inference_mode()
     def _reset_targets(self, slot: int) -> list[list[torch.Tensor]]:
-        """What is emptied of a slot, by element type: torch's GPU kernels take many tensors only if they share it."""
+        """Returns the tensors that vLLM zeroes to empty a slot.
+
+        They are grouped by element type, because torch's GPU kernels zero many tensors at once only within one type.
+        """
         recorder = _Recorder()
         with recorder:
             for module in self._modules.values():
                 module.reset_lora(slot)
         if not recorder.filled or any(number != 0 for _, number in recorder.filled):
-            raise TypeError("vLLM empties its slots in another way than that of 0.32.0")
+            raise TypeError("vLLM empties its slots differently than 0.32.0: adapt lora_slots.py to this vLLM")
         targets: dict[torch.dtype, list[torch.Tensor]] = {}
         for target, _ in recorder.filled:
             targets.setdefault(target.dtype, []).append(target)
         return list(targets.values())
 
     def _write(self, slot: int, model: LoRAModel) -> "_Recorder":
-        """What vLLM would write to put an adapter on the meta device into a slot."""
+        """Records the writes with which vLLM would put an adapter on the meta device into a slot."""
         recorder = _Recorder()
         with recorder:
             for name, layer in model.loras.items():
@@ -210,9 +221,10 @@ class LoraSlots:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what would be filled with a number, and what would be copied, instead of doing it.
+    """Records fills and copies instead of executing them.
 
-    A worker of several joins its rows of q, k and v before it copies them: such a source is noted part by part.
+    With tensor parallelism, a worker concatenates its rows of q, k and v before it copies them. Such a source is no
+    view of the adapter, so the copy is recorded as one copy for each concatenated tensor.
     """
 
     def __init__(self) -> None:
@@ -226,7 +238,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in (aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default):
             self.filled.append((args[0], float(args[1]) if len(args) > 1 else 0.0))
             return args[0]
-        if func is aten.copy_.default and args[1].dim() == 0 and not args[1].is_meta:  # how torch fills a scalar
+        if func is aten.copy_.default and args[1].dim() == 0 and not args[1].is_meta:  # torch fills scalars this way
             self.filled.append((args[0], float(args[1])))
             return args[0]
         if func is aten.copy_.default:

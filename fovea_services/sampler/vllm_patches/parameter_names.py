@@ -1,19 +1,22 @@
-"""Names of parameters.
+"""Maps names of checkpoints to parameters that vLLM would not find.
 
 Replaces: `hf_to_vllm_mapper` of the classes in `TOWERS` and of `Lfm2VLForConditionalGeneration`, adds
-    `named_parameters` to `PixtralHFVisionModel`, and holds `lora_base_layer_prefix` of `RoutedExperts` empty.
-Why: transformers 5 has taken the level `vision_model` out of SigLIP and CLIP and saves checkpoints without it; vLLM's
-    towers have it and refuse them. Checkpoints of the hub have it too, and load as before.
-    Pixtral's tower looks for the parameters of a checkpoint among its own by name. Once LoRA is around its layers, as
-    it is in LLaVA's, they are called otherwise, and no later weights load. Others look layer by layer.
-    Of experts, once LoRA is around them, vLLM looks for names with `base_layer` in a checkpoint and drops the others
-    without a word: experts kept their weights when new ones came.
-    LFM2's short convolutions are `conv` in checkpoints and `short_conv` in vLLM, which LFM2-VL's mapper does not say:
-    weights load, for the language model inside has a mapper of its own, but no adapter finds its module.
+    `named_parameters` to `PixtralHFVisionModel`, and keeps `lora_base_layer_prefix` of `RoutedExperts` empty.
+Why: transformers 5 removed the level `vision_model` from SigLIP and CLIP and saves checkpoints without it. vLLM's
+towers
+    have the level and refuse such checkpoints. The patch inserts it; checkpoints on the hub have it and load as before.
+    Pixtral's tower looks up a checkpoint's names among its own parameters. Once LoRA wraps its layers, as in LLaVA,
+    the parameters have other names and no later weights load. (Other towers look up layer by layer.) The patch reports
+    the parameters under their names without LoRA.
+    Once LoRA wraps experts, vLLM expects names with `base_layer` in a checkpoint and silently ignores the others, so a
+    push left experts unchanged. The patch keeps the expected names as they are without LoRA.
+    LFM2's short convolutions are called `conv` in checkpoints and `short_conv` in vLLM. LFM2-VL's mapper lacks that
+    entry. Weights load, because the language model inside has a mapper of its own, but adapters do not find their
+    module. The patch adds the entry.
 Upstream: none known.
-Delete when: vLLM maps `vision_tower.embeddings` of each to a parameter that its model has, `PixtralHFVisionModel`
-    loads weights by `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` maps the names of checkpoints with LoRA
-    around it too, and LFM2-VL's mapper has what LFM2's has.
+Delete when: vLLM maps `vision_tower.embeddings` of each class to a parameter that its model has, `PixtralHFVisionModel`
+    loads weights with `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` also maps checkpoint names when LoRA
+    wraps the experts, and LFM2-VL's mapper has the entries of LFM2's.
 """
 
 import re
@@ -35,12 +38,12 @@ TOWERS: tuple[Any, ...] = (
     LlavaNextForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
 )
-"""vLLM's classes with a SigLIP or CLIP."""
+"""vLLM's classes with a SigLIP or CLIP tower."""
 
 _LEVEL = WeightsMapper(
     orig_to_new_regex={re.compile(r"^(model\.)?vision_tower\.(?!vision_model\.)"): "vision_tower.vision_model."}
 )
-# What of a short convolution an adapter can adapt; the language model's own mapper leaves these names alone.
+# Only the projections, which adapters can change; the language model's own mapper does not touch these names again.
 _CONVOLUTION = WeightsMapper(orig_to_new_regex={re.compile(r"\.conv\.(in_proj|out_proj)\."): r".short_conv.\1."})
 
 
@@ -50,7 +53,7 @@ def _named_parameters(self: Any, *arguments: Any, **how: Any) -> Iterator[tuple[
 
 
 def apply() -> None:
-    """Adds the level where it is missing, and names Pixtral's and experts' as without LoRA; twice is no error."""
+    """Applies the patch to this process. It may be called twice."""
     PixtralHFVisionModel.named_parameters = _named_parameters
     RoutedExperts.lora_base_layer_prefix = property(lambda _: "", lambda _, prefix: None)
     missing = [(model, _LEVEL) for model in TOWERS] + [(Lfm2VLForConditionalGeneration, _CONVOLUTION)]

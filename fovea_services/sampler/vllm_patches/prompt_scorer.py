@@ -1,16 +1,18 @@
-"""Scores of prompts, in place of vLLM's own prompt logprobs.
+"""Scores prompts, instead of vLLM's own prompt log-probabilities.
 
 Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict` and `.sample_tokens`.
-Why: the V1 runner scores the actual token and the best ones only, in Python objects, and takes the wrong adapter of
-    `lm_head` for them. Here each step's logits serve all that a request asks of its prompt (targets, draws, the last n
-    rows), a block of rows at a time, and the result rides in the output's field for scores of fixed tokens, which the
-    V1 runner leaves empty.
+Why: the V1 model runner scores only the actual token and the best ones, stores each score as a Python object, and
+applies
+    the wrong adapter of `lm_head`. The patch computes everything that a request asks of its prompt (targets, draws, the
+    last n rows) from each step's logits, one block of rows at a time. The result uses the output field for scores of
+    fixed tokens, which the V1 runner leaves empty.
 Upstream: vllm-project/vllm issues 51594 (adapters of `lm_head`), open, and 9404 (scores of given tokens), closed as
     stale. The V2 runner scores given tokens per row (`prompt_logprob_token_ids`), but draws none.
-Delete when: vLLM scores given tokens, the best and draws of its own, with the request's adapter, on CPU too.
+Delete when: vLLM scores given tokens, the best tokens and tokens that it draws, with the request's adapter, also on a
+CPU.
 
-A prompt of P tokens has P - 1 rows; row i is the distribution of token i + 1. Ids and numbers travel in one int32
-tensor, floats by their bits, because that is what vLLM carries back from a worker without turning it into lists.
+A prompt of P tokens has P - 1 rows; row i is the distribution of token i + 1. All results are sent in one int32 tensor,
+with the bits of floats as integers, because vLLM returns such a tensor from a worker without converting it to lists.
 """
 
 import math
@@ -26,7 +28,7 @@ import torch
 from fovea_services.sampler.engine_api import AltRows, SampleSpec, TopRows
 
 PLAN_KEY = "fovea_score_plan"
-"""Where vLLM's `extra_args` of a request hold the plan."""
+"""The key of the plan in vLLM's `extra_args` of a request."""
 _BLOCK_LOGITS = 32 * 2**20  # 128 MiB in float32
 
 Ints = npt.NDArray[np.int64]
@@ -34,17 +36,18 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """What to compute; holds only what MessagePack carries.
+    """The scores to compute for one prompt. All values are of types that MessagePack supports.
 
     Args:
         row_count: P - 1.
-        first_row: The actual token and the `top_count` best are scored from this row on; `row_count` for none.
-        top_count: k of the best tokens.
-        target_ids: int32 [M], the target tokens of all rows.
-        target_offsets: int64 [P], where each row's targets begin and end; empty if there are none.
-        alt_count: Tokens to draw at each row.
-        alt_seed: Seed of those draws.
-        temperature: Of those draws; 0 takes the most likely token.
+        first_row: The first row at which the actual token and the `top_count` best are scored; `row_count` for no row.
+        top_count: The number of best tokens to return per row.
+        target_ids: The target tokens of all rows, the bytes of int32 [M].
+        target_offsets: The start of each row's targets and the end of the last, the bytes of int64 [P]; empty if there
+            are no targets.
+        alt_count: The number of tokens to draw at each row.
+        alt_seed: The seed of those draws.
+        temperature: The temperature of those draws; 0 selects the most likely token.
     """
 
     row_count: int
@@ -58,7 +61,7 @@ class ScorePlan:
 
     @staticmethod
     def of(spec: SampleSpec, alt_seed: int) -> "ScorePlan":
-        """The plan of a request that `scores_prompt`; `alt_seed` is used if it draws alternatives."""
+        """Returns the plan of a request that `scores_prompt`. `alt_seed` only matters if it draws alternatives."""
         row_count = len(spec.tokens) - 1
         listed = spec.request.prompt_logprobs or spec.request.top_prompt_logprobs > 0
         return ScorePlan(
@@ -73,16 +76,16 @@ class ScorePlan:
         )
 
     def to_message(self) -> dict[str, Any]:
-        """The plan as vLLM's `extra_args` carry it."""
+        """Returns the plan in the form for vLLM's `extra_args`."""
         return asdict(self)
 
     @staticmethod
     def from_message(message: Mapping[str, Any]) -> "ScorePlan":
-        """The plan that `to_message` wrote."""
+        """Returns the plan from the form that `to_message` returned."""
         return ScorePlan(**message)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of what is sent back, in order: actual, top ids, top logprobs, targets, drawn ids, drawn logprobs."""
+        """Returns the shapes of the results: actual, top ids, top logprobs, targets, drawn ids, drawn logprobs."""
         listed = self.row_count - self.first_row
         top, alt = (listed, self.top_count), (self.row_count, self.alt_count)
         return (listed,), top, top, (len(self.target_ids) // 4,), alt, alt
@@ -90,7 +93,7 @@ class ScorePlan:
 
 @dataclass(frozen=True)
 class Scores:
-    """Results of a plan: rows from `first_row` on for `actual` and `top`, all rows for `alt`; float32, ids int32."""
+    """The results of a plan: rows from `first_row` on in `actual` and `top`, all rows in `alt`; float32, ids int32."""
 
     actual: npt.NDArray[np.float32]
     top: TopRows
@@ -99,7 +102,7 @@ class Scores:
 
     @staticmethod
     def unpack(plan: ScorePlan, packed: npt.NDArray[np.int32]) -> "Scores":
-        """What `PromptScores.packed` packed. Raises ValueError if it is of another plan."""
+        """Unpacks the result of `PromptScores.packed`. Raises ValueError if it does not fit the plan."""
         shapes = plan.shapes()
         sizes = [math.prod(shape) for shape in shapes]
         if packed.dtype != np.int32 or packed.shape != (1 + sum(sizes),) or packed[0] != sum(sizes):
@@ -117,11 +120,13 @@ class Scores:
 
 
 class PromptScores:
-    """The scores of one prompt while its chunks are computed, in whatever order and as often as they come.
+    """The scores of one prompt while the engine computes it in chunks.
+
+    Chunks may come in any order and more than once, as after a preemption.
 
     Args:
-        plan: What to compute.
-        prompt_ids: The prompt.
+        plan: The scores to compute.
+        prompt_ids: The tokens of the prompt.
     """
 
     def __init__(self, plan: ScorePlan, prompt_ids: list[int]) -> None:
@@ -135,16 +140,16 @@ class PromptScores:
         self._top_ids, self._top = np.zeros(top_ids, np.int32), np.zeros(top, np.float32)
         self._targets = np.zeros(targets, np.float32)
         self._alt_ids, self._alt = np.zeros(alt_ids, np.int32), np.zeros(alt, np.float32)
-        # All at once, so that draws depend neither on where chunks end nor on the batch.
+        # All random numbers are drawn at once, so that the drawn tokens depend neither on the chunks nor on the batch.
         self._uniform = np.random.default_rng(plan.alt_seed).random(alt_ids)
 
     @property
     def row_count(self) -> int:
-        """Rows of the prompt."""
+        """The number of rows of the prompt."""
         return self._plan.row_count
 
     def wanted(self, start: int, end: int) -> Ints:
-        """Those of the rows from `start` to `end` that need logits, rising."""
+        """Returns the rows from `start` to `end` that need logits, in ascending order."""
         rows = np.arange(start, min(end, self._plan.row_count))
         if self._plan.alt_count:
             return rows
@@ -153,7 +158,10 @@ class PromptScores:
         return rows[needed]
 
     def add(self, rows: Ints, logits: torch.Tensor) -> None:
-        """Takes logits [rows, vocabulary] of some of the `wanted` rows, without gaps between them."""
+        """Computes the scores of `rows` from their logits [rows, vocabulary].
+
+        `rows` must be consecutive entries of `wanted`.
+        """
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         self._add_listed(rows, logprobs)
         self._add_targets(rows, logprobs)
@@ -161,9 +169,10 @@ class PromptScores:
             self._add_alternatives(rows, logprobs)
 
     def packed(self) -> torch.Tensor:
-        """All scores, int32 [1 + N]; see `Scores.unpack`.
+        """Returns all scores as int32 [1 + N]; `Scores.unpack` reverses it.
 
-        Begins with N: vLLM 0.32.0 cannot send an empty tensor that came from numpy, its sending thread dies of it.
+        The first element is N, so that the tensor is never empty: vLLM 0.32.0 cannot send an empty tensor from numpy;
+        its sending thread dies.
         """
         parts = (self._actual, self._top_ids, self._top, self._targets, self._alt_ids, self._alt)
         words = [part.reshape(-1).view(np.int32) for part in parts]
@@ -183,7 +192,8 @@ class PromptScores:
             self._top_ids[places], self._top[places] = _numpy(best.indices), _numpy(best.values)
 
     def _add_targets(self, rows: Ints, logprobs: torch.Tensor) -> None:
-        # Rows between those given are not wanted, so they have no targets: the given ones' follow each other.
+        # Rows between the given ones are not wanted, so they have no targets. The targets of the given rows are
+        # therefore consecutive.
         start, end = int(self._offsets[rows[0]]), int(self._offsets[rows[-1] + 1])
         if start == end:
             return
@@ -201,11 +211,17 @@ class PromptScores:
 
 
 def _invert(logprobs: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:
-    """Draws from softmax(logprobs / temperature), [rows, k], where its distribution function passes `uniform`."""
-    # In float64: rounding in float32 would swallow the tail of a large vocabulary.
+    """Draws from softmax(logprobs / temperature) by inverse transform sampling; returns ids [rows, k].
+
+    Args:
+        logprobs: Log-probabilities [rows, vocabulary].
+        temperature: The temperature, above 0.
+        uniform: Uniform random numbers in [0, 1), [rows, k].
+    """
+    # The cumulative sum is in float64, because float32 would round away the tail of a large vocabulary.
     mass = (logprobs.double() / temperature).softmax(dim=-1).cumsum_(dim=-1)
     total = mass[:, -1:]
-    # Never the total itself, which only a token behind the last one would pass.
+    # A height equal to the total would yield an index behind the last token, so it is lowered to the next double below.
     heights = torch.minimum(uniform.to(mass.device) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(mass, heights, right=True)
 
@@ -216,13 +232,17 @@ def _numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class OneAdapterLogits:
-    """Part of a LoRA wrapper: tells its `add_lora_logits` that all rows belong to one adapter."""
+    """A mix-in for LoRA wrappers that can apply one adapter to all rows of `add_lora_logits`.
+
+    Attributes:
+        logits_slot: The slot of that adapter, -1 for no adapter; None while rows belong to the batch's requests.
+    """
 
     logits_slot: int | None = None
 
     @contextmanager
     def one_adapter_logits(self, slot: int) -> Iterator[None]:
-        """Within it, all rows given to `add_lora_logits` belong to the adapter in `slot`, or to none for -1."""
+        """Within the block, `add_lora_logits` applies the adapter in `slot` to all rows, or no adapter for -1."""
         before, self.logits_slot = self.logits_slot, slot
         try:
             yield
@@ -231,23 +251,23 @@ class OneAdapterLogits:
 
 
 def apply(runner: Any) -> None:
-    """Has a runner score prompts as their requests ask. To be called once."""
+    """Makes a model runner score prompts as their requests ask. Call it once."""
     PromptScorer(runner).install()
 
 
 class PromptScorer:
-    """Scores the prompts of a runner's requests.
+    """Scores the prompts of a model runner's requests.
 
     Args:
-        runner: vLLM's model runner, its model loaded.
+        runner: vLLM's model runner, with its model loaded.
 
-    Raises TypeError if its LoRA wrapper is not one of ours.
+    Raises TypeError if the runner applies adapters with a wrapper that is not Fovea's.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._manager: Any = None
-        self._wrapper = OneAdapterLogits()  # which nobody asks if the model takes no adapters
+        self._wrapper = OneAdapterLogits()  # has no effect in a model without adapters
         if runner.lora_config is not None:
             self._manager = runner.lora_manager._adapter_manager
             self._wrapper = _language_wrapper(self._manager)
@@ -255,13 +275,13 @@ class PromptScorer:
         self._finished: dict[str, torch.Tensor] = {}
 
     def install(self) -> None:
-        """Takes the place of the runner's own scoring. To be called once."""
+        """Replaces the runner's own scoring. Call it once."""
         sample_tokens = self._runner.sample_tokens
 
         def sample(grammar_output: Any) -> Any:
             output = sample_tokens(grammar_output)
             if self._finished:
-                # With asynchronous scheduling the output is wrapped until its tokens have left the device.
+                # With asynchronous scheduling, the output is wrapped until its tokens have been copied from the device.
                 whole = getattr(output, "_model_runner_output", output)
                 whole.prompt_token_id_logprobs_dict = self._finished
                 self._finished = {}
@@ -271,7 +291,7 @@ class PromptScorer:
         self._runner.sample_tokens = sample
 
     def _score_step(self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        """Takes the place of GPUModelRunner._get_prompt_logprobs_dict."""
+        """Replaces GPUModelRunner._get_prompt_logprobs_dict; returns no log-probabilities in vLLM's form."""
         for request_id, token_count in num_scheduled_tokens.items():
             request = self._runner.requests[request_id]
             scores = _scores_of(request)
@@ -279,7 +299,7 @@ class PromptScorer:
                 continue
             start, end = request.num_computed_tokens, request.num_computed_tokens + token_count
             self._score(scores, request, start, end, hidden_states)
-            # The step that computes the last prompt token also draws one, so that the scheduler tells of the request.
+            # The step that computes the last prompt token also draws a token, so the scheduler passes on its output.
             if end > scores.row_count:
                 self._finished[request_id] = scores.packed()
                 request.fovea_scores = None
@@ -298,10 +318,7 @@ class PromptScorer:
                 scores.add(block, self._runner.model.compute_logits(hidden_states[places]))
 
     def _slot(self, request: Any) -> int:
-        """Where the request's adapter lies, -1 for none.
-
-        vLLM maps rows of logits to adapters by the batch's requests; the rows of a prompt all belong to one.
-        """
+        """Returns the slot of the request's adapter, or -1 if it has none."""
         if request.lora_request is None:
             return -1
         slot: int = self._manager.lora_index_to_id.index(request.lora_request.lora_int_id)
@@ -309,7 +326,10 @@ class PromptScorer:
 
 
 def _scores_of(request: Any) -> PromptScores | None:
-    """Scores under way; they live as long as the runner's record of the request, as its own would."""
+    """Returns the unfinished scores of a request, or None if it asks for none.
+
+    They are an attribute of the runner's record of the request, so they end with it.
+    """
     if not hasattr(request, "fovea_scores"):
         arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
         message = arguments.get(PLAN_KEY)

@@ -1,22 +1,24 @@
 # ruff: noqa: N803, N806
-"""LoRA: on a CPU by runs of rows with the same adapter; on a GPU by vLLM's own kernels.
+"""Applies adapters: on a CPU to runs of rows with the same adapter, on a GPU with vLLM's own kernels.
 
-Both know which request the rows of a scored prompt belong to.
+Both apply the right adapter of `lm_head` to the rows of a scored prompt.
 
 Replaces: `vllm.platforms.cpu.CpuPlatform.get_punica_wrapper`, which names
     `vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU`, and
     `vllm.platforms.cuda.CudaPlatformBase.get_punica_wrapper`, which names
     `vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU`.
-Why: the one for CPUs gathers a copy of the adapter per row (a 2,048-token prefill of rank 64 copies gigabytes), reads
-    the last slot, another tenant's, for rows without an adapter, and breaks in `add_lora_logits` when the number of
-    rows is not the number of requests, as with prompt scores. Ours multiplies each run of rows by the one adapter that
-    it uses and leaves rows without an adapter alone. On a GPU `add_lora_logits` takes rows of logits for the batch's
-    requests, one row each. The rows of a prompt all belong to one request: an adapter of `lm_head` is dropped from
-    prompt scores, or another tenant's is taken.
+Why: vLLM's CPU wrapper gathers a copy of the adapter for each row: a 2,048-token prefill of rank 64 copies gigabytes.
+For
+    rows without an adapter it reads the last slot, which holds another tenant's adapter. Its `add_lora_logits` fails
+    when the number of rows is not the number of requests, as with prompt scores. Fovea's wrapper multiplies each run of
+    rows by its one adapter and does not touch rows without an adapter.
+    On a GPU, `add_lora_logits` assumes that row i of the logits belongs to request i of the batch. All rows of a scored
+    prompt belong to one request, so vLLM would ignore its adapter of `lm_head` or apply another tenant's. Fovea's
+    wrapper maps all rows to the adapter that `one_adapter_logits` selects.
 Upstream: vllm-project/vllm pull requests 48421 and 49656 (rows without an adapter), issues 51594 and 16668 (logits),
     pull requests 51597 (V1 runner) and 53842 (V2); all open.
-Delete when: on a CPU rows without an adapter are left alone and none is copied per row; on a GPU prompt scores with an
-    adapter of `lm_head` are right without it; and `prompt_scorer` is gone.
+Delete when: on a CPU, vLLM leaves rows without an adapter unchanged and copies no adapter per row; on a GPU, prompt
+    scores with an adapter of `lm_head` are right without the patch; and `prompt_scorer` is deleted.
 
 Shape suffixes: N rows, I input width, O output width, R maximum rank, S adapter slots.
 """
@@ -35,7 +37,14 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """Neighbouring rows with the same adapter: the first, the one after the last, its slot and its true rank."""
+    """Consecutive rows with the same adapter.
+
+    Attributes:
+        start: The first row.
+        end: The row after the last.
+        slot: The slot of the adapter.
+        rank: The true rank of the adapter; None to use the whole slot.
+    """
 
     start: int
     end: int
@@ -44,16 +53,20 @@ class Run(NamedTuple):
 
 
 def apply() -> None:
-    """Has vLLM take RunwisePunicaWrapper on a CPU and ScoringPunicaWrapper on a GPU; twice is no error."""
+    """Makes vLLM use RunwisePunicaWrapper on a CPU and ScoringPunicaWrapper on a GPU. It may be called twice."""
     wrapper = RunwisePunicaWrapper if current_platform.is_cpu() else ScoringPunicaWrapper
     platform: Any = type(current_platform)
     platform.get_punica_wrapper = classmethod(lambda _: f"{__name__}.{wrapper.__name__}")
 
 
 class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[misc]
-    """PunicaWrapperGPU with `one_adapter_logits`; vLLM marks the parent final, yet offers no other place for it."""
+    """PunicaWrapperGPU with `one_adapter_logits`.
+
+    vLLM marks the parent class as final but has no other hook for this.
+    """
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        """Adds the adapters of `lm_head` to the logits y; inside `one_adapter_logits`, that adapter to every row."""
         if self.logits_slot is None:
             super().add_lora_logits(y, x, *arguments, **options)
         elif self.logits_slot >= 0:
@@ -67,10 +80,10 @@ class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[
 
 
 class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore[misc]
-    """Applies adapters to runs of rows; takes the place of vLLM's PunicaWrapperCPU.
+    """Applies adapters to runs of rows; replaces vLLM's PunicaWrapperCPU.
 
     Attributes:
-        token_runs: Those of the next step's tokens.
+        token_runs: The runs among the tokens of the next step.
     """
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: object) -> None:
@@ -80,13 +93,16 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         self._ranks: dict[int, int] = {}
 
     def set_rank(self, slot: int, rank: int) -> None:
-        """Tells the true rank of the adapter in a slot; until then a slot is used whole, padded to the largest rank."""
+        """Sets the true rank of the adapter in a slot.
+
+        Without it, the slot is used whole, padded to the largest rank.
+        """
         self._ranks[slot] = rank
 
     def update_metadata(
         self, mapping: "LoRAMapping", lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
     ) -> None:
-        """Takes over which adapter each row of the next step uses."""
+        """Reads from vLLM's mapping which adapter each row of the next step uses."""
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         slots = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
         self.token_runs = _runs(mapping.index_mapping, slots, self._ranks)
@@ -95,7 +111,7 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
     def add_shrink(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **_: object
     ) -> None:
-        """y[i] += x @ A[i]^T * scale, for y of [slices, N, R] and x of [N, I]."""
+        """Adds x @ A[i]^T * scale to y[i], for y of [slices, N, R] and x of [N, I]."""
         x_NI = x.view(-1, x.shape[-1])
         for y_NR, a_SxRI in zip(y, lora_a_stacked, strict=True):
             for start, end, slot, _rank in self.token_runs:
@@ -111,7 +127,7 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         add_inputs: bool = True,
         **_: object,
     ) -> None:
-        """y[:, slice i] += x[i] @ B[i]^T, for y of [N, O] and x of [slices, N, R]."""
+        """Adds x[i] @ B[i]^T to y[:, slice i], for y of [N, O] and x of [slices, N, R]."""
         y_NO = y.view(-1, y.shape[-1])
         offset = offset_start
         for x_NR, b_SxOR, width in zip(x, lora_b_stacked, output_slices, strict=True):
@@ -124,7 +140,7 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **_: object
     ) -> None:
-        """Nothing: Fovea trains no embeddings, a manifest that names one is refused, so only zeros come here."""
+        """Does nothing. Fovea trains no embeddings and refuses manifests that contain one, so the factors are zero."""
 
     def add_lora_linear(
         self,
@@ -136,7 +152,7 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """y += x @ A^T @ B^T * scale in float32, for each slice of a packed projection."""
+        """Adds x @ A^T @ B^T * scale to y, in float32, for each slice of a packed projection."""
         if not self.token_runs:
             return
         x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
@@ -155,9 +171,10 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         scale: float,
         **_: object,
     ) -> None:
-        """y += x @ A^T @ B^T * scale for logits: rows are requests, or prompt rows in `one_adapter_logits`.
+        """Adds x @ A^T @ B^T * scale to the logits y.
 
-        Raises RuntimeError if the rows are not the requests of this step: guessing would mix tenants.
+        The rows are the requests of the step, or the rows of one prompt inside `one_adapter_logits`. Raises
+        RuntimeError if there are fewer rows than requests with adapters, because guessing could mix up tenants.
         """
         x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if self.logits_slot is not None:
@@ -165,17 +182,17 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         else:
             runs = self._logits_runs
         if runs and runs[-1].end > x_NI.shape[0]:
-            raise RuntimeError(f"{x_NI.shape[0]} rows of logits, but adapters are known for {runs[-1].end}")
+            raise RuntimeError(f"there are {x_NI.shape[0]} rows of logits, but adapters for {runs[-1].end} rows")
         for run in runs:
             _apply(y_NO, x_NI, lora_a_stacked, lora_b_stacked, run, scale)
 
     def apply_lora_full_linear(self, *_: object, **__: object) -> None:
-        """Raises NotImplementedError: Fovea serves no classification heads."""
-        raise NotImplementedError("adapters of classification heads")
+        """Raises NotImplementedError: Fovea does not serve models with classification heads."""
+        raise NotImplementedError("adapters of classification heads are not supported")
 
 
 def _runs(lora_ids: tuple[int, ...], slots: dict[int, int], ranks: dict[int, int]) -> list[Run]:
-    """Runs of neighbouring rows with the same adapter; rows without one (id 0) are left out."""
+    """Returns the runs of consecutive rows with the same adapter, without rows that have none (id 0)."""
     runs: list[Run] = []
     for row, lora_id in enumerate(lora_ids):
         if lora_id <= 0:
@@ -189,7 +206,7 @@ def _runs(lora_ids: tuple[int, ...], slots: dict[int, int], ranks: dict[int, int
 
 
 def _matrix(stacked: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tensor:
-    """The adapter's matrix in a slot of [S, 1, rows, columns] or [S, rows, columns]."""
+    """Returns the adapter's matrix in a slot of [S, 1, rows, columns] or [S, rows, columns]."""
     matrix = stacked[slot]
     return (matrix[0] if matrix.dim() == 3 else matrix).to(dtype)
 
@@ -197,7 +214,7 @@ def _matrix(stacked: torch.Tensor, slot: int, dtype: torch.dtype) -> torch.Tenso
 def _apply(
     y_NO: torch.Tensor, x_NI: torch.Tensor, a_SxRI: torch.Tensor, b_SxOR: torch.Tensor, run: Run, scale: float
 ) -> None:
-    """y += x @ A^T @ B^T * scale in float32 for the rows of a run."""
+    """Adds x @ A^T @ B^T * scale to the rows of a run, in float32."""
     a_RI = _matrix(a_SxRI, run.slot, torch.float32)[: run.rank]
     b_OR = _matrix(b_SxOR, run.slot, torch.float32)[: y_NO.shape[-1], : run.rank]
     rows_NO = y_NO[run.start : run.end, : b_OR.shape[0]]  # the base layer may pad its output
