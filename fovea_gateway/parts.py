@@ -139,9 +139,11 @@ class Parts:
             trainer.check_files if trainer else _check_nothing, weight_of,
         )  # fmt: skip
         residency = self._build_residency(name, trainer, renderers, settings) if trainer else None
-        snapshots = Snapshots(self.database, name, trainer, residency, settings.push_timeout_s)
+        check_returning = residency.check_snapshots if residency else None
+        snapshots = Snapshots(self.database, name, trainer, check_returning, settings.push_timeout_s)
         samplers = Samplers(
-            found("sampler", own.sampler), settings.sampler_concurrency, snapshots,
+            found("sampler", own.sampler), settings.sampler_concurrency,
+            snapshots.put_resident, snapshots.catch_up, snapshots.is_lost,
             trainer.check_files if trainer else renderers.check_files, weight_of, settings.sampler_beside,
         )  # fmt: skip
         return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=bool(own.sampler))

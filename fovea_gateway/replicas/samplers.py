@@ -4,8 +4,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 from cachetools import LRUCache
 
@@ -26,25 +25,16 @@ _FILL = 1.25
 wait in the gateway, where owners share the slots fairly."""
 _BESIDE = 0.25
 """The share of the batch that one owner may use while another owner sends a few requests. Each sequence makes the steps
-of all others longer: on an H200 from 4.6 to 13 ms with 64 of them, for the 4B shape (docs/robustness.md)."""
+of all others longer: on an H200 from 4.6 to 13 ms with 64 of them, for the 4B shape (docs/lab/robustness.md)."""
 _PATIENCE_S = 60.0
 """Seconds for which a sampler that cannot receive the current weights is kept out while others serve."""
 
 
-class Weights(Protocol):
-    """Transfers weights to samplers."""
-
-    async def put_resident(self, sampler: "Sampler", snapshot_id: str) -> None:
-        """Puts full weights in place. Raises FoveaError."""
-        ...
-
-    async def catch_up(self, sampler: "Sampler", peers: Callable[[], list["Sampler"]]) -> None:
-        """Transfers the weights from which the peers are sampled. Raises FoveaError."""
-        ...
-
-    def is_lost(self, snapshot_id: str) -> bool:
-        """Returns whether a snapshot can no longer be pushed to samplers that lack it."""
-        ...
+Peers = Callable[[], list["Sampler"]]
+PutResident = Callable[["Sampler", str], Awaitable[None]]
+"""Puts full weights, by snapshot id, in place in a sampler. Raises FoveaError."""
+CatchUp = Callable[["Sampler", Peers], Awaitable[None]]
+"""Transfers to a sampler the weights from which its peers are sampled. Raises FoveaError."""
 
 
 class Sampler(Replica):
@@ -60,20 +50,21 @@ class Sampler(Replica):
         address: str,
         concurrency: int,
         on_change: Callable[[], None],
-        weights: Weights,
-        peers: Callable[[], list["Sampler"]],
+        put_resident: PutResident,
+        catch_up: CatchUp,
+        peers: Peers,
         check_files: CheckFiles,
         weight_of: WeightOf,
         beside: int,
     ) -> None:
         super().__init__("sampler", address, concurrency, on_change, weight_of)
         self._client = SamplerClient(address)
-        self._weights, self._peers, self._check_files = weights, peers, check_files
+        self._catch_up, self._peers, self._check_files = catch_up, peers, check_files
         self._behind_since: float | None = None
         self._concurrency, self._beside = concurrency, beside
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.adapters: set[str] = set()
-        self.weights_lock = WeightsLock(lambda wanted: weights.put_resident(self, wanted))
+        self.weights_lock = WeightsLock(lambda wanted: put_resident(self, wanted))
 
     @property
     def client(self) -> SamplerClient:
@@ -118,7 +109,7 @@ class Sampler(Replica):
     async def prepare(self) -> bool:
         """Transfers the weights from which the other samplers are sampled now."""
         try:
-            await self._weights.catch_up(self, self._peers)
+            await self._catch_up(self, self._peers)
         except FoveaError as error:
             now = asyncio.get_running_loop().time()
             if self._behind_since is None:
@@ -197,7 +188,9 @@ class Samplers(Replicas[Sampler]):
     Args:
         discovery: Supplies their addresses.
         concurrency: The number of sequences in one sampler at a time.
-        weights: Transfers weights to them.
+        put_resident: Puts full weights in place in one of them.
+        catch_up: Transfers to a joining one the weights of the others.
+        is_lost: Returns whether a snapshot can no longer be pushed to samplers that lack it.
         check_files: Checks that they have the same model as the other services.
         weight_of: Returns an owner's weight for the division of the slots.
         beside: The number of sequences in one sampler while an owner with few requests is present; 0 derives it from
@@ -208,7 +201,9 @@ class Samplers(Replicas[Sampler]):
         self,
         discovery: Discovery,
         concurrency: int,
-        weights: Weights,
+        put_resident: PutResident,
+        catch_up: CatchUp,
+        is_lost: Callable[[str], bool],
         check_files: CheckFiles,
         weight_of: WeightOf,
         beside: int = 0,
@@ -217,10 +212,10 @@ class Samplers(Replicas[Sampler]):
             "sampler",
             discovery,
             lambda address, on_change: Sampler(
-                address, concurrency, on_change, weights, lambda: self.up, check_files, weight_of, beside
+                address, concurrency, on_change, put_resident, catch_up, lambda: self.up, check_files, weight_of, beside
             ),
         )
-        self._weights = weights
+        self._is_lost = is_lost
         self._affinity = Affinity()
 
     @property
@@ -242,7 +237,7 @@ class Samplers(Replicas[Sampler]):
         """
         least = self.least_busy()
         holders = [s for s in self.up if snapshot_id in s.adapters or snapshot_id == s.weights_lock.resident]
-        if holders and self._weights.is_lost(snapshot_id):
+        if holders and self._is_lost(snapshot_id):
             least = min(holders, key=_queued)
         best = min(holders, key=_queued, default=least)
         # Prefer a holder until its queue is twice the least busy one's plus 8, so that short queues do not count.
