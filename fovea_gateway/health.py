@@ -14,8 +14,8 @@ from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.futures.future import Pending
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.snapshot_pushes import Versions
-from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.sessions.sessions import Sessions
 
 

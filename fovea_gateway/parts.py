@@ -25,9 +25,9 @@ from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.quotas import Quota
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import Renderers
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots, Versions
-from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.sampling.sample_runner import SampleRunner
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.sessions import Sessions

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_gateway.replicas.renderers import Renderers
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler, Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots
-from fovea_gateway.replicas.trainer_link import TrainerLink
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, snapshots
 from fovea_gateway.database.sql_engine import insert_new
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler
-from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.replicas.weights_lock import BASE
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from fovea_gateway.futures.future import Kind, Pending, split_messages
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.replicas.renderers import Renderers
-from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.training.custom_losses import CUSTOM, CustomLosses
 
 logger = logging.getLogger(__name__)

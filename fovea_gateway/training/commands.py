@@ -13,7 +13,7 @@ from fovea.runtime.tasks import Backoff
 from fovea.wire.errors import DiskFull, FoveaError, NotFound, StorageBehind, Unavailable
 from fovea_gateway.futures.future import Done, Kind, Outcome, Pending, QueueState, Submission, run_to_outcome
 from fovea_gateway.futures.futures import Futures
-from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.training.batches import BATCH_KINDS, Batches
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState

@@ -32,7 +32,7 @@ from fovea_gateway.fair_queue import FairQueue, Turn
 from fovea_gateway.futures.future import Done, Kind, Pending, QueueState, Submission, future_id
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.gateway_metrics import stage
-from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.training.models import Model, Models
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import custom_losses, journal, models, sessions
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.database.writer import Job
-from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerLink
 
 logger = logging.getLogger(__name__)
 

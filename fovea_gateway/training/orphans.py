@@ -13,8 +13,8 @@ from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, named_uri
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed, version_of
-from fovea_gateway.replicas.trainer_link import TrainerLink
 from fovea_gateway.training.models import all_ids, ids_of_ended_sessions, ids_of_over, known_ids
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database
 from fovea_gateway.futures.future import Kind, Pending, Submission, future_id
 from fovea_gateway.replicas import snapshot_pushes
-from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.training.journal import Entry, Journal, TrainerQueue, digest_of
 from fovea_gateway.training.models import Model
 from fovea_gateway.training.step_commands import StepCommands

@@ -7,7 +7,7 @@ from fovea.client import ForwardBackwardResult
 from fovea.wire.errors import FailedPrecondition, FeatureEvicted
 from fovea_gateway.futures.future import Done, Kind, Pending
 from fovea_gateway.futures.futures import Futures
-from fovea_gateway.replicas.trainer_link import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.training.batches import Batch, Batches
 from fovea_gateway.training.journal import TrainerQueue
 from fovea_gateway.training.models import Model, Models
