@@ -25,8 +25,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, snapshots
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.replicas.samplers import Sampler
-from fovea_gateway.replicas.weights_lock import BASE
+from fovea_gateway.replicas.samplers import BASE, Sampler
 
 logger = logging.getLogger(__name__)
 

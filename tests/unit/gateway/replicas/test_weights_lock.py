@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fovea_gateway.replicas.weights_lock import WeightsLock
+from fovea_gateway.replicas.samplers import WeightsLock
 
 
 class Place:
