@@ -12,9 +12,9 @@ from starlette.routing import Route
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable, Unimplemented
-from fovea_gateway.futures.completions import Completion, Target
 from fovea_gateway.futures.future import Kind, Pending
 from fovea_gateway.futures.future_routes import hold_s
+from fovea_gateway.futures.future_rows import Completion, Target
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.http.endpoint import Endpoints, Json
 from fovea_gateway.http.model_inputs import ModelInput, input_from_json
