@@ -33,7 +33,7 @@ from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import BaseModelSettings, GatewaySettings
 from fovea_gateway.training.batches import Batches
-from fovea_gateway.training.commands import Command, CommandRunner
+from fovea_gateway.training.commands import Command, CommandRunner, StepCommands
 from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.custom_losses import CustomLosses
 from fovea_gateway.training.journal import Journal, TrainerQueue
@@ -42,7 +42,6 @@ from fovea_gateway.training.orphans import OrphanCollector
 from fovea_gateway.training.parking import Parking
 from fovea_gateway.training.replay import Replay
 from fovea_gateway.training.residency import Residency
-from fovea_gateway.training.step_commands import StepCommands
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
@@ -156,7 +155,13 @@ class Parts:
         trainer_queue = self._trainer_queues[name] = TrainerQueue(self.futures, trainer, queue, self.sessions.is_wanted)
         steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, trainer_queue)
         replay = Replay(
-            self.journal, steps, self.checkpoints, self.database, trainer, trainer_queue, settings.command_timeout_s
+            self.journal,
+            steps.compute,
+            self.checkpoints,
+            self.database,
+            trainer,
+            trainer_queue,
+            settings.command_timeout_s,
         )
         patience_s = settings.retry_deadline_s
         residency = self.residencies[name] = Residency(name, self.models, self.journal, replay, trainer, patience_s)

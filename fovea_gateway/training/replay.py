@@ -1,7 +1,7 @@
 """Restores a model in a restarted trainer: its newest durable point first, then the later commands once more."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from google.protobuf.message import Message
 
@@ -15,7 +15,6 @@ from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.training.journal import Entry, Journal, TrainerQueue, digest_of
 from fovea_gateway.training.models import Model
-from fovea_gateway.training.step_commands import StepCommands
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +28,21 @@ class Replay:
     other numerics than the first one, such as another number of ranks.
 
     Args:
+        compute: Runs a forward or forward_backward; its second argument drops existing gradients first.
         timeout_s: Deadline, in seconds, of a call to the trainer that changes no weights.
     """
 
     def __init__(
         self,
         journal: Journal,
-        steps: StepCommands,
+        compute: Callable[[Pending, bool], Awaitable[Sequence[Message]]],
         checkpoints: Checkpoints,
         database: Database,
         trainer: TrainerLink,
         trainer_queue: TrainerQueue,
         timeout_s: float,
     ) -> None:
-        self._journal, self._steps, self._checkpoints, self._database = journal, steps, checkpoints, database
+        self._journal, self._compute, self._checkpoints, self._database = journal, compute, checkpoints, database
         self._trainer, self._trainer_queue, self._timeout_s = trainer, trainer_queue, timeout_s
 
     async def bring_back(self, model: Model, tell: Callable[[str], None]) -> int:
@@ -114,7 +114,7 @@ class Replay:
         request = await self._journal.request_of(entry)
         pending = _pending(model, entry.kind, entry.seq_id, request)
         if entry.kind is Kind.FORWARD_BACKWARD:  # `compute` renders first and waits for the trainer afterwards.
-            self._compare(entry, await self._steps.compute(pending, entry.drops_gradients))
+            self._compare(entry, await self._compute(pending, entry.drops_gradients))
             return
         async with self._trainer_queue.admit(pending, "running again, or waiting for the trainer", is_again=True):
             await self._run_admitted(model, entry, request)
