@@ -32,10 +32,9 @@ from fovea_gateway.sampling.sample_runner import SampleRunner
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import BaseModelSettings, GatewaySettings
-from fovea_gateway.training.batches import Batches
+from fovea_gateway.training.batches import Batches, CustomLosses
 from fovea_gateway.training.commands import Command, CommandRunner, StepCommands
 from fovea_gateway.training.copies import Copies
-from fovea_gateway.training.custom_losses import CustomLosses
 from fovea_gateway.training.journal import Journal, TrainerQueue
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.orphans import OrphanCollector

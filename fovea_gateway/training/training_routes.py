@@ -33,8 +33,7 @@ from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.scopes import Scope
 from fovea_gateway.settings import GatewaySettings
 from fovea_gateway.training import training_wire as wire
-from fovea_gateway.training.batches import BATCH_KINDS
-from fovea_gateway.training.custom_losses import CustomLosses
+from fovea_gateway.training.batches import BATCH_KINDS, CustomLosses
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.training import KINDS, CommandRequest, Training
 
