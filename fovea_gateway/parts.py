@@ -19,8 +19,7 @@ from fovea_gateway.futures.future import Kind
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.futures.result_room import ResultRoom
 from fovea_gateway.health import Health
-from fovea_gateway.live.activity import Activity
-from fovea_gateway.live.live_state import LiveState
+from fovea_gateway.live.live_state import Activity, LiveState
 from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.quotas import Quota
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
