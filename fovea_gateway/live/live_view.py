@@ -17,9 +17,8 @@ from fovea_gateway.checkpoints.checkpoint_routes import iso_time
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, models, sessions
 from fovea_gateway.futures.futures import Futures
-from fovea_gateway.live import token_texts
 from fovea_gateway.live.live_state import LiveState
-from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
+from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
 from fovea_gateway.live.step_curves import StepCurves
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.samplers import Sampler
@@ -106,14 +105,14 @@ class LiveView:
             if isinstance(one, Picture):
                 return {"picture": one.digest, "is_kept": bool(one.data)}
             ids = one.tolist()
-            return {"ids": ids, "texts": token_texts.texts(tokenizer, ids)}
+            return {"ids": ids, "texts": token_texts(tokenizer, ids)}
 
         def drawn(one: Drawn) -> Section:
             ids, logprobs = one.tokens.tolist(), one.logprobs.tolist()
             return {
                 "sequence_id": one.sequence_id,
                 "ids": ids,
-                "texts": token_texts.texts(tokenizer, ids),
+                "texts": token_texts(tokenizer, ids),
                 "logprobs": [round(value, 4) if math.isfinite(value) else None for value in logprobs],
                 "stop": one.stop,
                 "is_cut": one.is_cut,

@@ -4,12 +4,15 @@ They are only in memory, and bounded: pictures are large, and their owners may n
 """
 
 import hashlib
+import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,8 @@ import numpy.typing as npt
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea_gateway.futures.future import split_messages
+
+logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 * 2**20
 _SOURCES = 256
@@ -266,3 +271,60 @@ def read_drawn(future_id: str, result: bytes, at: float) -> tuple[str, list[Draw
             )
         )
     return snapshot, found[-_SEQUENCES:]
+
+
+_TOKENIZER_FILE = "tokenizer.json"
+_CHARACTER_TOKENS = 4
+
+
+class _Tokenizer(Protocol):
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+def token_texts(tokenizer: str, ids: Sequence[int]) -> list[str] | None:
+    """Returns the text of each token; None if no tokenizer is available. Blocks: it may read a file.
+
+    If a character consists of several tokens, its last token has the text and the others are empty.
+
+    Args:
+        tokenizer: A directory, or the name of a hub repository in this machine's cache.
+    """
+    found = _load_tokenizer(tokenizer)
+    return None if found is None else list(_decoded(found, ids))
+
+
+def _decoded(tokenizer: _Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    pending: list[int] = []
+    for token in ids:
+        pending.append(token)
+        text = tokenizer.decode(pending, skip_special_tokens=False)
+        if text.endswith("\ufffd") and len(pending) < _CHARACTER_TOKENS:
+            yield ""
+        else:
+            yield text
+            pending = []
+
+
+@lru_cache(maxsize=8)
+def _load_tokenizer(tokenizer: str) -> _Tokenizer | None:
+    try:
+        from tokenizers import Tokenizer
+
+        path = Path(tokenizer) / _TOKENIZER_FILE
+        if not path.is_file():
+            path = _cached_file(tokenizer)
+        loaded: Any = Tokenizer.from_file(str(path))
+        found: _Tokenizer = loaded
+        return found
+    except Exception as error:  # The library raises plain exceptions.
+        logger.info("the live page shows token ids only: found no tokenizer of %s (%s)", tokenizer, error)
+        return None
+
+
+def _cached_file(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, _TOKENIZER_FILE)
+    if not isinstance(found, str):
+        raise FileNotFoundError(f"{_TOKENIZER_FILE} of {name} is not in the cache")
+    return Path(found)
