@@ -1,4 +1,4 @@
-"""Database rows of futures, their requests and their results."""
+"""Database rows of futures, their requests and their results; and logs of the finished samples."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -304,7 +304,11 @@ class _Log:
 
 
 class CompletionLogs:
-    """The logs of all targets for which a client has asked."""
+    """The logs of all targets for which a client has asked.
+
+    A client sends the last number that it has seen and receives the later completions. The database is authoritative;
+    the logs in memory avoid repeated reads and wake waiting clients.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database

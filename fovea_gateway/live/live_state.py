@@ -85,7 +85,11 @@ class _Queue(Generic[T]):
 
 @dataclass
 class Activity:
-    """The events that the live page has not read yet. A gateway has one instance."""
+    """The events that the live page has not read yet. A gateway has one instance.
+
+    Recording an event costs almost no time. The queues hold objects that the gateway has in memory anyway, a moment
+    longer. If too many arrive at once, the oldest are dropped.
+    """
 
     _training: _Queue[Ending] = field(default_factory=lambda: _Queue(_TRAINING_BYTES, 2**17))
     _samples: _Queue[Ending] = field(default_factory=lambda: _Queue(_SAMPLE_BYTES, _SAMPLES))

@@ -282,7 +282,7 @@ class _Tokenizer(Protocol):
 
 
 def token_texts(tokenizer: str, ids: Sequence[int]) -> list[str] | None:
-    """Returns the text of each token; None if no tokenizer is available. Blocks: it may read a file.
+    """Returns the text of each token, from a tokenizer file on this machine; None if there is none. Blocks.
 
     If a character consists of several tokens, its last token has the text and the others are empty.
 

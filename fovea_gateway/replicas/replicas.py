@@ -1,6 +1,7 @@
-"""Replicas of one service: they join, are checked for health, fail, recover, drain and leave.
+"""The processes that the gateway calls: replicas of a service, and the one trainer of a base model.
 
-Owners divide the slots of each replica by their weights.
+Replicas join, are checked for health, fail, recover, drain and leave. Owners divide the slots of each replica by their
+weights.
 """
 
 import asyncio

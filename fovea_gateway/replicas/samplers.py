@@ -1,4 +1,4 @@
-"""Samplers: their health, their load and the weights that they hold."""
+"""Samplers: their health, their load, the weights that they hold and the lock that guards these."""
 
 import asyncio
 import hashlib
@@ -264,7 +264,12 @@ BASE = ""
 
 
 class WeightsLock:
-    """The lock of one sampler.
+    """Guards the full weights in one sampler, so that requests for different weights do not overlap.
+
+    A sampler holds one set of full parameters, or the base model, to which adapters are added. Requests for the
+    current set run side by side. A request for another set waits until they have ended; then the set is replaced, and
+    all requests that wait for the new set are admitted together. Later requests for the old set queue behind them, so
+    neither side can starve the other.
 
     Args:
         change: Puts a set of weights in place. It is called while no request is inside.

@@ -1,4 +1,4 @@
-"""Runs one training command and stores its outcome.
+"""Runs training commands and stores their outcomes; contains the commands that compute.
 
 A command that changes a model has no deadline: if the gateway gave up, it would not know what the command has done. The
 trainer identifies such a command by its seq_id, runs it once, and returns the same outcome however often the gateway
