@@ -165,7 +165,7 @@ class Upkeep:
         await self._parts.journal.bound()
 
     async def _sweep(self) -> None:
-        await self._parts.parking.sweep()
+        await self._parts.suspension.sweep()
         await self._parts.database.look_for_room()
         await self._parts.futures.sweep()
         await self._parts.checkpoints.sweep()

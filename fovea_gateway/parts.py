@@ -37,9 +37,9 @@ from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.journal import Journal, TrainerQueue
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.orphans import OrphanCollector
-from fovea_gateway.training.parking import Parking
 from fovea_gateway.training.replay import Replay
 from fovea_gateway.training.residency import Residency
+from fovea_gateway.training.suspension import Suspension
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
@@ -113,7 +113,7 @@ class Parts:
             self.futures, self.sessions, self.models, self.base_models, runners, self.residencies, self.journal,
             self.kept_rows, settings.gap_timeout_s,
         )  # fmt: skip
-        self.parking = Parking(
+        self.suspension = Suspension(
             self.futures, self.sessions, self.models, self.training, self.residencies, self.base_models,
             settings.parked_ttl_s, settings.parked_bytes, self.owners.weight, clock,
         )  # fmt: skip
@@ -170,7 +170,7 @@ class Parts:
         steps, trainer_queue = self._steps[base.name], self._trainer_queues[base.name]
         creating = CreationCommands(
             self.models, self.checkpoints, self.sessions, trainer, trainer_queue, base.samplers, timeout_s, patience_s,
-            lambda: self.parking.make_room(base.name),
+            lambda: self.suspension.make_room(base.name),
         )  # fmt: skip
         saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, trainer_queue, timeout_s)
         commands: dict[Kind, Command] = {

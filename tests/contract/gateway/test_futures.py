@@ -199,7 +199,7 @@ async def test_a_jump_of_the_clock_ends_no_session(stand: Stand, rest: Rest, mon
     assert stand.gateway is not None
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 86400)
-    await stand.gateway.parts.parking.sweep()
+    await stand.gateway.parts.suspension.sweep()
     monkeypatch.undo()
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 200
 

@@ -25,7 +25,7 @@ room.
 _LOOK_S = 0.5
 
 
-class Parking:
+class Suspension:
     """Parks models that no client uses, which frees the trainer for others while its storage has room.
 
     Args:
