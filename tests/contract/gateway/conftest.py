@@ -104,7 +104,7 @@ _LOOKS = (
     "fovea_gateway.access.api_keys._LOOK_S", "fovea_gateway.app.LOOK_S", "fovea_gateway.app._GAUGES_S",
     "fovea_gateway.app._JOURNAL_S", "fovea_gateway.app._RETURN_S", "fovea_gateway.app._SHARES_S",
     "fovea_gateway.replicas.replicas._AGAIN_S", "fovea_gateway.replicas.replicas._POLL_S",
-    "fovea_gateway.training.commands._FIRST_LOOK_S", "fovea_gateway.training.suspension._LOOK_S",
+    "fovea_gateway.training.commands._FIRST_LOOK_S", "fovea_gateway.training.housekeeping._LOOK_S",
     "fovea_gateway.training.residency._FULL_S", "fovea_gateway.training.residency._LOOK_S",
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from fovea.wire.errors import (
 from fovea_gateway.futures.future import Kind, Pending
 from fovea_gateway.futures.futures import Futures
 from fovea_gateway.scopes import Scope
-from fovea_gateway.training import suspension
+from fovea_gateway.training import housekeeping
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.recovering import RecoveringTrainer
 from tests.contract.gateway.requests import Rest, image_datum, text_datum
@@ -620,8 +620,8 @@ async def test_creations_that_come_at_once_find_the_room_that_one_of_them_makes(
     for number in range(2):
         await rest.create_model(number)
     monkeypatch.setattr(stand.trainer, "note", note_if_there_is_room)
-    monkeypatch.setattr(suspension, "_QUIET_S", 0.0)
-    monkeypatch.setattr(suspension, "_LATE_S", 0.0)
+    monkeypatch.setattr(housekeeping, "_QUIET_S", 0.0)
+    monkeypatch.setattr(housekeeping, "_LATE_S", 0.0)
     async with stand.http() as http:
         others = [Rest(http) for _ in range(20)]
         for other in others:
@@ -661,7 +661,7 @@ async def test_parked_models_wait_for_their_owners_share(stand: RecoveringStand,
 async def test_models_of_a_client_that_is_gone_make_room_before_their_time(
     stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspension, "_QUIET_S", 0.5)
+    monkeypatch.setattr(housekeeping, "_QUIET_S", 0.5)
     gone = await rest.create_model()
     done = await answers(rest, await submit(rest, gone, 1, 1))
     async with stand.http() as http:
@@ -669,7 +669,7 @@ async def test_models_of_a_client_that_is_gone_make_room_before_their_time(
         await other.open_session()
         with pytest.raises(AssertionError, match="other models exist"):
             await other.create_model(0, rank=0)  # its client was heard of a moment ago
-        monkeypatch.setattr(suspension, "_LATE_S", 0.0)
+        monkeypatch.setattr(housekeeping, "_LATE_S", 0.0)
         await other.create_model(1, rank=0)
         assert list(stand.trainer.models) == [f"{other.session_id}:train:1"]
         assert [each["training_run_ids"] for each in await parked_sessions(rest)] == [[gone]]
