@@ -2,6 +2,7 @@
 
 Prints each figure of a git revision, or of the working tree if none is given, as a line of JSON, and a table at the
 end. Core files are the Python files of fovea, gateway and services, without the generated fovea/api and fovea/tinker.
+Documents are the README, docs/guides and docs/reference, without generated pages and tables.
 With `--list`, the files and lines behind the figures are printed too.
 """
 
@@ -21,6 +22,10 @@ from benchmarks.figure import emit
 from benchmarks.foreign_attributes import foreign_attributes
 
 CORE = ("fovea", "fovea_gateway", "fovea_services")
+DOCUMENTS = ("README.md", "docs/guides", "docs/reference")
+"""The documents of the product; docs/lab is a record of measurements, which may grow."""
+_GENERATED_PAGES = ("docs/reference/cli.md", "docs/reference/metrics.md", "docs/reference/settings.md")
+_GENERATED_TABLE = re.compile(r"<!-- [^>]*made by [^>]*-->.*?<!-- end of [^>]*-->", re.DOTALL)
 _ROOT = Path(__file__).parents[1]
 _GENERATED = ("fovea/api/", "fovea/tinker/")
 _NAMELESS = ("__init__.py", "__main__.py")
@@ -33,20 +38,28 @@ Graph = dict[str, set[str]]
 
 @dataclass(frozen=True)
 class House:
-    """The core files of one revision: source text by path."""
+    """The core files and product documents of one revision: text by path."""
 
     sources: Mapping[str, str]
+    documents: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, revision: str | None) -> "House":
-        """Reads a git revision, or with None the working tree as it lies there, untracked files included."""
+        """Reads a git revision, or with None the working tree, untracked files included."""
+        read = [*CORE, "README.md", "docs"]
         if revision is None:
-            listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", *CORE).decode().splitlines()
-            core = [path for path in listed if _is_core(path) and (_ROOT / path).exists()]
-            return cls({path: (_ROOT / path).read_text() for path in core})
-        with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", revision, "--", *CORE))) as archive:
-            files = {member.name: archive.extractfile(member) for member in archive if _is_core(member.name)}
-            return cls({path: file.read().decode() for path, file in files.items() if file is not None})
+            listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", *read).decode().splitlines()
+            paths = [path for path in listed if (_is_core(path) or _is_document(path)) and (_ROOT / path).exists()]
+            texts = {path: (_ROOT / path).read_text() for path in paths}
+        else:
+            with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", revision, "--", *read))) as archive:
+                members = [one for one in archive if _is_core(one.name) or _is_document(one.name)]
+                files = {member.name: archive.extractfile(member) for member in members}
+                texts = {path: file.read().decode() for path, file in files.items() if file is not None}
+        return cls(
+            {path: text for path, text in texts.items() if _is_core(path)},
+            {path: text for path, text in texts.items() if _is_document(path)},
+        )
 
     @cached_property
     def trees(self) -> dict[str, ast.Module]:
@@ -134,6 +147,16 @@ class House:
         """Lines of each file."""
         return Counter({path: len(text.splitlines()) for path, text in self.sources.items()})
 
+    def document_words(self) -> Counter[str]:
+        """Words of each document, without generated pages and tables, as `wc -w` counts them."""
+        return Counter(
+            {
+                path: len(_GENERATED_TABLE.sub("", text).split())
+                for path, text in self.documents.items()
+                if path not in _GENERATED_PAGES
+            }
+        )
+
 
 def floors(graph: Graph) -> list[str]:
     """A longest way down the imports that enters no node twice, the topmost importer first."""
@@ -206,6 +229,10 @@ def _is_core(path: str) -> bool:
     return path.endswith(".py") and not path.startswith(_GENERATED)
 
 
+def _is_document(path: str) -> bool:
+    return path.endswith(".md") and any(PurePosixPath(path).is_relative_to(folder) for folder in DOCUMENTS)
+
+
 def _git(*arguments: str) -> bytes:
     return subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True).stdout
 
@@ -227,7 +254,7 @@ def figures(house: House) -> dict[str, Figure]:
     clauses = house.clause_docstrings()
     rooms = house.rooms("fovea_gateway")
     way = floors(rooms)
-    lines = house.file_lengths()
+    lines, words = house.file_lengths(), house.document_words()
     files, functions = lines.most_common(5), house.function_lengths().most_common(5)
     return {
         "core_files": Figure(len(paths), "files"),
@@ -244,6 +271,8 @@ def figures(house: House) -> dict[str, Figure]:
         "clause_docstrings": Figure(len(clauses), "docstrings", clauses),
         "longest_file": Figure(files[0][1], "lines", [f"{count} {name}" for name, count in files]),
         "longest_function": Figure(functions[0][1], "lines", [f"{count} {name}" for name, count in functions]),
+        "docs_words": Figure(words.total(), "words", [f"{count} {path}" for path, count in words.most_common()]),
+        "readme_words": Figure(words["README.md"], "words"),
     }
 
 

@@ -16,7 +16,12 @@ HOUSE = House(
         "fovea_gateway/store/names.py": "import fovea_gateway.http.routes\n",
         "fovea_gateway/names.py": 'import fovea.wire\nSIZE = 1\n"""Of a name, in bytes."""\n"""Offers names."""\n',
         "fovea/wire/__init__.py": '"""What is sent over the wire."""\n',
-    }
+    },
+    {
+        "README.md": "# Two words\n",
+        "docs/guides/page.md": "one two\n<!-- rows: made by `make models` -->\nthree\n<!-- end of rows -->\nfour\n",
+        "docs/reference/cli.md": "five six seven\n",
+    },
 )
 
 
@@ -37,6 +42,8 @@ def test_figures_of_a_small_house() -> None:
         "clause_docstrings": 2,
         "longest_file": 5,
         "longest_function": 4,
+        "docs_words": 6,
+        "readme_words": 3,
     }
     assert figures(HOUSE)["circles"].behind == ["fovea_gateway: http store"]
 
