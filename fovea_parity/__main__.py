@@ -1,4 +1,4 @@
-"""`python -m fovea_parity DIR`, which `fovea models check DIR` runs: what works with a checkpoint, a line per part."""
+"""Entry point of `python -m fovea_parity DIR`, which `fovea models check DIR` runs. Prints one line per component."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fovea_parity.parts import PARTS
 
 
 def main() -> None:
-    """Exit status 0 if every part works, 1 if one does not."""
+    """Checks a checkpoint; exits with status 0 if every component works with it, else with 1."""
     parser = argparse.ArgumentParser(
         prog="fovea models check",
-        description="Try a checkpoint on this machine's CPU with as few layers as show each kind: the renderer against "
-        "the checkpoint's own processor, the trainer's packed forward against transformers' own, and what vLLM makes "
-        "of an image against the renderer. Prints a line per part.",
+        description="Check a checkpoint on this machine's CPU. Compares the renderer with the checkpoint's own "
+        "processor, the trainer's packed forward pass with the one of transformers, and vLLM's processing of images "
+        "with the renderer. Uses only the first layers, at least one of each kind. Prints one line per component.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint directory; weights may be missing")
-    parser.add_argument("--whole", action="store_true", help="take all layers")
+    parser.add_argument("--whole", action="store_true", help="use all layers")
     arguments = parser.parse_args()
     directory: Path = arguments.directory.expanduser()
     if not (directory / "config.json").is_file():
-        parser.error(f"{directory} has no config.json; name a checkpoint directory")
-    # Not before: help and a wrong use would wait five seconds for transformers.
+        parser.error(f"{directory} has no config.json; pass a checkpoint directory")
+    # Imported late, because transformers takes five seconds, which help and usage errors do not need.
     from transformers.utils import logging
 
     from fovea_parity.shallow import cut
@@ -35,7 +35,7 @@ def main() -> None:
         if not arguments.whole:
             try:
                 count = cut(directory, Path(folder))
-            except Exception as error:  # whatever transformers says of a checkpoint is the answer
+            except Exception as error:  # any error of transformers is the result of the check
                 print(line(Finding("transformers", False, reason(error))))
                 raise SystemExit(1) from None
             print(f"{directory}: the first {count} layers, in float32")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def line(finding: Finding) -> str:
-    """`renderer  works: ...` or `renderer  does not work: ...`."""
+    """Returns the line for a finding: `renderer  works: ...` or `renderer  does not work: ...`."""
     return f"{finding.part:14}{'works' if finding.works else 'does not work'}: {finding.says}"
 
 

@@ -1,4 +1,4 @@
-"""Adapters of one kind of module alone in a running Fovea: one that the sampler leaves out would be seen."""
+"""Trains adapters of one kind of module at a time in a running Fovea, to detect a kind that the sampler ignores."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from fovea.client.gateway import GatewayClient
 from fovea_parity.prompts import API_KEY, Prompt, scores, trained_scores
 
 MOST_NAT = 1e-3
-"""Between sampler and trainer, at any token."""
+"""The largest accepted difference between sampler and trainer, at any token."""
 
 LEAST_MOVED = 20 * MOST_NAT
-"""By which an adapter must change what the trainer computes: a sampler that ignores it is then apart by as much."""
+"""The least change that an adapter must cause in the trainer's log-probabilities. A sampler that ignores the adapter
+then differs from the trainer by that much, which `MOST_NAT` detects."""
 
 _RANK, _RATE = 8, 1e-2
 _LANGUAGE = {"train_attention": True, "train_mlp": True}
@@ -30,21 +31,21 @@ _KINDS = {
     "unembedding": {"train_unembedding": True},
     "tower": {**_LANGUAGE, "train_vision": True},
 }
-"""What is adapted; nothing of the tower is without the language layers."""
+"""The adapted modules of each kind. The tower is only adapted together with the language layers."""
 
 _WAIT_S = 300
 
 Scores = list[npt.NDArray[np.float64]]
-"""Log-probabilities [N-1] of each prompt's ids after the first."""
+"""For each prompt, the log-probabilities [N-1] of its ids after the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One kind of adapter.
+    """The measurements of one kind of adapter.
 
     Attributes:
-        apart: The most that sampler and trainer differ at any token, in nat.
-        moved: The most that the adapter changes at any token, as the trainer computes it.
+        apart: The largest difference between sampler and trainer at any token, in nat.
+        moved: The largest change that the adapter causes at any token, in nat, as the trainer computes it.
     """
 
     apart: float
@@ -52,26 +53,26 @@ class Moved:
 
     @property
     def problem(self) -> str:
-        """Why this does not show that the sampler applies the adapter; empty if it does."""
+        """The reason why this does not prove that the sampler applies the adapter, or an empty string."""
         if self.apart > MOST_NAT:
-            return f"is apart by {self.apart:.1e} nat, of {self.moved:.1e} that it changes"
+            return f"differs by {self.apart:.1e} nat between sampler and trainer; it changes {self.moved:.1e} nat"
         if self.moved < LEAST_MOVED:
-            return f"changes {self.moved:.1e} nat alone: whether the sampler applies it would not be seen"
+            return f"changes only {self.moved:.1e} nat, too little to prove that the sampler applies it"
         return ""
 
 
 def differ(one: Scores, other: Scores) -> float:
-    """The most at any token."""
+    """Returns the largest difference at any token, in nat."""
     return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
 
 
 def compare(
     service: tinker.ServiceClient, state: dict[str, Any], prompts: Sequence[Prompt], has_tower: bool
 ) -> dict[str, Moved]:
-    """What one large step of an adapter of each kind does.
+    """Measures the effect of one large optimizer step on an adapter of each kind.
 
-    The tower's own share is what it adds to the step of the language layers, which is the same with and without it: B
-    is zero in that step, so that no adapter changes the gradients of another.
+    The tower's effect is measured against an adapter of only the language layers after the same step. That step is
+    equal with and without the tower: B is zero before it, so no adapter changes the gradients of another.
     """
     base = service.create_sampling_client(base_model=str(state["model_name"])).result(_WAIT_S)
     unchanged = [scores(base, prompt) for prompt in prompts]
@@ -100,7 +101,7 @@ def _step(
 def _create(
     service: tinker.ServiceClient, state: dict[str, Any], lora: weights_pb2.LoraConfig
 ) -> tinker.TrainingClient:
-    """A model of the SDK's session, made over gRPC: REST leaves the tower to the gateway's settings."""
+    """Creates a model in the SDK's session over gRPC; over REST the gateway's settings decide about the tower."""
     holder = service.holder
     number = holder.get_training_client_id()
 

@@ -1,4 +1,4 @@
-"""Texts with images, made twice: by the checkpoint's own processor, and as Fovea's renderer splices them."""
+"""Makes texts with images in two ways: with the checkpoint's own processor, and as Fovea's renderer splices them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (
     (321, 123),
     (448, 448),
 )
-"""Width and height of pictures: square, wide, high, below and above what most families enlarge or shrink to."""
+"""Widths and heights of pictures: square, wide and high, smaller and larger than most families accept unchanged."""
 
 _BEFORE, _AFTER = "aaaa", "zzzz"
 
@@ -37,10 +37,12 @@ Piece = str | Image.Image
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """One image of a document as the renderer makes it.
+    """One image of a document, as the renderer processes it.
 
     Attributes:
-        offset: Index of the first id that replaces it.
+        offset: The index of the first id that replaces it.
+        tensors: Its vision tensors.
+        replacement: The ids that replace it.
     """
 
     offset: int
@@ -50,9 +52,12 @@ class PlacedImage:
 
 @dataclass(frozen=True)
 class Document:
-    """Attributes:
-    ids: int64 [N].
-    positions: int32 [rows, N], or None where they are 0 .. N-1.
+    """A text with images, as the renderer splices it.
+
+    Attributes:
+        ids: The ids, int64 [N].
+        images: The images, in order.
+        positions: The positions, int32 [rows, N]; None if they are 0 .. N-1.
     """
 
     ids: npt.NDArray[np.int64]
@@ -61,7 +66,7 @@ class Document:
 
 
 class Maker:
-    """Makes documents for one checkpoint. Raises ValueError, from the renderer, for a family that Fovea has not."""
+    """Makes documents for one checkpoint. Raises ValueError if Fovea does not support its family."""
 
     def __init__(self, directory: Path) -> None:
         self.processor: Any = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
@@ -71,7 +76,7 @@ class Maker:
         self._around = self._words_around_an_image() if self.family else ("", "")
 
     def own(self, pieces: Sequence[Piece], **how: Any) -> BatchFeature:
-        """What the checkpoint's own processor makes: a batch of one. `how` goes to the image processor."""
+        """Returns a batch of one from the checkpoint's own processor. `how` is passed to the image processor."""
         before, after = self._around
         images = [piece for piece in pieces if isinstance(piece, Image.Image)]
         texts = [piece if isinstance(piece, str) else before + self.processor.image_token + after for piece in pieces]
@@ -82,7 +87,7 @@ class Maker:
         )
 
     def splice(self, pieces: Sequence[Piece]) -> Document:
-        """The same as Fovea's renderer does it: text is encoded between images, an image replaced by itself."""
+        """Returns the same text as Fovea splices it: it encodes the text between images and replaces each image."""
         margin = image_margin(self.tokenizer)
         before, after = self._around[0] + margin, margin + self._around[1]
         ids: list[int] = []
@@ -104,12 +109,15 @@ class Maker:
         return Document(np.array(ids, np.int64), tuple(images), positions)
 
     def place(self, image: Image.Image, offset: int) -> PlacedImage:
-        """An image whose first id has this index. Raises ValueError for tensors that no service would take."""
+        """Processes an image of which the first id has the index `offset`.
+
+        Raises ValueError if the renderer's tensors are ones that Fovea's services would refuse.
+        """
         assert self._renderer is not None
         assert self.family is not None
         tensors = self._renderer.tensors(image, anywhere)
         if problem := self.family.tensors_problem(tensors):
-            raise ValueError(f"the renderer makes tensors that Fovea refuses: {problem}")
+            raise ValueError(f"the renderer computes tensors that Fovea refuses: {problem}")
         return PlacedImage(offset, tensors, self.family.replacement(tensors))
 
     def _encode(self, text: str) -> list[int]:
@@ -117,7 +125,7 @@ class Maker:
         return ids
 
     def _words_around_an_image(self) -> tuple[str, str]:
-        """What the chat template puts before and after the processor's image token."""
+        """Returns the text that the chat template puts before and after the processor's image token."""
         if not self.processor.chat_template:
             return "", ""
         content = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
@@ -128,6 +136,6 @@ class Maker:
 
 
 def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
-    """Coloured noise of (width, height) pixels: whatever is mixed up in it changes it."""
+    """Returns coloured noise of (width, height) pixels, in which any exchange of pixels is detectable."""
     width, height = size
     return Image.fromarray(np.random.default_rng([seed, *size]).integers(0, 256, (height, width, 3), np.uint8))

@@ -1,4 +1,4 @@
-"""What a check finds, and how checks run by themselves: in a process whose end, however bad, is a finding too."""
+"""The results of checks, and their execution in separate processes, so that a crash is a result too."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 _MOST_S = 300
-"""Seconds for one part of one checkpoint."""
+"""The most seconds for checking one component with one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        part: What was looked at: `renderer`, `trainer`, `sampler`, or all of them `served`.
-        works: Whether it agrees with the checkpoint's own code.
-        says: One line: what agreed, or why not.
-        figures: What was measured, by name.
+        part: The checked component: `renderer`, `trainer`, `sampler`, or `served` for all of them together.
+        works: True if it agrees with the checkpoint's own code.
+        says: One line that states what agrees, or the problem.
+        figures: The measured values, by their names.
     """
 
     part: str
@@ -31,7 +31,7 @@ class Finding:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def to_line(self) -> str:
-        """JSON without line feeds, for `run_apart`."""
+        """Returns the finding as one line of JSON with a mark, for `run_apart`."""
         return _MARK + json.dumps(asdict(self))
 
 
@@ -39,9 +39,9 @@ _MARK = "finding: "
 
 
 def run_apart(part: str, directories: Sequence[Path]) -> list[Finding]:
-    """Runs one part's check on checkpoints, one after another in a process of its own.
+    """Runs the check of one component on several checkpoints, in order, in a separate process.
 
-    If that ends early, the checkpoint that it was at does not work, and another process goes on after it.
+    If the process ends early, the current checkpoint does not work, and a new process continues with the next one.
     """
     found: list[Finding] = []
     while len(found) < len(directories):
@@ -63,17 +63,17 @@ def _run_some(part: str, directories: Sequence[Path]) -> list[Finding]:
     found = [Finding(**json.loads(line)) for line in lines]
     if len(found) < len(directories):
         said = last_line(ended.stderr) or "nothing"
-        found.append(Finding(part, False, f"the process ended with status {ended.returncode}; it said last: {said}"))
+        found.append(Finding(part, False, f"the process ended with status {ended.returncode}; its last line: {said}"))
     return found
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Returns the type and the message of an error, on one line."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
 
 
 def last_line(text: str) -> str:
-    """The last line with words of what a process printed."""
+    """Returns the last line that is not blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""

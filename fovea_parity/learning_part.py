@@ -1,4 +1,4 @@
-"""A tiny model of random weights learns colours from pixels in a running Fovea: trained, pushed, and sampled anew."""
+"""Teaches a tiny model with random weights to name colours in a running Fovea (train, push, sample)."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from fovea_parity.prompts import Prompt
 
 LEAST_ACCURACY = 0.9
 MOST_BLIND = 0.5
-"""Accuracy that chance may reach with four answers and so few pictures."""
+"""The largest accuracy that chance may reach, with four answers and so few pictures."""
 
 _COLOURS = {"red": (190, 50, 50), "green": (50, 170, 50), "blue": (50, 50, 190), "white": (200, 200, 200)}
 _GREY = (120, 120, 120)
 _QUESTION = "Which colour is it? "
 _SIZE = (64, 64)
 _SHADE = 40
-"""How far a picture is from its colour at most, of 255 in each channel, and each of its pixels from the picture."""
+"""The largest shift of a picture from its colour, and of each pixel from the picture, of 255 in each channel."""
 
 _RANK = 16
 _RATES = {_RANK: 2e-3, 0: 1e-3}
-"""Learning rate by rank; 0 trains all parameters."""
+"""The learning rate by rank; rank 0 trains all parameters."""
 
 _WARM_UP_STEPS, _STEPS = 24, 32
 _WARM_UP_ANSWERS = (*_COLOURS, next(iter(_COLOURS)))
-"""Of each picture. One of them stands out, so that a model that knows no more is right by chance, always alike."""
+"""The answers trained with each warm-up picture. One occurs twice, so that a model that has learnt only the answers
+always gives that one and is right by chance."""
 _SHARE, _HELD_OUT_SHARE = 4, 10
-"""Pictures of each colour in a step, and among those that are not trained on."""
+"""Pictures of each colour in a training step, and in the held-out set."""
 
 _WAIT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Accuracies of the sampler at temperature 0 on pictures that were not trained on.
+    """Accuracies of the sampler at temperature 0 on held-out pictures.
 
     Attributes:
-        start: Of a model that knows which answers there are, and nothing about pictures.
-        end: After training.
-        blind: After training, of pictures that are all grey: above chance if anything but pixels tells the answer.
-        seconds: For all of it.
+        start: The accuracy of a model that has learnt only the possible answers.
+        end: The accuracy after training.
+        blind: The accuracy after training on pictures that are all grey. It is above chance if the model can infer the
+            answer from anything but the pixels.
+        seconds: The duration of the lesson.
     """
 
     start: float
@@ -55,16 +57,16 @@ class Lesson:
 
     @property
     def problem(self) -> str:
-        """Why this is not learning from pixels; empty if it is."""
+        """The reason why the model has not learnt from pixels, or an empty string."""
         if self.end < LEAST_ACCURACY:
-            return f"names {self.end:.2f} of the colours that it was taught, {self.start:.2f} before"
+            return f"names only {self.end:.2f} of the colours after training, {self.start:.2f} before"
         if self.blind > MOST_BLIND:
-            return f"names {self.blind:.2f} of the colours of grey pictures"
+            return f"names {self.blind:.2f} of the colours although all pictures are grey"
         return ""
 
 
 def learn(service: tinker.ServiceClient, model: str, maker: Maker, *, is_full: bool = False, seed: int = 0) -> Lesson:
-    """Trains an adapter, or all parameters, by cross-entropy with the answer's token."""
+    """Trains an adapter, or all parameters, with cross-entropy on the token of the answer; returns the accuracies."""
     began = time.monotonic()
     pupil = _Pupil(service, model, maker, 0 if is_full else _RANK, seed)
     rng, other = np.random.default_rng(seed), np.random.default_rng([seed, 1])
@@ -82,7 +84,7 @@ Examples = Sequence[tuple[Image.Image, str]]
 
 
 def _pictures(rng: np.random.Generator, share: int, is_grey: bool = False) -> Examples:
-    """So many pictures of each colour, with its name."""
+    """Returns `share` pictures of each colour, with its name; all grey if `is_grey`."""
     return [
         (_picture(rng, _GREY if is_grey else colour), name) for name, colour in _COLOURS.items() for _ in range(share)
     ]
@@ -96,15 +98,17 @@ def _picture(rng: np.random.Generator, colour: tuple[int, int, int]) -> Image.Im
 
 
 class _Pupil:
+    """The model that is trained, and its samplers."""
+
     def __init__(self, service: tinker.ServiceClient, model: str, maker: Maker, rank: int, seed: int) -> None:
         self._training = service.create_lora_training_client(base_model=model, rank=rank, seed=seed).result(_WAIT_S)
         self._maker = maker
         self._adam = tinker.AdamParams(learning_rate=_RATES[rank], eps=1e-8, grad_clip_norm=1.0)
-        # The first token of each name: one token says it.
+        # The answers are single tokens: the first token of each name.
         self._answers = {name: maker.tokenizer.encode(name, add_special_tokens=False)[0] for name in _COLOURS}
 
     def step(self, examples: Examples) -> None:
-        """One batch."""
+        """Trains one batch."""
         data = [self._prompt(picture).answered(self._answers[name]) for picture, name in examples]
         backward = self._training.forward_backward(data, "cross_entropy")
         step = self._training.optim_step(self._adam)
@@ -112,7 +116,7 @@ class _Pupil:
         step.result(_WAIT_S)
 
     def accuracies(self, sets: Sequence[Examples]) -> list[float]:
-        """What a sampler that was just given the weights says right, of each set."""
+        """Pushes the weights to the sampler; returns its accuracy on each set."""
         sampling = self._training.save_weights_and_get_sampling_client().result(_WAIT_S)
         return [self._accuracy(sampling, examples) for examples in sets]
 

@@ -1,4 +1,4 @@
-"""How full micro-batches are: mixed lengths, image counts and sizes through the trainer's own plan."""
+"""Measures the fill of micro-batches: plans documents of mixed lengths and images with the trainer's own planner."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fovea_services.trainer.batches.packing import DatumSize, plan
 _DOCUMENTS = 64
 _IMAGE_COUNTS = (0, 0, 1, 1, 2, 4)
 _LEAST_SIDE, _MOST_SIDE = 40, 400
-"""Pixels."""
+"""The range of the sides of images, in pixels."""
 _MEDIAN_WORDS, _SPREAD = 30, 1.0
-"""Of a log-normal distribution, as lengths of answers are."""
+"""The parameters of a log-normal distribution of the number of words, which resembles lengths of answers."""
 
 _RANKS = 2
 _LONGEST_IN_BUDGET = 2
-"""How many of the longest document a micro-batch may hold."""
+"""The size of a micro-batch, in multiples of the longest document."""
 
 
 def fullness(maker: Maker) -> dict[str, float]:
-    """Shares of tokens that are real.
+    """Returns two fractions of real tokens among all computed ones.
 
     Returns:
-        `packed`: as the trainer runs them, where a rank that has less in a step than the other waits.
-        `padded`: had each document of a micro-batch to be as long as the longest of it.
+        `packed`: As the trainer runs the documents. A rank with fewer tokens than the other waits for it in each step.
+        `padded`: If each document of a micro-batch were padded to the longest one.
     """
     rng = np.random.default_rng(0)
     sizes = [_size(maker, rng) for _ in range(_DOCUMENTS)]

@@ -1,7 +1,6 @@
 """Checks every tiny family (`make models`); writes models.json and the table of models.md in docs/reference.
 
-`python -m fovea_parity.page NAME...` checks these alone and leaves the other rows as they were; with --write it
-checks none.
+`python -m fovea_parity.page NAME...` checks only these families and keeps the other rows. With --write it checks none.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _PUBLISHED = {
     "qwen2_5_vl": "Qwen/Qwen2.5-VL-3B-Instruct",
     "qwen3": "Qwen/Qwen3-1.7B",
 }
-"""Of the kinds that tinyvlm builds besides its families."""
+"""The published models of the kinds that tinyvlm builds besides its families."""
 
 _MOST_CHARACTERS = 200
-"""Of a cell; docs/reference/models.json has the whole of it."""
+"""The most characters in a cell; docs/reference/models.json contains the full text."""
 
 NAMES = (*KINDS, *FAMILIES)
 
@@ -42,7 +41,10 @@ Row = dict[str, Any]
 
 
 def check(names: list[str]) -> Iterator[dict[str, Row]]:
-    """Rows by name: with each part by itself, then with a running Fovea where all parts work, a row after the other."""
+    """Yields the rows by their names: first with the results of each component, then, row by row, of a running Fovea.
+
+    Only families for which all components work are run in a Fovea.
+    """
     date = datetime.now(UTC).date().isoformat()
     rows: dict[str, Row] = {name: {"date": date, "findings": []} for name in names}
     directories = [ensure_family(name) for name in names]
@@ -63,7 +65,7 @@ def _note(rows: dict[str, Row], name: str, finding: Finding) -> None:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Markdown: a row per family, in the order of `NAMES`."""
+    """Returns the table in Markdown, with one row per family, in the order of `NAMES`."""
     lines = [
         "| family | after | renderer | trainer | sampler | served: base, LoRA, full | learns | real tokens | of |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -95,7 +97,7 @@ def _cell(finding: dict[str, Any] | None) -> str:
 
 
 def _lesson(served: dict[str, Any] | None) -> str:
-    """Accuracies before and after, and of grey pictures; empty where nothing was taught."""
+    """Returns the accuracies before and after training and on grey pictures, or an empty text without a lesson."""
     found = served["figures"] if served else {}
     if "learning_end" not in found:
         return ""
@@ -108,7 +110,7 @@ def _works(finding: dict[str, Any], part: str) -> bool:
 
 
 def with_table(page: str, rows: dict[str, Row]) -> str:
-    """The page with its rows made anew. Raises ValueError if the page has no place for them."""
+    """Returns the page with new rows. Raises ValueError if the page lacks the marks around the table."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -117,10 +119,10 @@ def with_table(page: str, rows: dict[str, Row]) -> str:
 
 
 def main() -> None:
-    """Checks, notes, writes."""
+    """Checks the families and writes the results and the page."""
     parser = argparse.ArgumentParser(prog="python -m fovea_parity.page", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"families, of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--write", action="store_true", help="check nothing; write the page from models.json beside it")
+    parser.add_argument("--write", action="store_true", help="check nothing; write the page from models.json")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no such family: {', '.join(sorted(unknown))}")

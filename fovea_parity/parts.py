@@ -1,4 +1,4 @@
-"""`python -m fovea_parity.parts PART DIR...`: one check of each checkpoint, each finding as a line of JSON."""
+"""Runs one check on each checkpoint: `python -m fovea_parity.parts PART DIR...`. Prints findings as lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PARTS = ("renderer", "trainer", "sampler")
 
 
 def run_part(part: str, directory: Path) -> Finding:
-    """Runs one check; whatever it raises is the finding that it does not work."""
+    """Runs one check. If it raises an error, the finding is that the component does not work."""
     try:
-        with importing("sklearn"):  # of transformers' ways to generate: a second of the first import
+        with importing("sklearn"):  # transformers imports it for generation, which takes a second
             module = import_module(f"fovea_parity.{part}_part")
         finding: Finding = module.check(directory)
     except Exception as error:

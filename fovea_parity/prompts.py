@@ -1,4 +1,4 @@
-"""Documents as the official SDK sends them."""
+"""Converts documents into requests of the official SDK."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ API_KEY = "tml-local"
 
 
 class Prompt:
-    """A document as the SDK sends it, and the ids that the model then reads."""
+    """A document in the SDK's form (`input`), and the ids that the model reads (`ids`)."""
 
     def __init__(self, maker: Maker, pieces: Sequence[Piece]) -> None:
         document = maker.splice(pieces)
@@ -27,11 +27,11 @@ class Prompt:
         self.input = types.ModelInput(chunks=list(_chunks(document, images)))
 
     def datum(self) -> tinker.Datum:
-        """Scores every id but the first, at the position before it."""
+        """Returns a datum that scores every id but the first, at the position before it."""
         return self._datum([*self.ids[1:], 0], [1.0] * (len(self.ids) - 1) + [0.0])
 
     def answered(self, token: int) -> tinker.Datum:
-        """Scores one token, which follows the last."""
+        """Returns a datum that scores `token` after the last id."""
         before = len(self.ids) - 1
         return self._datum([0] * before + [token], [0.0] * before + [1.0])
 
@@ -60,11 +60,11 @@ def _chunks(document: Document, images: Sequence[Image.Image]) -> Iterator[Any]:
 
 
 def scores(sampling: tinker.SamplingClient, prompt: Prompt) -> npt.NDArray[np.float64]:
-    """Log-probabilities [N-1] of the ids after the first."""
+    """Returns the log-probabilities [N-1] of the ids after the first, from the sampler."""
     return np.array(sampling.compute_logprobs(prompt.input).result(300)[1:], np.float64)
 
 
 def trained_scores(training: tinker.TrainingClient, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
-    """The same of each prompt, as the trainer computes them."""
+    """Returns the same log-probabilities for each prompt, from the trainer."""
     outputs = training.forward([prompt.datum() for prompt in prompts], "cross_entropy").result(300).loss_fn_outputs
     return [np.array(list(output["logprobs"].data)[:-1]) for output in outputs]

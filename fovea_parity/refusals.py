@@ -1,4 +1,4 @@
-"""What a running Fovea must refuse by name, and that the next request works as if nothing had happened."""
+"""Checks that a running Fovea refuses malformed images with the name of the field, and that it then still works."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Ask = Callable[[model_input_pb2.RenderedInput], Awaitable[None]]
 
 
 def wrong_count_problem(service: tinker.ServiceClient, model: str, prompt: Prompt) -> str:
-    """Of a prompt whose first image says that one more token replaces it than does."""
+    """Sends a prompt with a wrong `expected_tokens` of its first image; returns the problem of the response, or ""."""
     chunks: list[Any] = list(prompt.input.chunks)
     at = next(number for number, chunk in enumerate(chunks) if isinstance(chunk, tinker.types.ImageChunk))
     chunks[at] = chunks[at].model_copy(update={"expected_tokens": chunks[at].expected_tokens + 1})
@@ -40,17 +40,22 @@ def wrong_count_problem(service: tinker.ServiceClient, model: str, prompt: Promp
         sampling.compute_logprobs(tinker.types.ModelInput(chunks=chunks)).result(_WAIT_S)
     except tinker.TinkerError as error:
         if "expected_tokens" not in str(error):
-            return f"wrong expected_tokens are refused without their name: {error}"
+            return f"wrong expected_tokens are refused, but the error does not name the field: {error}"
     else:
-        return "wrong expected_tokens are taken"
+        return "wrong expected_tokens are accepted"
     return "" if np.array_equal(before, scores(sampling, prompt)) else "a refusal changes the next answer"
 
 
 def wrong_tensor_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -> list[str]:
-    """Of a prompt with one image, each of whose tensors in turn comes to sampler and trainer in a shape of its own.
+    """Sends a prompt to sampler and trainer with each tensor of its image, in turn, in a wrong shape.
 
     Args:
-        adapts: Whether the model takes adapters; otherwise all parameters are asked for.
+        state: The state of the running Fovea.
+        prompt: A prompt with one image.
+        adapts: True if the model supports adapters; otherwise the check trains all parameters.
+
+    Returns:
+        The problems of the responses.
     """
     os.environ[secret.VARIABLE] = str(state["service_secret"])
     lora = weights_pb2.LoraConfig(rank=8, train_attention=True) if adapts else None
@@ -59,7 +64,7 @@ def wrong_tensor_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -
 
 
 def _message(prompt: Prompt) -> model_input_pb2.ModelInput:
-    """The same over gRPC."""
+    """Returns the prompt as a protobuf message."""
     message = model_input_pb2.ModelInput()
     for chunk in prompt.input.chunks:
         if isinstance(chunk, tinker.types.ImageChunk):
@@ -97,14 +102,21 @@ async def _wrong_tensor_problems(
 async def refusal_problem(
     ask: Ask, wrong: model_input_pb2.RenderedInput, right: model_input_pb2.RenderedInput, name: str
 ) -> str:
-    """What is amiss in how a service takes an input whose tensor of this name is spoilt, or the empty string."""
+    """Returns the problem of a service's response to an input with a wrong tensor, or an empty string.
+
+    Args:
+        ask: Sends an input to the service.
+        wrong: The input with the wrong tensor.
+        right: The same input with the right tensors.
+        name: The name of the wrong tensor.
+    """
     try:
         await ask(wrong)
     except FoveaError as error:
         if name not in error.message:
-            return f"a wrong {name} is refused without its name: {error.message}"
+            return f"a wrong {name} is refused, but the error does not name it: {error.message}"
     else:
-        return f"a wrong {name} is taken"
+        return f"a wrong {name} is accepted"
     try:
         await ask(right)
     except FoveaError as error:
@@ -115,7 +127,10 @@ async def refusal_problem(
 def spoilt(
     rendered: model_input_pb2.RenderedInput, wrong: FeatureTensors, address: str, held: dict[str, FeatureTensors]
 ) -> model_input_pb2.RenderedInput:
-    """The same input, truly announced, but for whose tensors are what they should be."""
+    """Returns a copy of an input that announces the wrong tensors, with their true digest and size.
+
+    The tensors are stored in `held`, from which the renderer at `address` serves them.
+    """
     changed = model_input_pb2.RenderedInput()
     changed.CopyFrom(rendered)
     feature = changed.spans[0].feature
@@ -150,7 +165,7 @@ def _train(trainer: TrainerClient) -> Ask:
 
 
 class _Held(renderer_pb2_grpc.RendererServiceServicer):
-    """Gives out whatever it was given."""
+    """A renderer that serves the tensors in `features`."""
 
     def __init__(self) -> None:
         self.features: dict[str, FeatureTensors] = {}
@@ -164,7 +179,7 @@ class _Held(renderer_pb2_grpc.RendererServiceServicer):
 
 @contextmanager
 def own_renderer() -> Iterator[tuple[str, dict[str, FeatureTensors]]]:
-    """The address of a renderer on a free port, and the tensors that it gives out, by digest."""
+    """Runs a renderer on a free port; yields its address and the dictionary of its tensors, by digest."""
     service, server = _Held(), grpc.server(ThreadPoolExecutor(2))
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""Renderer against the checkpoint's own processor: equal ids, equal tensors, to the bit."""
+"""Compares the renderer with the checkpoint's own processor: ids and tensors must be equal to the bit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from fovea_parity.finding import Finding
 _TEXT = "What is in this picture?"
 _MORE = " And in that one? "
 _LAYOUT_COUNT = 5
-"""See `_layouts`."""
+"""The number of layouts that `_layouts` returns."""
 
 _LINES = "Line.\n"
-"""Ends with a line feed. A processor may write line feeds around an image, which the tokenizer joins with this one."""
+"""A text that ends with a line feed. Some processors write line feeds around an image, and the tokenizer merges
+adjacent line feeds into one token."""
 
 
 def check(directory: Path) -> Finding:
-    """Ten sizes, one and two images, at the start and at the end of a text."""
+    """Checks ten sizes, with one and two images, at the start and at the end of a text."""
     maker = Maker(directory)
     if maker.family is None:
         text = [_TEXT + _MORE]
@@ -42,7 +43,7 @@ def _problems(maker: Maker, size: tuple[int, int]) -> Iterator[str]:
     for name, pieces in _layouts(first, second).items():
         document = maker.splice(pieces)
         images = document.images
-        # Bytes are compared with what the processor makes before it rescales and normalises.
+        # uint8 pixels are compared with the processor's output before it rescales and normalises.
         is_bytes = any(array.dtype == np.uint8 for array in images[0].tensors.values())
         how = {"do_rescale": False, "do_normalize": False} if is_bytes else {}
         own = maker.own(pieces, **how)
@@ -76,9 +77,9 @@ def _ids_problem(document: Document, own: BatchFeature) -> str:
 def _tensors_problem(tensors: dict[str, npt.NDArray[Any]], own: BatchFeature) -> str:
     for name, array in tensors.items():
         if name not in own:
-            return f"tensor {name} is none of its own processor's"
+            return f"its own processor has no tensor {name}"
         expected = own[name].numpy()
-        if name == "input_ids":  # the ids of the image alone, which have been compared in their place
+        if name == "input_ids":  # only the ids of the image, which `_ids_problem` has compared
             continue
         if array.shape != expected.shape or not np.array_equal(array, expected.astype(array.dtype)):
             return f"tensor {name} {list(array.shape)} is not its own processor's {list(expected.shape)}"

@@ -1,4 +1,7 @@
-"""Sampler against the renderer, without an engine: vLLM knows the model, and would make the same of an image."""
+"""Compares vLLM's processing of images with the renderer's, and checks that vLLM supports the model.
+
+Starts no engine.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from fovea_services.sampler.engine.vllm_launch import check_model, prepare_envir
 from fovea_services.sampler.settings import SamplerSettings
 
 _SIZE_COUNT = 4
-"""Square, high and wide: the renderer's own check has more."""
+"""The number of image sizes: square, high and wide. The check of the renderer uses more."""
 
 
 def check(directory: Path) -> Finding:
-    """Architecture, adapters, and for images the processor side."""
+    """Checks the architecture, the support of adapters, and the processing of images."""
     settings = SamplerSettings(model=str(directory))
     prepare_environment(settings)
     from vllm.engine.arg_utils import AsyncEngineArgs

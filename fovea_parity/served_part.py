@@ -1,4 +1,4 @@
-"""Sampler against trainer in a running Fovea, over the official SDK: base, adapter and full parameters after a push."""
+"""Compares sampler and trainer in a running Fovea: base weights, and an adapter and full weights after a push."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from fovea_parity.prompts import API_KEY, Prompt, scores, trained_scores
 from fovea_services.trainer.model.model_family import family_of
 
 LEAST_CHANGE = 1e-3
-"""Nat that another image must change of what follows it."""
+"""The least change, in nat, that another image must cause in the log-probabilities of the text after it."""
 
 _FOLLOWING = 3
-"""Ids at the end of the text after an image, whose scores it must change."""
+"""The number of ids at the end of the text for which the change is measured."""
 
 _DRAWS, _DRAWN = 8, 12
-"""Sequences that are drawn with a seed, and tokens of each."""
+"""The number of sequences drawn with a seed, and the tokens of each."""
 
 _STEPS = 3
 _RANK = 8
 _WAYS = {"base": (_RANK, 0, 0.0), "LoRA": (_RANK, _STEPS, 5e-3), "full": (0, _STEPS, 5e-4)}
-"""Rank (0 trains all parameters), steps before the comparison, and their learning rate."""
+"""For each comparison: the rank (0 trains all parameters), the number of training steps, and the learning rate."""
 
 _PROMPTS = ("text", "an image", "two images")
 
 
 def check(directory: Path) -> Finding:
-    """Starts a Fovea with the checkpoint and compares."""
+    """Starts a Fovea with the checkpoint and runs all comparisons."""
     os.environ["TINKER_TELEMETRY"] = "0"
     adapts_tower = bool(family_of(str(read_json(directory / "config.json")["model_type"])).tower_roles)
     os.environ["FOVEA_GATEWAY_TRAIN_VISION"] = str(adapts_tower).lower()
@@ -72,7 +72,7 @@ def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Fin
             with _client(state) as service:
                 shape = rank if adapts else 0
                 nats = _differences(service, str(state["model_name"]), prompts, shape, steps, rate)
-        except Exception as error:  # what a service refuses, or is not able to do, is the finding
+        except Exception as error:  # any refusal or failure of a service is the finding
             problems.append(f"{way}: {reason(error)}")
             continue
         figures[way] = max(nats)
@@ -97,7 +97,7 @@ def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Fin
 
 
 def _and_kinds(found: Finding, state: dict[str, Any], prompts: list[Prompt], adapts_tower: bool) -> Finding:
-    """The same finding, with what adapters of each kind of module alone showed."""
+    """Returns the finding extended by the comparison of adapters of one kind of module each."""
     try:
         with _client(state) as service:
             kinds = adapter_kinds.compare(service, state, prompts, adapts_tower)
@@ -113,7 +113,7 @@ def _and_kinds(found: Finding, state: dict[str, Any], prompts: list[Prompt], ada
 
 
 def _refusal_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -> list[str]:
-    """Of a prompt that begins with an image, which is said to be longer than it is, or whose tensors are spoilt."""
+    """Checks the responses to a prompt with a wrong token count or wrong tensors of its image; returns problems."""
     try:
         with _client(state) as service:
             wrong = refusals.wrong_count_problem(service, str(state["model_name"]), prompt)
@@ -123,7 +123,7 @@ def _refusal_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -> li
 
 
 def _note_lesson(state: dict[str, Any], maker: Maker, figures: dict[str, float], is_full: bool) -> list[str]:
-    """Adds what was measured to the figures; returns what was wrong."""
+    """Teaches the model colours, adds the measurements to `figures`, and returns the problems."""
     try:
         with _client(state) as service:
             lesson = learn(service, str(state["model_name"]), maker, is_full=is_full)
@@ -134,7 +134,7 @@ def _note_lesson(state: dict[str, Any], maker: Maker, figures: dict[str, float],
 
 
 def _refused_adapter(state: dict[str, Any]) -> str:
-    """That an adapter is refused with the reason. Raises RuntimeError if it is not."""
+    """Checks that an adapter is refused with the reason, and returns that result. Raises RuntimeError if it is not."""
     with _client(state) as service:
         try:
             service.create_lora_training_client(base_model=str(state["model_name"]), rank=_RANK).result(300)
@@ -142,12 +142,15 @@ def _refused_adapter(state: dict[str, Any]) -> str:
             if "vLLM has no LoRA for this model; 0 trains all parameters" in str(error):
                 return "adapters are refused, vLLM has none for it"
             raise
-    raise RuntimeError("an adapter was made for a model that takes none")
+    raise RuntimeError("the gateway created an adapter for a model that does not support adapters")
 
 
 @contextmanager
 def _client(state: dict[str, Any]) -> Iterator[tinker.ServiceClient]:
-    """Whose models are gone when it is left: a model of all parameters suffers no other beside it."""
+    """Opens an SDK client; its models are deleted when the block ends.
+
+    A model that trains all parameters cannot exist beside other models.
+    """
     service = tinker.ServiceClient(base_url=str(state["base_url"]), api_key=API_KEY)
     try:
         yield service
@@ -158,7 +161,7 @@ def _client(state: dict[str, Any]) -> Iterator[tinker.ServiceClient]:
 def _differences(
     service: tinker.ServiceClient, model: str, prompts: list[Prompt], rank: int, steps: int, rate: float
 ) -> list[float]:
-    """The largest difference of log-probabilities at any id of each prompt, in nat."""
+    """Trains a model, then returns the largest difference between sampler and trainer for each prompt, in nat."""
     data = [prompt.datum() for prompt in prompts]
     training = service.create_lora_training_client(base_model=model, rank=rank, seed=1).result(300)
     for _ in range(steps):
@@ -175,7 +178,7 @@ def _differences(
 
 
 def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:
-    """How much another picture of the same size changes the log-probability of what follows, in nat, at most."""
+    """Returns the largest change of a log-probability after an image, in nat, if the image is replaced by another."""
     sampling = service.create_sampling_client(base_model=model).result(300)
     prompts = [Prompt(maker, [picture((140, 90), seed), "What is this?"]) for seed in (1, 2)]
     first, second = (scores(sampling, prompt)[-_FOLLOWING:] for prompt in prompts)
@@ -183,14 +186,14 @@ def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:
 
 
 def _seed_problem(service: tinker.ServiceClient, model: str, prompt: Prompt) -> str:
-    """Equal seeds must draw equal tokens, others others."""
+    """Returns a problem if equal seeds draw different tokens, or different seeds the same tokens."""
     sampling = service.create_sampling_client(base_model=model).result(300)
     drawn = []
     for seed in (1, 1, 2):
-        # Hot, and several of them: some end at once.
+        # At a high temperature, and with several sequences, because some end at their first token.
         how = tinker.SamplingParams(max_tokens=_DRAWN, seed=seed, temperature=2.0)
         drawn.append([list(one.tokens) for one in sampling.sample(prompt.input, _DRAWS, how).result(300).sequences])
     first, again, other = drawn
     if first != again:
-        return "equal seeds draw other tokens"
+        return "equal seeds draw different tokens"
     return "another seed draws the same tokens" if first == other else ""

@@ -1,4 +1,4 @@
-"""A checkpoint of a few layers, cut from a large one: what a check on a CPU can hold."""
+"""Cuts a large checkpoint to its first layers, so that a check on a CPU can run it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_LAYERS = 2
 
 
 def layers_needed(text: Any) -> int:
-    """The first layers that hold each kind of layer once, at least two."""
+    """Returns the number of first layers that include each kind of layer, at least two."""
     kinds = list(getattr(text, "layer_types", None) or [])
     firsts = [kinds.index(kind) + 1 for kind in set(kinds)]
     count: int = min(text.num_hidden_layers, max([LEAST_LAYERS, *firsts]))
@@ -23,14 +23,14 @@ def layers_needed(text: Any) -> int:
 
 
 def cut(directory: Path, into: Path) -> int:
-    """Writes the checkpoint's first layers into `into`, with its own tokenizer and processor; returns how many.
+    """Writes the checkpoint's first layers, its tokenizer and its processor into `into`; returns the number of layers.
 
-    A directory without weights gets random ones. Raises ValueError for a checkpoint that brings code of its own, and
-    for one that transformers does not know.
+    A directory without weights gets random ones. Raises ValueError for a checkpoint that needs code of its own or that
+    transformers does not support.
     """
     raw = read_json(directory / "config.json")
     if raw.get("auto_map"):
-        raise ValueError(f"{directory} brings code of its own (auto_map in config.json), which Fovea never runs")
+        raise ValueError(f"{directory} needs code of its own (auto_map in config.json), which Fovea never runs")
     config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     text, count = config.get_text_config(), layers_needed(config.get_text_config())
     text.num_hidden_layers = count
@@ -42,7 +42,8 @@ def cut(directory: Path, into: Path) -> int:
     config = _without_lost_layers(config, count)
     has_weights = any(directory.glob("*.safetensors"))
     if has_weights:
-        # Gemma 4's embeddings per layer are a table as wide as its layers are many: cut, it gets random weights too.
+        # The width of Gemma 4's table of per-layer embeddings depends on the number of layers. After the cut, its shape
+        # no longer matches the checkpoint, so it gets random weights.
         is_cut_across = bool(getattr(text, "hidden_size_per_layer_input", 0))
         model = auto.from_pretrained(
             directory, config=config, dtype=torch.float32, ignore_mismatched_sizes=is_cut_across
@@ -58,7 +59,8 @@ def cut(directory: Path, into: Path) -> int:
 
 
 def _save(model: Any, into: Path) -> None:
-    # transformers 5 would write Qwen3-VL's experts as its modules have them; vLLM knows them transposed, as published.
+    # transformers 5 would save Qwen3-VL's experts in the layout of its modules. vLLM expects the published layout,
+    # which is transposed.
     if model.config.model_type != "qwen3_vl_moe":
         model.save_pretrained(into)
         return
@@ -69,7 +71,7 @@ def _save(model: Any, into: Path) -> None:
 
 
 def _without_lost_layers(config: Any, count: int) -> Any:
-    """The configuration without what it says of single layers that are cut off, as Gemma 4's does."""
+    """Returns the configuration without the entries for layers that are cut off, which Gemma 4's has."""
     said = config.to_dict()
     text = said.get("text_config", said)
     if not text.get("per_layer_config"):

@@ -1,4 +1,4 @@
-"""Trainer against transformers: documents packed end to end, and the model's own forward of one document at a time."""
+"""Compares the trainer's forward of packed documents with transformers' own forward of one document at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from fovea_services.trainer.settings import TrainerSettings
 
 MOST_NAT = 1e-4
 MOST_GRADIENT = 1e-3
-"""Of a parameter's gradient, relative to the largest element of any: sums in another order."""
+"""The largest accepted difference of a gradient, relative to the largest element of all gradients.
+
+The two differ because they add in a different order."""
 
 _CPU = torch.device("cpu")
 _LONG = "Some words about nothing in particular, longer than any window of a tiny model. " * 6
@@ -38,7 +40,7 @@ class _Case:
 
 
 def check(directory: Path) -> Finding:
-    """Log-probabilities and gradients of packed documents with no, one and two images, of ragged sizes."""
+    """Compares log-probabilities and gradients of packed documents with no, one and two images of various sizes."""
     maker = Maker(directory)
     cases = [_Case(maker.splice(pieces), maker.own(pieces)) for pieces in _documents(maker.family is not None)]
     packed, ours = _packed(directory, maker, [case.document for case in cases])
@@ -59,7 +61,7 @@ def _documents(is_vision: bool) -> list[list[Piece]]:
 
 
 def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probabilities [N-1] of each document's tokens after the first, and gradients of their sum."""
+    """Returns the log-probabilities [N-1] of each document's tokens after the first, and the gradients of their sum."""
     settings = TrainerSettings(model=str(directory), device="cpu", dtype="float32", checkpoints=["unused"])
     family, _, model = load_model(settings, directory, _CPU)
     LoraInjector(family.lora_targets(model.hf))
@@ -74,7 +76,7 @@ def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[l
 
 
 def datum_of(maker: Maker, index: int, document: Document) -> Datum:
-    """A document as the trainer takes it: each token predicts the next, the last one the first."""
+    """Returns a document as a datum of the trainer. Each token predicts the next, the last one the first."""
     spans = tuple(
         ImageSpan(
             image.offset,
@@ -97,7 +99,8 @@ def _own(directory: Path, is_vision: bool, cases: list[_Case]) -> tuple[list[Ten
     found = []
     for case in cases:
         ids = case.own["input_ids"]
-        # Without an image no processor says which tokens are of one, but some models ask in training.
+        # Processors mark the tokens of images only if there are images, but some models need the mark in training, so
+        # the model runs in eval mode.
         logits = model(**case.own).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         logprobs.sum().backward()
@@ -110,7 +113,7 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 
 def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference relative to the largest element; infinity if one has a gradient that the other lacks."""
+    """Returns the largest difference relative to the largest element, or infinity if one side lacks a gradient."""
     if set(ours) != set(theirs):
         return float("inf")
     largest = max(float(one.abs().max()) for one in theirs.values())

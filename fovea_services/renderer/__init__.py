@@ -1,4 +1,5 @@
-"""The renderer service: images become placeholder tokens and vision tensors, once per image; the rest is splicing.
+"""The renderer service: converts images into placeholder tokens and vision tensors, and splices them into prompts.
 
-The service process itself loads neither torch nor transformers: only its image workers do (`worker`).
+Each image is processed once. The service process itself loads neither torch nor transformers; only its image workers do
+(`image_worker`).
 """

@@ -1,4 +1,4 @@
-"""`python -m fovea_services.renderer --model DIR`: runs a renderer."""
+"""Entry point of the renderer: `python -m fovea_services.renderer --model DIR`."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from fovea_services.renderer.settings import RendererSettings
 
 
 def main() -> None:
-    """Reads settings and serves; exits with a line that says why if the model cannot be served."""
+    """Reads the settings and serves; exits with a one-line reason if the model cannot be served."""
     settings = RendererSettings.from_command_line("renderer")
     logs.configure("renderer", settings.log_level)
     try:

@@ -1,4 +1,4 @@
-"""An invalid chunk: a cause for the metrics, a message for the client, and the chunk that it is about."""
+"""The error of an invalid chunk, with a cause for the metrics and a message for the client."""
 
 from typing import Literal
 
@@ -25,11 +25,11 @@ Cause = Literal[
 
 
 class InvalidChunk(Exception):
-    """An image or a chunk cannot be rendered, whichever request holds it; `at` says where it stands.
+    """An image or another chunk cannot be rendered. `at` adds the position of the chunk in a request.
 
     Args:
-        cause: Label of the metric of refused inputs.
-        message: What is wrong and what to do, for the client.
+        cause: The label in the metric of refused inputs.
+        message: The problem and the fix, for the client.
     """
 
     def __init__(self, cause: Cause, message: str) -> None:
@@ -38,11 +38,11 @@ class InvalidChunk(Exception):
         self.message = message
 
     def at(self, chunk_index: int) -> InvalidInput:
-        """The error that a client sees: this one, said of the chunk that holds the image."""
+        """Returns the error for the client, which names the chunk."""
         field = chunk_field(chunk_index)
         return InvalidInput(f"{field}: {self.message}", field=field, cause=self.cause)
 
 
 def chunk_field(index: int) -> str:
-    """The path of one chunk as error messages name it."""
+    """Returns the path of a chunk in error messages."""
     return f"chunks[{index}]"

@@ -1,4 +1,4 @@
-"""What the renderer holds: vision tensors by digest, each made once, and encoded images that clients uploaded."""
+"""The caches of the renderer: vision tensors by digest, and encoded images that clients have uploaded."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Feature:
-    """The rendered tensors of one image, under the digest of its bytes and of the processor's fingerprint."""
+    """The vision tensors of one image. `digest` identifies its bytes and the processor's fingerprint."""
 
     digest: str
     tensors: FeatureTensors
@@ -29,7 +29,7 @@ class Feature:
 
 
 class FeatureCache:
-    """Holds up to `limit_bytes` of tensors, the least recently used going first."""
+    """Caches up to `limit_bytes` of vision tensors and evicts the least recently used. Each image is processed once."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -37,16 +37,16 @@ class FeatureCache:
         self._making: SingleFlight[str, Feature] = SingleFlight(abandon=True)
 
     def held(self, digest: str) -> Feature:
-        """The feature of a digest. Raises FeatureEvicted if it is not held (any more)."""
+        """Returns the feature of a digest. Raises FeatureEvicted if it is not cached, or not any more."""
         feature = self._held.get(digest)
         if feature is None:
             raise FeatureEvicted(f"the tensors of image {digest} are not held; render the image again", digest=digest)
         return feature
 
     async def get(self, digest: str, process: Callable[[], Awaitable[ProcessedImage]]) -> Feature:
-        """The feature of a digest; `process` is called unless it is held or being processed already.
+        """Returns the feature of a digest; calls `process` unless it is cached or already being processed.
 
-        Everybody who waits gets the same result or the same error. The work is dropped when the last one gives up.
+        All concurrent callers get the same result or the same error. The work is cancelled when the last caller is.
         """
         feature = self._held.get(digest)
         if feature is not None:
@@ -72,13 +72,13 @@ class FeatureCache:
 
 
 class ImageCache:
-    """Holds up to `limit_bytes` of encoded images by SHA-256, the least recently used going first."""
+    """Caches up to `limit_bytes` of encoded images by SHA-256 and evicts the least recently used."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._held: LRUCache[str, bytes] = LRUCache(limit_bytes, getsizeof=len)
 
     def held(self, sha256: str, field: str) -> bytes:
-        """The bytes of an image. Raises NotFound, naming `field`, if it is not held."""
+        """Returns the bytes of an image. Raises NotFound, with `field`, if it is not cached."""
         data = self._held.get(sha256)
         renderer_metrics.IMAGE_LOOKUPS.labels("miss" if data is None else "hit").inc()
         if data is None:
@@ -86,10 +86,10 @@ class ImageCache:
         return data
 
     async def put(self, pieces: AsyncIterator[tuple[str, bytes]]) -> int:
-        """Takes an image in pieces of (sha256, bytes), the first of which says the SHA-256; returns its size in bytes.
+        """Stores an image that arrives in pieces of (sha256, bytes); returns its size in bytes.
 
-        Raises InvalidInput if the SHA-256 is no such or another than that of the bytes, the image is empty, or above
-        the limit; ResourceExhausted if the cache is smaller than the image.
+        The first piece contains the SHA-256 of the image. Raises InvalidInput if the SHA-256 is malformed or is not
+        that of the bytes, or if the image is empty or too large; ResourceExhausted if it is larger than the cache.
         """
         expected, data = "", bytearray()
         async for sha256, piece in pieces:

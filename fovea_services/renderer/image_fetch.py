@@ -1,4 +1,4 @@
-"""Images by address: fetched only from hosts that the operator listed, and never from where a name should not lead."""
+"""Fetches images by URL, only from hosts that the operator has listed and never from unlisted private addresses."""
 
 import asyncio
 import ipaddress
@@ -18,11 +18,11 @@ _PORTS = {"http": 80, "https": 443}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# All that IANA has given out of IPv6 to hosts. Outside are ::/96 (IPv4-compatible), 64:ff9b::/96 and 64:ff9b:1::/48
-# (NAT64), fc00::/7 (local), fe80::/10 (link), fec0::/10 (site, RFC 3879) and ff00::/8 (multicast).
+# The only part of IPv6 from which IANA assigns addresses to hosts. Outside are ::/96 (IPv4-compatible), 64:ff9b::/96
+# and 64:ff9b:1::/48 (NAT64), fc00::/7 (local), fe80::/10 (link), fec0::/10 (site, RFC 3879) and ff00::/8 (multicast).
 _UNICAST = ipaddress.IPv6Network("2000::/3")
-# Python's tables differ by release, and call some of these global. Behind the tunnels stands an address of IPv4 that a
-# gateway on the way would dial, however private it is.
+# Python's `is_global` differs by release and is true for some of these networks. Tunnel addresses embed an IPv4
+# address, to which a gateway on the way would connect even if it is private.
 _SPECIAL = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -37,7 +37,7 @@ _SPECIAL = tuple(
 
 
 def parse_address(text: str) -> Address | None:
-    """An address, that of IPv4 in place of its form in IPv6 (::ffff:1.2.3.4); None if the text is none."""
+    """Returns the address in a text, or None. An IPv4 address mapped into IPv6 (::ffff:1.2.3.4) becomes IPv4."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -46,7 +46,7 @@ def parse_address(text: str) -> Address | None:
 
 
 def parse_network(text: str) -> Network | None:
-    """A network, or an address as one of its own; None if the text is neither."""
+    """Returns the network in a text, or None. A single address becomes a network of one address."""
     try:
         return ipaddress.ip_network(text)
     except ValueError:
@@ -54,7 +54,7 @@ def parse_network(text: str) -> Network | None:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address, as `parse_address` gives it, is of one host of the public internet."""
+    """Returns True if an address, from `parse_address`, belongs to a single host on the public internet."""
     if address.is_multicast or not address.is_global or any(address in network for network in _SPECIAL):
         return False
     return isinstance(address, ipaddress.IPv4Address) or address in _UNICAST
@@ -63,13 +63,14 @@ def is_public(address: Address) -> bool:
 class ImageFetcher:
     """Fetches images over http and https.
 
-    The host is resolved here, its address checked, and that very address dialled, so that a name cannot change between
-    check and use. Proxies of the environment are not used: they would resolve again.
+    It resolves the host itself, checks the address, and connects to that same address, so that the name cannot resolve
+    to another address between check and use. It ignores proxies from the environment, because a proxy would resolve the
+    name again.
 
     Args:
-        hosts: Host names, addresses, and networks such as 10.1.0.0/16. A name needs an entry of its own; an address
-            that is not public (private, loopback, link-local) needs one too, also when a listed name leads to it.
-        timeout_s: Seconds for one image, redirects included.
+        hosts: Allowed host names, addresses, and networks such as 10.1.0.0/16. An address that is not public (private,
+            loopback, link-local) must be listed even if a listed name resolves to it.
+        timeout_s: Seconds to fetch one image, redirects included.
     """
 
     def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
@@ -84,7 +85,7 @@ class ImageFetcher:
         await self._client.aclose()
 
     async def fetch(self, uri: str) -> bytes:
-        """The bytes at an address. Raises InvalidChunk, saying which host or setting, for all that goes wrong."""
+        """Returns the bytes at a URL. Raises InvalidChunk, naming the host or the setting, for any failure."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._follow(uri)
@@ -106,7 +107,7 @@ class ImageFetcher:
         raise InvalidChunk("uri", f"{uri} redirects more than {REDIRECT_LIMIT} times")
 
     async def _get(self, url: httpx.URL) -> bytes | str:
-        """The body at `url`, or the address that it redirects to."""
+        """Returns the body at `url` as bytes, or the URL to which it redirects as a string."""
         address = await self._allowed_address(url)
         pinned = url.copy_with(host=str(address))
         headers = {"host": url.netloc.decode("ascii"), "accept": "image/png, image/jpeg", "accept-encoding": "identity"}

@@ -1,6 +1,7 @@
-"""Format and size of an encoded image, read from its first bytes without decoding a pixel.
+"""Reads the format and the size of an encoded image from its header, without decoding a pixel.
 
-A bomb (few bytes, many pixels) is known here, before anybody allocates for it. Only PNG and JPEG are read.
+This refuses decompression bombs (few bytes, many pixels) before memory is allocated for them. Only PNG and JPEG are
+supported.
 """
 
 import io
@@ -17,10 +18,11 @@ ImageFormat = Literal["PNG", "JPEG"]
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # but for stuffing and those that bring no segment
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # except byte stuffing and markers without a segment
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 MAX_SCANS = 100
-"""Of a progressive JPEG, whose encoders write ten: a scan of a hundred bytes takes a decoder as long as all pixels."""
+"""The most scans of a progressive JPEG. Encoders write about ten. A scan of a hundred bytes costs a decoder a pass over
+all pixels, so a small file with many scans would keep a worker busy."""
 _OTHER_SIGNATURES = (
     (b"GIF8", "GIF"),
     (b"BM", "BMP"),
@@ -32,7 +34,7 @@ _OTHER_SIGNATURES = (
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What the first bytes say; sizes in pixels as stored, before any EXIF orientation."""
+    """The format and the size of an image, in pixels as stored, before its EXIF orientation is applied."""
 
     format: ImageFormat
     width: int
@@ -42,8 +44,8 @@ class ImageHeader:
 def read(data: bytes, declared: ImageFormat) -> ImageHeader:
     """Reads and checks the header of an encoded image.
 
-    Raises InvalidChunk: too many bytes, not the declared format, a broken header,
-    no pixels, too many, too long and thin, too many scans.
+    Raises InvalidChunk for an image with too many bytes, another format than declared, a broken header, no pixels, too
+    many pixels, an extreme aspect ratio, or too many scans.
     """
     if not data:
         raise InvalidChunk("empty_image", "the image has no bytes")
@@ -56,7 +58,7 @@ def read(data: bytes, declared: ImageFormat) -> ImageHeader:
         raise InvalidChunk(
             "format_mismatch", f"the image is declared {declared} but is {found}; declare it {found}, or re-encode it"
         )
-    # As stored: what EXIF turns is turned after decoding.
+    # The size as stored: the EXIF orientation is applied after decoding.
     width, height = imagesize.get(io.BytesIO(data), exif_rotation=False)
     if min(width, height) < 0:
         part = {"PNG": "IHDR", "JPEG": "frame"}[found]
@@ -82,7 +84,7 @@ def _format(data: bytes) -> ImageFormat:
 
 
 def check_size(width: int, height: int) -> None:
-    """Raises InvalidChunk for a size, in pixels, that no processor is given: empty, too large, or too long and thin."""
+    """Raises InvalidChunk for a size, in pixels, that is empty, too large, or of an extreme aspect ratio."""
     if width == 0 or height == 0:
         raise InvalidChunk("empty_image", f"the image is {width}x{height}; it needs at least one pixel")
     if width * height > MAX_IMAGE_PIXELS:
@@ -100,7 +102,9 @@ def check_size(width: int, height: int) -> None:
 
 
 def _check_scans(data: bytes) -> None:
-    """Walks the segments up to the first image's end: what follows, such as the film of a phone's picture, is its own.
+    """Counts the scans up to the end of the first image.
+
+    Data behind it, such as the video of a phone's photo, is ignored.
 
     Source: ITU T.81, annex B.
     """
@@ -109,5 +113,5 @@ def _check_scans(data: bytes) -> None:
         count += marker[0] == _START_OF_SCAN
         if count > MAX_SCANS:
             raise InvalidChunk("scans", f"the JPEG has more than {MAX_SCANS} scans; re-encode it")
-        # The two bytes of a length count themselves.
+        # The length of a segment includes the two bytes of the length itself.
         position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])

@@ -1,4 +1,4 @@
-"""The model's own processor of images, or a faster equal. Runs in image workers only."""
+"""Runs the model's own image processor, or a faster equivalent. Only image workers import this module."""
 
 import hashlib
 import json
@@ -26,15 +26,15 @@ from fovea_services.renderer.worker_protocol import Allocate
 logger = logging.getLogger(__name__)
 
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
-# torch resizes bytes in integers there, so that the result does not depend on how the pixels lie in memory.
+# On these, torch resizes uint8 with integer arithmetic, so that the result does not depend on the memory layout.
 _INTEGER_RESIZE = ("AVX2", "AVX512")
 
 
 class QwenPatches:
-    """Resizes and cuts as a Qwen-VL processor with these settings does, bit for bit.
+    """Resizes and cuts images bit for bit as a Qwen-VL processor with these settings does, but faster.
 
     Args:
-        settings: As `to_dict` of the processor gives them.
+        settings: The settings of the processor, as its `to_dict` returns them.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class QwenPatches:
 
     @staticmethod
     def suits(processor: Any) -> bool:
-        """Whether a processor is one that this class stands for, on this machine."""
+        """Returns True if this class can replace a processor on this machine."""
         settings = json.loads(processor.to_json_string())
         return (
             type(processor).__name__ in _PROCESSORS
@@ -55,7 +55,7 @@ class QwenPatches:
         )
 
     def __call__(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
-        """`pixel_values` uint8 [patches, width] and `image_grid_thw` int64 [1, 3] of one RGB image."""
+        """Returns `pixel_values` uint8 [patches, width] and `image_grid_thw` int64 [1, 3] of one RGB image."""
         height, width = smart_resize(
             image.height, image.width, self._patch * self._merge, min_pixels=self._least, max_pixels=self._most
         )
@@ -80,7 +80,11 @@ class QwenPatches:
     def _cut(
         self, channels: list[npt.NDArray[np.uint8]], rows: int, columns: int, pixel_values: npt.NDArray[np.uint8]
     ) -> None:
-        """Moves whole lines of a patch at a time: G rows / merge, g columns / merge, m merge, T times, p lines."""
+        """Copies the channels into `pixel_values`, patch by patch, with one line of a patch as the unit.
+
+        Each line of `patch` bytes is one element (np.void), so that numpy moves whole lines instead of bytes. In the
+        shape comments, G is rows / merge, g is columns / merge, m is merge, and p is the number of lines of a patch.
+        """
         line = np.dtype((np.void, self._patch))
         blocks = (rows // self._merge, self._merge, self._patch, columns // self._merge, self._merge)  # GmpGm
         shape = (blocks[0], blocks[3], self._merge, self._merge, len(channels), self._repeat, self._patch)
@@ -90,37 +94,38 @@ class QwenPatches:
             patches[..., index, :, :] = lines.transpose(0, 3, 1, 4, 2)[..., None, :]
 
 
-# What acts on pixels between the encoded bytes and the patches.
+# The libraries that change pixels between the encoded bytes and the patches.
 _LIBRARIES = ("pillow", "torch", "torchvision", "transformers")
-# As it is, enlarged, shrunk: each in another proportion.
+# Sizes that a processor keeps, enlarges and shrinks, with different aspect ratios.
 _PROBE_SIZES = ((256, 320), (50, 21), (333, 1000))
 
 
 class ImageProcessor(Protocol):
-    """Makes the tensors of images for one checkpoint.
+    """Computes the tensors of images for one checkpoint.
 
     Attributes:
-        settings: Those of the checkpoint's image processor.
-        fingerprint: SHA-256 over them and every library that acts on pixels, lower-case hexadecimal.
+        settings: The settings of the checkpoint's image processor.
+        fingerprint: SHA-256 of the settings and of the versions of all libraries that change pixels, in lower-case
+            hexadecimal.
     """
 
     settings: dict[str, Any]
     fingerprint: str
 
     def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
-        """Processes one RGB image; the tensors lie where `allocate` says."""
+        """Processes one RGB image; writes the tensors to memory from `allocate`."""
 
 
 def open_processor(model_dir: Path) -> ImageProcessor:
-    """The processor of a checkpoint with images. Raises what transformers raises for one that it cannot load."""
+    """Opens the image processor of a checkpoint. Raises any error of transformers if it cannot load it."""
     family = model_directory.read(model_dir).family
     return WholeProcessor(model_dir, family) if isinstance(family, ProcessorVL) else ImagePatcher(model_dir)
 
 
 class WholeProcessor:
-    """The checkpoint's processor with its tokenizer: turns its image token and one image into ids and tensors.
+    """Runs the checkpoint's processor with its tokenizer on an image token and one image; returns ids and tensors.
 
-    The ids are without the processor's whitespace around an image, which is text: see `image_margin`.
+    The ids exclude the whitespace that the processor writes around an image, because it is text: see `image_margin`.
     """
 
     def __init__(self, model_dir: Path, family: ProcessorVL) -> None:
@@ -129,21 +134,21 @@ class WholeProcessor:
         tokenizer = self._processor.tokenizer
         self._margin: list[int] = tokenizer.encode(image_margin(tokenizer), add_special_tokens=False)
         self.settings: dict[str, Any] = json.loads(self._processor.image_processor.to_json_string())
-        # The tokenizer's part is small: of the whole processor, what it makes of a known image says it.
+        # The ids of a known image represent the tokenizer in the fingerprint.
         ids = self._run(Image.new("RGB", _PROBE_SIZES[0]))[IDS]
         self.fingerprint = _fingerprint(self._processor, [self.settings, ids.tolist()])
 
     def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
-        """The family's tensors as the processor names and makes them, and `input_ids`, int32 [L].
+        """Returns the tensors that the family declares, as the processor computes them, and `input_ids`, int32 [L].
 
-        Raises InvalidChunk for an image of which the processor makes something that its model cannot take.
+        Raises InvalidChunk if the processor's tensors of the image do not fit the model.
         """
         made = self._run(image)
         if problem := self._family.tensors_problem(made):
             raise InvalidChunk(
                 "processor",
-                f"the model's processor makes of the {image.width}x{image.height} image what the model cannot take"
-                f" ({problem}); send it in other proportions",
+                f"the model cannot use what its processor computes for the {image.width}x{image.height} image"
+                f" ({problem}); send it with another aspect ratio",
             )
         return _placed(made, allocate)
 
@@ -160,7 +165,7 @@ class WholeProcessor:
 
 
 class ImagePatcher:
-    """Turns RGB images into uint8 patches, as the Hugging Face image processor of one checkpoint does."""
+    """Converts RGB images into uint8 patches, as the Hugging Face image processor of one checkpoint does."""
 
     def __init__(self, model_dir: Path) -> None:
         self._processor = AutoImageProcessor.from_pretrained(model_dir, trust_remote_code=False)
@@ -168,11 +173,12 @@ class ImagePatcher:
         self.fingerprint = _fingerprint(self._processor, self.settings)
         self._patches = QwenPatches(self.settings) if QwenPatches.suits(self._processor) else None
         if self._patches and not all(self._agree(*size) for size in _PROBE_SIZES):
-            logger.warning("%s makes other patches than expected; it is used itself", type(self._processor).__name__)
+            name = type(self._processor).__name__
+            logger.warning("%s computes other patches than Fovea's faster code; using the slower %s", name, name)
             self._patches = None
 
     def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
-        """Processes one RGB image; the tensors lie where `allocate` says.
+        """Processes one RGB image; writes the tensors to memory from `allocate`.
 
         Returns:
             `pixel_values` uint8 [rows, width], one row per patch, neither rescaled nor normalised, and
@@ -203,7 +209,7 @@ class ImagePatcher:
 
 
 def _placed(tensors: dict[str, npt.NDArray[Any]], allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
-    """The same tensors where `allocate` says."""
+    """Copies the tensors to memory from `allocate`."""
     for name, array in tensors.items():
         tensors[name] = allocate(name, array.shape, array.dtype)
         tensors[name][:] = array
@@ -211,7 +217,7 @@ def _placed(tensors: dict[str, npt.NDArray[Any]], allocate: Allocate) -> dict[st
 
 
 def _fingerprint(processor: Any, settings: Any) -> str:
-    """SHA-256 over a processor's settings and every library that acts on pixels, lower-case hexadecimal."""
+    """Returns the SHA-256 of a processor's settings and of all libraries that change pixels, in hexadecimal."""
     facts = {
         "processor": type(processor).__name__,
         "settings": settings,
@@ -224,5 +230,5 @@ def _fingerprint(processor: Any, settings: Any) -> str:
 
 
 def anywhere(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Allocates a tensor in memory of its own."""
+    """Allocates a tensor in ordinary memory."""
     return np.empty(shape, dtype)

@@ -1,7 +1,7 @@
-"""One image worker: `python -m fovea_services.renderer.image_worker`, started by `worker_pool` only.
+"""An image worker: `python -m fovea_services.renderer.image_worker`. Only `worker_pool` starts it.
 
-Decoders and the image processor run here, in a process of their own, so that neither a crash nor a leak nor a gigabyte
-of pixels touches the service, and no pixel work holds the interpreter lock of its event loop.
+Image decoders and the image processor run in this separate process. A crash, a leak or a gigabyte of pixels therefore
+does not affect the service, and processing pixels does not hold the interpreter lock of its event loop.
 """
 
 import argparse
@@ -30,14 +30,14 @@ WARM_UP_SIZE = (320, 240)
 
 
 def main() -> None:
-    """Serves jobs until the service closes the socket or is gone."""
+    """Processes jobs until the service closes the socket or ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connection", type=int, required=True, help="Inherited descriptor of the socket pair.")
     parser.add_argument("--tensors", type=int, required=True, help="Inherited descriptor of the shared memory.")
     parser.add_argument("--model", required=True, help="Model directory.")
-    parser.add_argument("--memory-bytes", type=int, required=True, help="Limit of this process; 0 is none.")
+    parser.add_argument("--memory-bytes", type=int, required=True, help="Memory limit in bytes; 0 is no limit.")
     arguments = parser.parse_args()
-    # A Ctrl-C reaches the whole process group: the service drains, and ends its workers by closing the socket.
+    # A Ctrl-C reaches the whole process group. The service drains and ends its workers by closing the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def _serve_one(connection: Connection, memory: SharedMemory, processor: ImagePro
     except InvalidChunk as error:
         send(connection, Invalid(error.cause, error.message))
         return
-    except Exception as error:  # Whatever it is, the service must hear of it: it waits for an answer.
+    except Exception as error:  # any error must be reported, because the service waits for an answer
         out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         send(connection, Failed(traceback.format_exc(), out_of_memory))
         return
@@ -74,7 +74,7 @@ def _serve_one(connection: Connection, memory: SharedMemory, processor: ImagePro
 
 
 def _warm_up(processor: ImageProcessor, memory: SharedMemory) -> None:
-    """Decodes and processes one image of each format, so that the first client's image waits for nothing."""
+    """Decodes and processes one image of each format, so that a client's first image is not slower than others."""
     image = Image.new("RGB", WARM_UP_SIZE, (120, 60, 30))
     for header in (ImageHeader("PNG", *WARM_UP_SIZE), ImageHeader("JPEG", *WARM_UP_SIZE)):
         file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Model inputs between wire and renderer: chunks in, spliced tokens with images out."""
+"""Converts protobuf messages of model inputs into chunks, and spliced inputs into protobuf messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ _FORMATS: dict[int, ImageFormat] = {
 
 @dataclass(frozen=True)
 class UploadedImage:
-    """An image that PutImage brought."""
+    """An image that a client has uploaded with PutImage."""
 
     sha256: str
 
 
 @dataclass(frozen=True)
 class RemoteImage:
-    """An image at an address."""
+    """An image at a URL."""
 
     uri: str
 
@@ -36,10 +36,10 @@ class ImageChunk:
     """One image of an input.
 
     Attributes:
-        source: The encoded file, or where it is.
-        format: The format that the client declared.
-        expected_token_count: The client's count of ids; None if it sent none.
-        max_side: The most pixels of the longer side: a larger image is shrunk. 0 keeps the size.
+        source: The encoded file, or a reference to it.
+        format: The format that the client has declared.
+        expected_token_count: The number of ids that the client expects; None if it has sent none.
+        max_side: The most pixels of the longer side; a larger image is shrunk. 0 keeps the size.
     """
 
     source: bytes | UploadedImage | RemoteImage
@@ -54,9 +54,13 @@ Chunk = TokenIds | ImageChunk
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """One image within the spliced tokens: the ids that replace it, and its tensors.
+    """One image in the spliced tokens.
 
-    `embedding_mask` has a byte for each id, 1 where an embedding takes its place; it is empty where all are 1.
+    Attributes:
+        offset: The position of the first id of the image.
+        length: The number of ids of the image.
+        embedding_mask: One byte for each id, 1 if an embedding replaces the id; empty if all are 1.
+        feature: The tensors of the image.
     """
 
     offset: int
@@ -67,7 +71,14 @@ class PlacedImage:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A spliced input: ids int32 [N], images by rising offset, and int32 [rows, N] if images have positions."""
+    """A spliced input.
+
+    Attributes:
+        tokens: The ids, int32 [N].
+        images: The images, in ascending order of their offset.
+        positions: The rotary positions, int32 [rows, N]; None if the input has no images or the family has no
+            positions.
+    """
 
     tokens: TokenIds
     images: tuple[PlacedImage, ...]
@@ -75,12 +86,12 @@ class Rendered:
 
 
 def decode(model_input: model_input_pb2.ModelInput) -> list[Chunk]:
-    """Reads chunks from their messages. Raises InvalidInput naming the chunk for one that says too little."""
+    """Returns the chunks of a message. Raises InvalidInput, naming the chunk, for an incomplete or unknown one."""
     return [_decode_chunk(chunk, chunk_field(index)) for index, chunk in enumerate(model_input.chunks)]
 
 
 def encode(rendered: Rendered, source: str) -> model_input_pb2.RenderedInput:
-    """Writes a spliced input; `source` is the address where consumers fetch the tensors."""
+    """Returns the message of a spliced input. `source` is the address from which consumers fetch the tensors."""
     return model_input_pb2.RenderedInput(
         tokens=rendered.tokens.tobytes(),
         spans=_spans(rendered.images, source),

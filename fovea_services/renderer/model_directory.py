@@ -1,4 +1,4 @@
-"""The files of a model directory that the renderer reads itself: config.json and the added tokens."""
+"""Reads the files of a model directory that the renderer itself needs: config.json and the added tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from fovea.vision.vision_family import VisionFamily
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory, as far as the renderer reads it: config.json and the added tokens of tokenizer.json."""
+    """The parts of a model directory that the renderer needs."""
 
     directory: Path
     config: dict[str, Any]
     family: VisionFamily | None
-    """None for a model that takes text only."""
+    """The vision family, bound to the checkpoint; None for a text model."""
 
     @property
     def model_type(self) -> str:
-        """`model_type` of config.json."""
+        """The `model_type` of config.json."""
         return str(self._require(self.config, "model_type"))
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of token ids that the embedding knows."""
+        """The number of token ids in the vocabulary of the embedding."""
         return int(self._require(language_entries(self.config), "vocab_size"))
 
     @property
     def max_position_count(self) -> int:
-        """The longest sequence that the model was made for, in tokens."""
+        """The longest sequence that the model supports, in tokens."""
         length = context_length(self.config)
         if length is None:
             raise ValueError(f"{self.directory / 'config.json'} has no max_position_embeddings")
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def read(directory: Path) -> Checkpoint:
-    """Reads a model directory. Raises ValueError, naming the file, if it is no model, or one of no known family."""
+    """Reads a model directory. Raises ValueError if it is not a model directory, or if its family is unknown."""
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json; --model takes a model directory or a hub name")
     config = read_json(directory / "config.json")
@@ -52,13 +52,13 @@ def read(directory: Path) -> Checkpoint:
 
 
 def locate(model: str) -> Path:
-    """The directory of `model`: itself, or that of a hub name, downloaded without weights.
+    """Returns the directory of `model`. A hub name is downloaded, without weights.
 
-    Raises what huggingface_hub raises if there is no such model or no network.
+    Raises the error of huggingface_hub if the model does not exist or the hub cannot be reached.
     """
     directory = Path(model).expanduser()
     if directory.exists() or model.startswith((".", "/", "~")):
         return directory
-    from huggingface_hub import snapshot_download  # Only a hub name needs it, and its import takes a while.
+    from huggingface_hub import snapshot_download  # slow to import, and only needed for a hub name
 
     return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.txt"]))

@@ -1,16 +1,17 @@
-"""An encoded image to RGB pixels. Runs in image workers only; a change here must change `DECODER_VERSION`.
+"""Decodes images to RGB pixels. Only image workers import this module. Change `DECODER_VERSION` with any change here.
 
-What becomes of an image that is not plain RGB:
+Images that are not plain RGB are converted as follows:
 
     alpha of any kind (RGBA, LA, palette or tRNS transparency)  composited on white
     grey (L, 1 bit)                                             repeated to three channels
     16-bit grey                                                 high byte, as libpng does for 16-bit colour
     CMYK JPEG                                                   Pillow's conversion, ICC profiles ignored
-    EXIF orientation                                            applied, so that pixels lie as people see them
-    animated PNG                                                refused; of a JPEG of several pictures (MPO) the first
+    EXIF orientation                                            applied, so that the image is upright
+    animated PNG                                                refused
+    JPEG with several pictures (MPO)                            the first picture
 
-White is what vLLM's ImageMediaIO puts under alpha, and EXIF is applied by vLLM and by
-transformers' `load_image`; transformers' image processor alone would drop alpha and show the colours hidden below it.
+vLLM's ImageMediaIO also composites alpha on white, and vLLM and transformers' `load_image` also apply the EXIF
+orientation. transformers' image processor alone would drop alpha and show the colours that transparency hides.
 vLLM 0.32.0 and Pillow's convert("RGB") clip 16-bit grey at 255, which turns almost every such image white.
 """
 
@@ -30,32 +31,33 @@ DECODER_VERSION = 1
 WHITE = (255, 255, 255)
 _GREY_16_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 
-# `image_header` has refused what is too large already, by our own limit.
+# Pillow's own limit is not needed, because `image_header` has refused larger images.
 Image.MAX_IMAGE_PIXELS = None
 _METADATA_TOO_LARGE = ("ecompressed data too large", "MAX_TEXT_MEMORY")
 
 
 def decode(data: bytes, declared: ImageFormat, width: int, height: int, max_side: int = 0) -> Image.Image:
-    """Decodes to mode RGB.
+    """Decodes an image to mode RGB.
 
     Args:
         data: The encoded file.
         declared: Its format; no other decoder is tried.
-        width: Pixels a row as `image_header` read it; a decoder that sees another size is not trusted.
-        height: Rows as `image_header` read it.
-        max_side: The most pixels of the longer side: a larger image is shrunk. 0 keeps the size.
+        width: The width that `image_header` has read. The image is refused if the decoder reads another size.
+        height: The height that `image_header` has read.
+        max_side: The most pixels of the longer side; a larger image is shrunk. 0 keeps the size.
 
-    Raises InvalidChunk if the bytes are corrupt, truncated or animated, or if the shrunk image is too long and thin.
+    Raises InvalidChunk if the bytes are corrupt, truncated or animated, or if the shrunk image has an extreme aspect
+    ratio.
     """
     try:
         image = _load(data, declared, width, height)
     except (InvalidChunk, MemoryError):
         raise
-    except Exception as error:  # Pillow's decoders raise nearly anything on hostile bytes, and all of it means this.
+    except Exception as error:  # on hostile bytes Pillow's decoders raise almost any exception
         if any(words in str(error) for words in _METADATA_TOO_LARGE):
             raise InvalidChunk(
                 "size_bytes",
-                "the PNG's metadata (texts, colour profile) is above 64 MiB: save it again without metadata",
+                "the PNG's metadata (texts, colour profile) is larger than 64 MiB; save the image without metadata",
             ) from error
         raise InvalidChunk("corrupt", f"the {declared} is truncated or corrupt: {error}") from error
     return _to_rgb(_shrunk(_upright(image), max_side))
@@ -63,14 +65,16 @@ def decode(data: bytes, declared: ImageFormat, width: int, height: int, max_side
 
 def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.Image:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Remarks on metadata (EXIF, MPO); the pixels are complete or load() raises.
+        warnings.simplefilter("ignore")  # warnings about metadata (EXIF, MPO); load() raises if pixels are missing
         with _room_for_metadata():
             image = Image.open(io.BytesIO(data), formats=[declared])
         frame_count = getattr(image, "n_frames", 1)
         if declared == "PNG" and frame_count > 1:
             raise InvalidChunk("animated", f"the PNG is animated ({frame_count} frames); send one frame as one image")
         if image.size != (width, height):
-            raise InvalidChunk("corrupt", f"the {declared} says {width}x{height} first and {image.size} later")
+            raise InvalidChunk(
+                "corrupt", f"the {declared} has a header of {width}x{height}, but its decoder reads {image.size}"
+            )
         with _room_for_metadata():
             image.load()
     return image
@@ -78,9 +82,9 @@ def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.
 
 @contextmanager
 def _room_for_metadata() -> Iterator[None]:
-    """Lets a text or colour profile of a PNG take 64 MiB, Pillow's limit for all of them, instead of 1 MiB.
+    """Raises Pillow's limit for one text or colour profile of a PNG from 1 MiB to 64 MiB, its limit for all of them.
 
-    Programs write whole workflows into PNGs. A worker's memory is bounded by itself.
+    Some programs write whole workflows into PNGs. The memory limit of the worker protects the service.
     """
     before = PngImagePlugin.MAX_TEXT_CHUNK
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
@@ -92,10 +96,10 @@ def _room_for_metadata() -> Iterator[None]:
 
 def _upright(image: Image.Image) -> Image.Image:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each odd image would have lines of its own in the log
+        warnings.simplefilter("ignore")  # otherwise each unusual image would add lines to the log
         try:
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-        except Exception:  # An unreadable EXIF block says nothing about orientation, and nothing against the pixels.
+        except Exception:  # an unreadable EXIF block contains no orientation; the pixels may still be good
             orientation = 1
     if orientation not in range(2, 9):
         return image
@@ -103,10 +107,10 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _shrunk(image: Image.Image, max_side: int) -> Image.Image:
-    """Returns an image of which no side is above `max_side`, if that is not 0.
+    """Returns the image with no side longer than `max_side`, unless that is 0.
 
-    The steps are those of `fovea_rollout.pictures.read_picture`, so that a model sees the very pixels that its training
-    rows had: alpha is kept while the image shrinks, and comes onto white afterwards.
+    The steps are the same as in `fovea_rollout.pictures.read_picture`, so that a model sees exactly the pixels of its
+    training rows: alpha is kept while the image shrinks, and is composited on white afterwards.
     """
     if not 0 < max_side < max(image.size):
         return image

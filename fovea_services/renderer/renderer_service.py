@@ -1,4 +1,4 @@
-"""The renderer's gRPC service: put together from its settings, and run."""
+"""The renderer's gRPC service, and the code that assembles and runs it."""
 
 # ruff: noqa: N802 - gRPC names the methods.
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
-    """Serves one Renderer once there is one: the server listens, and says NOT_SERVING, while workers warm up."""
+    """Serves one Renderer. The server already listens, with health NOT_SERVING, while the workers warm up."""
 
     def __init__(self, opened: asyncio.Future[Renderer]) -> None:
         self._opened = opened
@@ -78,7 +78,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
         self, request: renderer_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[renderer_pb2.FetchFeaturesResponse]:
         """See renderer.proto."""
-        # All are held here before the first is sent: what one client fetches cannot fall out while it is fetching.
+        # Collects all features before it sends the first, so that none is evicted while this client fetches.
         features = [self._renderer.features.held(digest) for digest in dict.fromkeys(request.digests)]
         for feature in features:
             for piece in iter_pieces(feature.digest, feature.tensors):
@@ -88,9 +88,9 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
 
 @asynccontextmanager
 async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterator[Renderer]:
-    """A renderer, served at `address`, whose workers are warm; they end when the context does.
+    """Opens a renderer with warm workers, which end with the context. `address` is the address of its server.
 
-    Raises ValueError if the model directory is not one that the renderer can serve, Unavailable if no worker starts.
+    Raises ValueError if the renderer cannot serve the model directory, Unavailable if a worker does not start.
     """
     checkpoint = model_directory.read(model_directory.locate(settings.model))
     files = fingerprints(checkpoint.directory)
@@ -112,7 +112,7 @@ async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterat
 
 
 async def serve(settings: RendererSettings) -> None:
-    """Serves until SIGTERM or SIGINT. Health is SERVING once all workers are warm. Errors as in `open_renderer`."""
+    """Serves until SIGTERM or SIGINT. Health is SERVING once all workers are warm. Raises as `open_renderer` does."""
     server = ServiceServer(settings, [RENDERER_SERVICE])
     opened: asyncio.Future[Renderer] = asyncio.get_running_loop().create_future()
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(RendererServicer(opened), server.grpc)
@@ -126,13 +126,13 @@ async def serve(settings: RendererSettings) -> None:
             await server.set_serving(True)
             await server.run_until_stopped()
     finally:
-        # A server that is collected after its loop has closed complains at length.
+        # A server that is garbage-collected after its event loop has closed logs long warnings.
         await server.grpc.stop(0)
 
 
 @asynccontextmanager
 async def _open_image_support(settings: RendererSettings, checkpoint: Checkpoint) -> AsyncIterator[ImageSupport | None]:
-    """Warm workers for a vision-language model, None for one that takes text only."""
+    """Starts the workers of a vision-language model and warms them up; yields None for a text model."""
     if checkpoint.family is None:
         yield None
         return

@@ -1,6 +1,6 @@
-"""The renderer's one use case: chunks in, spliced tokens with vision features out.
+"""Renders a model input: splices chunks of text and images into one sequence of tokens with vision features.
 
-Cheap checks come first, for all chunks: ids, headers, counts, length. Pixels are touched only for an input that stands.
+Cheap checks of all chunks come first: ids, headers, counts, length. Pixels are only decoded if all of them succeed.
 """
 
 import asyncio
@@ -24,21 +24,22 @@ from fovea_services.renderer.worker_pool import ProcessedImage
 Result = TypeVar("Result")
 
 ProcessImage = Callable[[ImageHeader, bytes, int], Awaitable[ProcessedImage]]
-"""Takes a header, the encoded file, and the most pixels of the longer side (0: any)."""
+"""Processes an image, given its header, the encoded file, and the most pixels of its longer side (0 keeps the size)."""
 
-# Below this, handing bytes to a thread costs more than hashing them here.
+# For fewer bytes, passing them to a thread takes longer than hashing them.
 _HASH_INLINE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
 class ImageSupport:
-    """What a vision-language model makes of images.
+    """The image processing of a vision-language model.
 
     Args:
-        family: Its family, bound to the checkpoint.
-        token_count: The number of ids that replace an image of (width, height) pixels; None if only processing tells.
-        process: Turns one image into tensors.
-        fingerprint: Identity of the image processor, SHA-256 in hexadecimal.
+        family: The model's vision family, bound to the checkpoint.
+        token_count: Returns the number of ids that replace an image of (width, height) pixels; None if the number is
+            only known after processing.
+        process: Converts one image into tensors.
+        fingerprint: The identity of the image processor, a SHA-256 in hexadecimal.
     """
 
     family: VisionFamily
@@ -49,7 +50,7 @@ class ImageSupport:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served: the model as named at start, the bounds of its inputs, and images unless it takes text only."""
+    """The served model: its name in the settings, the limits of its inputs, and its image support, None for text."""
 
     name: str
     model_type: str
@@ -57,16 +58,20 @@ class ServedModel:
     max_context_length: int
     image_support: ImageSupport | None
     files: Mapping[str, str] = field(default_factory=dict)
-    """See `model_files.fingerprints`."""
+    """The fingerprints of the model's files; see `model_files.fingerprints`."""
 
 
 @dataclass(frozen=True)
 class _CheckedImage:
-    """An image whose header, size and count, where geometry tells it, are in order.
+    """An image with a valid header and size and, if the count is known before processing, the expected count.
 
     Attributes:
-        max_side: Pixels that the longer side is shrunk to; 0 for an image that keeps its size.
-        token_count: None if only processing tells it, as for an image that is shrunk.
+        index: The index of its chunk.
+        chunk: Its chunk.
+        data: The encoded file.
+        header: Its header.
+        max_side: The length to which the longer side is shrunk, in pixels; 0 for an image that keeps its size.
+        token_count: The number of ids; None if it is only known after processing, as for an image that is shrunk.
     """
 
     index: int
@@ -77,7 +82,7 @@ class _CheckedImage:
     token_count: int | None
 
     def check_expected(self, token_count: int) -> None:
-        """Raises InvalidChunk if the client has counted other than `token_count` ids."""
+        """Raises InvalidChunk if the client expects another number of ids than `token_count`."""
         expected = self.chunk.expected_token_count
         if expected not in (None, token_count):
             raise InvalidChunk(
@@ -88,7 +93,7 @@ class _CheckedImage:
 
 
 class _ProcessedImage(NamedTuple):
-    """An image's tensors, and what stands in its place."""
+    """The tensors of an image, and the ids that replace it."""
 
     feature: Feature
     replacement: Replacement
@@ -98,11 +103,11 @@ class Renderer:
     """Splices model inputs for one model.
 
     Args:
-        model: What is served.
-        features: Tensors by digest.
-        images: Uploaded images.
-        fetcher: For images by address.
-        source: Address host:port where consumers fetch the tensors.
+        model: The served model.
+        features: The cache of vision tensors.
+        images: The cache of uploaded images.
+        fetcher: Fetches images by URL.
+        source: host:port from which consumers fetch the tensors.
     """
 
     def __init__(
@@ -119,8 +124,8 @@ class Renderer:
     async def render(self, chunks: Sequence[Chunk]) -> Rendered:
         """Splices one input.
 
-        Raises InvalidInput naming the chunk and the fix (ContextOverflow for one that is too long), NotFound for an
-        image that is not held, ResourceExhausted when workers or memory do not suffice.
+        Raises InvalidInput with the chunk and the fix, ContextOverflow for an input that is too long, NotFound for an
+        uploaded image that is not cached, ResourceExhausted if there are too few workers or too little memory.
         """
         previous_id = -1
         for index, chunk in enumerate(chunks):
@@ -132,7 +137,7 @@ class Renderer:
         images = await _first_error(
             [self._check_image(index, chunk) for index, chunk in enumerate(chunks) if isinstance(chunk, ImageChunk)]
         )
-        # An image that geometry cannot count takes at least one id; more is known once it is processed.
+        # An image of unknown count has at least one id. The exact length is checked after processing.
         self._check_length(chunks, [image.token_count or 1 for image in images])
         processed = await _first_error([self._process(image) for image in images])
         self._check_length(chunks, [len(image.replacement.ids) for image in processed])
@@ -140,7 +145,7 @@ class Renderer:
         return self._splice(chunks, processed)
 
     def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
-        """Raises InvalidInput for the first id that is none, or that stands for an image nobody sent."""
+        """Raises InvalidInput for the first id that is outside the vocabulary or represents a missing image."""
         highest = int(ids.max())
         if ids.min() < 0 or highest >= self.model.vocabulary_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))[0])
@@ -229,7 +234,10 @@ class Renderer:
         return _ProcessedImage(feature, replacement)
 
     def _check_room(self, features: Sequence[Feature]) -> None:
-        """An input whose tensors do not fit together could never be fetched: its first image is gone with its last."""
+        """Raises ResourceExhausted if the tensors of an input exceed the cache.
+
+        Consumers could never fetch such an input, because its last image would evict its first.
+        """
         needed = sum({feature.digest: feature.size_bytes for feature in features}.values())
         if needed > self.features.limit_bytes:
             raise ResourceExhausted(
@@ -256,9 +264,10 @@ class Renderer:
 
 
 async def _digest(fingerprint: str, max_side: int, data: bytes) -> str:
-    """Identity of an image's tensors: SHA-256 over the processor's fingerprint (32 bytes) and the encoded image.
+    """Returns the identity of an image's tensors: SHA-256 of the processor's fingerprint (32 bytes) and the image.
 
-    The side that an image is shrunk to stands between them in 8 bytes, the first of which begins no PNG or JPEG.
+    For an image that is shrunk, the side is between them as 8 bytes. No PNG or JPEG begins with their first byte, so
+    the digest cannot collide with that of another image.
     """
     digest = hashlib.sha256(bytes.fromhex(fingerprint) + (max_side.to_bytes(8, "big") if max_side else b""))
     if len(data) > _HASH_INLINE_BYTES:
@@ -269,9 +278,12 @@ async def _digest(fingerprint: str, max_side: int, data: bytes) -> str:
 
 
 async def _first_error(jobs: Sequence[Awaitable[Result]]) -> list[Result]:
-    """All results; or, once all jobs ended, the error of the first in order, so that one input has one answer."""
+    """Returns all results or, once all jobs have ended, raises the first error in the order of the jobs.
+
+    An input with several errors therefore always gets the same one.
+    """
     if len(jobs) <= 1:
-        return [await job for job in jobs]  # A task for it would cost more than looking up a held image.
+        return [await job for job in jobs]  # creating a task would cost more than looking up a cached image
     results = await asyncio.gather(*jobs, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,4 +1,4 @@
-"""The image workers: as many processes as the setting says, each with one job at a time, none of them trusted."""
+"""Runs images on a pool of worker processes. A worker has one job at a time and may crash or hang at any time."""
 
 import asyncio
 import logging
@@ -27,24 +27,31 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerDied(Exception):
-    """The worker's process ended in the middle of a job."""
+    """The worker's process ended during a job."""
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How workers run: the model directory, the memory of one in bytes (0 is no limit), and seconds to wait."""
+    """The settings of all workers.
+
+    Attributes:
+        model_directory: The directory of the model.
+        memory_bytes: The memory limit of one worker; 0 is no limit.
+        job_timeout_s: Seconds that one job may take.
+        start_timeout_s: Seconds that a worker may take to start.
+        module: The module that a worker runs. It speaks `worker_protocol` over the descriptors that it inherits.
+    """
 
     model_directory: Path
     memory_bytes: int
     job_timeout_s: float
     start_timeout_s: float
     module: str = "fovea_services.renderer.image_worker"
-    """What is run; speaks `worker_protocol` over the descriptors that it is given."""
 
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """The tensors of one image, their identity, and the seconds that a worker spent on them."""
+    """The tensors of one image, their SHA-256, and the seconds that a worker spent on them."""
 
     tensors: FeatureTensors
     tensors_sha256: str
@@ -52,7 +59,7 @@ class ProcessedImage:
 
 
 class WorkerProcess:
-    """One worker. One thread at a time may use it."""
+    """One worker process. Only one thread at a time may use it."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -61,9 +68,9 @@ class WorkerProcess:
         self._memory: SharedMemory | None = None
 
     def start(self) -> Ready:
-        """Starts the process and waits until it processed a warm-up image.
+        """Starts the process and waits until it has processed a warm-up image.
 
-        Raises Unavailable if it ends first or takes too long; its standard error says why.
+        Raises Unavailable if it ends first or takes too long; the reason is in its standard error.
         """
         ours, theirs = socket.socketpair()
         self._memory = memory = SharedMemory.create()
@@ -93,15 +100,15 @@ class WorkerProcess:
         return ready
 
     def process(self, job: Job) -> ProcessedImage:
-        """Processes one image, starting the worker first if it is not running.
+        """Processes one image, after starting the process if it is not running.
 
         Raises:
-            InvalidChunk: the image cannot be rendered.
-            WorkerDied: the process ended meanwhile; the next call starts another.
-            DeadlineExceeded: the job took too long; the worker was ended.
-            ResourceExhausted: the image needs more memory than a worker has.
-            Internal: the processor failed; the log has the reason.
-            Unavailable: no worker could be started.
+            InvalidChunk: The image cannot be rendered.
+            WorkerDied: The process ended during the job; the next call starts another.
+            DeadlineExceeded: The job took too long; the process was killed.
+            ResourceExhausted: The image needs more memory than a worker has.
+            Internal: The processor failed; the reason is in the log.
+            Unavailable: The process could not be started.
         """
         if self._process is None or self._process.poll() is not None:
             self.stop()
@@ -112,11 +119,11 @@ class WorkerProcess:
             return self._exchange(self._connection, self._memory, job)
         except (EOFError, ConnectionError):
             exit_code = self.stop()
-            logger.error("an image worker ended with exit code %s in the middle of a job", exit_code)
+            logger.error("an image worker ended with exit code %s during a job", exit_code)
             raise WorkerDied(f"exit code {exit_code}") from None
 
     def stop(self) -> int | None:
-        """Ends the process, whatever it does; returns its exit code."""
+        """Ends the process, by force if it is busy; returns its exit code."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -128,7 +135,7 @@ class WorkerProcess:
         process, self._process = self._process, None
         if process.poll() is None:
             try:
-                process.wait(0.5)  # An idle worker ends by itself when the socket closes; a dying one has a moment.
+                process.wait(0.5)  # an idle worker ends when the socket closes; a dying one needs a moment
             except subprocess.TimeoutExpired:
                 process.kill()
         return process.wait()
@@ -164,14 +171,14 @@ ATTEMPTS = 2
 class WorkerPool:
     """Processes images on `worker_count` processes.
 
-    Each worker has a thread here, which waits for its socket and takes the next job without asking the event loop. A
-    job whose worker dies is tried once more on a fresh one: the death may be another's doing (the kernel's, for one),
-    and an image that kills twice is not tried again.
+    Each process has a thread in the service, which waits for its socket and takes the next job without the event loop.
+    If a process dies during a job, the job is tried once more on a new process, because the image need not be the
+    cause: the kernel may have killed the process. An image that kills two processes is refused.
 
     Args:
-        settings: How a worker runs.
+        settings: The settings of the workers.
         worker_count: The number of processes.
-        max_pending: The most images that may wait or run; more are refused.
+        max_pending: The most images that wait or are being processed; further images are refused.
     """
 
     def __init__(self, settings: WorkerSettings, worker_count: int, max_pending: int) -> None:
@@ -182,7 +189,7 @@ class WorkerPool:
         self._pending = 0
 
     async def start(self) -> Ready:
-        """Starts all workers; returns when each processed a warm-up image. Raises Unavailable if one does not."""
+        """Starts all workers; returns once each has processed a warm-up image. Raises Unavailable if one fails."""
         loop = asyncio.get_running_loop()
         starts = [loop.run_in_executor(self._threads, worker.start) for worker in self.workers]
         greetings = await asyncio.gather(*starts, return_exceptions=True)
@@ -197,14 +204,13 @@ class WorkerPool:
         return ready
 
     async def process(self, header: ImageHeader, data: bytes, max_side: int = 0) -> ProcessedImage:
-        """Processes one image on the next worker that is free. Errors as in `WorkerProcess.process`.
+        """Processes one image on the next idle worker. Raises as `WorkerProcess.process` does.
 
-        An image with a side of more than `max_side` pixels is shrunk first; 0 keeps the size.
-
-        Cancelling drops the job if it still waits; one that runs ends by itself, since its worker must be whole again.
+        An image with a side of more than `max_side` pixels is shrunk first; 0 keeps the size. Cancelling drops a job
+        that still waits. A running job continues, because the worker must finish it before it can take another.
         """
         if self._pending >= self._max_pending:
-            raise ResourceExhausted(f"{self._pending} images wait for the renderer's workers; try again later")
+            raise ResourceExhausted(f"{self._pending} images already wait for the renderer's workers; try again later")
         self._pending += 1
         try:
             with renderer_metrics.IMAGES_PENDING.track_inprogress(), tracing.span("image", format=header.format):
@@ -213,12 +219,12 @@ class WorkerPool:
             self._pending -= 1
 
     async def close(self) -> None:
-        """Waits for the jobs that run, then ends all workers."""
+        """Waits for running jobs, then ends all workers."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in self.workers))
 
     def _run(self, job: Job) -> ProcessedImage:
-        header, worker = job.header, self._idle.get_nowait()  # There are as many as threads.
+        header, worker = job.header, self._idle.get_nowait()  # never empty: there are as many workers as threads
         try:
             for _ in range(ATTEMPTS):
                 try:

@@ -1,6 +1,7 @@
-"""What the service and one image worker say to each other: messages over a socket pair, tensors in shared memory.
+"""The protocol between the service and an image worker: messages over a socket pair, tensors in shared memory.
 
-One job at a time. Both ends are this package in the same version on the same machine, so messages are pickled.
+A worker has one job at a time. Both ends run the same version of this package on the same machine, so messages are
+pickled.
 """
 
 import fcntl
@@ -23,12 +24,12 @@ from fovea_services.renderer.image_header import ImageHeader
 _ALIGNMENT = 64
 
 Allocate = Callable[[str, tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
-"""Makes room for the tensor of a name, with a shape and a dtype."""
+"""Allocates a tensor, given its name, shape and dtype."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor lies, its offset in bytes."""
+    """The position of one tensor in the shared memory; `offset` is in bytes."""
 
     name: str
     dtype: str
@@ -37,17 +38,17 @@ class Place:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class SharedMemory:
-    """The tensors of one image at a time. Takes as many bytes as the largest image so far needed.
+    """Shared memory for the tensors of one image at a time. It grows to the size of the largest image so far.
 
-    It is sealed against shrinking: a worker that truncated it would end the service with SIGBUS.
+    The memory is sealed against shrinking. Otherwise a worker that truncates it could kill the service with SIGBUS.
 
     Args:
-        descriptor: What `create` made, here or in the process that started this one; closed by `close`.
+        descriptor: The descriptor from `create`, in this process or inherited from the parent. `close` closes it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -57,27 +58,27 @@ class SharedMemory:
 
     @classmethod
     def create(cls) -> "SharedMemory":
-        """Fresh memory of this process; a child that inherits the descriptor sees the same."""
+        """Creates new memory. A child process that inherits the descriptor shares it."""
         descriptor = os.memfd_create("fovea-tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return cls(descriptor)
 
     def clear(self) -> None:
-        """Forgets the tensors of the image before."""
+        """Forgets the tensors of the previous image."""
         self.places.clear()
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Room for a tensor after those that are there. `places` then says where, for `copy` at the other end."""
+        """Allocates a tensor behind the earlier ones and adds it to `places`, which `copy` needs at the other end."""
         end = self.places[-1].offset + self.places[-1].size_bytes if self.places else 0
         self.places.append(Place(name, np.dtype(dtype).name, shape, -(-end // _ALIGNMENT) * _ALIGNMENT))
         return self._view(self.places[-1])
 
     def copy(self, places: list[Place]) -> FeatureTensors:
-        """Copies of the tensors that the other end has made."""
+        """Returns copies of the tensors that the other end has written."""
         return {place.name: self._view(place).copy() for place in places}
 
     def close(self) -> None:
-        """Gives the memory back once the other end has closed it too."""
+        """Closes the memory. The system frees it once the other end has closed it too."""
         self._map = None
         os.close(self.descriptor)
 
@@ -92,7 +93,7 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker's first message: its processor is loaded and one image went through it."""
+    """The worker's first message: it has loaded the processor and processed a warm-up image."""
 
     settings: dict[str, Any]
     fingerprint: str
@@ -100,7 +101,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Job:
-    """One image to process: what its header says, the encoded file, and the most pixels of its longer side (0: any)."""
+    """One image to process: its header, the encoded file, and the most pixels of its longer side (0 keeps the size)."""
 
     header: ImageHeader
     data: bytes
@@ -109,7 +110,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """The image is processed. The tensors are in the shared memory until the next job."""
+    """The image has been processed. The tensors stay in the shared memory until the next job."""
 
     places: list[Place]
     tensors_sha256: str
@@ -118,7 +119,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Invalid:
-    """The image cannot be rendered, see `InvalidChunk`."""
+    """The image cannot be rendered; see `InvalidChunk`."""
 
     cause: Cause
     message: str
@@ -126,12 +127,15 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker failed, and lives on; the text is for the log."""
+    """The job failed, but the worker continues. The text is for the log."""
 
     error: str
     out_of_memory: bool
 
 
 def send(connection: Connection, message: Ready | Job | Done | Invalid | Failed) -> None:
-    """Sends a message; `Connection.recv` reads it. `Connection.send` makes a pickler each time: five times the cost."""
+    """Sends a message, which `Connection.recv` reads.
+
+    `Connection.send` would create a pickler of its own for each message, which costs five times as much.
+    """
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

@@ -56,7 +56,7 @@ def test_a_checkpoint_with_experts_is_cut_in_the_layout_that_was_published(tmp_p
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "evil.Model"}}))
-    with pytest.raises(ValueError, match="brings code of its own"):
+    with pytest.raises(ValueError, match="needs code of its own"):
         cut(tmp_path, tmp_path / "cut")
 
 
@@ -111,8 +111,8 @@ def test_the_page_keeps_what_stands_around_its_rows() -> None:
 
 def test_a_model_that_is_blind_or_is_told_the_answer_learns_nothing_from_pixels() -> None:
     assert Lesson(start=0.25, end=1.0, blind=0.3, seconds=9.0).problem == ""
-    assert "names 0.50 of the colours that it was taught" in Lesson(0.25, 0.5, 0.25, 9.0).problem
-    assert "names 0.80 of the colours of grey pictures" in Lesson(0.25, 1.0, 0.8, 9.0).problem
+    assert "names only 0.50 of the colours after training" in Lesson(0.25, 0.5, 0.25, 9.0).problem
+    assert "names 0.80 of the colours although all pictures are grey" in Lesson(0.25, 1.0, 0.8, 9.0).problem
 
 
 def test_micro_batches_of_a_mixed_batch_are_fuller_packed_than_padded() -> None:

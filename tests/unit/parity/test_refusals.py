@@ -30,8 +30,8 @@ def service(refusal: str = "", breaks: bool = False) -> Ask:
     ("asked", "problem"),
     [
         (service("pixel_values has shape [1]"), ""),
-        (service(), "a wrong pixel_values is taken"),
-        (service("no"), "a wrong pixel_values is refused without its name: no"),
+        (service(), "a wrong pixel_values is accepted"),
+        (service("no"), "a wrong pixel_values is refused, but the error does not name it: no"),
         (service("pixel_values", breaks=True), "after a wrong pixel_values the right one fails: broken"),
     ],
 )

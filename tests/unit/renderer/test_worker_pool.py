@@ -75,7 +75,7 @@ async def test_large_tensors_cross(pool: WorkerPool) -> None:
 async def test_more_images_than_may_wait_are_refused(pool: WorkerPool) -> None:
     jobs = [asyncio.create_task(pool.process(header(odd_worker.GOOD), bytes([index]))) for index in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(ResourceExhausted, match="3 images wait"):
+    with pytest.raises(ResourceExhausted, match="3 images already wait"):
         await pool.process(header(odd_worker.GOOD), b"one too many")
     assert [job.tensors["pixel_values"].tobytes() for job in await asyncio.gather(*jobs)] == [b"\0", b"\1", b"\2"]
 
