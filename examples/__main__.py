@@ -1,4 +1,4 @@
-"""`make rl`: the reinforcement-learning examples against a Fovea of their own; by name, those that learn otherwise."""
+"""`make rl`: runs the reinforcement-learning examples on a new Fovea server, and other examples if they are named."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ EXAMPLES = {
     "rl_visgym_nested": ("rl_visgym", "--answers", "nested"),
     "rl_zoom": ("rl_zoom",),
 }
-"""Their modules and arguments, by name."""
+"""Module and arguments of each example."""
 OF_OTHERS = {"rl_openenv": ("rl_openenv",), "rl_verifiers": ("rl_verifiers",)}
-"""Likewise, on environments of other libraries, which `make environments` installs: they run where these are."""
+"""Examples with environments of other libraries. They run by default once `make environments` has installed these."""
 OTHERS = FOLDER.parent / ".environments" / "site-packages"
 LEARN_OTHERWISE = {"distillation_digits": ("distillation_digits",), "dpo_digits": ("dpo_digits",)}
-"""Likewise, of examples that learn from a teacher, and from preferences: they run where they are named."""
+"""Examples that learn from a teacher or from preferences. They run only if they are named."""
 API_KEY = "tml-local"
 _HELP = (
-    f"Some of {', '.join(EXAMPLES)}, and after `make environments` {', '.join(OF_OTHERS)}; default: all of these. "
-    f"Also {', '.join(LEARN_OTHERWISE)}."
+    f"Examples to run: {', '.join(EXAMPLES)}, and after `make environments` {', '.join(OF_OTHERS)}; default: all of "
+    f"these. Also {', '.join(LEARN_OTHERWISE)}, which do not run by default."
 )
 
 
 def main(
     examples: Annotated[list[str] | None, typer.Argument(help=_HELP)] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, one after another.")] = 1,
-    first_seed: Annotated[int, typer.Option(min=0, help="The seed of the first.")] = 0,
-    out: Annotated[pathlib.Path, typer.Option(help="Where curves and pages go.")] = FOLDER / "out",
-    results: Annotated[pathlib.Path, typer.Option(help="What was measured.")] = RESULTS,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each example, with successive seeds.")] = 1,
+    first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for curves and pages.")] = FOLDER / "out",
+    results: Annotated[pathlib.Path, typer.Option(help="File of the measurements.")] = RESULTS,
 ) -> None:
-    """Run the examples, and write what they learnt; ends with 1 if a run misses its bar."""
-    # The SDK would otherwise report its use of our own server to our own server.
+    """Run the examples and write their results. The exit code is 1 if a run misses its bar."""
+    # Without this the SDK would send telemetry to the server of the examples.
     environment = os.environ | {"TINKER_TELEMETRY": "0"}
     console = Console()
     names = examples or [*EXAMPLES, *(OF_OTHERS if OTHERS.is_dir() else ())]
     known = EXAMPLES | OF_OTHERS | LEARN_OTHERWISE
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"there is no example {unknown[0]}; there are {', '.join(known)}")
+        raise typer.BadParameter(f"unknown example {unknown[0]}; the examples are {', '.join(known)}")
     missed: list[str] = []
     runs: list[dict[str, Any]] = []
     out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def main(
                 if "bar" in run and not is_met(run):
                     missed.append(f"{name}, seed {seed}: {run['after']:.3f}, the bar is {run['bar']:g}")
                 runs.append(run)
-    if any("rewards" in run for run in runs):  # of those that learn from preferences there are none
+    if any("rewards" in run for run in runs):  # examples that learn from preferences have no rewards
         draw_curves(runs, out / "curves.png")
     console.print(f"results: {results}; curves and pages: {out}")
     for line in missed:
@@ -86,7 +86,7 @@ def main(
 
 
 def keep(run: dict[str, Any], results: pathlib.Path) -> None:
-    """Puts a run into the results, in the place of the last one of the same example and seed."""
+    """Adds a run to the results, and removes an older run of the same example and seed."""
     rows: list[dict[str, Any]] = json.loads(results.read_text()) if results.exists() else []
     rows = [row for row in rows if (row["example"], row["seed"]) != (run["example"], run["seed"])]
     rows.append(run | {"rewards": [round(reward, 3) for reward in run["rewards"]]} if "rewards" in run else run)

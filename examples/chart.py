@@ -1,4 +1,4 @@
-"""Reward curves of the examples as one PNG file."""
+"""Draws the reward curves of the examples into one PNG file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 WINDOW = 9
-_COLUMNS, _WIDTH, _HEIGHT = 3, 3.6, 2.5  # the latter two in inches, of a panel
+_COLUMNS, _WIDTH, _HEIGHT = 3, 3.6, 2.5  # width and height of a panel in inches
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """A panel for each example: mean reward per turn of a step's rollouts, a line per seed, smoothed over nine steps.
+    """Draws one panel per example: the mean reward per turn of each step, one line per seed, smoothed over nine steps.
 
     Args:
-        rows: As `Experiment.write` writes them, those of an example after one another; those without a curve are left
-            out.
-        path: Of the PNG.
+        rows: Results of `Experiment.write`, sorted by example. Results without a curve are left out.
+        path: The PNG file to write.
     """
     drawn = [row for row in rows if row.get("rewards")]
     examples = [(name, list(runs)) for name, runs in groupby(drawn, key=lambda row: str(row["example"]))]
@@ -50,6 +49,6 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred means, over what there is at the ends."""
+    """Returns centred moving means. At the ends they are over fewer values."""
     kernel = np.ones(WINDOW)
     return np.asarray(np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same"))

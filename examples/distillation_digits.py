@@ -1,9 +1,9 @@
-"""On-policy distillation with pictures: a student learns to read scans from a teacher that can, behind one gateway.
+"""On-policy distillation with pictures: a student learns to read scans from a teacher on the same server.
 
-First the student clones what the teacher answers: by itself it hardly ever says a digit, and one that it never says is
-never scored. Then the student answers, and the teacher, another base model of the same server (`fovea up --also-sample
-teacher=DIR`), scores each token; its advantage is log p_teacher - log p_student (Agarwal et al. 2023, arXiv:2306.13649,
-with the reverse KL). No scan that the student learns from has a label.
+First the student clones the teacher's answers, because alone it hardly ever says a digit, and a digit that it never
+says is never scored. Then the student answers, and the teacher, another base model of the same server (`fovea up
+--also-sample teacher=DIR`), scores each token. The advantage of a token is log p_teacher - log p_student (Agarwal et
+al. 2023, arXiv:2306.13649, with the reverse KL). The student's scans have no labels.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fovea_demo.up import running_fovea
 from fovea_rollout import Answer, LoopSettings, RolloutSettings, SamplingSettings, Step
 
 TEACHER = "teacher"
-"""What it is called on the server; `FOVEA_TEACHER` names another one."""
+"""Name of the teacher on the server, unless the variable `FOVEA_TEACHER` names another model."""
 BAR = 0.8
-"""Held-out scans that the student reads correctly; by chance 0.1."""
+"""Share of held-out scans that the student should read correctly; chance gives 0.1."""
 _API_KEY = "tml-local"
 _LABELLED = 1000
 
 
 class UnlabelledEnvironment(DigitEnvironment):
-    """Shows one scan; no answer is rewarded."""
+    """Shows one scan, and rewards no answer."""
 
     async def step(self, answer: Answer) -> Step:
-        """One answer ends it."""
+        """Ends the episode."""
         return Step(reward=0.0, is_done=True)
 
 
@@ -70,7 +70,7 @@ async def main(arguments: argparse.Namespace) -> None:
     experiment = await Experiment.begin("distillation_digits", arguments, rollout)
     await experiment.measure("teacher", measured, teacher)
     await experiment.measure("before", measured)
-    # What a teacher says is to be learnt, not its form alone: at the rate of fine-tuning.
+    # The content of the teacher's answers matters, not only their form, so the rate is that of fine-tuning.
     await experiment.warm_up(unlabelled, teacher, learning_rate=3e-3)
     await experiment.measure("cloning", measured)
     settings = LoopSettings(
@@ -78,10 +78,10 @@ async def main(arguments: argparse.Namespace) -> None:
         groups_per_step=arguments.groups,
         group_size=4,
         learning_rate=2e-3,
-        schedule="constant",  # the teacher scores every answer, so that no step is without a signal
+        schedule="constant",  # the teacher scores every answer, so every step has a signal
         estimator="dr_grpo",
         kl_coefficient=1.0,
-        substeps=1,  # of 256 rollouts
+        substeps=1,  # one step already has 256 rollouts
         adam={"eps": 1e-8, "grad_clip_norm": 1.0},
         rollout=rollout,
         seed=arguments.seed,

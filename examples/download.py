@@ -1,4 +1,4 @@
-"""A checkpoint's directory by name: from the hub if it is not here, and refused before that if it cannot work."""
+"""Finds a checkpoint on disk or on the hub, and downloads it if needed, unless Fovea does not support it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from huggingface_hub.errors import (
 from fovea.runtime.model_files import check_directory, check_supported, read_config
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-"""What services read. Weights in other formats, and code, stay where they are."""
+"""Files that the services read. Weights in other formats, and code, are not downloaded."""
 
 _GIB = 2**30
 
 
 class CannotTry(Exception):
-    """Why a model cannot be tried, in one line."""
+    """Raised if a model cannot be tried; the message says why in one line."""
 
 
 def checkpoint(model: str) -> pathlib.Path:
-    """The directory of a checkpoint: `model` itself, or that of a name on the hub.
+    """Returns the directory of a checkpoint: `model` itself, or the download of a name on the hub.
 
-    Raises CannotTry for a model that Fovea does not run, for one that cannot be had, and if the disk is too small.
+    Raises CannotTry if Fovea does not support the model, if it cannot be downloaded, or if the disk is too small.
     """
     directory = pathlib.Path(model).expanduser()
     try:
@@ -43,15 +43,13 @@ def checkpoint(model: str) -> pathlib.Path:
             f"{model} is gated: accept its terms at {_page(model)}, then run `hf auth login`, or set HF_TOKEN"
         ) from error
     except (RepositoryNotFoundError, RemoteEntryNotFoundError, HFValidationError) as error:
-        raise CannotTry(
-            f"{model} is no model on the hub, or one that is not yours to see, and no directory on this machine"
-        ) from error
+        raise CannotTry(f"{model} is neither a directory nor a model on the hub that you may see") from error
     except LocalEntryNotFoundError as error:
         raise CannotTry(
-            f"{model} is not on this machine, and the hub cannot be reached: give a directory, or a network"
+            f"{model} is not on this machine, and the hub cannot be reached: give a directory, or connect to a network"
         ) from error
     except HfHubHTTPError as error:
-        raise CannotTry(f"the hub refuses {model}: {' '.join(str(error).split())}") from error
+        raise CannotTry(f"the hub refused {model}: {' '.join(str(error).split())}") from error
     except ValueError as error:
         raise CannotTry(
             f"{model}: {error}; to see which components work, run: fovea models check {directory}"
@@ -68,11 +66,11 @@ def _download(model: str) -> pathlib.Path:
 
 
 def check_room(model: str, size: int, cache: pathlib.Path) -> None:
-    """Raises CannotTry if so many bytes of a model do not fit into the cache, which is made if it is not there."""
+    """Raises CannotTry if a model's bytes do not fit into the cache, which is created if it does not exist."""
     cache.mkdir(parents=True, exist_ok=True)
     if size > (free := shutil.disk_usage(cache).free):
         raise CannotTry(
-            f"{model} takes {size / _GIB:.1f} GiB more, {cache} has {free / _GIB:.1f} GiB: make room, or set HF_HOME "
+            f"{model} needs {size / _GIB:.1f} GiB; {cache} has {free / _GIB:.1f} GiB free: make room, or set HF_HOME "
             "to a larger disk"
         )
 

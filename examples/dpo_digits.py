@@ -1,7 +1,7 @@
-"""Direct preference optimisation with pictures: of two answers to a scan, a model learns to prefer the right one.
+"""Direct preference optimisation with pictures: a model learns which of two answers to a scan is right.
 
-Rafailov et al. 2023 (arXiv:2305.18290), equation 7, as a loss of the client's own (`forward_backward_custom`). A pair
-is a scan, its question, and two answers; nothing says what the digit is, but which answer is preferred.
+The loss is equation 7 of Rafailov et al. 2023 (arXiv:2305.18290), computed by the client (`forward_backward_custom`). A
+pair is a scan, its question and two answers. The data says which answer is preferred, but not the digit.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _FORWARD_PAIRS = 64
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to the same question, as datums whose weights are 1 on the answer."""
+    """Two answers to the same question, as datums with weight 1 on the answer."""
 
     preferred: tinker.Datum
     other: tinker.Datum
 
 
 def pairs_of(scans: Sequence[Scan], encoder: Encoder, rng: np.random.Generator) -> list[Pair]:
-    """For each scan its digit, preferred to another one that is drawn."""
+    """Returns one pair per scan: its digit, and a random other digit."""
     found = []
     for scan in scans:
         wrong = (scan.digit + int(rng.integers(1, 10))) % 10
@@ -55,7 +55,7 @@ def _datum(scan: Scan, answer: str, encoder: Encoder) -> tinker.Datum:
 
 
 def margins(training: tinker.TrainingClient, pairs: Sequence[Pair]) -> Floats:
-    """log p(preferred) - log p(other) by the weights as they are, in nats, float64 [N]."""
+    """Returns log p(preferred) - log p(other) with the current weights, in nats, float64 [N]."""
     found: list[float] = []
     for begin in range(0, len(pairs), _FORWARD_PAIRS):
         data = _data(pairs[begin : begin + _FORWARD_PAIRS])
@@ -66,11 +66,11 @@ def margins(training: tinker.TrainingClient, pairs: Sequence[Pair]) -> Floats:
 
 
 def dpo_loss(reference: Floats, beta: float) -> Loss:
-    """The sum over pairs of -log sigmoid(beta * (margin - margin of the reference)).
+    """Returns the loss: the sum over pairs of -log sigmoid(beta * (margin - margin of the reference)).
 
     Args:
-        reference: Margins by the model that training began from, float64 [N].
-        beta: How dear leaving it is.
+        reference: Margins of the model at the beginning of training, float64 [N].
+        beta: Strength of the attraction to that model.
     """
 
     def loss(data: Sequence[tinker.Datum], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -94,18 +94,20 @@ def _margins(data: Sequence[tinker.Datum], logprobs: Sequence[torch.Tensor]) -> 
 
 
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the example; returns what was measured."""
+    """Runs the example; returns its results."""
     server = Server(arguments.base_url, arguments.api_key)
-    connection = Connection.open(server, server.model(arguments.model), "", rank=32, seed=arguments.seed)
+    connection = Connection.open(
+        server, server.model(arguments.model), "", rank=32, seed=arguments.seed, train_unembed=True
+    )
     training, rng = connection.training, np.random.default_rng(arguments.seed)
     train, held_out = load_scans()
     pairs = pairs_of(train, connection.encoder, rng)
     measured = pairs_of(held_out[: arguments.held_out], connection.encoder, rng)
     before = float((margins(training, measured) > 0).mean())
-    print(f"before: {before:.3f} of {len(measured)} held-out pairs are preferred as they should be", flush=True)
+    print(f"before: {before:.3f} of {len(measured)} held-out pairs have the right preference", flush=True)
     reference = margins(training, pairs[: arguments.groups * arguments.steps])
     for step in range(arguments.steps):
-        # In order, and from the beginning again: the scans are shuffled.
+        # In order, and again from the beginning; the scans are already shuffled.
         rows = np.arange(step * arguments.groups, (step + 1) * arguments.groups) % len(reference)
         backward = training.forward_backward_custom(
             _data([pairs[row] for row in rows]), dpo_loss(reference[rows], BETA)

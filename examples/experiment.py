@@ -1,6 +1,6 @@
-"""One run of a reinforcement-learning example: connect, warm up, measure, learn, measure, write down.
+"""One run of a reinforcement-learning example: connect, warm up, measure, learn, measure again, write the results.
 
-Nothing here is Fovea's own: any server that speaks the Tinker API will do.
+It works with any Tinker server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fovea_rollout import (
 
 Sources = Sequence[Callable[[], Environment]]
 SHOWN = 32
-"""Episodes of each evaluation that the page has."""
+"""Number of episodes of each evaluation on the page."""
 
 
 def read_arguments(
@@ -49,26 +49,32 @@ def read_arguments(
     stages: int = 1,
     answers: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """Of the command line.
+    """Parses the command line.
 
     Args:
-        steps: A default, as are `groups` and `warm_up`: else those of `fovea_rollout`.
-        stages: Each needs a step.
-        answers: The ways to answer that the example has, if it has several; the first is the default.
+        about: Description of the example.
+        steps: Default number of training steps.
+        groups: Default number of groups of a step.
+        warm_up: Default number of steps of the warm-up.
+        stages: Number of stages of training, each of which needs a step.
+        answers: Formats of answers, for an example with several; the first is the default.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--base-url", help="address of a Tinker server; default: TINKER_BASE_URL")
     parser.add_argument("--api-key", help="default: TINKER_API_KEY")
-    parser.add_argument("--model", help="default: the first that the server has")
+    parser.add_argument("--model", help="name of the model; default: the first one of the server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--steps", type=int, default=steps, help="steps of reinforcement learning (default: %(default)s)"
     )
     parser.add_argument(
-        "--groups", type=int, default=groups, help="groups of episodes that a step plays (default: %(default)s)"
+        "--groups", type=int, default=groups, help="groups of episodes of a step (default: %(default)s)"
     )
     parser.add_argument(
-        "--warm-up", type=int, default=warm_up, help="steps that teach the format of an answer (default: %(default)s)"
+        "--warm-up",
+        type=int,
+        default=warm_up,
+        help="steps of the warm-up, which teaches the format of answers (default: %(default)s)",
     )
     parser.add_argument("--held-out", type=int, default=200, help="episodes of each evaluation (default: %(default)s)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("examples/out"))
@@ -81,11 +87,11 @@ def read_arguments(
 
 
 class Experiment:
-    """Made by `begin`.
+    """A run of an example. Call `begin` to create one.
 
     Attributes:
-        policy: What samples with the newest weights.
-        result: What was measured, by name.
+        policy: A policy with the newest weights.
+        result: Names and values of the measurements.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class Experiment:
 
     @classmethod
     async def begin(cls, name: str, arguments: argparse.Namespace, rollout: RolloutSettings) -> Experiment:
-        """Connects, and makes a LoRA to be trained."""
+        """Connects to the server, and creates a LoRA to train."""
         service = tinker.ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key)
         model = arguments.model or await first_model(arguments.base_url, arguments.api_key)
         training = await service.create_lora_training_client(base_model=model, rank=32, seed=arguments.seed)
@@ -122,9 +128,14 @@ class Experiment:
         answer: Callable[[Sequence[Chunk]], str] | tinker.SamplingClient,
         learning_rate: float | None = None,
     ) -> None:
-        """Clones a player whose answers `answer` writes, or samples; its mean reward is `cloned` in the result.
+        """Clones a player, and puts its mean reward into the result as `cloned`.
 
-        One that answers at random teaches what an answer looks like, and nothing about pictures.
+        A player that answers at random teaches the form of an answer, but nothing about pictures.
+
+        Args:
+            sources: Environments to play.
+            answer: A function that writes the player's answers, or a client that samples them.
+            learning_rate: Rate of the warm-up; None takes a rate by the model's width.
         """
         player: Policy
         if isinstance(answer, tinker.SamplingClient):
@@ -140,12 +151,14 @@ class Experiment:
         self._say(f"warm-up done; the cloned player's reward is {self.result['cloned']:.3f}")
 
     async def measure(self, moment: str, sources: Sources, other: tinker.SamplingClient | None = None) -> None:
-        """Plays one greedy episode per source; their mean reward and metrics become `moment` in the result.
+        """Plays one greedy episode per source, and puts their mean reward and metrics into the result as `moment`.
 
-        Rollouts that fail are left out, and their number becomes `<moment>_failed`.
+        Rollouts that fail are left out. Their number becomes `<moment>_failed`.
 
         Args:
-            other: Plays in the place of the model in training.
+            moment: Name of the measurement.
+            sources: Environments to play.
+            other: A client that plays instead of the model in training.
         """
         policy = TinkerPolicy(other) if other else self.policy
         sampling = SamplingSettings(self._rollout.sampling.max_tokens, temperature=0.0)
@@ -163,7 +176,7 @@ class Experiment:
         self._say(f"{moment}: reward {found.reward_mean:.3f}, {_shown(found.metrics)}")
 
     async def learn(self, sources: Sources, settings: LoopSettings, base: tinker.SamplingClient | None = None) -> None:
-        """Trains by rewards alone. A KL penalty is measured from `base`, or else from the warmed-up model."""
+        """Trains with rewards. The KL penalty is measured from `base`, or else from the model after the warm-up."""
         base = base or self._sampling
         self.policy = await train(
             self._training, self._template, sources, settings, self._take, base=base, progress=False
@@ -180,7 +193,7 @@ class Experiment:
         settings: LoopSettings,
         bar: float,
     ) -> None:
-        """The whole course in one stage: clones the player, learns by rewards, measures before and after, writes."""
+        """Runs all parts: clones the player, trains with rewards, measures before and after, and writes the results."""
         await self.warm_up(train_sources, answer)
         await self.measure("before", held_out)
         await self.learn(train_sources, settings)
@@ -188,13 +201,13 @@ class Experiment:
         self.write(bar)
 
     def write(self, bar: float) -> None:
-        """Writes result, curve and viewer into the folder of `--out`.
+        """Writes the result, the curve and the page of rollouts to the folder of `--out`.
 
         Args:
             bar: The reward that the model should reach at the end.
         """
         self.result["bar"] = bar
-        # What else the machine did: processes that ran or waited to, on average over the last quarter of an hour.
+        # The load of the machine: the mean number of running or runnable processes in the last 15 minutes.
         self.result["load"] = round(os.getloadavg()[2], 1)
         self.result["seconds"] = round(time.monotonic() - self._start, 1)
         folder: pathlib.Path = self._arguments.out
@@ -215,7 +228,7 @@ class Experiment:
 
     def _take(self, report: StepReport) -> None:
         played = [one for group in report.trajectories for one in group]
-        # A turn's share compares single tries with whole episodes.
+        # The reward per turn makes single tries comparable with whole episodes.
         self._rewards.append(sum(one.reward for one in played) / max(sum(len(one.turns) for one in played), 1))
         self._breaks += sum(one.prefix_breaks for one in played)
         if report.agreement is not None:
@@ -237,13 +250,13 @@ class Experiment:
 
 
 async def first_model(base_url: str | None, api_key: str | None) -> str:
-    """The first that a server trains."""
+    """Returns the first model that the server trains."""
     models = (await tinker.RestClient(base_url=base_url, api_key=api_key).get_server_capabilities()).supported_models
     return next(str(one.model_name) for one in models if one.trainable is not False)
 
 
 def _cores() -> int | None:
-    """Those that the run may use, where the system tells."""
+    """Returns the number of cores that the process may use, or else of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

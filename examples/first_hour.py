@@ -1,10 +1,10 @@
-"""The first hour: start Fovea, fine-tune a model on 300 pictures, chat with it, and take it to plain transformers.
+"""The first hour: starts Fovea, fine-tunes a model on 300 pictures, chats with it, and loads it with transformers.
 
     python first_hour.py FOLDER
 
-It runs where the package is installed with the extras `cpu` and `demo` (docs/guides/first-fine-tune.md), needs nothing
-else, and prints what each step took. The pictures are scans of digits that come with scikit-learn. The exit
-status is 1 if an answer of OpenAI's client or of transformers differs from the Tinker API's, token by token.
+It needs only the package with the extras `cpu` and `demo` (docs/guides/first-fine-tune.md), and prints the duration of
+each step. The pictures are scans of digits from scikit-learn. The exit status is 1 if an answer over OpenAI's client or
+of transformers differs from the Tinker API's in any token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-os.environ["TINKER_TELEMETRY"] = "0"  # the SDK would report its use of our own server to our own server
+os.environ["TINKER_TELEMETRY"] = "0"  # without this the SDK would send telemetry to this server
 
 import openai
 import tinker
@@ -34,14 +34,14 @@ from fovea_demo.up import running_fovea
 KEY = "tml-local"
 QUESTION = "Which digit is this?"
 LONGEST = 8
-"""Tokens of an answer."""
+"""The most tokens of an answer."""
 FOVEA = str(pathlib.Path(sys.executable).with_name("fovea"))
 
 Answers = list[list[int]]
 
 
 def main(folder: pathlib.Path) -> int:
-    """All of it; what it makes is in the folder."""
+    """Runs all steps; their files are in the folder."""
     with timed("300 pictures, a folder a digit"):
         for number, scan in enumerate(load_scans()[0][:300]):
             place = folder / "pictures" / str(scan.digit)
@@ -79,14 +79,14 @@ def main(folder: pathlib.Path) -> int:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Prints how long it took."""
+    """Prints the duration of a step."""
     begun = time.monotonic()
     yield
     print(f"{time.monotonic() - begun:7.1f} s  {what}", flush=True)
 
 
 def by_tinker(model: TunedModel, rows: Dataset) -> Answers:
-    """Tokens of each greedy answer, from the sampler that fine-tuning has filled."""
+    """Returns the tokens of each greedy answer of the fine-tuned model's sampler."""
     assert model.sampling is not None
     params = tinker.SamplingParams(max_tokens=LONGEST, temperature=0.0)
     encoder = model.connection.encoder
@@ -95,7 +95,7 @@ def by_tinker(model: TunedModel, rows: Dataset) -> Answers:
 
 
 def by_openai(address: str, weights: str, rows: Dataset) -> Answers:
-    """The same weights as a chat model; `return_token_ids` is vLLM's addition to the protocol."""
+    """Returns the same over `/v1`. `return_token_ids` is vLLM's extension of the protocol."""
     client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY)
     answers = []
     for row in rows:
@@ -116,7 +116,7 @@ def by_openai(address: str, weights: str, rows: Dataset) -> Answers:
 
 
 def by_transformers(model: pathlib.Path, rows: Dataset) -> Answers:
-    """The merged model, without any of Fovea."""
+    """Returns the same from the merged model, without Fovea."""
     processor = AutoProcessor.from_pretrained(model)
     loaded = AutoModelForImageTextToText.from_pretrained(model).eval()
     answers = []

@@ -1,7 +1,7 @@
-"""A first look at a vision model of your own: trains ten steps on pictures, and compares sampler and trainer.
+"""Tries a vision model of your own: trains ten steps on pictures, and compares sampler and trainer.
 
-`python -m examples.first_model --model NAME_OR_DIR` downloads it if it has to, starts a Fovea, and says in the end what
-is good and what is wrong. Exit status: 0 if all is good, 1 if something is wrong, 2 if it could not be tried.
+`python -m examples.first_model --model NAME_OR_DIR` downloads the model if needed, starts a Fovea server, and reports
+what works and what does not. Exit status: 0 if all is good, 1 if something is wrong, 2 if the model could not be tried.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from fovea_rollout import ChatTemplate, Message, Picture
 
 API_KEY = "tml-local"
 SIDE = 112
-"""Pixels of a picture: the scans have 8, fewer than a patch of most models."""
+"""Pixels of a picture's side. The scans have 8, fewer than a patch of most models."""
 ASKED = 16
 ANSWER_TOKENS = 16
 WAIT_S = 600.0
 READY_S = 1800.0
-"""For reading the weights of a large model from a slow disk."""
+"""Seconds until the server must be ready, long enough to read a large model from a slow disk."""
 MOST_KL = 0.01
-"""Nat. In bfloat16 sound models stay below it; a model that is computed in two ways is far above."""
+"""The largest KL in nat. In bfloat16 working models stay below it. If sampler and trainer differ, it is far above."""
 LEAST_CHANGE = 1e-4
-"""Nat that another picture must change of the answers' log-probabilities, on average."""
+"""The smallest mean change of the answers' log-probabilities with another picture, in nat."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of the sampler's log-probabilities of what it sampled, and the trainer's of the same, in nat.
+    """The agreement of the sampler's and the trainer's log-probabilities of the sampled tokens, in nat.
 
     Attributes:
         most: The largest difference.
-        kl: Of the sampler's distribution from the trainer's, estimated as the mean of exp(d) - 1 - d over all tokens,
-            where d is the trainer's minus the sampler's (Schulman, 2020).
-        change: Mean difference that the next question's picture makes to the trainer.
+        kl: KL of the sampler from the trainer, estimated as the mean of exp(d) - 1 - d over all tokens, where d is the
+            trainer's log-probability minus the sampler's (Schulman, 2020).
+        change: Mean change of the trainer's log-probabilities with the picture of the next question.
     """
 
     most: float
@@ -58,11 +58,11 @@ class Agreement:
     change: float
 
     def problems(self, when: str) -> Iterator[str]:
-        """What is wrong, if anything."""
+        """Yields the problems."""
         if not self.kl <= MOST_KL:
             yield f"{when}, sampler and trainer compute the model differently: KL {self.kl:.1e}, at most {MOST_KL}"
         if not self.change >= LEAST_CHANGE:
-            yield f"{when}, another picture changes nothing ({self.change:.1e} nat): the model does not see"
+            yield f"{when}, another picture changes nothing ({self.change:.1e} nat): the model sees no pictures"
 
 
 class Session:
@@ -74,11 +74,11 @@ class Session:
         self._template = ChatTemplate(self.tokenizer)
         self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
         self.base = service.create_sampling_client(base_model=model).result(WAIT_S)
-        # All pictures have one size, so all questions one length; the server knows it.
+        # All pictures have the same size, so all questions have the same length, which the server counts.
         self._length = len(self.base.compute_logprobs(self.question(load_scans()[0][0])).result(WAIT_S))
 
     def question(self, scan: Scan) -> tinker.ModelInput:
-        """The picture and the question, up to where the model answers."""
+        """Returns the prompt with the picture and the question."""
         chunks = self._template.render([Message("user", (Picture.of_bytes(enlarged(scan.png)), QUESTION))])
         return tinker.ModelInput(
             chunks=[
@@ -99,11 +99,11 @@ class Session:
         return loss
 
     def loss(self, scans: Sequence[Scan]) -> float:
-        """The loss of pictures without training on them."""
+        """Returns the loss of pictures without training on them."""
         return -float(self._scores(scans, self._answers(scans)).mean())
 
     def compare(self, sampling: tinker.SamplingClient, scans: Sequence[Scan]) -> Agreement:
-        """Samples an answer to each question, and has the trainer score the very tokens."""
+        """Samples an answer to each question, and scores its tokens with the trainer."""
         params = tinker.SamplingParams(max_tokens=ANSWER_TOKENS, temperature=1.0, seed=0)
         asked = [sampling.sample(self.question(scan), num_samples=1, sampling_params=params) for scan in scans]
         said = [one.result(WAIT_S).sequences[0] for one in asked]
@@ -119,7 +119,7 @@ class Session:
         return [[*self.tokenizer.encode(str(scan.digit), add_special_tokens=False), *end] for scan in scans]
 
     def _scores(self, scans: Sequence[Scan], answers: Sequence[list[int]]) -> npt.NDArray[np.float64]:
-        """The trainer's log-probabilities of all tokens of the answers, one after another."""
+        """Returns the trainer's log-probabilities of all tokens of the answers, one after another."""
         data = list(map(self._datum, scans, answers))
         outputs = self.training.forward(data, "cross_entropy").result(WAIT_S).loss_fn_outputs
         scores = [list(output["logprobs"].data)[self._length - 1 :] for output in outputs]
@@ -127,7 +127,7 @@ class Session:
 
     def _datum(self, scan: Scan, answer: list[int]) -> tinker.Datum:
         chunks = [*self.question(scan).chunks]
-        if answer[:-1]:  # the last token is only predicted, never an input
+        if answer[:-1]:  # the last token is only a target
             chunks.append(tinker.EncodedTextChunk(tokens=answer[:-1]))
         before = self._length - 1
         targets, weights = [0] * before + answer, [0.0] * before + [1.0] * len(answer)
@@ -141,7 +141,7 @@ class Session:
 
 
 def enlarged(png: bytes) -> bytes:
-    """The same picture with `SIDE` pixels a side, as a PNG file."""
+    """Returns the picture with sides of `SIDE` pixels, as a PNG file."""
     buffer = io.BytesIO()
     with Image.open(io.BytesIO(png)) as image:
         image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST).save(buffer, "PNG")
@@ -149,7 +149,7 @@ def enlarged(png: bytes) -> bytes:
 
 
 def try_out(base_url: str, model: str | None, steps: int, batch: int, rank: int, rate: float) -> list[str]:
-    """Trains and compares, printing what is measured; returns what is wrong. Raises CannotTry for a text-only model."""
+    """Trains, compares and prints the measurements; returns the problems. Raises CannotTry for a text-only model."""
     api_key = os.environ.get("TINKER_API_KEY", API_KEY)
     if model is None:
         capabilities = tinker.RestClient(base_url=base_url, api_key=api_key).get_server_capabilities().result()
@@ -160,7 +160,7 @@ def try_out(base_url: str, model: str | None, steps: int, batch: int, rank: int,
         try:
             session = Session(service, model, rank, rate)
         except InvalidInput as error:
-            raise CannotTry(f"{model} takes no pictures by its chat template: {error}") from error
+            raise CannotTry(f"the chat template of {model} accepts no pictures: {error}") from error
         problems = _compared(session, session.base, asked, "before training")
         before = session.loss(asked)
         for number in range(1, steps + 1):
@@ -169,7 +169,9 @@ def try_out(base_url: str, model: str | None, steps: int, batch: int, rank: int,
         after = session.loss(asked)
         print(f"pictures that were not trained on: loss {before:.4f} to {after:.4f} nat", flush=True)
         if not after < before:
-            problems.append(f"nothing is learnt: the loss goes from {before:.4f} to {after:.4f} nat in {steps} steps")
+            problems.append(
+                f"the model learns nothing: the loss goes from {before:.4f} to {after:.4f} nat in {steps} steps"
+            )
         pushed = session.training.save_weights_and_get_sampling_client().result(WAIT_S)
         return problems + _compared(session, pushed, asked, "after training")
 
@@ -186,9 +188,9 @@ def _compared(session: Session, sampling: tinker.SamplingClient, scans: Sequence
 
 @contextmanager
 def _fovea(model: str) -> Iterator[str]:
-    """The address of a Fovea with a checkpoint, started and ended here. Raises CannotTry if it does not start."""
+    """Starts a Fovea server with a checkpoint; yields its address. Raises CannotTry if it does not start."""
     directory = checkpoint(model)
-    print(f"starting Fovea with {directory}: minutes for a large model", flush=True)
+    print(f"starting Fovea with {directory}, which takes minutes for a large model", flush=True)
     with tempfile.TemporaryDirectory(prefix="fovea-first-") as folder, ExitStack() as stack:
         ports = ("--port", "0", "--grpc-port", "0", "--ranks", "1")
         try:
@@ -205,21 +207,21 @@ def main() -> int:
         prog="python -m examples.first_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", help="name on the hub, or checkpoint directory; with --base-url, one of the server's"
+        "--model", help="name on the hub, or checkpoint directory; with --base-url, a model of the server"
     )
-    parser.add_argument("--base-url", help="a Tinker server that runs already, whose first model it is by default")
+    parser.add_argument("--base-url", help="address of a running Tinker server; the default model is its first")
     parser.add_argument("--steps", type=int, default=10, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="pictures of a step (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="pictures of each step (default: %(default)s)")
     parser.add_argument(
-        "--rank", type=int, default=16, help="of the LoRA; 0 trains all parameters (default: %(default)s)"
+        "--rank", type=int, default=16, help="rank of the LoRA; 0 trains all parameters (default: %(default)s)"
     )
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="(default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="learning rate (default: %(default)s)")
     arguments = parser.parse_args()
     if not (arguments.model or arguments.base_url):
         parser.error("give --model, --base-url, or both")
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
-    os.environ.setdefault("TINKER_TELEMETRY", "0")  # else the SDK reports its use of our own server to it
+    os.environ.setdefault("TINKER_TELEMETRY", "0")  # without this the SDK would send telemetry to this server
     recipe = (arguments.steps, arguments.batch, arguments.rank, arguments.learning_rate)
     try:
         if arguments.base_url:
@@ -234,7 +236,7 @@ def main() -> int:
 
 
 def judge(problems: Sequence[str]) -> int:
-    """Says what is wrong, or that all is good; returns the exit status."""
+    """Prints the problems, or that all is good; returns the exit status."""
     for problem in problems:
         print(f"WRONG: {problem}")
     if not problems:

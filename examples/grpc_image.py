@@ -1,4 +1,4 @@
-"""Samples an answer to a picture over gRPC, streaming tokens as they are made. Run `fovea up` first."""
+"""Samples an answer to a picture over gRPC, and prints the tokens as they arrive. Run `fovea up` first."""
 
 import os
 import pathlib

@@ -1,6 +1,6 @@
-"""Fine-tunes on one picture over gRPC, with nothing of Fovea but the stubs of its protos: docs/guides/grpc-training.md.
+"""Fine-tunes on one picture over gRPC, using only the stubs of Fovea's protos (docs/guides/grpc-training.md).
 
-FOVEA_GRPC is the gateway's gRPC address (127.0.0.1:8001), TINKER_API_KEY a key with the scope train (tml-local).
+FOVEA_GRPC is the gateway's gRPC address (127.0.0.1:8001). TINKER_API_KEY is a key with the scope train (tml-local).
 """
 
 import array
@@ -21,17 +21,17 @@ QUESTION, ANSWER = "<|vision_end|>Who is this?<|im_end|>\n", "Ada<|im_end|>"
 
 key = (("x-api-key", os.environ.get("TINKER_API_KEY", "tml-local")),)
 fovea = gateway_pb2_grpc.GatewayServiceStub(
-    grpc.insecure_channel(os.environ.get("FOVEA_GRPC", "127.0.0.1:8001"))  # 4 MiB a message, both ways
+    grpc.insecure_channel(os.environ.get("FOVEA_GRPC", "127.0.0.1:8001"))  # 4 MiB per message, in both directions
 )
 
 
 def int32s(ids: Sequence[int]) -> bytes:
-    """Little-endian, as every machine that runs this is."""
+    """Encodes ids as little-endian int32, the byte order of every machine that runs this."""
     return array.array("i", ids).tobytes()
 
 
 def wait(future_id: str) -> list[api.WaitFutureResponse]:
-    """The records of a result. A command that failed ends the call with its status, which names the field."""
+    """Returns the records of a result. If the command failed, the call raises its status, which names the field."""
     while True:
         request = api.WaitFutureRequest(future_id=future_id, timeout_s=30)
         records = list(fovea.WaitFuture(request, metadata=key))
@@ -40,7 +40,7 @@ def wait(future_id: str) -> list[api.WaitFutureResponse]:
 
 
 def keep_alive(session_id: str, over: threading.Event) -> None:
-    """A session that nobody is heard of is parked, and later ends."""
+    """Sends heartbeats. A session without heartbeats is parked, and later ends."""
     while not over.wait(10):
         fovea.Heartbeat(api.HeartbeatRequest(session_id=session_id), metadata=key)
 
@@ -50,7 +50,7 @@ over = threading.Event()
 threading.Thread(target=keep_alive, args=(session_id, over), daemon=True).start()
 
 base_model = next(model.name for model in fovea.GetCapabilities(api.GetCapabilitiesRequest(), metadata=key).models)
-# What is absent is off in a proto: name what to adapt.
+# A missing field of a proto is off, so set each part to adapt.
 lora = weights_pb2.LoraConfig(rank=16, alpha=32, train_attention=True, train_mlp=True, train_unembedding=True)
 created = fovea.SubmitCreateModel(
     api.SubmitCreateModelRequest(session_id=session_id, base_model=base_model, lora=lora), metadata=key
@@ -67,7 +67,7 @@ prompt.chunks.add().image.CopyFrom(
 )
 prompt.chunks.add().tokens.tokens = int32s(after)
 
-# Position i is scored on token i + 1: the answer counts, and everything before it weighs nothing.
+# The target of position i is token i + 1. The answer has weight 1, and everything before it weight 0.
 datum = api.InputDatum(input=prompt)
 datum.input.chunks.add().tokens.tokens = int32s(answer[:-1])
 ahead = len(before) + 64 + len(after) - 1
@@ -84,11 +84,13 @@ datum.loss_inputs["weights"].CopyFrom(
     )
 )
 
-seq_ids = itertools.count(1)  # every command of a model has the next number; a repeat answers the first one's future
+seq_ids = itertools.count(
+    1
+)  # each command of a model has the next number; a repeated number returns the first command's future
 
 
 def forward_backward(*datums: api.InputDatum) -> Iterator[api.SubmitForwardBackwardRequest]:
-    """One header, then the datums: a stream, so that a batch may have any size."""
+    """Yields one header and then the datums. As a stream, a batch may have any size."""
     header = api.SubmitForwardBackwardHeader(
         model_id=model_id, seq_id=next(seq_ids), loss_function="cross_entropy", backward=True
     )
@@ -99,7 +101,7 @@ def forward_backward(*datums: api.InputDatum) -> Iterator[api.SubmitForwardBackw
 
 for _ in range(20):
     backward = fovea.SubmitForwardBackward(forward_backward(datum), metadata=key)
-    # What is absent here has the default that the proto names: beta1 0.9, beta2 0.95, eps 1e-12.
+    # Missing fields have the defaults of the proto: beta1 0.9, beta2 0.95, eps 1e-12.
     adam = trainer_pb2.AdamParams(learning_rate=5e-3)
     step = fovea.SubmitOptimStep(
         api.SubmitOptimStepRequest(model_id=model_id, seq_id=next(seq_ids), adam=adam), metadata=key
@@ -108,7 +110,7 @@ for _ in range(20):
     wait(step.future_id)
     print("loss", metrics.metrics.values["loss:sum"])
 
-# A command that is refused costs its number and nothing else: the model is as it was, and the next one works.
+# A refused command uses up its number, and nothing else: the model is unchanged, and the next command works.
 try:
     refused = api.SubmitForwardBackwardHeader(model_id=model_id, seq_id=next(seq_ids), loss_function="no such loss")
     wait(

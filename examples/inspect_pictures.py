@@ -1,13 +1,14 @@
-"""A task for inspect-ai, an evaluation harness: a folder of pictures, one folder for each right answer.
+"""A task for inspect-ai, an evaluation harness: pictures in one folder for each right answer.
 
-In an environment of its own (`pip install inspect-ai openai`), with a Fovea running:
+In a separate environment (`pip install inspect-ai openai`), with a running Fovea server:
 
     cd examples
     export FOVEA_BASE_URL=http://127.0.0.1:8000/v1 FOVEA_API_KEY=tml-local
     inspect eval inspect_pictures.py -T folder=birds -T "question=Which bird is this?" \\
         --temperature 0 --model openai-api/fovea/MODEL
 
-MODEL is a base model's name or a tinker:// path to sample from. inspect sends each picture as a data URL.
+MODEL is the name of a base model or the tinker:// path of a sampler checkpoint. inspect sends each picture as a data
+URL.
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ from inspect_ai.solver import generate
 
 @task  # type: ignore[untyped-decorator]
 def pictures(folder: str, question: str) -> Task:
-    """Each picture is asked about; an answer counts if it is the name of the picture's folder."""
+    """Asks about each picture. An answer is right if it is the name of the picture's folder."""
     samples = [
         Sample(
             id=f"{path.parent.name}/{path.name}",

@@ -1,4 +1,4 @@
-"""Asks about a picture through OpenAI's client, streaming the answer. Run `fovea up` first."""
+"""Asks about a picture with OpenAI's client, and streams the answer. Run `fovea up` first."""
 
 import base64
 import os

@@ -1,7 +1,7 @@
-"""Two games of VisGym's shape, registered with gymnasium: a maze with walls, and tiles to be put in order by swapping.
+"""Two games with VisGym's methods, registered with gymnasium: a maze with walls, and tiles to put in order by swapping.
 
-Their pictures are for a tiny model: a cell is 32 pixels wide, which is one token of it, and a wall is drawn on the edge
-of the cells that it parts.
+Their pictures suit a tiny model: a cell is 32 pixels wide, which is one token of the model, and a wall is drawn on the
+edge between two cells.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 CELL = 32
-"""Pixels of a cell's side."""
+"""Pixels of the side of a cell."""
 _WALL = 7
-"""Half the pixels of a wall, drawn last. With 4 the tiny model's clone did not see them (docs/lab/learning.md)."""
+"""Half the width of a wall in pixels. With 4 the tiny model's clone did not see walls (docs/lab/learning.md)."""
 _FLOOR, _DARK, _BLUE, _RED = (235, 235, 235), (40, 40, 40), (40, 60, 220), (220, 30, 30)
 WAYS = {0: (0, 1), 1: (-1, 0), 2: (0, -1), 3: (1, 0)}
-"""Of 'move': right, up, left and down, as rows and columns."""
+"""Values of 'move' as steps in rows and columns: right, up, left and down."""
 COLOURS = {"red": _RED, "green": (30, 170, 50), "blue": _BLUE, "yellow": (240, 220, 40)}
-"""Of the tiles, in the order that they should have."""
+"""Colours of the tiles, in the right order."""
 
 Cell = tuple[int, int]
 """Row and column."""
@@ -30,7 +30,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class PictureGame(gymnasium.Env[Pixels, str]):
-    """What the two share: actions are Python pairs as text; `stop` ends the episode, and only it is rewarded."""
+    """Base of both games. Actions are Python pairs as text. `stop` ends the episode and is the only rewarded one."""
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012  (gymnasium's own declaration)
     render_mode = "rgb_array"
@@ -38,13 +38,13 @@ class PictureGame(gymnasium.Env[Pixels, str]):
     action_space = gymnasium.spaces.Text(100)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Pixels, dict[str, Any]]:
-        """Draws a game."""
+        """Draws a new game."""
         super().reset(seed=seed)
         self._draw_game()
         return self.render(), {}
 
     def step(self, action: str) -> tuple[Pixels, float, bool, bool, dict[str, Any]]:
-        """Does an action; what came of it is `info["env_feedback"]`."""
+        """Takes an action; `info["env_feedback"]` describes the result."""
         try:
             name, value = ast.literal_eval(action)
         except (ValueError, SyntaxError, TypeError) as error:
@@ -54,11 +54,11 @@ class PictureGame(gymnasium.Env[Pixels, str]):
         return self.render(), 0.0, False, False, {"env_feedback": self._act(name, value)}
 
     def get_prompt(self) -> str:
-        """The task in words."""
+        """Returns the task in words."""
         raise NotImplementedError
 
     def render(self) -> Pixels:  # type: ignore[override]
-        """The frame, uint8 [height, width, 3]."""
+        """Returns the frame, uint8 [height, width, 3]."""
         raise NotImplementedError
 
     def _draw_game(self) -> None:
@@ -72,12 +72,12 @@ class PictureGame(gymnasium.Env[Pixels, str]):
 
 
 class Maze(PictureGame):
-    """A blue disc looks for the red square; it cannot walk through walls.
+    """A blue disc must go to the red square. It cannot walk through walls.
 
     Args:
-        size: Cells of a side.
-        longest: The longest of the shortest ways, in moves.
-        gaps: Walls that are taken out of a maze with only one way between any two cells.
+        size: Cells of the maze's side.
+        longest: The most moves of the shortest way.
+        gaps: Number of walls to remove from a maze with exactly one way between any two cells.
     """
 
     def __init__(self, size: int = 3, longest: int = 4, gaps: int = 2) -> None:
@@ -88,14 +88,14 @@ class Maze(PictureGame):
 
     @classmethod
     def seen_in(cls, pixels: Pixels) -> Maze:
-        """The maze that a frame shows."""
+        """Returns the maze in a frame."""
         maze = cls(len(pixels) // CELL)
         half = CELL // 2
         for cell in np.ndindex(maze._size, maze._size):
             row, column = cell[0] * CELL, cell[1] * CELL
             if tuple(pixels[row + half, column + half]) == _BLUE:
                 maze.agent = (cell[0], cell[1])
-            if tuple(pixels[row + 9, column + 9]) == _RED:  # between what walls and the disc cover
+            if tuple(pixels[row + 9, column + 9]) == _RED:  # a pixel that neither walls nor the disc cover
                 maze.goal = (cell[0], cell[1])
             for down, right in WAYS.values():
                 edge = pixels[row + half + down * (half - 1), column + half + right * (half - 1)]
@@ -121,7 +121,7 @@ class Maze(PictureGame):
         for cell in np.ndindex(self._size, self._size):
             for way, (down, right) in WAYS.items():
                 if not self.is_open((cell[0], cell[1]), way):
-                    # The edge of the cell on that side, as rows and columns of the picture.
+                    # The cell's edge on that side, in rows and columns of the picture.
                     spans = [
                         (place * CELL, place * CELL + CELL)
                         if not step
@@ -133,12 +133,12 @@ class Maze(PictureGame):
         return pixels
 
     def is_open(self, cell: Cell, way: int) -> bool:
-        """Whether one can walk from a cell that way."""
+        """Returns whether there is no wall on a side of a cell."""
         other = (cell[0] + WAYS[way][0], cell[1] + WAYS[way][1])
         return frozenset((cell, other)) in self._openings
 
     def best_way(self) -> int | None:
-        """The first move of a shortest way to the goal; None if there."""
+        """Returns the first move of a shortest way to the goal; None at the goal."""
         distances = self._distances(self.goal)
         if not distances[self.agent]:
             return None
@@ -158,7 +158,7 @@ class Maze(PictureGame):
             for other in ((cell[0], cell[1] + 1), (cell[0] + 1, cell[1]))
             if other in cells
         ]
-        # A spanning tree by Kruskal's algorithm, and some gaps more.
+        # A spanning tree by Kruskal's algorithm, with some more gaps.
         part = {cell: cell for cell in cells}
         self._openings = set()
         kept = []
@@ -199,10 +199,10 @@ class Maze(PictureGame):
 
 
 class Tiles(PictureGame):
-    """Four coloured tiles, two by two, of which some have changed places.
+    """Four coloured tiles, two by two, after random swaps.
 
     Args:
-        swaps: The most swaps that mixed them up; at least one did.
+        swaps: The most swaps; there is at least one.
     """
 
     def __init__(self, swaps: int = 2) -> None:
@@ -211,7 +211,7 @@ class Tiles(PictureGame):
 
     @classmethod
     def seen_in(cls, pixels: Pixels) -> Tiles:
-        """The tiles that a frame shows."""
+        """Returns the tiles in a frame."""
         tiles, names = cls(), {colour: name for name, colour in COLOURS.items()}
         tiles.tiles = [names[tuple(pixels[row * CELL, column * CELL])] for row, column in np.ndindex(2, 2)]
         return tiles
@@ -229,7 +229,7 @@ class Tiles(PictureGame):
         return colours.repeat(CELL, axis=0).repeat(CELL, axis=1)
 
     def best_swap(self) -> tuple[Cell, Cell] | None:
-        """Puts the first tile that is wrong into its place; None if none is."""
+        """Returns the swap that puts the first wrong tile into its place; None if all are right."""
         for place, (seen, wanted) in enumerate(zip(self.tiles, COLOURS, strict=True)):
             if seen != wanted:
                 return divmod(place, 2), divmod(self.tiles.index(wanted), 2)
@@ -259,4 +259,4 @@ class Tiles(PictureGame):
 gymnasium.register("fovea/maze", f"{__name__}:Maze")
 gymnasium.register("fovea/tiles", f"{__name__}:Tiles")
 MAZE, TILES = f"{__name__}:fovea/maze", f"{__name__}:fovea/tiles"
-"""As `visgym_env_id` has them."""
+"""Values of `visgym_env_id`."""

@@ -1,4 +1,4 @@
-"""Reinforcement learning, one turn: a model that says digits at random learns to read real scans of them."""
+"""Reinforcement learning with one turn: a model that says random digits learns to read scans of digits."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fovea_demo.digits import QUESTION, Scan, load_scans
 from fovea_rollout import Answer, LoopSettings, Message, Picture, RolloutSettings, SamplingSettings, Step
 
 BAR = 0.9
-"""Held-out scans read correctly; by chance 0.1."""
+"""Share of held-out scans that the model should read correctly; chance gives 0.1."""
 
 
 class DigitEnvironment:
-    """Shows one scan; the reward is 1 for its digit."""
+    """Shows one scan. The reward is 1 for its digit."""
 
     def __init__(self, scan: Scan) -> None:
         self._scan = scan
 
     async def reset(self) -> list[Message]:
-        """The scan and the question."""
+        """Returns the scan and the question."""
         return [Message("user", (Picture.of_bytes(self._scan.png), QUESTION))]
 
     async def step(self, answer: Answer) -> Step:
-        """Says nothing: one answer ends it."""
+        """Scores the answer, which ends the episode."""
         return Step(reward=float(answer.text.strip() == str(self._scan.digit)), is_done=True)
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: the environment has no resources."""
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -46,8 +46,8 @@ async def main(arguments: argparse.Namespace) -> None:
         arguments.steps,
         arguments.groups,
         rollout=rollout,
-        target_kl=0.03,  # of an answer of one token, which has no form to lose
-        kl_coefficient=0.1,  # which is paid once, as the reward is
+        target_kl=0.03,  # an answer is one token, which has no form to lose
+        kl_coefficient=0.1,  # the penalty counts once, as the reward does
         seed=arguments.seed,
     )
     await experiment.run(train, held_out, lambda _: str(rng.integers(10)), settings, BAR)

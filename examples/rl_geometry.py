@@ -1,6 +1,6 @@
-"""Reinforcement learning, one picture and several tries: a model learns to measure, told how far off it was.
+"""Reinforcement learning with one picture and several tries: a model learns to measure, with feedback to each try.
 
-The warm-up clones a player that counts the squares aloud, and then answers any number.
+The warm-up clones a player that counts the squares in writing, and then answers a random number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ SIDE, UNIT, WIDEST = 64, 8, 7
 TRIES = 3
 LATER_LOSES = 0.25
 BAR = 0.7
-"""Who sees nothing halves what is left with each try: right at once of 1 width in 7, then of 2, then of 4, which is a
-reward of (1 + 2 * 0.75 + 4 * 0.5) / 7 = 0.64 at best. Who sees the bar gets 1."""
+"""Mean reward that the model should reach. A blind model can halve the remaining widths with each try: it is right with
+the first try for 1 width of 7, with the second for 2, and with the third for 4, which is a reward of
+(1 + 2 * 0.75 + 4 * 0.5) / 7 = 0.64 at best. A model that sees the bar gets 1."""
 QUESTION = "How many squares wide is the bar? Count, then call calc_score."
 PAPER, LINE = 10, 60
 INKS = ((220, 30, 30), (30, 170, 50), (40, 60, 220), (240, 220, 40))
@@ -36,9 +37,9 @@ class Problem:
     """A bar on squared paper.
 
     Attributes:
-        width: Its width in squares; all are six high, the tiny model being short-sighted.
-        column: Of its first square.
-        ink: Red, green and blue, 0 to 255.
+        width: Width of the bar in squares. All bars are six squares high, because the tiny model sees badly.
+        column: Column of the first square.
+        ink: Colour in red, green and blue, 0 to 255.
     """
 
     width: int
@@ -46,7 +47,7 @@ class Problem:
     ink: tuple[int, int, int]
 
     def draw(self) -> Pixels:
-        """uint8 [64, 64, 3]."""
+        """Returns the picture, uint8 [64, 64, 3]."""
         pixels = np.full((SIDE, SIDE, 3), PAPER, np.uint8)
         pixels[::UNIT] = pixels[:, ::UNIT] = LINE
         left = self.column * UNIT
@@ -55,16 +56,16 @@ class Problem:
 
 
 def draw_problem(rng: np.random.Generator) -> Problem:
-    """Every width is as likely, and every place where it fits."""
+    """Draws a problem. All widths are equally likely, and so are all positions of a width."""
     width = int(rng.integers(1, WIDEST + 1))
     column = int(rng.integers(SIDE // UNIT - width + 1))
     return Problem(width, column, INKS[rng.integers(len(INKS))])
 
 
 class GeometryEnvironment:
-    """Shows a problem; the tool `calc_score` says whether an answer is too low or too high, and the model tries again.
+    """Shows a problem. The tool `calc_score` says whether an answer is too low or too high, and the model tries again.
 
-    The reward of a right answer is 1, and a quarter less with each try before it.
+    The reward of a right answer is 1 minus a quarter for each try before it.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -72,7 +73,7 @@ class GeometryEnvironment:
         self._tries = 0
 
     async def reset(self) -> list[Message]:
-        """The picture and the question."""
+        """Returns the picture and the question."""
         return [Message("user", (Picture.of_pixels(self._problem.draw()), QUESTION))]
 
     async def step(self, answer: Answer) -> Step:
@@ -86,15 +87,15 @@ class GeometryEnvironment:
             feedback = answer.malformed or "Call calc_score with a number."
         else:
             feedback = "too low" if difference < 0 else "too high"
-        # What Qwen's templates make of the role `tool`; the tiny model's has no such role.
+        # Qwen's templates write the role `tool` like this; the tiny model's template does not have that role.
         message = Message("user", (f"<tool_response>\n{feedback}\n</tool_response>",), has_markup=True)
         return Step([message], 0.0, self._tries == TRIES, {"right": 0.0, "at_once": 0.0})
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: the environment has no resources."""
 
     def _difference(self, answer: Answer) -> int | None:
-        """Answer minus width; None if there is no readable answer."""
+        """Returns the answer minus the width; None if there is no readable answer."""
         for call in answer.tool_calls:
             value = call.arguments.get("answer")
             if call.name == "calc_score" and isinstance(value, int):
@@ -103,26 +104,26 @@ class GeometryEnvironment:
 
 
 def tool_call(answer: int) -> str:
-    """What the model has to write."""
+    """Returns a call in the model's format."""
     call = json.dumps({"name": "calc_score", "arguments": {"answer": answer}})
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def measure(pixels: Pixels) -> int:
-    """The width of the bar that `Problem.draw` drew, in squares."""
+    """Returns the width of the bar in a picture of `Problem.draw`, in squares."""
     centres = pixels[SIDE // 2 + UNIT // 2, UNIT // 2 :: UNIT]
     return int((centres.max(axis=1) > LINE).sum())
 
 
 def count_and_guess(rng: np.random.Generator, prompt: Sequence[Chunk]) -> str:
-    """What the cloned player says: it counts rightly, which its answer has nothing to do with."""
+    """Returns an answer of the cloned player: it counts correctly, and then answers a random number."""
     picture = next(chunk for chunk in prompt if isinstance(chunk, Picture))
     counted = " ".join(str(square) for square in range(1, measure(picture.pixels) + 1))
     return f"{counted}\n{tool_call(int(rng.integers(1, WIDEST + 1)))}"
 
 
 def draw_sources(rng: np.random.Generator, count: int) -> list[partial[GeometryEnvironment]]:
-    """Problems; each is one source of rollouts."""
+    """Draws problems; each is one source of rollouts."""
     return [partial(GeometryEnvironment, draw_problem(rng)) for _ in range(count)]
 
 

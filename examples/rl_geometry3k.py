@@ -1,6 +1,6 @@
-"""Reinforcement learning with Geometry-3K's protocol on drawn problems: thinking, a tool that scores, `\\boxed{}`.
+"""Reinforcement learning with Geometry-3K's protocol on drawn problems: thinking, a scoring tool, `\\boxed{}`.
 
-The rows are written as the recipe has them, JPEG pictures included, and read back, as a real set is.
+The example writes rows in the format of the recipe, with JPEG pictures, and reads them like a real dataset.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from fovea_rollout.records import Record
 SIDE, UNIT, WIDEST = 64, 16, 3
 QUESTION = "How long is the diagonal, in squares?"
 TOOL_SHARE = 0.5
-"""How often the cloned player scores an answer before it gives one."""
+"""Share of answers that the cloned player scores with the tool first."""
 BAR = 0.75
-"""Who sees nothing scores the three likeliest of the six answers at best, and is right with 0.67."""
+"""Mean reward that the model should reach. A blind model can at best try the three likeliest of the six answers, which
+gives 0.67."""
 INK, PAPER, LINE = (40, 60, 220), (250, 250, 250), (150, 150, 150)
 
 Pixels = npt.NDArray[np.uint8]
 
 
 def draw_rectangle(width: int, height: int, column: int, row: int) -> Pixels:
-    """A filled rectangle on squared paper, uint8 [64, 64, 3]."""
+    """Draws a filled rectangle on squared paper, uint8 [64, 64, 3]."""
     pixels = np.full((SIDE, SIDE, 3), PAPER, np.uint8)
     pixels[row * UNIT : (row + height) * UNIT, column * UNIT : (column + width) * UNIT] = INK
     pixels[::UNIT] = pixels[:, ::UNIT] = LINE
@@ -44,14 +45,14 @@ def draw_rectangle(width: int, height: int, column: int, row: int) -> Pixels:
 
 
 def read_rectangle(pixels: Pixels) -> tuple[int, int]:
-    """Width and height in squares of what `draw_rectangle` drew, after JPEG."""
+    """Returns width and height in squares of a picture of `draw_rectangle`, also after JPEG compression."""
     centres = pixels[UNIT // 2 :: UNIT, UNIT // 2 :: UNIT].astype(int)
     is_inked = np.abs(centres - INK).sum(axis=2) < np.abs(centres - PAPER).sum(axis=2)
     return int(is_inked.any(axis=0).sum()), int(is_inked.any(axis=1).sum())
 
 
 def diagonal(width: int, height: int) -> str:
-    """Its length as the set writes roots: `2 \\sqrt { 2 }`."""
+    """Returns the length of the diagonal in the dataset's notation: `2 \\sqrt { 2 }`."""
     square = width**2 + height**2
     factor = max(one for one in (1, 2, 3) if square % one**2 == 0)
     root = f"\\sqrt {{ {square // factor**2} }}"
@@ -59,7 +60,7 @@ def diagonal(width: int, height: int) -> str:
 
 
 def draw_row(rng: np.random.Generator, split: str, index: int) -> dict[str, Any]:
-    """A row of the recipe's shape; every width and height is as likely."""
+    """Draws a row in the format of the recipe. All widths and heights are equally likely."""
     width, height = (int(side) for side in rng.integers(1, WIDEST + 1, size=2))
     column, row = (int(rng.integers(SIDE // UNIT - side + 1)) for side in (width, height))
     file = io.BytesIO()
@@ -76,7 +77,7 @@ def draw_row(rng: np.random.Generator, split: str, index: int) -> dict[str, Any]
 
 
 def write_rows(path: pathlib.Path, rng: np.random.Generator, count: int) -> list[Record]:
-    """Writes problems into a file of JSON lines, and reads it."""
+    """Writes problems to a file of JSON lines, and reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = (json.dumps(draw_row(rng, path.stem, index)) for index in range(count))
     path.write_text("".join(f"{row}\n" for row in rows))
@@ -84,13 +85,13 @@ def write_rows(path: pathlib.Path, rng: np.random.Generator, count: int) -> list
 
 
 class Player:
-    """Thinks of what it sees, and answers as if it had seen some other rectangle: half of the time it asks the tool."""
+    """Describes its picture in its thinking, and then answers at random, in half of the cases with the tool."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
     def answer(self, prompt: Sequence[Chunk]) -> str:
-        """What it writes; without a tool call where only the answer is wanted."""
+        """Returns an answer to a prompt."""
         pictures = [chunk for chunk in prompt if isinstance(chunk, Picture)]
         width, height = read_rectangle(pictures[-1].pixels)
         guess = diagonal(*(int(side) for side in self._rng.integers(1, WIDEST + 1, size=2))).replace(" ", "")
@@ -102,7 +103,7 @@ class Player:
 
 
 def sources_of(records: Sequence[Record]) -> list[partial[Geometry3kEnvironment]]:
-    """Each is one source of rollouts."""
+    """Returns one source of rollouts per record."""
     return [partial(geometry3k_environment, record.columns) for record in records]
 
 

@@ -1,6 +1,6 @@
-"""Reinforcement learning, a new picture each turn: a model learns to walk to the goal of a MiniGrid by looking at it.
+"""Reinforcement learning with a new picture each turn: a model learns to walk to the goal of a MiniGrid that it sees.
 
-The pictures are MiniGrid's own view of the agent: it stands at the bottom and looks up, the goal is the green square.
+The pictures are the view of MiniGrid's agent, which is at the bottom and looks up. The goal is the green square.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from examples.experiment import Experiment, read_arguments
 from fovea_rollout import GymnasiumEnvironment, LoopSettings, RolloutSettings, Rules, SamplingSettings
 
 MAX_STEPS = 6
-"""The longest of the shortest ways: two turns and four steps."""
-# Words that the tiny model knows: turn left, turn right, go ahead.
+"""The most actions of a shortest way: two turns and four steps."""
+# Words in the tiny model's vocabulary, for turning left, turning right and going ahead.
 RULES = Rules("Where is it?", {"left": 0, "right": 1, "top": 2}, max_steps=MAX_STEPS)
 RIGHT, DOWN = 0, 1
 BAR = 0.95
-"""Of the episodes, those that reach the goal; from every start it can be reached."""
+"""Share of episodes that should reach the goal, which is possible from every start."""
 
 
 class Walk(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Rewards the goal with 1; or, to learn from, each step with how much nearer it brings, in steps."""
+    """Rewards the goal with 1. In training, rewards each step with the decrease of the distance to it, in actions."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], *, by_steps: bool) -> None:
         super().__init__(env)
         self._by_steps = by_steps
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        """As MiniGrid's, with another reward."""
+        """Takes a step with another reward than MiniGrid's."""
         before = self._distance()
         seen, reward, is_terminated, is_truncated, info = self.env.step(action)
         earned = before - self._distance() if self._by_steps else float(float(reward) > 0)
         return seen, earned, is_terminated, is_truncated, info
 
     def _distance(self) -> int:
-        """Fewest actions to the goal, which is in the lower right corner of the empty room."""
+        """Returns the fewest actions to the goal, which is in the lower right corner of the empty room."""
         room: Any = self.env.unwrapped
         (x, y), facing = room.agent_pos, room.agent_dir
         right, down = room.width - 2 - x, room.height - 2 - y
@@ -53,7 +53,7 @@ class Walk(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def make_environment(seed: int, *, by_steps: bool = False, max_steps: int = MAX_STEPS) -> GymnasiumEnvironment:
-    """A room of three by three squares; the seed says where the agent stands and looks."""
+    """Makes a room of three by three squares. The seed determines the agent's position and direction."""
     room = gymnasium.make(
         "MiniGrid-Empty-Random-5x5-v0",
         render_mode="rgb_array",
@@ -67,7 +67,7 @@ def make_environment(seed: int, *, by_steps: bool = False, max_steps: int = MAX_
 
 
 def draw_sources(rng: np.random.Generator, count: int, **options: Any) -> list[Callable[[], GymnasiumEnvironment]]:
-    """Starts; each is one source of rollouts."""
+    """Draws starts; each is one source of rollouts."""
     return [partial(make_environment, int(seed), **options) for seed in rng.integers(2**31, size=count)]
 
 
@@ -83,14 +83,14 @@ async def main(arguments: argparse.Namespace) -> None:
     settings = LoopSettings(
         steps=arguments.steps // 2,
         groups_per_step=arguments.groups,
-        target_kl=0.03,  # of an answer of one token, which has no form to lose
-        kl_coefficient=0.2,  # which is paid once, as the reward is
-        schedule="constant",  # of single steps, after which walks go on
-        discount=0.0,  # each step is judged by itself: the reward says at once what it was worth
+        target_kl=0.03,  # an answer is one token, which has no form to lose
+        kl_coefficient=0.2,  # the penalty counts once, as the reward does
+        schedule="constant",  # these are single steps; training continues with whole walks
+        discount=0.0,  # the reward of each step already tells its value
         rollout=rollout,
         seed=arguments.seed,
     )
-    # First single steps, in which a group differs in nothing but its answer; then whole walks.
+    # First single steps, for which the rollouts of a group differ only in the answer, and then whole walks.
     await experiment.learn(draw_sources(rng, 1000, by_steps=True, max_steps=1), settings)
     walks = replace(
         settings,

@@ -1,4 +1,4 @@
-"""Reinforcement learning on an OpenEnv server of our own: a picture each turn, played over its WebSocket.
+"""Reinforcement learning on a local OpenEnv server: a picture each turn, over the server's WebSocket.
 
 `make environments` installs OpenEnv beside .venv.
 """
@@ -22,11 +22,11 @@ from examples.signals import BAR, LENGTH, QUESTION, WAYS, draw_signals, random_w
 from fovea_rollout import LoopSettings, OpenEnvEnvironment, RolloutSettings, SamplingSettings
 
 SESSIONS = 512
-"""The most episodes at once."""
+"""The most episodes that run at once."""
 
 
 def signals_app() -> Any:
-    """The server: a seed is a game, and each right answer is a third of the reward."""
+    """Returns the server. A seed determines a game, and each right answer earns a third of the reward."""
     from fastapi import FastAPI
     from openenv.core import env_server  # type: ignore[import-not-found]
     from openenv.core.env_server.http_server import HTTPEnvServer  # type: ignore[import-not-found]
@@ -66,7 +66,7 @@ def signals_app() -> Any:
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """A server on a free port of this machine, in a thread; yields its address."""
+    """Runs a server in a thread, on a free port of this machine; yields its address."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -82,7 +82,7 @@ def serving(app: Any) -> Iterator[str]:
 
 
 def draw_sources(rng: np.random.Generator, count: int, url: str) -> list[partial[OpenEnvEnvironment]]:
-    """Games by their seeds; each is one source of rollouts."""
+    """Draws seeds of games; each is one source of rollouts."""
     return [partial(_episode, url, int(seed)) for seed in rng.integers(2**31, size=count)]
 
 
@@ -103,9 +103,9 @@ async def main(arguments: argparse.Namespace) -> None:
         settings = LoopSettings(
             arguments.steps,
             arguments.groups,
-            learning_rate=2e-3,  # of two tokens, which have no form to lose
-            substeps=1,  # at twice the rate
-            schedule="constant",  # of thirty steps, in which it learns to the last
+            learning_rate=2e-3,  # an answer is two tokens, which have no form to lose
+            substeps=1,  # with twice the rate
+            schedule="constant",  # the model learns until the last of the thirty steps
             discount=0.0,  # the server rewards each answer at once
             rollout=rollout,
             seed=arguments.seed,

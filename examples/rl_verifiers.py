@@ -1,4 +1,4 @@
-"""Reinforcement learning on an environment of the `verifiers` library: three pictures, and a rubric at the end.
+"""Reinforcement learning on an environment of the `verifiers` library, with three pictures and a rubric.
 
 `make environments` installs the library beside .venv.
 """
@@ -18,7 +18,7 @@ from fovea_rollout import LoopSettings, RolloutSettings, SamplingSettings, Verif
 
 
 def load_environment(rng: np.random.Generator, count: int) -> Any:
-    """An environment as the library's own are: a dataset, a class and a rubric."""
+    """Makes an environment from a dataset, a class and a rubric, as the library's environments are."""
     import verifiers as vf  # type: ignore[import-not-found]
     from datasets import Dataset  # type: ignore[import-not-found]
 
@@ -42,7 +42,7 @@ def _asked(colour: str) -> dict[str, Any]:
 
 
 def draw_sources(rng: np.random.Generator, count: int) -> list[Callable[[], VerifiersEnvironment]]:
-    """Games; each is one source of rollouts."""
+    """Draws games; each is one source of rollouts."""
     return verifiers_sources(load_environment(rng, count))
 
 
@@ -55,9 +55,9 @@ async def main(arguments: argparse.Namespace) -> None:
     settings = LoopSettings(
         arguments.steps,
         arguments.groups,
-        learning_rate=2e-3,  # of two tokens, which have no form to lose
-        substeps=1,  # at twice the rate
-        schedule="constant",  # of thirty steps, in which it learns to the last
+        learning_rate=2e-3,  # an answer is two tokens, which have no form to lose
+        substeps=1,  # with twice the rate
+        schedule="constant",  # the model learns until the last of the thirty steps
         rollout=rollout,
         seed=arguments.seed,
     )

@@ -1,7 +1,7 @@
-"""Reinforcement learning on VisGym's tickets: free reasoning, tagged answers with pairs, and pairs that nest.
+"""Reinforcement learning on VisGym tickets: free reasoning, tagged answers with pairs, and nested pairs.
 
-The warm-up clones a player that describes its picture rightly, and does what it should half of the time; else something
-that can be done.
+The warm-up clones a player that describes its picture correctly. Half of the time it takes the best action, and
+otherwise a random possible one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from fovea_rollout.records import parse_record
 from fovea_rollout.visgym_environment import FORMAT_SHARE, TASK_SHARE, WORDS, Answering, visgym_environment
 
 SKILL = 0.5
-"""How often the cloned player does what it should."""
+"""Share of the best action among the actions of the cloned player."""
 SOLVED = 0.7
-"""Share of games that the model should solve. Who does not look solves 0.13 of the mazes with the best fixed way, and
-0.11 of the tiles with the best fixed swaps; who sees all that the player says, and forgets it, 0.90 of the mazes."""
+"""Share of games that the model should solve. Without looking, the best fixed way solves 0.13 of the mazes, and the
+best fixed swaps solve 0.11 of the tiles. A model that sees all that the player says, but has no memory, solves 0.90 of
+the mazes."""
 _NAMES = {action: word for word, action in WORDS.items()}
 
 
 @dataclass(frozen=True)
 class Game:
-    """A way of acting, and the player that is cloned.
+    """A game, a format of answers, and the player to clone.
 
     Attributes:
         environment: `visgym_env_id` of the tickets.
-        max_tokens: Of an answer.
-        write: Writes an answer to the frame; draws from the generator what to do.
+        answering: Format of answers.
+        max_turns: The most answers.
+        max_tokens: The most tokens of an answer.
+        write: Writes the player's answer to a frame, with random numbers of the generator.
     """
 
     environment: str
@@ -47,14 +50,14 @@ class Game:
 
     @property
     def bar(self) -> float:
-        """The reward of whoever solves that share, every answer well formed."""
+        """Reward of a model that solves the share `SOLVED` with well-formed answers only."""
         return SOLVED if self.answering == "instruct" else TASK_SHARE * SOLVED + FORMAT_SHARE
 
 
 def _move(maze: Maze, rng: np.random.Generator) -> tuple[str, Any]:
     way = maze.best_way()
     if rng.random() > SKILL:
-        # It sees walls, and would not walk into one: a clone of who does stands there until its turns are over.
+        # Only possible moves: a clone of a player that walks into walls would do so until its turns are over.
         choices = [None, *(way for way in WAYS if maze.is_open(maze.agent, way))]
         way = choices[rng.integers(len(choices))]
     return ("stop", "stop") if way is None else ("move", way)
@@ -99,7 +102,7 @@ GAMES = {
 
 
 def draw_sources(rng: np.random.Generator, count: int, game: Game) -> list[Callable[[], Any]]:
-    """Tickets with seeds; each is one source of rollouts."""
+    """Draws tickets with seeds; each is one source of rollouts."""
     make = partial(visgym_environment, answering=game.answering, asks=False)
     tickets = [
         parse_record(
@@ -117,7 +120,7 @@ def draw_sources(rng: np.random.Generator, count: int, game: Game) -> list[Calla
 
 
 def last_frame(prompt: Sequence[Chunk]) -> Pixels:
-    """The newest picture of a prompt, uint8 [height, width, 3]."""
+    """Returns the newest picture of a prompt, uint8 [height, width, 3]."""
     return next(chunk for chunk in reversed(prompt) if isinstance(chunk, Picture)).pixels
 
 
@@ -131,7 +134,7 @@ async def main(arguments: argparse.Namespace) -> None:
         arguments.steps,
         arguments.groups,
         rollout=rollout,
-        target_kl=0.001,  # of some 200 tokens a rollout: three times that loses the form now and then
+        target_kl=0.001,  # a rollout has about 200 tokens; with three times this KL the model sometimes lost the form
         seed=arguments.seed,
     )
     await experiment.run(train, held_out, lambda prompt: game.write(last_frame(prompt), rng), settings, game.bar)

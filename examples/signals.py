@@ -1,4 +1,4 @@
-"""A game of three signals: the colour of each picture says which way to go, and nobody says which colour means what."""
+"""A game of three signals: the colour of each picture means a direction, which the model must find out."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import numpy as np
 from fovea_rollout import Picture
 
 WAYS = {"red": "left", "green": "right", "blue": "top", "yellow": "bottom"}
-"""What each colour means. Words that the tiny model knows."""
+"""Meanings of the colours, in words of the tiny model's vocabulary."""
 QUESTION = "Where is it?"
 LENGTH = 3
 BAR = 0.9
-"""Share of the signals that the model should read; by chance 0.25."""
+"""Share of signals that the model should read correctly; chance gives 0.25."""
 _INK = {"red": (220, 30, 30), "green": (30, 170, 50), "blue": (40, 60, 220), "yellow": (240, 220, 40)}
 _SIDE = 64
 
 
 def draw_signals(rng: np.random.Generator) -> tuple[str, ...]:
-    """The colours of one game."""
+    """Draws the colours of one game."""
     return tuple(str(colour) for colour in rng.choice(list(WAYS), LENGTH))
 
 
 def show(colour: str) -> Picture:
-    """A signal: a disc on white."""
+    """Draws a signal, a disc on white."""
     across, down = np.ogrid[:_SIDE, :_SIDE]
     middle = (_SIDE - 1) / 2
     pixels = np.full((_SIDE, _SIDE, 3), 250, np.uint8)
@@ -31,5 +31,5 @@ def show(colour: str) -> Picture:
 
 
 def random_way(rng: np.random.Generator) -> str:
-    """What a player says who knows nothing."""
+    """Returns a random direction."""
     return str(rng.choice(list(WAYS.values())))

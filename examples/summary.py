@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each example of reinforcement learning, its seeds in order, those that miss the bar in italics."""
+    """Returns a table with one line per example of reinforcement learning. Results below the bar are in italics."""
     lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
     measured = (row for row in rows if "bar" in row)
     for name, runs in groupby(measured, key=lambda row: str(row["example"])):
@@ -32,12 +32,12 @@ def _largest(log_ratios: Sequence[float | None]) -> str:
 
 
 def is_met(row: Row) -> bool:
-    """Whether a run reached its bar."""
+    """Returns whether a run reached its bar."""
     return bool(row["after"] >= row["bar"])
 
 
 def write(page: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Puts the table between its two marks."""
+    """Writes the table between its two marks in the page."""
     text = page.read_text()
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     page.write_text(before + table(rows) + after)

@@ -1,4 +1,4 @@
-"""Teaches a model one picture through the official Tinker SDK, then asks it. Run `fovea up` first."""
+"""Teaches a model one picture with the official Tinker SDK, and then asks about it. Run `fovea up` first."""
 
 import pathlib
 

@@ -1,9 +1,10 @@
-"""Reinforcement learning on records of your own: rows of JSON lines or Parquet, such as the real Geometry-3K's.
+"""Reinforcement learning on your own records in JSON lines or Parquet, such as the real Geometry-3K.
 
     python -m examples.train_on_records train.parquet --held-out test.parquet --out geometry3k
 
-A row has `prompt` and `env_class`, a registered environment or `module:name` of your own. Rewards are printed, each
-step's figures are in OUT/metrics.jsonl. Called again after it was killed, it goes on where it was evaluated last.
+A row has `prompt` and `env_class`, a registered environment or your own `module:name`. The program prints rewards, and
+writes the metrics of each step to OUT/metrics.jsonl. Started again, a killed run resumes at its
+last evaluation.
 """
 
 from __future__ import annotations
@@ -30,24 +31,34 @@ from fovea_rollout import (
 
 
 def read_arguments() -> argparse.Namespace:
-    """Of the command line; what it does not name is as in `LoopSettings`."""
+    """Parses the command line. Settings without an option have the defaults of `LoopSettings`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("records", type=pathlib.Path, help="rows to learn from, .jsonl or .parquet")
     add("--held-out", type=pathlib.Path, help="rows to evaluate on")
-    add("--out", type=pathlib.Path, required=True, help="folder that keeps the run")
+    add("--out", type=pathlib.Path, required=True, help="folder of the run")
     add("--base-url", help="address of a Tinker server; default: TINKER_BASE_URL")
     add("--api-key", help="default: TINKER_API_KEY")
-    add("--model", help="default: the first that the server trains")
-    add("--rank", type=int, default=32, help="of the LoRA (default: %(default)s)")
+    add("--model", help="name of the model; default: the first that the server trains")
+    add("--rank", type=int, default=32, help="rank of the LoRA (default: %(default)s)")
     add("--seed", type=int, default=0)
     for name in ("steps", "groups_per_step", "group_size", "evaluate_every"):
         default = getattr(LoopSettings, name)
         add(f"--{name.replace('_', '-')}", type=int, default=default, help="(default: %(default)s)")
-    add("--learning-rate", type=float, help="of the first step; default: by the model's width")
-    add("--max-tokens", type=int, default=1024, help="of an answer (default: %(default)s)")
-    add("--max-turns", type=int, default=RolloutSettings.max_turns, help="of an episode (default: %(default)s)")
-    add("--max-context", type=int, default=RolloutSettings.max_context, help="tokens (default: %(default)s)")
+    add("--learning-rate", type=float, help="learning rate of the first step; default: by the model's width")
+    add("--max-tokens", type=int, default=1024, help="most tokens of an answer (default: %(default)s)")
+    add(
+        "--max-turns",
+        type=int,
+        default=RolloutSettings.max_turns,
+        help="most turns of an episode (default: %(default)s)",
+    )
+    add(
+        "--max-context",
+        type=int,
+        default=RolloutSettings.max_context,
+        help="most tokens of a prompt and its answer (default: %(default)s)",
+    )
     return parser.parse_args()
 
 
@@ -83,7 +94,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 def show(report: StepReport) -> None:
-    """A line for each step."""
+    """Prints one line per step."""
     held_out = f", held out {report.evaluation.reward_mean:.3f}" if report.evaluation else ""
     failed = f", {len(report.failures)} rollouts failed: {report.failures[0][1].error}" if report.failures else ""
     print(f"step {report.step + 1}: reward {report.reward_mean:.3f}{held_out}{failed}", flush=True)

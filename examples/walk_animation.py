@@ -1,10 +1,10 @@
-"""The README's moving picture: walks of `rl_gridworld` before and after training, seen from above.
+"""Draws the README's animation: walks of `rl_gridworld` before and after training, seen from above.
 
     python -m examples rl_gridworld
     python -m examples.walk_animation examples/out/rl_gridworld-0.html docs/pictures/walk.gif
 
-The words are the model's, from the page of the run; they are walked again in the same rooms, since its pictures show
-what the walker saw.
+The model's words come from the page of the run. They are replayed in the same rooms, because the pictures of the page
+show the agent's view.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from PIL import Image, ImageDraw, ImageFont
 from examples.rl_gridworld import MAX_STEPS, RULES
 
 TILE, COLUMNS, ROWS, GAP, HEAD = 18, 4, 3, 10, 34
-"""Pixels of a square of a room; rooms beside each other and above each other; pixels between them, and of the title."""
+"""Pixels of a square of a room; columns and rows of rooms; pixels between the rooms; pixels of the title."""
 SIDE = 5 * TILE
 GROUND, INK, GOOD, BAD = (250, 250, 250), (30, 34, 40), (26, 127, 55), (190, 60, 50)
 FRAME_MS, LAST_MS = 550, 2200
 
 
 def walk(seed: int, words: Sequence[str]) -> tuple[list[Image.Image], bool]:
-    """A picture before and after each word, and whether the goal was reached."""
+    """Returns the pictures before and after each word, and whether the goal was reached."""
     room: Any = gymnasium.make(
         "MiniGrid-Empty-Random-5x5-v0", render_mode="rgb_array", max_steps=MAX_STEPS, highlight=False, tile_size=TILE
     )
@@ -47,9 +47,9 @@ def walk(seed: int, words: Sequence[str]) -> tuple[list[Image.Image], bool]:
 
 
 def words_of(page: pathlib.Path, moment: str) -> list[list[str]]:
-    """What the model said in each walk, of the evaluation that is called so."""
+    """Returns the model's words in each walk of the evaluation with this name."""
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert data is not None, f"{page} is no page of rollouts"
+    assert data is not None, f"{page} is not a page of rollouts"
     trajectories = json.loads(data[1])["trajectories"]
     return [
         [turn["text"].strip().lower() for turn in one["turns"]]
@@ -59,7 +59,7 @@ def words_of(page: pathlib.Path, moment: str) -> list[list[str]]:
 
 
 def draw(page: pathlib.Path, seeds: Sequence[int]) -> list[Image.Image]:
-    """The frames."""
+    """Draws the frames."""
     width = COLUMNS * SIDE + (COLUMNS - 1) * GAP
     frames = [
         Image.new("RGB", (2 * width + 5 * GAP, HEAD + ROWS * (SIDE + GAP) + GAP), GROUND) for _ in range(MAX_STEPS + 1)
@@ -90,10 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("page", type=pathlib.Path)
     parser.add_argument("gif", type=pathlib.Path)
-    parser.add_argument("--seed", type=int, default=0, help="of the run (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=200, help="of the run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=200, help="held-out episodes of the run (default: %(default)s)")
     arguments = parser.parse_args()
-    # As the run has drawn them.
+    # The run draws its seeds in the same way.
     seeds = np.random.default_rng(arguments.seed).integers(2**31, size=arguments.held_out)
     frames = [frame.quantize(64) for frame in draw(arguments.page, [int(seed) for seed in seeds])]
     times = [FRAME_MS] * (len(frames) - 1) + [LAST_MS]

@@ -1,1 +1,1 @@
-"""gRPC clients in other languages, each made from the protos by its own tool chain."""
+"""gRPC clients in other languages, each generated from the protos by its own toolchain."""

@@ -1,4 +1,4 @@
-"""`make clients`: builds the clients, and compares what each samples from one Fovea with what Python samples."""
+"""`make clients`: builds the clients, and compares their samples from one Fovea server with Python's."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ READY_TIMEOUT_S = 900.0
 
 def main(
     languages: Annotated[
-        list[str] | None, typer.Argument(help=f"Some of {', '.join(TOOLCHAINS)}; default: all.")
+        list[str] | None, typer.Argument(help=f"Languages of {', '.join(TOOLCHAINS)}; default: all.")
     ] = None,
-    running: Annotated[Path | None, typer.Option(help="State folder of a Fovea that runs already.")] = None,
-    timeout_s: Annotated[float, typer.Option(help="Seconds that one client may take.")] = 120.0,
+    running: Annotated[Path | None, typer.Option(help="State folder of a running Fovea server.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Limit of one client in seconds.")] = 120.0,
 ) -> None:
-    """Build the clients whose tool chains are here, and check what they sample."""
+    """Build the clients with an installed toolchain, and check their samples."""
     if unknown := set(languages or ()) - set(TOOLCHAINS):
         raise typer.BadParameter(
-            f"there is no client in {', '.join(sorted(unknown))}; choose of {', '.join(TOOLCHAINS)}"
+            f"there is no client in {', '.join(sorted(unknown))}; the languages are {', '.join(TOOLCHAINS)}"
         )
     failed = False
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def _fovea(running: Path | None) -> Iterator[dict[str, Any]]:
 def _compare(clients: dict[str, list[str]], up: dict[str, Any], timeout_s: float) -> bool:
     address, good = up["services"]["gateway"]["address"], True
     for question in questions(Path(up["model"])):
-        # The first sample fills vLLM's caches, so that all that are compared are computed alike.
+        # The first sample fills vLLM's caches, so that the compared samples are all computed in the same way.
         for _ in range(2):
             wanted = asyncio.run(answer_in_python(address, API_KEY, question, timeout_s))
         print(f"python, temperature {question.temperature}: {wanted.tokens}, {wanted.finish_reason}")

@@ -1,4 +1,4 @@
-"""What a client printed, and what it should have printed: the same sample drawn through Python."""
+"""Compares the sample that a client printed with the same sample in Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fovea.client import GatewayClient
 from fovea.wire.tensors import decode_floats, decode_tokens, encode_tokens
 
 TOLERANCE = 1e-5
-"""Of log-probabilities, which clients print with six decimals."""
+"""Tolerance of log-probabilities, which clients print with six decimals."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Answer:
     """A sampled sequence.
 
     Attributes:
-        tokens: Their ids.
-        logprobs: One a token.
-        finish_reason: As the enum's value is named.
+        tokens: Ids of the tokens.
+        logprobs: Log-probability of each token.
+        finish_reason: Name of the enum's value.
     """
 
     tokens: list[int]
@@ -32,7 +32,7 @@ class Answer:
 
     @classmethod
     def parse(cls, printed: str) -> Answer:
-        """From a client's output. Raises ValueError if a line is not as it should be."""
+        """Parses a client's output. Raises ValueError if a line is malformed."""
         *lines, last = printed.splitlines()
         pairs = [line.split(" ") for line in lines]
         count, reason = last.split(" tokens, ")
@@ -41,7 +41,7 @@ class Answer:
         return cls([int(token) for token, _ in pairs], [float(logprob) for _, logprob in pairs], reason)
 
     def difference(self, wanted: Answer) -> str:
-        """From the wanted answer, in words; empty if it is the same."""
+        """Describes the difference from the expected answer; empty if they are the same."""
         if (self.tokens, self.finish_reason) != (wanted.tokens, wanted.finish_reason):
             return f"{self.tokens}, {self.finish_reason}; wanted {wanted.tokens}, {wanted.finish_reason}"
         gaps = [abs(one - two) for one, two in zip(self.logprobs, wanted.logprobs, strict=True)]
@@ -50,14 +50,14 @@ class Answer:
 
 
 def answer(command: Sequence[str], address: str, api_key: str, question: Question, timeout_s: float) -> Answer:
-    """What a client answers. Raises subprocess.CalledProcessError, with its standard error, if it fails."""
+    """Runs a client. Raises subprocess.CalledProcessError, with its standard error, if it fails."""
     options = ["--address", address, "--api-key", api_key, "--timeout", str(timeout_s)]
     done = subprocess.run([*command, *options, *question.arguments()], capture_output=True, text=True, check=True)
     return Answer.parse(done.stdout)
 
 
 async def answer_in_python(address: str, api_key: str, question: Question, timeout_s: float) -> Answer:
-    """What every client should answer."""
+    """Returns the answer that every client should print."""
     before, after = (Chunk(tokens=TokenChunk(tokens=encode_tokens(ids))) for ids in (question.before, question.after))
     image = Chunk(image=ImageChunk(data=question.image.read_bytes(), format=IMAGE_FORMAT_PNG))
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""What the clients are asked: one picture between two runs of token ids."""
+"""The question to the clients: one picture between two sequences of token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AFTER = "<|vision_end|>What colour is it?<|im_end|>\n<|im_start|>assistant\n"
 
 @dataclass(frozen=True)
 class Question:
-    """A picture, the token ids before and after it, and how to draw the answer."""
+    """A picture, the token ids before and after it, and the settings of sampling."""
 
     image: Path
     before: list[int]
@@ -24,13 +24,13 @@ class Question:
     max_tokens: int = 16
 
     def arguments(self) -> list[str]:
-        """As every client takes them."""
+        """Returns the arguments for a client's command line."""
         drawing = [f"--max-tokens={self.max_tokens}", f"--temperature={self.temperature}", f"--seed={self.seed}"]
         return [*drawing, str(self.image), " ".join(map(str, self.before)), " ".join(map(str, self.after))]
 
 
 def questions(model: Path) -> list[Question]:
-    """The same question, answered by the most likely tokens and by seeded draws.
+    """Returns the same question twice: for greedy and for seeded sampling.
 
     Args:
         model: Directory of the served model, for its tokenizer.

@@ -1,4 +1,4 @@
-"""How each client is built and started. Builds lie in `~/.cache/fovea/clients`, never among the sources."""
+"""Builds and starts the clients. The builds are stored in `~/.cache/fovea/clients`, never among the sources."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _MADE = ("build", "gen", "node_modules", "target", "sample")
 
 
 class BuildFailed(Exception):
-    """A tool chain is there but could not build its client; the message ends with what it said."""
+    """Raised if a toolchain could not build its client. The message ends with the output of the toolchain."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """One language's way from `protos/` to a program.
+    """The steps from `protos/` to a program in one language.
 
     Attributes:
         language: Name of the folder.
-        programs: What must be on the PATH.
-        build: Commands, run one after another in the folder.
-        start: The client's command; a relative path that exists after the build is one below the folder.
+        programs: Programs that must be on the PATH.
+        build: Commands to run one after another in the folder.
+        start: Command of the client. Relative paths that exist after the build are inside the folder.
     """
 
     language: str
@@ -46,7 +46,7 @@ class Toolchain:
 
     @property
     def is_built(self) -> bool:
-        """Whether the client is there, made from the sources and protos of today."""
+        """True if the client exists, built from the current sources and protos."""
         stamp = self._place / "digest"
         return stamp.exists() and stamp.read_text() == self._digest
 
@@ -62,12 +62,12 @@ class Toolchain:
     def built(self) -> Iterator[list[str]]:
         """Builds the client if its sources or the protos have changed; yields the command that starts it.
 
-        No other process changes the build in the meantime. Raises BuildFailed.
+        A lock keeps other processes from changing the build meanwhile. Raises BuildFailed.
         """
         self._place.mkdir(parents=True, exist_ok=True)
         with (self._place / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # The repository's layout, so that the paths in build files hold.
+            # The folders are as in the repository, so that the paths in build files are right.
             folder = self._place / "examples" / "clients" / self.language
             if not self.is_built:
                 self._build(self._place, folder)
@@ -93,7 +93,7 @@ class Toolchain:
 
 
 def _path() -> str:
-    """The PATH, with the programs of this Python's environment (buf) first."""
+    """Returns the PATH with the programs of this Python environment (buf) first."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 

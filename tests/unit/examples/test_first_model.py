@@ -60,13 +60,16 @@ def test_what_the_hub_refuses(tmp_path: Path) -> None:
     assert gated.startswith(
         f"gated/model is gated: accept its terms at {endpoint}/gated/model, then run `hf auth login`"
     )
-    assert private.startswith("private/model is no model on the hub, or one that is not yours to see")
-    assert without.startswith("without/model is no model on the hub, or one that is not yours to see")
+    assert private.startswith("private/model is neither a directory nor a model on the hub that you may see")
+    assert without.startswith("without/model is neither a directory nor a model on the hub that you may see")
 
 
 def test_a_name_without_a_network(tmp_path: Path) -> None:
     (said,) = refusals(tmp_path, ["some/model"], HF_HUB_OFFLINE="1")
-    assert said == "some/model is not on this machine, and the hub cannot be reached: give a directory, or a network"
+    assert (
+        said
+        == "some/model is not on this machine, and the hub cannot be reached: give a directory, or connect to a network"
+    )
 
 
 def test_what_cannot_be_tried_is_said_in_a_line_with_status_2(
@@ -89,7 +92,7 @@ def test_a_model_that_fovea_does_not_run(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     check_room("big/model", 1, tmp_path / "cache")
     with pytest.raises(
-        CannotTry, match=rf"big/model takes 1073741824.0 GiB more, {tmp_path} has .* make room, or set HF_HOME"
+        CannotTry, match=rf"big/model needs 1073741824.0 GiB; {tmp_path} has .* make room, or set HF_HOME"
     ):
         check_room("big/model", 2**60, tmp_path)
 
