@@ -1,4 +1,4 @@
-"""Where the replicas of one service are, now and from now on: at addresses given, or under a name that has all."""
+"""Finding the replicas of one service: at fixed addresses, or under a name that resolves to all of them."""
 
 import asyncio
 import logging
@@ -11,21 +11,23 @@ from fovea.wire.errors import InvalidInput
 logger = logging.getLogger(__name__)
 
 _NO_ADDRESS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-"""A headless service without a ready pod answers so: nobody is there. Other failures say nothing."""
+"""The answers for a headless service without a ready pod, which has no replicas. Other failures tell nothing about
+replicas.
+"""
 
 Addresses = frozenset[str]
-"""host:port of each replica that takes requests; [host]:port for IPv6."""
+"""host:port of each replica that accepts requests; [host]:port for IPv6."""
 
 
 class Discovery(Protocol):
-    """Finds the replicas of one service."""
+    """The source of one service's addresses."""
 
     def watch(self) -> AsyncGenerator[Addresses, None]:
-        """Yields all addresses as soon as they are known, then again whenever they change.
+        """Yields all addresses as soon as they are known, and again whenever they change.
 
-        A source that fails is asked again, with growing pauses; meanwhile what was last yielded holds. It ends only if
-        nothing can change any more. An address that is missing from a later set leaves: it ends what it has begun and
-        is sent nothing new.
+        After a failure the source is asked again with growing pauses; meanwhile the last yielded set remains valid. The
+        generator ends only if nothing can change any more. A replica that is missing from a later set is leaving: it
+        finishes its current requests and receives no new ones.
         """
         ...
 
@@ -41,23 +43,23 @@ class StaticDiscovery:
 
 
 class DnsDiscovery:
-    """Resolves a name again and again.
+    """Resolves a DNS name periodically.
 
     Args:
         address: name:port; the port is the same on all replicas.
         interval_s: Pause between two look-ups.
 
-    Raises InvalidInput if `address` has no number for a port.
+    Raises InvalidInput if the port of `address` is not a number.
     """
 
     def __init__(self, address: str, interval_s: float = 2.0) -> None:
         self._name, port = split_address(address, "address")
         if not port.isdecimal():
-            raise InvalidInput(f"port {port!r} of {address!r} is no number, and DNS knows no names of ports")
+            raise InvalidInput(f"port {port!r} of {address!r} must be a number, because DNS has no port names")
         self._port, self._interval_s = int(port), interval_s
 
     async def watch(self) -> AsyncGenerator[Addresses, None]:
-        """Yields the addresses whenever they differ from the last ones."""
+        """Yields the addresses whenever they change."""
         known: Addresses | None = None
         problem = ""
         while True:
@@ -65,7 +67,7 @@ class DnsDiscovery:
                 found = await self._resolve()
             except socket.gaierror as error:
                 if str(error) != problem:
-                    logger.warning("%s cannot be resolved, what is known holds: %s", self._name, error)
+                    logger.warning("%s cannot be resolved, so the known addresses remain in use: %s", self._name, error)
                 problem = str(error)
             else:
                 problem = ""
@@ -89,7 +91,7 @@ class DnsDiscovery:
 
 
 def split_address(address: str, field: str) -> tuple[str, str]:
-    """Host and port of `host:port`. Raises InvalidInput naming `field`."""
+    """Returns host and port of `host:port`. Raises InvalidInput that names `field`."""
     host, _, port = address.rpartition(":")
     if not host or not port:
         raise InvalidInput(f"{field} is {address!r}; write it as name:port", field=field)
@@ -97,5 +99,5 @@ def split_address(address: str, field: str) -> tuple[str, str]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """host:port as gRPC reads it."""
+    """Returns host:port in the format of gRPC."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,7 +1,8 @@
-"""EndpointSlices of a service, watched through the Kubernetes API.
+"""Watches the EndpointSlices of a service through the Kubernetes API.
 
-They are listed once, then watched from the list's version: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes.
-The client's own Watch repeats an expired version by itself and hides bookmarks, so the stream is read here.
+They are listed once, then watched from the list's version:
+https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. The client library's own
+Watch restarts on an expired version by itself and hides bookmarks, so this module reads the stream.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _WATCH_S = 60
-"""A watch is asked for this long: a connection that died in silence is noticed a little later."""
+"""Seconds that a watch lasts. A connection that died silently is noticed shortly after that."""
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 
@@ -36,12 +37,12 @@ class KubernetesDiscovery:
     """Watches the EndpointSlices of one service.
 
     Args:
-        address: service:port, the port by its name in the service or by the number that replicas listen on.
-        namespace: Of the service; empty is the one that this pod runs in.
-        configuration: Where the API server is, and who asks; by default what KUBECONFIG says, else the pod's service
+        address: service:port; the port is its name in the service, or the number that replicas listen on.
+        namespace: The namespace of the service; empty is the one that this pod runs in.
+        configuration: The API server and the credentials; by default from KUBECONFIG, else from the pod's service
             account.
 
-    Raises InvalidInput if no namespace, or neither of those two, is found.
+    Raises InvalidInput if there is no namespace, or neither of those two.
     """
 
     def __init__(self, address: str, namespace: str = "", configuration: client.Configuration | None = None) -> None:
@@ -54,7 +55,7 @@ class KubernetesDiscovery:
         self._problem = ""
 
     async def watch(self) -> AsyncGenerator[Addresses, None]:
-        """Yields the addresses of ready endpoints whenever they differ from the last ones."""
+        """Yields the addresses of ready endpoints whenever they change."""
         known: Addresses | None = None
         if self._configuration is None:
             self._configuration = client.Configuration()
@@ -87,7 +88,7 @@ class KubernetesDiscovery:
                                 by_name[item["metadata"]["name"]] = item
                             yield list(by_name.values())
             except _Refused as error:
-                # Whatever it was, the version is worth nothing now. That it was too old needs no report.
+                # After any error the version is unusable. An expired version is normal and needs no report.
                 is_expired, version = error.status == HTTPStatus.GONE and bool(version), ""
                 if is_expired:
                     continue
@@ -110,7 +111,9 @@ class KubernetesDiscovery:
     async def _events(
         self, api: client.DiscoveryV1Api, version: str
     ) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-        """Yields (type, object) until the server ends the watch. Raises _Refused, or what broken connections raise."""
+        """Yields (type, object) until the server ends the watch. Raises _Refused, or the errors of broken
+        connections.
+        """
         response = await self._get(
             api, _WATCH_S + 15.0, watch=True, resource_version=version, allow_watch_bookmarks=True,
             timeout_seconds=_WATCH_S,
@@ -138,9 +141,9 @@ class KubernetesDiscovery:
                 continue
             for endpoint in found.get("endpoints") or []:
                 if _takes_requests(endpoint.get("conditions") or {}):
-                    # Addresses of one endpoint are interchangeable: the first stands for it.
+                    # Addresses of one endpoint are interchangeable, so the first is enough.
                     by_family[found["addressType"]].add(join_address(endpoint["addresses"][0], port))
-        # A pod with both kinds of address is in two slices and counts once.
+        # A dual-stack pod is in two slices but must count once.
         return frozenset(by_family["IPv4"] or by_family["IPv6"] or by_family["FQDN"])
 
     def _port_in(self, found: dict[str, Any]) -> int | None:
@@ -161,12 +164,16 @@ class KubernetesDiscovery:
 
     def _report(self, problem: str) -> None:
         if problem != self._problem:
-            logger.warning("endpoints of service %s cannot be watched, what is known holds: %s", self._service, problem)
+            logger.warning(
+                "endpoints of service %s cannot be watched, so the known addresses remain in use: %s",
+                self._service,
+                problem,
+            )
         self._problem = problem
 
 
 class _Refused(Exception):
-    """The API server answers with a failure."""
+    """An error response from the API server."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -184,7 +191,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 def _takes_requests(conditions: dict[str, Any]) -> bool:
-    """Whether an endpoint is ready; unknown counts as ready, as the API's reference says."""
+    """Returns whether an endpoint is ready. Unknown counts as ready, as the API reference demands."""
     return conditions.get("ready") is not False and not conditions.get("terminating")
 
 
@@ -193,7 +200,7 @@ def _own_namespace() -> str:
         return _NAMESPACE_FILE.read_text().strip()
     except FileNotFoundError:
         raise InvalidInput(
-            f"--kubernetes-namespace is empty and {_NAMESPACE_FILE} does not exist: name the namespace",
+            f"--kubernetes-namespace is empty and {_NAMESPACE_FILE} does not exist: set the namespace",
             field="kubernetes_namespace",
         ) from None
 

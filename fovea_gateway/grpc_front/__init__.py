@@ -1,1 +1,1 @@
-"""The gRPC API: decode, one call, encode."""
+"""The gRPC API. Each method decodes a request, makes one call and encodes the answer."""

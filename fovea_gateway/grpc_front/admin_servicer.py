@@ -1,4 +1,4 @@
-"""Servicer of AdminService. Who may call is decided in the interceptor."""
+"""The servicer of AdminService. The interceptor checks permissions."""
 
 # ruff: noqa: N802 - gRPC names the methods.
 
@@ -18,14 +18,14 @@ Context = grpc.aio.ServicerContext
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Every method: one use case, the answer."""
+    """The methods of AdminService; each runs one use case."""
 
     def __init__(self, parts: Parts) -> None:
         self._keys, self._owners, self._database = parts.keys, parts.owners, parts.database
         self._sessions = parts.sessions
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
-        """Makes a key."""
+        """Creates a key."""
         scope = parse_scope(request.scope)
         text, key = await self._keys.create(request.owner, request.name, scope, request.expires_at or None)
         return pb.CreateKeyResponse(text=text, key=_key(key))
@@ -51,7 +51,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pb.ListOwnersResponse(owners=map(_owner, self._owners.listed()))
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
-        """Usage by owner, key and day."""
+        """Returns usage by owner, key and day."""
         self._keys.identify_call(context.invocation_metadata())
         found = await usage_for(self._database, request.owner, max(request.days, 0) or _DAYS)
         rows = [pb.UsageOfDay(**row) for row in found["usage"]]

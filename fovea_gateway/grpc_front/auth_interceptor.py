@@ -1,4 +1,4 @@
-"""Who may begin a gRPC call, decided before anything of it is waited for; and which scope each method needs."""
+"""Authentication of gRPC calls before any message of them is read, and the scope that each method needs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -34,23 +34,24 @@ SCOPES: Mapping[str, Scope] = {
     for scope, names in methods.items()
     for name in names
 }
-"""The scope that each method needs. One that is not here needs the highest."""
+"""The scope that each method needs. A method that is not listed needs the highest."""
 
 _UNCOUNTED = ("WaitFuture", "Heartbeat")
-"""What clients repeat by themselves: it counts for no limit of requests."""
+"""Calls that clients repeat automatically; no rate limit counts them."""
 _PREFIXES = tuple(f"/{service}/" for service in _METHODS)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a good key, and all calls, with what clients repeat, until the gateway is ready.
+    """Refuses calls without a valid key; until the gateway is ready, refuses all calls with an error that clients
+    retry.
 
-    It must be an interceptor. Since grpcio 1.84 a generic handler before those of the services is passed over, for the
-    methods that stubs register come first: every call was let in, without a key too.
+    This must be an interceptor. Since grpcio 1.84, methods that stubs register take precedence over a generic handler
+    that was added before the services, so every call would pass, even without a key.
 
     Args:
-        keys: Who is let in.
-        owners: How much each may send.
-        ready: Set once the gateway has the state for itself.
+        keys: The accepted keys.
+        owners: The request rates of owners.
+        ready: Set once this gateway owns the state.
     """
 
     def __init__(self, keys: KeyRing, owners: Owners, ready: asyncio.Event) -> None:
@@ -61,7 +62,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Returns a handler that refuses the call, or the one behind this."""
+        """Returns a handler that refuses the call, or the next handler."""
         if error := self._problem(handler_call_details):
             return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
         return await continuation(handler_call_details)

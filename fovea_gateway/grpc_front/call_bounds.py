@@ -1,4 +1,4 @@
-"""What connections and calls of gRPC clients may take, counted in bytes before anything is built out of them."""
+"""Limits on the connections and calls of gRPC clients, counted in bytes before anything is built from them."""
 
 import asyncio
 import logging
@@ -35,20 +35,20 @@ MOST_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 _OPEN_FILES = "/proc/self/fd"
 _TCP_INFO_BYTES = 60
 _LAST_DATA = (44, 52)
-"""Where `tcp_info` of <linux/tcp.h> has the milliseconds since data was last sent, and last received."""
+"""The offsets in `tcp_info` of <linux/tcp.h> of the milliseconds since data was last sent, and last received."""
 _IDLE_MS = 120_000
 _KEEPALIVE_MS = 60_000
 _KEEPALIVE_TIMEOUT_MS = 20_000
 _BULK_ELEMENTS = 2**16
 _BULK = ("CreateCustomLoss", "SampleTokens", "SubmitForwardBackward", "UploadImage")
-"""Methods whose messages hold prompts, datums, images or graphs; those of all others are small."""
+"""Methods with messages that contain prompts, datums, images or graphs; the messages of all others are small."""
 
 
 def channel_limits(settings: GatewaySettings) -> dict[str, int]:
-    """Options of gRPC's core for connections of strangers.
+    """Returns options of gRPC's core for untrusted connections.
 
-    One without a call is closed after a while: clients of gRPC open another with their next call. One whose machine is
-    gone is found out by pings.
+    A connection without calls is closed after a while; gRPC clients open a new one with their next call. Pings detect a
+    connection to a machine that is gone.
     """
     return {
         MOST_CONNECTIONS: min(settings.max_connections, open_files() // 4),
@@ -60,22 +60,23 @@ def channel_limits(settings: GatewaySettings) -> dict[str, int]:
 
 
 class ConnectionShares:
-    """What `Connections` does for REST, as far as gRPC lets us: its core counts connections, but not whose they are.
+    """Shares gRPC connections among client addresses, as `Connections` does for REST.
 
-    One address may have as many as are free for all, so half if it is alone. What is above that is closed a moment
-    later, those that have been silent for longest; to gRPC's core it is the client that has gone.
+    gRPC's core limits the number of connections, but not per client. One address may have as many as are free for all,
+    so half if it is the only one. Connections above that are closed a moment later, those that have been silent for
+    longest first. To gRPC's core this looks as if the client had disconnected.
 
     Args:
-        port: Where gRPC listens.
-        most: How many connections its core lets in.
+        port: The port of the gRPC server.
+        most: The limit of its core for connections.
     """
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most
 
     async def sweep(self) -> None:
-        """Closes what is above shares."""
-        if len(os.listdir(_OPEN_FILES)) > self._most // 2:  # else nobody can have more than is free
+        """Closes the connections above each client's share."""
+        if len(os.listdir(_OPEN_FILES)) > self._most // 2:  # otherwise no client can have more than are free
             await asyncio.to_thread(self._close_surplus)
 
     def _close_surplus(self) -> None:
@@ -90,19 +91,20 @@ class ConnectionShares:
             if surplus <= 0:
                 return
             total -= surplus
-            logger.warning("closed %d of %d gRPC connections of %s", surplus, len(own), client)
+            logger.warning("closed %d of %d gRPC connections from %s", surplus, len(own), client)
             for _, descriptor in sorted(own, reverse=True)[:surplus]:
                 self._look(descriptor, unwanted=client)
 
     def _look(self, descriptor: int, unwanted: str = "") -> tuple[str, int] | None:
-        """Of an open file that is a connection to our port: whose it is, and for how many ms it has been silent.
+        """Returns the client of an open file that is a connection to the gRPC port, and for how many ms it has been
+        silent.
 
-        Closes one of an unwanted client.
+        Closes the connection if its client is `unwanted`.
         """
         copy = _copied(descriptor)
         if copy is None:
             return None
-        with copy, suppress(OSError):  # one that listens, or is reset meanwhile
+        with copy, suppress(OSError):  # a listening socket, or a connection reset meanwhile
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == self._port:
                 client = client_of(copy.getpeername())
                 silent_ms = min(struct.unpack_from("=I", _tcp_info(copy), at)[0] for at in _LAST_DATA)
@@ -113,7 +115,7 @@ class ConnectionShares:
 
 
 def _copied(descriptor: int) -> socket.socket | None:
-    """A copy of an open file if it is a socket: whoever has the file may close it at any moment."""
+    """Returns a duplicate of an open file if it is a socket. Its owner may close the original at any moment."""
     try:
         copy = os.dup(descriptor)
     except OSError:
@@ -129,10 +131,10 @@ def _tcp_info(connection: socket.socket) -> bytes:
 
 
 class BoundedMessages(grpc.aio.ServerInterceptor):
-    """Decodes what the gateway's calls bring only after its bytes and elements were counted.
+    """Decodes the messages of calls only after their bytes and elements have been counted.
 
     An empty message within another takes two bytes on the wire and forty in memory: 4 MiB of them took 80 MB, and two
-    seconds to look at.
+    seconds to decode.
     """
 
     async def intercept_service(
@@ -146,7 +148,7 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
         if handler is None or handler.request_deserializer is None or name == method:
             return handler  # type: ignore[no-any-return]
         decode = _decoder(name)
-        # Here, and not in the deserializer: what that raises becomes no status of ours.
+        # Not in the deserializer: its exceptions do not become the statuses of our errors.
         if handler.request_streaming:
             bounded = _decoding_stream(handler.stream_unary, decode)
             return grpc.stream_unary_rpc_method_handler(bounded, None, handler.response_serializer)
@@ -159,25 +161,25 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
 
 
 class CallBudget:
-    """How much one call has brought, uploaded images that it names included.
+    """The bytes that one call has sent, including uploaded images that it names.
 
     Args:
-        limit: Bytes that it may bring.
-        memory: What its owner has of the memory for all requests in progress.
+        limit: The bytes that it may send.
+        memory: The owner's use of the memory for all requests in progress.
     """
 
     def __init__(self, limit: int, memory: QuotaUse) -> None:
         self._limit, self._memory, self._bytes = limit, memory, 0
 
     def add(self, size_bytes: int) -> None:
-        """Counts more of it. Raises PayloadTooLarge, and ResourceExhausted if others fill the memory."""
+        """Counts more bytes. Raises PayloadTooLarge, or ResourceExhausted if other requests fill the memory."""
         self._bytes += size_bytes
         if self._bytes > self._limit:
-            raise PayloadTooLarge(f"the request, its images included, is above {self._limit} bytes in all")
+            raise PayloadTooLarge(f"the request, including its images, is larger than {self._limit} bytes")
         self._memory.take(size_bytes)
 
     async def add_message(self, message: Message) -> None:
-        """Counts a message as it lies in memory. Raises as `add`."""
+        """Counts a message at its size in memory. Raises the errors of `add`."""
         encoded = message.SerializeToString()
         count = await off_loop(check_protobuf_elements, encoded, message.DESCRIPTOR, _BULK_ELEMENTS)
         self.add(len(encoded) + ELEMENT_BYTES * count)
@@ -194,7 +196,7 @@ def _decoder(name: str) -> Callable[[bytes], Any]:
         try:
             return kind.FromString(body)
         except DecodeError as error:
-            raise InvalidInput(f"the message is no {name}Request: {error}") from None
+            raise InvalidInput(f"the message is not a {name}Request: {error}") from None
 
     return decode
 

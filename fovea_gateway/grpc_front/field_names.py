@@ -1,4 +1,4 @@
-"""Errors as a client of gRPC reads them: the use cases name fields as REST does, this names them as the protos do."""
+"""Renames the fields in error messages for gRPC clients, since the use cases use REST's names."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _NAMES = {
     "train_unembed": "train_unembedding",
     "ttl_seconds": "ttl_s",
 }
-"""The protos' name of each field that REST calls otherwise."""
+"""The protobuf name of each field that has another name in REST."""
 
 _OF_COMMAND: Mapping[Kind | None, Mapping[str, str]] = {
     None: {"request_id": "future_id"},
@@ -36,20 +36,20 @@ _OF_COMMAND: Mapping[Kind | None, Mapping[str, str]] = {
     Kind.SAVE_FOR_SAMPLER: {"path": "name", "kind": "inflight"},
     Kind.SAVE_EXTERNAL: {"path": "name"},
 }
-"""Those that are words too, and depend on what was asked for: a message may begin with them."""
+"""Field names that are also English words, by command. They are replaced only where a message begins with them."""
 
 _LISTED = "|".join(re.escape(name) for name in sorted(_NAMES, key=len, reverse=True))
 _NAME = re.compile(rf"(?<![\w/'\"])(?:{_LISTED})(?![\w/'\"])")
-"""A field, and nothing that a message quotes."""
+"""Matches a field name, unless the message quotes it."""
 
 _DATUM = re.compile(r"\bdata(?=\[\d)")
 
 
 def named(error: FoveaError, kind: Kind | None = None) -> FoveaError:
-    """The same error, its fields named as in the protos.
+    """Returns the same error with its fields named as in the protos.
 
     Args:
-        kind: Of the command that failed, where it is known.
+        kind: The kind of the command that failed, if it is known.
     """
     own = _OF_COMMAND.get(kind, {})
     return type(error)(_renamed(error.message, own), error.field and _renamed(error.field, own), **error.metadata)

@@ -1,4 +1,4 @@
-"""Servicer of GatewayService over the use cases that the REST API has."""
+"""The servicer of GatewayService, over the same use cases as the REST API."""
 
 # ruff: noqa: N802 - gRPC names the methods.
 
@@ -24,7 +24,10 @@ _MOST_WAIT_S = 60.0
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
-    """Every method: who calls, one use case, the answer. Errors become statuses in the server's interceptor."""
+    """The methods of GatewayService; each identifies the caller and runs one use case.
+
+    The server's interceptor converts errors to gRPC statuses.
+    """
 
     def __init__(self, parts: Parts, settings: GatewaySettings) -> None:
         self._parts, self._settings = parts, settings
@@ -63,7 +66,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def UploadImage(
         self, request_iterator: AsyncIterator[pb.UploadImageRequest], context: Context
     ) -> pb.UploadImageResponse:
-        """Holds an image for later inputs."""
+        """Stores an image for later inputs."""
         owner = self._owner(context)
         sha256, data = "", bytearray()
         with self._parts.request_memory.holding(owner) as memory:
@@ -101,7 +104,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def CreateCustomLoss(
         self, request: pb.CreateCustomLossRequest, context: Context
     ) -> pb.CreateCustomLossResponse:
-        """Keeps a traced loss."""
+        """Stores a traced loss."""
         return pb.CreateCustomLossResponse(
             custom_loss_id=await self._parts.custom_losses.create(self._owner(context), request)
         )
@@ -167,7 +170,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             yield record
 
     def _inline(self, owner: str, model_input: model_input_pb2.ModelInput, field: str, weight: CallBudget) -> None:
-        """Puts uploaded images in place of their digests."""
+        """Replaces the digests of uploaded images with the images."""
         model_input.CopyFrom(self._images.inline(owner, model_input, field, weight.add))
 
     def _owner(self, context: Context) -> str:

@@ -1,4 +1,6 @@
-"""Images that gRPC clients upload ahead of the inputs that name them. Held in memory, least recently used go first."""
+"""Images that gRPC clients upload before the inputs that name them. They are held in memory; the least recently used
+are evicted first.
+"""
 
 import hashlib
 from collections import defaultdict
@@ -14,9 +16,10 @@ _CAPACITY_BYTES = 512 * 2**20
 
 
 class UploadedImages:
-    """Uploaded images by owner and SHA-256. Where the room of all is taken, whoever holds most makes room.
+    """Uploaded images by owner and SHA-256. When the total is above the capacity, the owner with the most bytes loses
+    images.
 
-    Another owner's image is like one that nobody uploaded: what is there tells nobody what others work on.
+    An owner cannot see images of others, so that the cache does not reveal what others work on.
     """
 
     def __init__(self, capacity_bytes: int = _CAPACITY_BYTES) -> None:
@@ -24,7 +27,7 @@ class UploadedImages:
         self._images: defaultdict[str, LRUCache[str, bytes]] = defaultdict(lambda: LRUCache(capacity_bytes, len))
 
     def put(self, owner: str, sha256: str, data: bytes) -> None:
-        """Holds an image. Raises InvalidInput if it is too large or not what its digest says."""
+        """Stores an image. Raises InvalidInput if it is too large or does not match its digest."""
         if len(data) > MAX_IMAGE_BYTES:
             raise InvalidInput(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES}", field="data")
         if hashlib.sha256(data).hexdigest() != sha256:
@@ -40,15 +43,16 @@ class UploadedImages:
         field: str,
         count: Callable[[int], None] = lambda size_bytes: None,
     ) -> model_input_pb2.ModelInput:
-        """The input with the owner's uploaded images in place of their digests, so that what is kept stands by itself.
+        """Returns the input with the owner's uploaded images in place of their digests, so that the result is
+        self-contained.
 
         Args:
-            owner: Who uploaded them.
-            model_input: It is not changed.
+            owner: The owner that uploaded them.
+            model_input: The input; it is not changed.
             field: Its name, for errors.
-            count: Told the bytes of each image before it is copied; what it raises ends this.
+            count: Called with the size of each image before it is copied; an exception ends the call.
 
-        Raises NotFound for an image that the owner did not upload or that was dropped.
+        Raises NotFound for an image that the owner did not upload or that was evicted.
         """
         if not any(chunk.image_reference.sha256 for chunk in model_input.chunks):
             return model_input
@@ -61,7 +65,9 @@ class UploadedImages:
             data = self._images[owner].get(reference.sha256)
             if data is None:
                 name = f"{field}.chunks[{index}].image_reference.sha256"
-                raise NotFound(f"{name} {reference.sha256} is not held: call UploadImage (again)", field=name)
+                raise NotFound(
+                    f"{name} {reference.sha256} is not uploaded, or was evicted: call UploadImage and retry", field=name
+                )
             count(len(data))
             image = model_input_pb2.ImageChunk(data=data, format=reference.format, max_side=reference.max_side)
             if reference.HasField("expected_token_count"):

@@ -1,1 +1,1 @@
-"""What all REST routes stand on: connections, bodies, answers."""
+"""Building blocks of the REST API: connections, request bodies, endpoints."""

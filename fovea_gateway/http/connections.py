@@ -1,7 +1,8 @@
-"""The connections of REST clients, before any of them is known: how many, how long and how much they may keep us.
+"""Limits on the connections of REST clients: their number, their duration and the data they may send unasked.
 
-uvicorn's protocol with what it leaves out. A connection counts as idle while it has no request in progress: requests
-are let in by their key before a byte of their body is read, so whoever is not idle is a caller of ours.
+This adds to uvicorn's protocol what it lacks. A connection counts as idle while it has no request in progress. Requests
+are authenticated before a byte of their body is read, so a connection that is not idle belongs to a caller with a valid
+key.
 """
 
 import asyncio
@@ -16,17 +17,19 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Of a request's line and headers together, of a chunk's extension, of trailers."""
+"""The limit for a request's line and headers together, for a chunk's extension, and for trailers."""
 MAX_HEADERS = 128
 MAX_PIPELINED = 16
 RESERVE = 64
-"""Connections above the limit, so that whoever asks for our health is answered while all others are at work."""
+"""Connections above the limit, so that health checks are answered while all other connections are busy."""
 _ALIVE = b"/healthz"
 _SAY_EVERY_S = 1.0
 
 
 class Seldom(logging.Filter):
-    """Lets one warning of each kind through per second, with the number of those before it: strangers cause them."""
+    """Passes one warning of each kind per second, with the number of those it suppressed, since any client can cause
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +37,7 @@ class Seldom(logging.Filter):
         self._kept_back: defaultdict[str, int] = defaultdict(int)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written. Kinds are texts before anything is filled in, so they are few."""
+        """Returns whether to write a record. A kind is a message text before formatting, so there are few kinds."""
         kind = record.msg
         if record.levelno != logging.WARNING:
             return True
@@ -43,7 +46,7 @@ class Seldom(logging.Filter):
             return False
         self._said_at[kind] = record.created
         if kept_back := self._kept_back.pop(kind, 0):
-            record.msg = f"{kind} ({kept_back} more since the last time)"
+            record.msg = f"{kind} ({kept_back} more since the last one)"
         return True
 
 
@@ -53,7 +56,7 @@ logger.addFilter(Seldom())
 
 @dataclass
 class Client:
-    """The connections of one address, those that have been in their state for longest first."""
+    """The connections of one address. In each state, those that have been in it for longest come first."""
 
     idle: dict["Connection", None] = field(default_factory=dict)
     busy: dict["Connection", None] = field(default_factory=dict)
@@ -65,14 +68,14 @@ class Client:
 class Connections:
     """All connections of one server.
 
-    Above `most`, each new one takes the place of an idle one: the one that has been so for longest, of the client that
-    has most, or else of anybody. If none is idle, the client that has most gives up the oldest request for a client
-    that has less than half as many (requests may be repeated, and are); if there is no such client, the new one may
-    only ask for our health.
+    Above `most`, each new connection replaces an idle one: the one that has been idle for longest, of the client with
+    the most connections, or else of any client. If none is idle, the client with the most connections loses its oldest
+    request to a client with fewer than half as many; clients repeat such requests. If there is no such client, the new
+    connection may only send health checks.
 
     Args:
-        most: How many may be open at once.
-        timeout_s: Seconds in which a request's head must be complete, and what follows an answer read.
+        most: The maximum number of open connections.
+        timeout_s: Seconds in which the head of a request must be complete, or the rest of a refused body must arrive.
     """
 
     def __init__(self, most: int, timeout_s: float) -> None:
@@ -85,17 +88,17 @@ class Connections:
         return self._count
 
     def admit(self, connection: "Connection") -> bool:
-        """Counts a new connection, and makes room for it; returns whether it is in the reserve."""
+        """Counts a new connection and makes room for it; returns whether it is in the reserve."""
         own = self._clients.setdefault(connection.client_address, Client())
         own.idle[connection] = None
         self._count += 1
         if self._count <= self.most:
             return False
         if victim := self._victim(connection, own):
-            victim.drop(f"{self.most} connections are open, most of them of {victim.client_address}")
+            victim.drop(f"{self.most} connections are open, most of them from {victim.client_address}")
         is_in_reserve = self._count > self.most
         if self._count > self.most + RESERVE:
-            connection.drop(f"{self.most} connections are at work")
+            connection.drop(f"{self.most} connections are busy")
         return is_in_reserve
 
     def leave(self, connection: "Connection") -> None:
@@ -109,7 +112,7 @@ class Connections:
             del self._clients[connection.client_address]
 
     def set_busy(self, connection: "Connection", busy: bool) -> None:
-        """Notes that a request begins, or has been answered."""
+        """Records that a request begins, or has been answered."""
         client = self._clients.get(connection.client_address)
         if client is None:
             return
@@ -119,12 +122,12 @@ class Connections:
             after[connection] = None
 
     def is_idle(self, connection: "Connection") -> bool:
-        """Whether it is open and has no request in progress."""
+        """Returns whether a connection is open and has no request in progress."""
         client = self._clients.get(connection.client_address)
         return client is not None and connection in client.idle
 
     def _victim(self, new: "Connection", own: Client) -> "Connection | None":
-        """Who makes room; None if nobody does."""
+        """Returns the connection to close for a new one; None if there is none."""
         with_idle = (client for client in self._clients.values() if len(client.idle) > (new in client.idle))
         if client := max(with_idle, key=len, default=None):
             return next(connection for connection in client.idle if connection is not new)
@@ -133,7 +136,9 @@ class Connections:
 
 
 def client_of(peer: tuple[str, int] | None) -> str:
-    """Whose connection it is: an address, or the /64 of IPv6, which one machine may have for itself."""
+    """Returns the client of a connection: its address, or the /64 network of IPv6, which one machine may have to
+    itself.
+    """
     if peer is None:
         return ""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
@@ -149,16 +154,16 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, connections: Connections, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.logger = logger  # uvicorn's own says each bad request
+        self.logger = logger  # uvicorn's own logs every bad request
         self._all = connections
         self.client_address = ""
-        self._unread_bytes = 0  # since something of a body came, which the application bounds
+        self._unread_bytes = 0  # since the last data of a body; the application limits bodies
         self._timer: asyncio.TimerHandle | None = None
         self._is_whole = True
         self._is_in_reserve = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for the first request."""
+        """Starts to wait for the first request."""
         super().connection_made(transport)
         self.client_address = client_of(self.client)
         self._wait("no request came")
@@ -170,13 +175,13 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reads on, unless what came is the endless head of a request, or its endless tail."""
+        """Parses received data, unless a head or trailer exceeds its limit."""
         if self.transport.is_closing():
             return
         self._unread_bytes += len(data)
         super().data_received(data)
         if self._unread_bytes > MAX_HEAD_BYTES:
-            self.drop(f"a head had more than {MAX_HEAD_BYTES} bytes")
+            self.drop(f"the head of a request had more than {MAX_HEAD_BYTES} bytes")
         elif self._timer is None and self._all.is_idle(self):
             self._wait("the head of a request did not come")
 
@@ -187,13 +192,13 @@ class Connection(HttpToolsProtocol):
             self._wait("the head of a request did not come")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keeps a header; what it raises ends the connection with a 400. Trailers are headers too."""
+        """Stores a header or trailer. An exception ends the connection with a 400."""
         if len(self.headers) >= MAX_HEADERS:
             raise ValueError("too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hands a request to the application."""
+        """Passes a request to the application."""
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests at once")
         self._stop_waiting()
@@ -204,12 +209,12 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Hands on a piece of a body."""
+        """Passes a chunk of a body on."""
         self._unread_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """Records that a request is complete."""
         self._unread_bytes = 0
         self._is_whole = True
         if self.cycle.response_complete:
@@ -217,7 +222,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Waits for the next request, or for the rest of a body that was refused."""
+        """Waits for the next request, or for the rest of a refused body."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._all.set_busy(self, False)
@@ -225,7 +230,7 @@ class Connection(HttpToolsProtocol):
                 self._wait("the rest of a refused body did not come")
 
     def drop(self, reason: str) -> None:
-        """Closes at once: whoever is here has been told nothing yet, or does not read."""
+        """Closes the connection at once. Its client has been sent no answer yet, or does not read it."""
         self._all.leave(self)
         logger.warning("closed a connection because %s", reason)
         self.transport.abort()

@@ -1,5 +1,7 @@
-"""What every REST request passes on its way to its handler and back: whether the gateway is ready, its turn among many
-alike, who calls, a request id, errors as answers, a count, compression.
+"""The steps that every REST request passes through.
+
+They are: the check that the gateway is ready, rate limiting of bulk requests, authentication, the request id,
+conversion of errors to responses, metrics, and compression.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
 _PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/pictures/{digest}")
 _UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
-"""What clients repeat by themselves, and never give up: it counts for no limit of requests."""
+"""Requests that clients repeat automatically and never give up; no rate limit counts them."""
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
 _ALIVE = "/healthz"
@@ -44,14 +46,14 @@ _PER_TURN = 8
 _BULK = ("/retrieve_future", "/retrieve_futures", "/asample")
 _DIGITS = 20
 _MOST_QUERY_BYTES = 4096
-"""Far above any that a client sends. To read 64 KiB of a stranger's takes 20 ms."""
-# Fast levels: token ids halve, log-probabilities hardly shrink at any level.
+"""Far more than any client sends. Parsing a 64 KiB query string takes 20 ms."""
+# Fast levels: token ids shrink to half, and log-probabilities hardly shrink at any level.
 _ZSTD_LEVEL = 1
 _GZIP_LEVEL = 1
 
 
 class Json(Response):
-    """A JSON answer. NaN and infinity are written as Python reads them, which the SDK does."""
+    """A JSON response. NaN and infinity are written as the literals that Python and the SDK read."""
 
     media_type = "application/json"
 
@@ -60,7 +62,7 @@ class Json(Response):
 
 
 def error_response(error: FoveaError) -> Response:
-    """An error as a status and a body; never an empty one."""
+    """Returns an error as a status and a JSON body, which is never empty."""
     body: dict[str, Any] = {
         "detail": error.message,
         "reason": error.reason,
@@ -74,7 +76,7 @@ def error_response(error: FoveaError) -> Response:
 
 @dataclass(frozen=True)
 class Api:
-    """An API with paths of its own, and its own words for errors."""
+    """An API with its own path prefix and error format."""
 
     prefix: str
     answer_error: Callable[[FoveaError], Response]
@@ -84,7 +86,7 @@ TINKER = Api("/api/v1/", error_response)
 
 
 def key_of(request: Request) -> str | None:
-    """The API key that a request shows: X-API-Key, or the bearer token that OpenAI's clients send."""
+    """Returns the API key of a request: X-API-Key, or the bearer token that OpenAI's clients send."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
 
@@ -94,7 +96,7 @@ def _addresses(request: Request) -> list[str]:
 
 
 class ReadyMiddleware:
-    """Refuses requests with what clients repeat until the gateway is ready. Health checks pass."""
+    """Refuses requests with an error that clients retry until the gateway is ready. Health checks pass."""
 
     def __init__(self, app: ASGIApp, ready: asyncio.Event) -> None:
         self._app, self._ready = app, ready
@@ -107,16 +109,16 @@ class ReadyMiddleware:
 
 
 def not_ready() -> FoveaError:
-    """What clients are told that come too early."""
-    return Unavailable("this gateway takes over once the one before it has ended: send this again in a second")
+    """Returns the error for requests that arrive before the gateway is ready."""
+    return Unavailable("this gateway is waiting for the previous one to exit: send this request again in a second")
 
 
 class BurstLimiter:
-    """Lets a few tasks pass in each turn of the event loop, first come first served.
+    """Lets a few tasks pass per iteration of the event loop, first come, first served.
 
-    For what clients send by the thousand, so that everything else is answered in between: the event loop runs all that
-    is ready before it looks at the network again, and two thousand polls that come or end together would keep an
-    unrelated request waiting for a second.
+    It is for requests that clients send by the thousand, so that all other requests are answered in between. The event
+    loop runs all ready callbacks before it polls the network again, and two thousand polls that arrive or end together
+    would delay an unrelated request by a second.
     """
 
     def __init__(self, per_turn: int = _PER_TURN) -> None:
@@ -125,7 +127,7 @@ class BurstLimiter:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
-        """Returns when it is the caller's turn: at once unless others are many."""
+        """Waits for the caller's turn; returns at once unless there are many callers."""
         loop = asyncio.get_running_loop()
         if self._waiting or self._passed >= self._per_turn:
             turn: asyncio.Future[None] = loop.create_future()
@@ -149,7 +151,7 @@ class BurstLimiter:
 
 
 class BurstMiddleware:
-    """Sends bulk requests through the limiter, before anything is done for them."""
+    """Sends bulk requests through the limiter before any work is done for them."""
 
     def __init__(self, app: ASGIApp, limiter: BurstLimiter) -> None:
         self._app, self._limiter = app, limiter
@@ -161,22 +163,24 @@ class BurstMiddleware:
 
 
 class Routes(Protocol):
-    """Handlers that belong together."""
+    """A group of related handlers."""
 
     def routes(self, endpoints: "Endpoints") -> list[Route]: ...
 
 
 class Endpoints:
-    """Makes routes out of handlers.
+    """Creates routes from handlers.
 
     Args:
-        identify: Finds the caller by its API key, the Host and the Origin. Raises Unauthenticated, PermissionDenied.
-        check_rate: Counts a request of an owner for a use. Raises ResourceExhausted.
-        prefix: In front of every path.
-        memory: Bytes for what bodies bring, while their requests are answered.
-        patience_s: Seconds that a body may take to begin.
-        as_told: Makes of each error what the caller is told.
-        on_refusal: Told of each request that ends with an error: the owner, empty if unknown, the route, the error.
+        identify: Returns the caller for an API key and the Host and Origin headers. Raises Unauthenticated,
+            PermissionDenied.
+        check_rate: Counts a request of an owner in a bucket. Raises ResourceExhausted.
+        prefix: The prefix of every path.
+        memory: The memory quota, in bytes, for request bodies while their requests are answered.
+        patience_s: Seconds to wait for a body to begin.
+        on_refusal: Called for each request that ends with an error: with the owner (empty if unknown), the route and
+            the error.
+        as_told: Converts an error into the one to send to the caller.
     """
 
     def __init__(
@@ -194,10 +198,10 @@ class Endpoints:
         self._as_told = as_told
 
     def route(self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER) -> Route:
-        """A route whose caller must have a key of this scope."""
+        """Returns a route that needs an API key with this scope."""
 
         async def handle(request: Request) -> Response:
-            # Before the first byte of the body is read.
+            # Authenticate before the first byte of the body is read.
             caller = self._identify(key_of(request), _addresses(request))
             caller.require(scope, f"{method} {path}")
             if path not in _UNCOUNTED:
@@ -211,7 +215,7 @@ class Endpoints:
     def keyless_route(
         self, method: str, path: str, handle: Callable[[Request], Awaitable[Response]], api: Api = TINKER
     ) -> Route:
-        """A route without a key: the handler itself decides whom it lets in."""
+        """Returns a route without API key: its handler authorizes the request."""
 
         async def endpoint(request: Request) -> Response:
             return await self._answer(request, path, handle, api)
@@ -219,7 +223,7 @@ class Endpoints:
         return Route(f"{self._prefix}{api.prefix}{path}", endpoint, methods=[method])
 
     def open_route(self, path: str, answer: dict[str, Any]) -> Route:
-        """A GET route for anybody, with a fixed answer."""
+        """Returns a public GET route with a fixed answer."""
 
         async def endpoint(request: Request) -> Response:
             return Json(answer)
@@ -244,7 +248,7 @@ class Endpoints:
     async def _respond(
         self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]], api: Api
     ) -> Response:
-        """What the handler answers, or what became of its error."""
+        """Returns the handler's response, or its error as a response."""
         try:
             if (size := len(request.scope["query_string"])) > _MOST_QUERY_BYTES:
                 raise InvalidInput(f"the query has {size} bytes; the limit is {_MOST_QUERY_BYTES}")
@@ -263,34 +267,36 @@ class Endpoints:
             logger.exception("%s %s failed", request.method, request.url.path)
             log_id = REQUEST_ID.get()
             metrics.REQUEST_ERRORS.labels(route, Internal.reason).inc()
-            return api.answer_error(Internal(f"internal error; the gateway's log has it as request {log_id}"))
+            return api.answer_error(
+                Internal(f"internal error; the details are in the gateway's log, under request {log_id}")
+            )
 
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:
-    """limit and offset of a query. Raises InvalidInput if they are no counts."""
+    """Returns limit and offset of a query. Raises InvalidInput if they are not whole numbers."""
     return min(count_of(request, "limit", limit), most), count_of(request, "offset", 0)
 
 
 def count_of(request: Request, name: str, default: int) -> int:
-    """A whole number of a query. Raises InvalidInput if it is none."""
+    """Returns a whole number from a query. Raises InvalidInput if it is not one."""
     text = request.query_params.get(name)
     if text is None:
         return default
-    # No longer than INT64_MAX is: Python refuses to read a number of thousands of digits, and the database one of 20.
+    # At most as many digits as INT64_MAX: Python refuses to parse thousands of digits, and the database one of 20.
     if not (text.isascii() and text.isdecimal() and len(text) < _DIGITS and int(text) <= INT64_MAX):
         raise InvalidInput(f"{name} is {text[:40]!r}; it must be a whole number, 0 .. {INT64_MAX}", field=name)
     return int(text)
 
 
 def check_query(request: Request, *known: str) -> None:
-    """Raises Unimplemented that names a query parameter which would be ignored."""
+    """Raises Unimplemented, which names the first query parameter that would be ignored."""
     for name in request.query_params:
         if name not in known:
-            raise Unimplemented(f"{request.url.path} does not take the parameter {name}", field=name)
+            raise Unimplemented(f"{request.url.path} does not support the parameter {name}", field=name)
 
 
 def accepted_encoding(accept_encoding: str) -> str | None:
-    """`zstd` or `gzip`, the first of them that a client reads; None if it reads neither."""
+    """Returns `zstd` or `gzip`, the first of them that the client accepts; None if it accepts neither."""
     accepted = {}
     for part in accept_encoding.split(","):
         name, _, quality = part.partition(";")
@@ -300,7 +306,7 @@ def accepted_encoding(accept_encoding: str) -> str | None:
 
 
 async def compress(response: Response, accept_encoding: str) -> Response:
-    """The same answer, compressed if the client reads that."""
+    """Returns the response, compressed if the client accepts that."""
     encoding = accepted_encoding(accept_encoding)
     if encoding is None:
         return response

@@ -1,5 +1,6 @@
-"""Tinker's chunks, as JSON or protobuf, and its shapes of adapters into Fovea's. What has no meaning here is refused by
-name.
+"""Conversion of Tinker's chunks (JSON or protobuf) and LoRA configurations into Fovea's protobuf messages.
+
+A field that Fovea does not support raises an error that names it.
 """
 
 import base64
@@ -26,7 +27,7 @@ class EncodedTextChunk(Body):
 
 
 class ImageChunk(Body):
-    """An encoded image as base64."""
+    """An encoded image in base64."""
 
     type: Literal["image"]
     data: str
@@ -35,7 +36,7 @@ class ImageChunk(Body):
 
 
 class ImageAssetPointerChunk(Body):
-    """An image that is held elsewhere."""
+    """An image that is stored elsewhere."""
 
     type: Literal["image_asset_pointer"]
     location: str
@@ -60,14 +61,14 @@ class ModelInput(Body):
 
 
 def image_format(name: str, field: str) -> "model_input_pb2.ImageFormat":
-    """The format by Tinker's name. Raises InvalidInput for any other."""
+    """Returns the format with Tinker's name. Raises InvalidInput for an unknown name."""
     if name not in _FORMATS:
         raise InvalidInput(f"{field} is {name!r}; it must be 'png' or 'jpeg'", field=field)
     return _FORMATS[name]
 
 
 def input_from_json(prompt: ModelInput, field: str = "prompt") -> model_input_pb2.ModelInput:
-    """A prompt out of a JSON body. Raises InvalidInput or Unimplemented naming the chunk."""
+    """Returns the prompt of a JSON body. Raises InvalidInput or Unimplemented, which name the chunk."""
     whole = model_input_pb2.ModelInput()
     for index, chunk in enumerate(prompt.chunks):
         _json_chunk(chunk, whole.chunks.add(), f"{field}.chunks[{index}]")
@@ -93,9 +94,11 @@ def _json_chunk(chunk: Chunk, message: model_input_pb2.Chunk, field: str) -> Non
 
 
 def decode_image(text: str, field: str) -> bytes:
-    """Decodes an image out of base64. Raises InvalidInput if the text is none, or the image has too many bytes."""
-    if len(text) > _MOST_IMAGE_TEXT:  # before it is decoded: 100 MiB would keep all threads waiting for a second
-        raise InvalidInput(f"{field} has {len(text)} letters; an image may have {MAX_IMAGE_BYTES} bytes", field=field)
+    """Decodes an image from base64. Raises InvalidInput if the text is not base64 or the image is too large."""
+    if len(text) > _MOST_IMAGE_TEXT:  # checked before decoding: 100 MiB would block all threads for a second
+        raise InvalidInput(
+            f"{field} has {len(text)} characters; an image may have {MAX_IMAGE_BYTES} bytes", field=field
+        )
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
@@ -106,7 +109,7 @@ def _token_bytes(ids: list[int], field: str) -> bytes:
     try:
         return tensors.encode_tokens(ids)
     except OverflowError:
-        raise InvalidInput(f"{field}.tokens has an id that no vocabulary has", field=f"{field}.tokens") from None
+        raise InvalidInput(f"{field}.tokens has an id that does not fit in 32 bits", field=f"{field}.tokens") from None
 
 
 def _count(expected_tokens: int, field: str) -> int:
@@ -116,7 +119,7 @@ def _count(expected_tokens: int, field: str) -> int:
 
 
 def fill_chunk(chunk: tinker_pb2.Chunk, message: model_input_pb2.Chunk, field: str) -> None:
-    """A chunk of a protobuf body into ours. Raises InvalidInput or Unimplemented naming the part."""
+    """Converts a chunk of a protobuf body. Raises InvalidInput or Unimplemented, which name the field."""
     match chunk.WhichOneof("chunk"):
         case "encoded_text":
             tensors.decode_tokens(chunk.encoded_text.tokens, f"{field}.tokens")
@@ -135,11 +138,11 @@ def fill_chunk(chunk: tinker_pb2.Chunk, message: model_input_pb2.Chunk, field: s
 
 
 def _no_dmel(field: str) -> Unimplemented:
-    return Unimplemented(f"{field} is a dmel (audio) chunk; this model takes text and images", field=field)
+    return Unimplemented(f"{field} is a dmel (audio) chunk; this model supports only text and images", field=field)
 
 
 class LoraConfig(Body):
-    """Shape of an adapter; rank 0 trains all parameters."""
+    """The shape of an adapter; rank 0 trains all parameters."""
 
     rank: int
     seed: int | None = None
@@ -149,11 +152,11 @@ class LoraConfig(Body):
 
 
 def lora_message(config: LoraConfig, alpha: float, train_vision: bool) -> weights_pb2.LoraConfig:
-    """The same on our wire. Raises InvalidInput for numbers that do not fit.
+    """Returns the protobuf message. Raises InvalidInput for numbers that do not fit into it.
 
     Args:
-        alpha: Which the JSON has not.
-        train_vision: Whether the vision tower is adapted beside the language layers.
+        alpha: The LoRA alpha, which the JSON does not contain.
+        train_vision: Whether the vision tower is adapted in addition to the language layers.
     """
     if not -(2**31) <= config.rank < 2**31 or (config.seed is not None and not -(2**63) <= config.seed < 2**63):
         raise InvalidInput("lora_config.rank or seed is out of range", field="lora_config")
@@ -164,6 +167,6 @@ def lora_message(config: LoraConfig, alpha: float, train_vision: bool) -> weight
         train_attention=config.train_attn,
         train_mlp=config.train_mlp,
         train_unembedding=config.train_unembed,
-        # It extends the two; an adapter of the unembedding alone has nothing in the tower.
+        # It extends these two options; an adapter of only the unembedding has no layers in the tower.
         train_vision=train_vision and (config.train_attn or config.train_mlp),
     )

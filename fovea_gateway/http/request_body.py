@@ -1,7 +1,7 @@
-"""Reading request bodies: bounded in bytes, time and elements before anything is built out of them, decoded once.
+"""Reading of request bodies. Size, time and number of elements are limited before anything is built from a body.
 
-One byte of JSON or protobuf can become a hundred of Python's: `[[],[],` makes one list per three bytes, `1,` an integer
-per two. So elements are counted in the bytes.
+One byte of JSON or protobuf can become a hundred bytes of Python objects: `[[],[],` makes one list per three bytes,
+`1,` an integer per two. So elements are counted in the encoded bytes.
 """
 
 import asyncio
@@ -25,26 +25,28 @@ T = TypeVar("T")
 
 INT64_MAX = 2**63 - 1
 Number = Annotated[int, Field(ge=0, le=INT64_MAX)]
-"""What a client counts up: it must fit into a column of the database and a field of our wire."""
+"""A client's counter. It must fit into a database column and a protobuf field."""
 ModelNumber = Annotated[int, Field(ge=0, lt=2**31)]
-"""The same, where it counts the models of a session."""
+"""The same for the counter of a session's models."""
 LongList = Annotated[list[T], Field(fail_fast=True)]
-"""A list that may be long: its first wrong item ends the check. Each error costs some kilobytes and microseconds."""
+"""A list that may be long. Its first wrong item ends the validation, since each error costs some kilobytes and
+microseconds.
+"""
 
 PREFIX_BYTES = 4096
 SMALL_BYTES = 256 * 2**10
-"""The limit of bodies without prompts, datums or graphs."""
+"""The limit for bodies without prompts, datums or graphs."""
 SMALL_ELEMENTS = 2**14
 MOST_TEXTS = 2 * SMALL_ELEMENTS
-"""The default limit of names and texts in a JSON body; a small body cannot have more."""
+"""The default limit for names and strings in a JSON body; a small body cannot contain more."""
 ELEMENT_BYTES = 64
 _FORWARD_BACKWARD_ELEMENTS = 2**18
 _OFF_LOOP_BYTES = 2**15
 _PIECE_BYTES = 2**20
 _WINDOW_BYTES = 2**23
-"""What RFC 8878 asks a decoder to support; a frame may name terabytes."""
+"""The window that RFC 8878 recommends decoders to support; a frame may ask for terabytes."""
 _LEAST_RATE = 16 * 2**10
-"""Bytes per second, once a body has had its first seconds."""
+"""Bytes per second that a body must reach after its first seconds."""
 
 
 _LENGTH_DELIMITED = 2
@@ -54,23 +56,23 @@ _UINT64_MAX = 2**64 - 1
 
 
 class Body(BaseModel):
-    """Base of all JSON bodies. Unknown fields are refused by name, so that nothing is silently ignored.
+    """Base class of all JSON bodies. An unknown field is an error that names it, so that no field is silently ignored.
 
-    `type` tags are constants of the SDK and carry nothing.
+    `type` tags are constants of the SDK and carry no information.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class Incoming(NamedTuple):
-    """What the body of a request may take; `request.state.incoming`."""
+    """The limits for the body of a request; stored as `request.state.incoming`."""
 
     memory: QuotaUse
     patience_s: float
 
 
 class BodyTooLarge(PayloadTooLarge):
-    """A body above the limit, with the start of it: enough to know which request it was."""
+    """A body above the limit. Its `prefix` is the start of the body, which is enough to identify the request."""
 
     reason = "PAYLOAD_TOO_LARGE"
 
@@ -80,15 +82,16 @@ class BodyTooLarge(PayloadTooLarge):
 
 
 async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
-    """The body's bytes, decompressed.
+    """Returns the bytes of the body, decompressed.
 
-    What the client still sends is discarded by the server, so that the client comes to read the answer.
+    The server discards what the client still sends after an error, so that the client gets to read the answer.
 
     Raises:
-        BodyTooLarge: It has more than `limit` bytes, before or after decompression; as soon as it is known.
-        InvalidInput: It has an encoding that we do not read.
-        RequestTimeout: It does not arrive.
-        ResourceExhausted: Others fill the memory.
+        BodyTooLarge: The body has more than `limit` bytes, before or after decompression. Raised as soon as that is
+            known.
+        InvalidInput: The encoding is not supported.
+        RequestTimeout: The body does not arrive in time.
+        ResourceExhausted: Other requests fill the memory.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
@@ -107,7 +110,7 @@ async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
 
 
 async def arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
-    """The pieces of a body as they come. Raises RequestTimeout for a client that sends next to nothing."""
+    """Yields the chunks of a body as they arrive. Raises RequestTimeout if the client sends too slowly."""
     loop = asyncio.get_running_loop()
     stream, size, began = aiter(request.stream()), 0, loop.time()
     while True:
@@ -115,7 +118,7 @@ async def arriving(request: Request, patience_s: float) -> AsyncIterator[bytes]:
             async with asyncio.timeout_at(began + patience_s + size / _LEAST_RATE):
                 piece = await anext(stream, None)
         except TimeoutError:
-            seen = f"{size} bytes of the body came in {loop.time() - began:.0f} s"
+            seen = f"{size} bytes of the body arrived in {loop.time() - began:.0f} s"
             raise RequestTimeout(f"{seen}: send the request again, faster") from None
         if piece is None:
             return
@@ -130,7 +133,7 @@ async def parse_json(
     most_elements: int = SMALL_ELEMENTS,
     most_texts: int = MOST_TEXTS,
 ) -> B:
-    """Decodes a JSON body.
+    """Parses and validates a JSON body.
 
     Raises InvalidInput that names the first wrong fields, PayloadTooLarge for too many elements, ResourceExhausted.
     """
@@ -140,12 +143,12 @@ async def parse_json(
 
 
 def _look_over(body: bytes, most_elements: int, most_texts: int) -> tuple[int, int]:
-    """Returns the elements of a JSON body, and the bytes of memory per byte of it. Raises PayloadTooLarge."""
+    """Returns the number of elements of a JSON body, and the bytes of memory per byte of it. Raises PayloadTooLarge."""
     count = check_json_elements(body, most_elements)
     texts = _count(body, b'"') // 2
     if texts > most_texts:
-        raise PayloadTooLarge(f"the body has {texts} names and texts; the limit is {most_texts}")
-    # Text with a wide character has four bytes for each of its characters.
+        raise PayloadTooLarge(f"the body has {texts} names and strings; the limit is {most_texts}")
+    # Python stores a string with a wide character as four bytes per character.
     return count, 4 if b"\\u" in body or not body.isascii() else 1
 
 
@@ -157,20 +160,20 @@ def _validated(body: bytes, kind: type[B]) -> B:
 
 
 def describe(error: ValidationError) -> str:
-    """What is wrong with a body, by field."""
+    """Returns the errors in a body, by field."""
     parts = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors()[:5]]
     return "; ".join(parts)
 
 
 def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS, name: str = "the body") -> dict[str, Any]:
-    """Parses any JSON object that a client sent. Raises InvalidInput, or PayloadTooLarge for too many elements.
+    """Parses any JSON object. Raises InvalidInput, or PayloadTooLarge for too many elements.
 
     Args:
-        name: The text's name in errors.
+        name: The name of the text in error messages.
     """
     check_json_elements(body, most_elements, name)
     try:
-        # Not Python's json, which fails on deep nesting and takes lone surrogates, which nothing behind us can encode.
+        # Python's json fails on deep nesting and accepts lone surrogates, which no later stage can encode.
         value = from_json(body)
     except ValueError as error:
         raise InvalidInput(f"{name} is not JSON: {error}") from None
@@ -180,9 +183,9 @@ def parse_loosely(body: bytes, most_elements: int = SMALL_ELEMENTS, name: str = 
 
 
 def parse_start(prefix: bytes) -> dict[str, Any]:
-    """The fields that the start of a JSON body has whole; none of what is no JSON."""
+    """Returns the fields that are complete in the start of a JSON body; empty if it is not JSON."""
     try:
-        # Up to a comma: a number at the very end may go on.
+        # Cut at the last comma, since a number at the very end may be incomplete.
         value = from_json(prefix[: prefix.rfind(b",") + 1], allow_partial=True)
     except ValueError:
         return {}
@@ -190,7 +193,7 @@ def parse_start(prefix: bytes) -> dict[str, Any]:
 
 
 async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
-    """Decodes a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
+    """Parses a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
     kind = tinker_pb2.ForwardBackwardRequest
     count = await off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
     request.state.incoming.memory.take(len(body) + count * ELEMENT_BYTES)
@@ -201,7 +204,9 @@ async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.Fo
 
 
 def peek_address(prefix: bytes) -> tuple[str, int] | None:
-    """model_id and seq_id out of the start of a ForwardBackwardRequest, which has them first; None if it has not."""
+    """Returns model_id and seq_id from the start of a ForwardBackwardRequest, where both come first; None if they do
+    not.
+    """
     model_id, seq_id, position = "", 0, 0
     try:
         while position < len(prefix) and not (model_id and seq_id):
@@ -220,7 +225,7 @@ def peek_address(prefix: bytes) -> tuple[str, int] | None:
 
 
 async def _unzstd(body: bytes, limit: int, memory: QuotaUse) -> bytes:
-    """Decompresses, stopping at the limit whatever the frame claims."""
+    """Decompresses a body. It stops at the limit, whatever size the frame claims."""
     pieces, size = [], 0
     try:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
@@ -248,19 +253,19 @@ def _plain_prefix(start: bytes, encoding: str) -> bytes:
 
 
 async def off_loop(function: Callable[..., R], body: bytes, *rest: Any) -> R:
-    """Calls a function with what a client sent: in a thread if that is large, so that others are answered meanwhile."""
+    """Calls a function on a body, in a thread if the body is large, so that other requests are answered meanwhile."""
     return await off_loop_by_size(len(body), function, body, *rest)
 
 
 async def off_loop_by_size(size_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
-    """The same for arguments that came out of a body of this size."""
+    """Calls a function on values from a body of this size, in a thread if that is large."""
     if size_bytes < _OFF_LOOP_BYTES:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
 
 
 def check_json_elements(body: bytes, most: int, name: str = "the body") -> int:
-    """Counts the elements of JSON. Raises PayloadTooLarge above `most`. Commas within strings count too."""
+    """Counts the elements of JSON, including commas within strings. Raises PayloadTooLarge above `most`."""
     count = _count(body, b",") + _count(body, b"[") + _count(body, b"{")
     if count > most:
         raise PayloadTooLarge(f"{name} has {count} elements; the limit is {most}")
@@ -268,21 +273,21 @@ def check_json_elements(body: bytes, most: int, name: str = "the body") -> int:
 
 
 def _count(body: bytes, letter: bytes) -> int:
-    """Counts a letter piece by piece: one count of 128 MiB would keep all other threads waiting."""
+    """Counts a letter chunk by chunk, since a single count over 128 MiB would block all other threads."""
     return sum(body.count(letter, start, start + _PIECE_BYTES) for start in range(0, len(body), _PIECE_BYTES))
 
 
 def check_protobuf_elements(body: bytes, kind: Any, most: int) -> int:
-    """Counts the fields and packed numbers of a message and of all within it.
+    """Counts the fields and packed numbers of a message and of all messages within it.
 
     Args:
         body: The encoded message.
         kind: Its descriptor.
-        most: How many are taken.
+        most: The maximum number.
 
     Raises:
         PayloadTooLarge: There are more.
-        InvalidInput: The bytes are no message.
+        InvalidInput: The bytes are not a protobuf message.
     """
     counter = _Counter(body, most)
     try:
@@ -293,9 +298,9 @@ def check_protobuf_elements(body: bytes, kind: Any, most: int) -> int:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns a variable-length number of at most 64 bits, and the position behind it.
+    """Returns a variable-length number of at most 64 bits, and the position after it.
 
-    Raises IndexError if it does not end, InvalidInput if it is longer than protobuf allows. Without that bound, a
+    Raises IndexError if it does not end, InvalidInput if it is longer than protobuf allows. Without that limit, a
     number of 200 kB takes seconds, and the time grows with the square of its length.
     """
     value = 0
@@ -304,7 +309,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * place
         if not byte & 0x80:
             return value & _UINT64_MAX, position + place + 1
-    raise InvalidInput(f"the body has a number of more than {_VARINT_BYTES} bytes; protobuf has none")
+    raise InvalidInput(f"the body has a number of more than {_VARINT_BYTES} bytes; protobuf allows none")
 
 
 class _Counter:
@@ -331,7 +336,7 @@ class _Counter:
             elif wire == 0:
                 _, position = read_varint(self._data, position)
             else:
-                raise InvalidInput(f"the body has a field of wire type {wire}, which nobody sends")
+                raise InvalidInput(f"the body has a field of wire type {wire}, which is not supported")
 
     def _add(self, count: int) -> None:
         self.count += count

@@ -1,1 +1,1 @@
-"""Sampling sessions, samples from them, and what is scored in prompts."""
+"""Sampling sessions, samples from them, and the scoring of prompts."""

@@ -35,20 +35,20 @@ from fovea_gateway.scopes import Scope
 
 _INT32_MAX = 2**31 - 1
 _ELEMENTS_PER_POSITION = 4
-"""Its token, and some of a target table, which has half a million cells at most."""
+"""One for the token, and some for a target table, which has at most half a million cells."""
 _LEAST_POSITIONS = 2**18
 _MOST_SAMPLES = 2**16
-"""Far above what samplers take, who are asked later: the sequences are named at once."""
+"""Far above the samplers' own limit, which is checked later. The limit here bounds the sequence ids in the response."""
 _ACKNOWLEDGED, _ACKNOWLEDGED_BYTES = (2**16, 2**16), 4 * 2**20
-"""Results that one poll says it has, as elements and as texts: as many as a client may have had unfinished."""
+"""Limits for the ids that one poll acknowledges, as elements and strings: as many as a client may have unfinished."""
 _MOST_WAIT_S = 40.0
-"""Clients give up at 45."""
+"""Clients time out after 45 s."""
 _EXPERTS_HEADER = "X-Fovea-Routed-Experts"
-"""A client that sends it, with 1, is sampled for with the experts of each token; it has no field to ask for them."""
+"""With this header set to 1, samples include the experts of each token; the SDK's request has no field for it."""
 
 
 def asks_for_experts(request: Request) -> bool:
-    """Whether the client wants to know which experts computed what it samples."""
+    """Returns whether the client wants to know which experts computed its samples."""
     return request.headers.get(_EXPERTS_HEADER) == "1"
 
 
@@ -70,7 +70,7 @@ class JoinSamplingSession(Body):
 
 
 class SamplingParams(Body):
-    """How to draw."""
+    """Sampling options."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -81,7 +81,7 @@ class SamplingParams(Body):
 
 
 _AS_GIVEN = [name for name in SamplingParams.model_fields if name not in ("max_tokens", "seed", "stop")]
-"""Sampling options, int32 or float, that the protos call as REST does; samplers check them."""
+"""Sampling options, int32 or float, that have the same name in REST and in the protos. Samplers check them."""
 
 
 class Sample(Body):
@@ -124,8 +124,9 @@ class RetrieveFutures(Body):
 def loadable_name(name: str, tokenizer_id: str) -> str:
     """Returns the name of a base model by which `SamplingClient.get_tokenizer` of SDK 0.38 finds its tokenizer.
 
-    The SDK gives the name to transformers, so the tokenizer's own name replaces one that the hub cannot have. It also
-    cuts the last part off a name with two slashes (`org/model/variant`), so a path of two gets a third: the same path.
+    The SDK passes the name to transformers, so the tokenizer's own name replaces a name that the hub cannot have. The
+    SDK also cuts the last component off a name with two slashes (`org/model/variant`), so a path with two slashes gets
+    a third one: it is still the same path.
     """
     if name.count("/") == 1 and not name.startswith("/"):
         return name
@@ -133,11 +134,11 @@ def loadable_name(name: str, tokenizer_id: str) -> str:
 
 
 class SamplingRoutes:
-    """Handlers of sampling.
+    """Handlers of the sampling routes.
 
     Args:
         max_body_bytes: The largest body of a sample.
-        poll_hold_s: Seconds that a poll is held while nothing has finished, give or take a fifth.
+        poll_hold_s: Seconds that a poll is held while nothing has finished, plus or minus a fifth.
     """
 
     def __init__(self, sampling: Sampling, futures: Futures, max_body_bytes: int, poll_hold_s: float) -> None:
@@ -163,7 +164,9 @@ class SamplingRoutes:
         return Json({"type": "create_sampling_session", "sampling_session_id": sampling.sampling_session_id})
 
     async def join(self, request: Request, owner: str) -> Response:
-        """Numbers a copy of a sampling client, so that its samples never have the ids of another copy's."""
+        """Returns a number for a copy of a sampling client, so that its samples have other ids than those of other
+        copies.
+        """
         body = await parse_json(request, JoinSamplingSession, await read(request))
         number = await self._sampling.join(owner, body.sampling_session_id)
         return Json({"type": "join_sampling_session", "client_counter": number})
@@ -192,10 +195,10 @@ class SamplingRoutes:
         return Json({"request_id": future_id, "sample_sequence_ids": sequence_ids})
 
     async def get_experts(self, request: Request, owner: str) -> Response:
-        """The experts that computed a sequence: a .npy file, uint8 or int32 [P + C - 1, layers, k].
+        """Returns the experts that computed a sequence: a .npy file, uint8 or int32 [P + C - 1, layers, k].
 
-        While the result of its sample is kept. Raises NotFound, Expired; Unavailable while it is not finished; and
-        what its sample failed with.
+        They are available as long as the result of the sample. Raises NotFound, Expired, Unavailable while the sample
+        is not finished, and the error of a failed sample.
         """
         sequence_id = request.path_params["sequence_id"]
         future_id, _, index = sequence_id.rpartition(":")
@@ -215,7 +218,7 @@ class SamplingRoutes:
         return Response(file.getvalue(), media_type="application/octet-stream")
 
     async def retrieve_many(self, request: Request, owner: str) -> Response:
-        """What one client of a sampling session has finished since its cursor; held while there is nothing."""
+        """Returns what one client of a sampling session has finished since its cursor; waits while there is nothing."""
         body = await parse_json(request, RetrieveFutures, await read(request, _ACKNOWLEDGED_BYTES), *_ACKNOWLEDGED)
         target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
         await self._sampling.get(owner, target.sampling_session_id)
@@ -232,7 +235,7 @@ def _completion_json(completion: Completion) -> dict[str, object]:
     return {
         "state": "finished",
         "request_id": completion.future_id,
-        # Of the result as it is kept, which is close to the payload; the client reserves so much of its budget.
+        # The size of the stored result, which is close to the payload's; the client reserves this much of its budget.
         "response_payload_uncompressed_size": completion.size_bytes,
     }
 
@@ -252,14 +255,14 @@ def _fill(body: Sample, message: gateway_pb2.SampleTokensRequest) -> None:
         raise Unimplemented("record_stability_info is not supported", field="record_stability_info")
     message.sampling_session_id = body.sampling_session_id
     if body.num_samples > _MOST_SAMPLES:
-        raise InvalidInput(f"num_samples is {body.num_samples}; {_MOST_SAMPLES} is the most", field="num_samples")
+        raise InvalidInput(f"num_samples is {body.num_samples}; {_MOST_SAMPLES} is the maximum", field="num_samples")
     message.sample_count = _int32(body.num_samples, "num_samples")
     message.prompt_logprobs = bool(body.prompt_logprobs)
     message.top_prompt_logprobs = _int32(body.topk_prompt_logprobs, "topk_prompt_logprobs")
     message.top_sample_logprobs = _int32(body.topk_sample_logprobs, "topk_sample_logprobs")
     message.alt_token_count = _int32(body.prompt_alt_tokens_k, "prompt_alt_tokens_k")
     if body.prompt_logprobs_last_n is not None:
-        if body.prompt_logprobs_last_n < 1:  # 0 means "all" on our wire
+        if body.prompt_logprobs_last_n < 1:  # 0 means "all" in the protobuf message
             raise InvalidInput(
                 f"prompt_logprobs_last_n is {body.prompt_logprobs_last_n}; it must be at least 1",
                 field="prompt_logprobs_last_n",
@@ -288,7 +291,7 @@ def _fill_params(params: SamplingParams, message: gateway_pb2.SampleTokensReques
         return
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     if not stop:
-        message.params.stop.ignore_eos = True  # `stop=[]` disables every stop, the end-of-sequence token included
+        message.params.stop.ignore_eos = True  # `stop=[]` disables every stop, including the end-of-sequence token
     for item in stop:
         if isinstance(item, str):
             if not item:

@@ -1,4 +1,6 @@
-"""Samples: rendered once, sent to a sampler that has the weights, tried again when a sampler goes away."""
+"""Runs samples: renders the prompt once, sends it to a sampler that has the weights, and retries if the sampler
+fails.
+"""
 
 import asyncio
 import logging
@@ -44,31 +46,31 @@ _OPTIONS = tuple(
     if (asked := sampler_pb2.SampleRequest.DESCRIPTOR.fields_by_name.get(name))
     and asked.message_type is field.message_type
 )
-"""What a sampler is asked in the client's own words: the fields that both requests have."""
+"""The options passed to a sampler unchanged: the fields that both requests have, with the same type."""
 
 _LONGEST_PAUSE_S = 0.5
 _MENDS = 30
-"""How often one request may find its snapshot or its image evicted before we call it a fault."""
+"""How often one request may find its snapshot or its image evicted before that is an error."""
 
 _BREAKS = 10
-"""How many samplers may end while they have one request, before it is taken for what ends them."""
+"""How many samplers may fail while they have one request before the request is assumed to be the cause."""
 
 
 @dataclass
 class SampleWork:
-    """One request on its way: what to sample, and what was done for it so far.
+    """The state of one sample request.
 
     Attributes:
-        pending: Its future; a stream's is not registered.
-        base: The base model that it is sampled from, adapted or not.
-        sampling: Names the weights. Which ones may change until a try has its place in a sampler.
-        at_once: Whether nobody reads along.
-        is_wanted: Says whether a client waits for it.
+        pending: Its future; the future of a stream is not registered.
+        base: The base model to sample from, with or without an adapter.
+        sampling: The session that names the weights. They may change until a try has its slot in a sampler.
+        at_once: Whether the sequences are wanted whole, not as a stream.
+        is_wanted: Returns whether a client waits for the request.
         snapshot_id: The weights of the last try.
-        cells: What to score in the prompt.
-        outage: Since a sampler first failed it.
-        mends: How often it found its snapshot or its image evicted.
-        breaks: How many samplers have ended while they had it.
+        cells: The cells to score in the prompt.
+        outage: The backoff since a sampler first failed the request.
+        mends: How often the request found its snapshot or its image evicted.
+        breaks: How many samplers have failed while they had the request.
     """
 
     pending: Pending
@@ -86,12 +88,12 @@ class SampleWork:
 
     @property
     def prompt_ids(self) -> bytes:
-        """int32 ids of the prompt as rendered; empty before that."""
+        """Returns the int32 ids of the prompt as rendered; empty before that."""
         return self.rendered.tokens if self.rendered is not None else b""
 
 
 def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
-    """Raises ContextOverflow, in the words that the Tinker cookbook looks for."""
+    """Raises ContextOverflow, with the message that the Tinker cookbook looks for."""
     if prompt_tokens + max_tokens > max_context_length:
         raise ContextOverflow(
             "Prompt length plus max_tokens exceeds the model's context window: "
@@ -101,10 +103,10 @@ def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) 
 
 
 class SampleRunner:
-    """Runs samples.
+    """Runs sample requests.
 
     Args:
-        retry_deadline_s: How long a request waits for a sampler that went away.
+        retry_deadline_s: How long a request waits for an unavailable sampler to return.
         timeout_s: Deadline of one try.
     """
 
@@ -118,10 +120,10 @@ class SampleRunner:
         self._retry_deadline_s = retry_deadline_s
         self._timeout_s = timeout_s
         self.tasks_in_samplers: set[asyncio.Task[Any]] = set()
-        """Tasks whose request a sampler works on, until they have ended: to stop one then is to do it twice."""
+        """Tasks with a request in a sampler, until they end. To stop one would mean to sample its request twice."""
 
     async def collect(self, work: SampleWork) -> list[gateway_pb2.SampleTokensResponse]:
-        """Samples to the end. A sampler that fails midway costs nothing but time: the request starts again."""
+        """Samples to the end. If a sampler fails midway, the request starts again."""
         while True:
             try:
                 async with aclosing(self._attempt(work)) as attempt:
@@ -133,7 +135,7 @@ class SampleRunner:
                 await self._mend(work, error)
 
     async def stream(self, work: SampleWork) -> AsyncIterator[sampler_pb2.SampleResponse]:
-        """Samples, passing events on as they come. Tried again only as long as nothing was passed on."""
+        """Yields events as they arrive. A failure is retried only before the first event."""
         is_begun = False
         while True:
             try:
@@ -170,7 +172,9 @@ class SampleRunner:
 
     @asynccontextmanager
     async def _place(self, work: SampleWork, sampler: Sampler, turn: Turn) -> AsyncIterator[Sampler]:
-        """A place in a sampler that has the weights, until the block ends. Raises ReplicaLeft if the sampler leaves."""
+        """Holds a slot in a sampler that has the weights, until the block ends. Raises ReplicaLeft if the sampler
+        leaves.
+        """
         async with AsyncExitStack() as held:
             work.pending.progress.queue(
                 lambda: f"waiting for a place in a sampler: {sampler.describe(turn)}", QueueState.PAUSED
@@ -198,7 +202,7 @@ class SampleRunner:
             target_tokens=targets.to_score(work.cells) if work.cells else None,
             **{name: getattr(work.request, name) for name in _OPTIONS},
             at_once=work.at_once,
-            # What is cached for one owner is neither used nor counted for another, who could learn prompts from it.
+            # The cache of one owner is neither used nor counted for another, which could learn prompts from cache hits.
             cache_salt=work.pending.submission.owner,
         )
         self._note_sampling()
@@ -232,7 +236,7 @@ class SampleRunner:
             task.add_done_callback(self.tasks_in_samplers.discard)
 
     async def _mend(self, work: SampleWork, error: FoveaError) -> None:
-        """Prepares the next try, or raises the error if there is none."""
+        """Prepares the next try, or raises the error if the request cannot be retried."""
         if task := asyncio.current_task():
             self.tasks_in_samplers.discard(task)
         if isinstance(error, SnapshotNotLoaded | FeatureEvicted):
@@ -255,7 +259,7 @@ class SampleRunner:
                 ) from None
             if work.breaks > _BREAKS:
                 raise Unavailable(
-                    f"gave up: {work.breaks} times a sampler ended while it had this request: {error.message}"
+                    f"gave up: {work.breaks} samplers failed while they had this request: {error.message}"
                 ) from None
             work.pending.progress.wait_on(error.message, QueueState.PAUSED)
             await work.outage.pause()
@@ -263,7 +267,7 @@ class SampleRunner:
         else:
             raise error
         metrics.SAMPLE_RETRIES.labels(error.reason).inc()
-        logger.debug("sample %s is tried again: %s", work.pending.submission.future_id, error)
+        logger.debug("retrying sample %s: %s", work.pending.submission.future_id, error)
 
     async def _check(self, work: SampleWork) -> None:
         assert work.rendered is not None
@@ -281,13 +285,13 @@ class SampleRunner:
 
 
 def most_tokens(request: gateway_pb2.SampleTokensRequest, prompt_tokens: int, max_context_length: int) -> int:
-    """Tokens that a sample may come to, its prompt's included."""
+    """Returns the maximum number of tokens of a sample, including its prompt."""
     most = request.params.max_tokens if request.params.HasField("max_tokens") else max_context_length
     return prompt_tokens + max(request.sample_count, 0) * max(min(most, max_context_length - prompt_tokens), 0)
 
 
 def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.GetSamplerInfoResponse) -> None:
-    """Raises InvalidInput for counts above what a sampler does."""
+    """Raises InvalidInput for counts above the limits of the samplers."""
     for field, value, least, most in (
         ("num_samples", request.sample_count, 1, info.max_sample_count),
         ("topk_prompt_logprobs", request.top_prompt_logprobs, 0, info.max_top_logprobs),
@@ -315,9 +319,9 @@ def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) ->
 def gather(
     events: Iterable[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
 ) -> list[gateway_pb2.SampleTokensResponse]:
-    """Joins the deltas of each sequence; sequences come in order of index, after the request's own target table.
+    """Joins the deltas of each sequence. Sequences come in order of index, after the request's own target table.
 
-    Raises Internal if the sampler left out what was asked for: half an answer is never returned as a whole one.
+    Raises Internal if the sampler left out requested data, so that an incomplete answer is never returned as complete.
     """
     sample_count = request.sample_count
     prompt: sampler_pb2.PromptResult | None = None
@@ -328,7 +332,7 @@ def gather(
         elif event.delta.index in deltas:
             deltas[event.delta.index].append(event.delta)
         else:
-            raise Internal(f"the sampler returned sequence {event.delta.index} of {sample_count}")
+            raise Internal(f"the sampler returned sequence {event.delta.index} for a sample_count of {sample_count}")
     records = [gateway_pb2.SampleTokensResponse(prompt=_checked_prompt(prompt, request, cells))]
     if cells is not None:
         records.insert(0, gateway_pb2.SampleTokensResponse(target_table=request.target_table))
@@ -355,7 +359,7 @@ def _checked_prompt(
 
 def _join(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.SequenceDelta:
     if not parts or parts[-1].finish_reason == sampler_pb2.FINISH_REASON_UNSPECIFIED:
-        raise Internal(f"the sampler ended before sequence {index} did")
+        raise Internal(f"the sampler's stream ended before sequence {index} was complete")
     whole = sampler_pb2.SequenceDelta(
         index=index,
         tokens=b"".join(part.tokens for part in parts),

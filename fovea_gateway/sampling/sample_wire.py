@@ -1,7 +1,7 @@
-"""Samples in Tinker's protobuf and JSON: results, and tables of target tokens to score at the prompt's positions.
+"""Conversion of samples to and from Tinker's protobuf and JSON: results, and tables of target tokens to score.
 
-A table has P - 1 rows for a prompt of P tokens; row i scores position i + 1. The id -1 asks for nothing: a sparse table
-may list such cells, and gets 0.0 back in them.
+A table has P - 1 rows for a prompt of P tokens; row i scores position i + 1. The id -1 means that a cell is not scored.
+A sparse table may list such cells; their result is 0.0.
 """
 
 import math
@@ -23,7 +23,7 @@ FIELD = "target_prompt_logprobs"
 NOTHING = -1
 _INT32 = np.iinfo(np.int32)
 _MOST_IDS = MESSAGE_BYTES // 16
-"""Ids and their scores travel in one message each, beside the prompt."""
+"""The ids travel in one message, and so do their scores, beside the prompt."""
 _STOP_REASONS = {
     sampler_pb2.FINISH_REASON_STOP: tinker_pb2.STOP_REASON_STOP,
     sampler_pb2.FINISH_REASON_LENGTH: tinker_pb2.STOP_REASON_LENGTH,
@@ -31,7 +31,7 @@ _STOP_REASONS = {
 
 
 class TensorData(Body):
-    """Numbers, dense or, with indices, sparse (CSR)."""
+    """A tensor of numbers: dense, or sparse (CSR) if it has indices."""
 
     data: LongList[int] | LongList[float]
     dtype: Literal["int64", "float32"]
@@ -41,7 +41,7 @@ class TensorData(Body):
 
 
 class Cells(NamedTuple):
-    """The listed cells of a table, row after row: ids int64 [M], columns int64 [M], offsets int64 [P] from 0 to M."""
+    """The listed cells of a table, row by row: ids int64 [M], columns int64 [M], offsets int64 [P] from 0 to M."""
 
     ids: npt.NDArray[np.int64]
     columns: npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class Cells(NamedTuple):
 
 
 def read_table(table: gateway_pb2.TargetTable) -> Cells:
-    """The cells of a table. Raises InvalidInput if its parts do not belong together."""
+    """Returns the cells of a table. Raises InvalidInput if its fields are inconsistent."""
     ids = _flat(table.tokens.token_ids, "tokens.token_ids")
     columns = _flat(table.column_indices, "column_indices")
     offsets = _flat(table.tokens.row_offsets, "tokens.row_offsets")
@@ -59,26 +59,26 @@ def read_table(table: gateway_pb2.TargetTable) -> Cells:
 
 
 def check_table(cells: Cells, token_count: int, vocabulary_size: int) -> None:
-    """Raises InvalidInput for a table that does not fit a prompt of `token_count` tokens, or asks for nothing."""
+    """Raises InvalidInput for a table that does not fit a prompt of `token_count` tokens, or that scores nothing."""
     row_count = cells.offsets.size - 1
     if row_count != token_count - 1:
         raise _wrong(
             f"it has {row_count} rows; a prompt of {token_count} tokens needs {token_count - 1}, one for each token "
-            "but the first"
+            "except the first"
         )
     wrong = np.flatnonzero((cells.ids < NOTHING) | (cells.ids >= vocabulary_size))
     if wrong.size:
         raise _wrong(
-            f"it asks for token id {cells.ids[wrong[0]]}; ids lie in 0 .. {vocabulary_size - 1}, and -1 asks for none"
+            f"it asks for token id {cells.ids[wrong[0]]}; ids are 0 .. {vocabulary_size - 1}, or -1 for no token"
         )
     if not (cells.ids != NOTHING).any():
-        raise _wrong("it names no token id; name at least one, or leave it out")
+        raise _wrong("it contains no token id; add at least one, or leave the table out")
     if cells.ids.size > _MOST_IDS:
-        raise _wrong(f"it lists {cells.ids.size} cells; at most {_MOST_IDS} fit into one request")
+        raise _wrong(f"it lists {cells.ids.size} cells; at most {_MOST_IDS} fit in one request")
 
 
 def to_score(cells: Cells) -> sampler_pb2.TargetTokens:
-    """What a sampler is asked for: the ids without the cells that ask for nothing."""
+    """Returns the request to the sampler: the ids, without the cells that are not scored."""
     is_asked = cells.ids != NOTHING
     before = np.concatenate(([0], np.cumsum(is_asked)))
     return sampler_pb2.TargetTokens(
@@ -88,7 +88,9 @@ def to_score(cells: Cells) -> sampler_pb2.TargetTokens:
 
 
 def spread(cells: Cells, logprobs: bytes) -> npt.NDArray[np.float32]:
-    """float32 [M]: the sampler's answer in its cells, 0.0 where nothing was asked. Raises Internal if they differ."""
+    """Returns float32 [M]: the sampler's scores, with 0.0 in the cells that are not scored. Raises Internal if they
+    differ in number.
+    """
     values = np.zeros(cells.ids.size, np.float32)
     is_asked = cells.ids != NOTHING
     answer = tensors.decode_floats(logprobs)
@@ -99,11 +101,13 @@ def spread(cells: Cells, logprobs: bytes) -> npt.NDArray[np.float32]:
 
 
 def table_from_json(tensor: TensorData) -> gateway_pb2.TargetTable:
-    """The table of a JSON tensor, int64 [P - 1, K], dense or CSR. Raises InvalidInput naming what is wrong."""
+    """Returns the table of a JSON tensor, int64 [P - 1, K], dense or CSR. Raises InvalidInput that names the
+    problem.
+    """
     if tensor.dtype != "int64":
         raise _wrong(f"dtype is {tensor.dtype}; it must be int64")
     shape = tensor.shape
-    # Without columns, or with too many, no number of cells would bound the rows.
+    # With no columns, or with too many, the number of cells would not limit the number of rows.
     if shape is None or len(shape) != 2 or shape[0] < 0 or not 0 < shape[1] <= _INT32.max:
         raise _wrong(f"shape is {shape}; it must be [prompt tokens - 1, K], K from 1")
     values = np.asarray(tensor.data)
@@ -112,11 +116,11 @@ def table_from_json(tensor: TensorData) -> gateway_pb2.TargetTable:
     values = values.astype(np.int64)
     outside = values[(values < NOTHING) | (values > _INT32.max)]
     if outside.size:
-        raise _wrong(f"data holds {outside[0]}; a cell is a token id, or -1 to ask for none")
+        raise _wrong(f"data holds {outside[0]}; a cell is a token id, or -1 for no token")
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return _dense(values, shape)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
-        raise _wrong("sparse_crow_indices and sparse_col_indices go together")
+        raise _wrong("sparse_crow_indices and sparse_col_indices must be given together")
     return _sparse(values, shape, tensor.sparse_crow_indices, tensor.sparse_col_indices)
 
 
@@ -151,7 +155,7 @@ def _table(
 
 
 def fill_targets(table: gateway_pb2.TargetTable, logprobs: bytes, message: tinker_pb2.Tensor) -> None:
-    """The answer to a table, float32, in its own shape and layout; 0.0 in cells that asked for nothing."""
+    """Writes the scores of a table, float32, in the table's own shape and layout; 0.0 in cells that are not scored."""
     cells = read_table(table)
     values = spread(cells, logprobs)
     row_count = cells.offsets.size - 1
@@ -168,7 +172,7 @@ def fill_targets(table: gateway_pb2.TargetTable, logprobs: bytes, message: tinke
 
 
 def fill_alt_tokens(alt: sampler_pb2.AltTokens, message: tinker_pb2.PromptAltTokens) -> None:
-    """Drawn tokens, int32, and their log-probabilities, float32, each [P - 1, k]."""
+    """Writes drawn tokens, int32, and their log-probabilities, float32, each [P - 1, k]."""
     for source, target, dtype in (
         (alt.token_ids, message.tokens, tinker_pb2.DTYPE_INT32),
         (alt.logprobs, message.logprobs, tinker_pb2.DTYPE_FLOAT32),
@@ -178,7 +182,7 @@ def fill_alt_tokens(alt: sampler_pb2.AltTokens, message: tinker_pb2.PromptAltTok
 
 
 def tensor_json(tensor: tinker_pb2.Tensor) -> dict[str, object]:
-    """A tensor as JSON values; int32 goes by int64 there, which is the only whole type that JSON tensors have."""
+    """Returns a tensor as JSON values. An int32 tensor becomes int64, the only integer type of JSON tensors."""
     is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
     data = tensor.sparse_csr.values if is_sparse else tensor.dense
     is_float = tensor.dtype == tinker_pb2.DTYPE_FLOAT32
@@ -206,7 +210,7 @@ def _wrong(message: str) -> InvalidInput:
 
 
 def experts_of_sequence(blob: bytes, index: str) -> tensor_pb2.Tensor | None:
-    """What a result has of the experts of its sequence of this number; None if there is nothing."""
+    """Returns the experts of the sequence with this number from a result; None if it has none."""
     for record in split_messages(gateway_pb2.SampleTokensResponse, blob):
         if record.WhichOneof("event") == "delta" and str(record.delta.index) == index:
             return record.delta.routed_experts if record.delta.HasField("routed_experts") else None

@@ -1,4 +1,4 @@
-"""A sampling session: one choice of weights to sample from."""
+"""A sampling session: the weights that a client samples from."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class SamplingSession:
-    """One choice of weights to sample from. An empty `snapshot_id` means the base model.
+    """A choice of weights to sample from. An empty `snapshot_id` means the base model.
 
     Attributes:
-        followed_model_id: The model whose `inflight` saves move this session forward; None if its weights are fixed.
-        client_count: Clients that have joined besides the first one.
+        followed_model_id: The model that this session follows: each `inflight` save moves the session to its new
+            weights. None if the weights are fixed.
+        client_count: Clients that have joined in addition to the first one.
     """
 
     sampling_session_id: str

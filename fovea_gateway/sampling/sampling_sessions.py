@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sampling:
-    """What clients do with sampling sessions."""
+    """The use cases of sampling sessions."""
 
     def __init__(
         self,
@@ -62,18 +62,19 @@ class Sampling:
 
     @property
     def max_context_length(self) -> int:
-        """Positions that the samplers of any base model take at most; 0 before one was seen."""
+        """Returns the largest context length of the samplers of any base model; 0 before one was seen."""
         return max(base.max_context_length for base in self._base_models)
 
     def tokenizer_id(self, base_model: str) -> str:
-        """Returns the folder or hub name of a base model's tokenizer; the model's name if it is not served any more."""
+        """Returns the folder or hub name of a base model's tokenizer; the model's name if it is no longer served."""
         found = self._base_models.find(base_model)
         return found.tokenizer_id if found else base_model
 
     async def open(
         self, owner: str, session_id: str, request_seq_id: int, base_model: str, model_path: str
     ) -> SamplingSession:
-        """Opens a sampling session on the base model or on a saved snapshot; a repeat answers the first one.
+        """Opens a sampling session on the base model or on a saved snapshot; a repeated request returns the first
+        session.
 
         Raises NotFound for an unknown session, model or path, InvalidInput if neither is named, they do not fit, or the
         base model is for training only, ResourceExhausted above the owner's share of rows.
@@ -104,16 +105,15 @@ class Sampling:
         return sampling
 
     def check_sampled(self, base_model: str) -> None:
-        """Raises InvalidInput for a base model that is for training only."""
+        """Raises InvalidInput for a base model that is served for training only."""
         self._base_models.check_sampled(base_model)
 
     def open_on_snapshot(
         self, session_id: str, base_model: str, model_id: str, snapshot_id: str, inflight: bool
     ) -> tuple[SamplingSession, Job[Any]]:
-        """A sampling session on the unnamed weights of a model of `base_model`, and the write that keeps it.
+        """Returns a sampling session on unnamed weights of a model of `base_model`, and the write job that stores it.
 
-        With `inflight` it follows the model: the write moves it, and all others that follow, to these weights. Call
-        `move_followers` once it is committed.
+        With `inflight`, it moves all sessions that follow the model to these weights; then call `move_followers`.
         """
         session = self._sessions.cached(session_id)
         sampling = self._make(session_id, session.owner, self._take_number(session), base_model, snapshot_id)
@@ -128,7 +128,7 @@ class Sampling:
         return sampling, job
 
     async def move_followers(self, base_model: str, model_id: str, snapshot_id: str) -> None:
-        """Lets samples that begin from now on use a model's newest weights, and frees those that they replace."""
+        """Lets samples that start from now on use a model's newest weights, and frees the weights that they replace."""
         for sampling in self._known.values():
             if sampling.followed_model_id == model_id:
                 sampling.snapshot_id = snapshot_id
@@ -150,17 +150,17 @@ class Sampling:
             await base.snapshots.retire_unreachable(base.up_samplers)
 
     def push_soon(self, base_model: str, kept: SnapshotRecord) -> None:
-        """Brings an adapter to the samplers in the background; if that fails, the first sample tries again."""
+        """Pushes an adapter to the samplers in the background. If that fails, the first sample pushes it."""
         base = self._base_models.get(base_model)
         self._pushes.start(self._push(base, kept), f"early push of {kept.identity.snapshot_id}")
 
     async def get(self, owner: str, sampling_session_id: str) -> SamplingSession:
-        """A sampling session of the caller. Raises NotFound."""
+        """Returns a sampling session of the caller. Raises NotFound."""
         sampling = self._known.get(sampling_session_id)
         if sampling is None:
             sampling = await self._database.read(lambda connection: _get_row(connection, sampling_session_id))
             if sampling is not None:
-                # It may have been moved forward while it was read.
+                # The session may have moved to newer weights while it was read.
                 sampling.snapshot_id = self._newest.get(sampling.followed_model_id or "", sampling.snapshot_id)
                 sampling = self._known.setdefault(sampling_session_id, sampling)
         if sampling is None or sampling.owner != owner:
@@ -168,9 +168,9 @@ class Sampling:
         return sampling
 
     async def named(self, owner: str, model: str) -> tuple[SamplingSession, int]:
-        """Returns an unsaved session of a base model or a `tinker://` path, and its `Checkpoint.picture_side`.
+        """Returns an unsaved session on a base model or `tinker://` path, and its `Checkpoint.picture_side`.
 
-        Raises NotFound for a name that is neither, InvalidInput for a path that is not to sample from.
+        Raises NotFound for a name that is neither, InvalidInput for a path that cannot be sampled from.
         """
         snapshot_id, base_model, path, side = "", model, None, 0
         if model.startswith(SCHEME):
@@ -187,10 +187,10 @@ class Sampling:
         request: gateway_pb2.SampleTokensRequest,
         rejection: FoveaError | None = None,
     ) -> tuple[str, list[str]]:
-        """Accepts a sample; returns the future's id and the ids of the sequences to come.
+        """Accepts a sample; returns the future's id and the ids of its sequences.
 
-        Content that is wrong fails the future. Raises NotFound, SessionEnded, ResourceExhausted, after which clients
-        send the same again, and ContextOverflow, which they expect at once.
+        Invalid content fails the future. Raises NotFound, SessionEnded, ResourceExhausted, after which clients send the
+        same request again, and ContextOverflow, which clients expect at once.
         """
         sampling = await self.get(owner, sampling_session_id)
         base = await self._check_usable(owner, sampling)
@@ -206,7 +206,7 @@ class Sampling:
         return own_id, sequence_ids(own_id, 0 if rejection else request.sample_count)
 
     async def resume(self, pendings: Iterable[Pending]) -> None:
-        """Takes up the samples among what an earlier process left unfinished."""
+        """Resumes the samples among the requests that an earlier process left unfinished."""
         for pending in pendings:
             if pending.submission.kind is not Kind.SAMPLE:
                 continue
@@ -218,7 +218,7 @@ class Sampling:
                 self._start(pending)
 
     def _start(self, pending: Pending) -> None:
-        """Begins to work on an accepted sample, unless the process is about to end: then the next one does."""
+        """Starts work on an accepted sample, unless the process is about to end; then the next process does it."""
         if self._is_draining:
             return
         pending.work = asyncio.create_task(self._run(pending), name=pending.submission.future_id)
@@ -228,7 +228,9 @@ class Sampling:
     async def stream(
         self, owner: str, request: gateway_pb2.SampleTokensRequest
     ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
-        """Samples now, without a future; leaving the iterator frees the engine. A target table comes back first."""
+        """Samples at once, without a future; closing the iterator frees the engine. A target table is returned
+        first.
+        """
         sampling = await self.get(owner, request.sampling_session_id)
         await self._check_usable(owner, sampling)
         is_begun = False
@@ -241,11 +243,11 @@ class Sampling:
     async def run(
         self, sampling: SamplingSession, request: gateway_pb2.SampleTokensRequest, *, as_it_comes: bool
     ) -> AsyncIterator[tuple[bytes, gateway_pb2.SampleTokensResponse]]:
-        """Samples now, without a future: the prompt's ids as rendered, with each event.
+        """Samples at once, without a future; yields the prompt's ids as rendered together with each event.
 
         Args:
-            as_it_comes: Whether tokens are wanted as they are made; else each sequence comes whole, and one that a
-                sampler breaks off is sampled again.
+            as_it_comes: Whether to yield tokens as they are generated. Otherwise each sequence comes whole, and is
+                sampled again if a sampler breaks it off.
         """
         base = self._base_models.get(sampling.base_model)
         if rejection := _rejection(base, request):
@@ -270,15 +272,13 @@ class Sampling:
                 await self._futures.store_usage(pending)
 
     def forget(self, session_id: str) -> None:
-        """Drops what is in memory of a session that is over."""
+        """Drops an ended session from memory."""
         self._known = {key: known for key, known in self._known.items() if known.session_id != session_id}
         self._newest = {key: newest for key, newest in self._newest.items() if not key.startswith(f"{session_id}:")}
 
     async def _check_usable(self, owner: str, sampling: SamplingSession) -> BaseModel:
-        """The base model to sample.
-
-        Raises SessionEnded, NotFound once the saved weights have expired, been deleted or taken back, or the base model
-        is not served any more, and InvalidInput once it is for training only.
+        """Returns the base model to sample. Raises SessionEnded, InvalidInput for a base model for training only,
+        NotFound if it is no longer served or the saved weights have expired or been deleted or unpublished.
         """
         await self._sessions.require(owner, sampling.session_id)
         if sampling.model_path:
@@ -287,7 +287,7 @@ class Sampling:
         return self._base_models.get(sampling.base_model)
 
     async def drain(self, timeout_s: float) -> None:
-        """Begins no further sample, and gives those that a sampler works on `timeout_s` to end."""
+        """Starts no further samples, and gives those in a sampler `timeout_s` seconds to finish."""
         self._is_draining = True
         await self._pushes.cancel()
         begun = self._tasks & self._runner.tasks_in_samplers
@@ -297,7 +297,7 @@ class Sampling:
             await asyncio.wait(begun, timeout=timeout_s)
 
     async def stop(self) -> None:
-        """Stops all work, for the end of the process: it stays in the database and runs after a restart."""
+        """Stops all work because the process ends. The work stays in the database and runs after a restart."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -367,17 +367,17 @@ def _insert(connection: Any, session: Session, sampling: SamplingSession) -> boo
 
 
 def sequence_ids(request_id: str, count: int) -> list[str]:
-    """Ids of the sequences that a sample request will return."""
+    """Returns the ids of the sequences that a sample request will return."""
     return [f"{request_id}:{index}" for index in range(count)]
 
 
 def _get_row(connection: sa.Connection, sampling_session_id: str) -> SamplingSession | None:
-    """A sampling session by id."""
+    """Returns a sampling session by id."""
     return _first(connection, sampling_sessions.c.sampling_session_id == sampling_session_id)
 
 
 def _find_row(connection: sa.Connection, session_id: str, request_seq_id: int) -> SamplingSession | None:
-    """The sampling session that an earlier request with the same number opened."""
+    """Returns the sampling session that an earlier request with the same number opened."""
     table = sampling_sessions.c
     return _first(connection, (table.session_id == session_id) & (table.request_seq_id == request_seq_id))
 
@@ -388,13 +388,13 @@ def _first(connection: sa.Connection, where: sa.ColumnElement[bool]) -> Sampling
 
 
 def _add_client(connection: sa.Connection, sampling_session_id: str) -> int:
-    """Counts one more client of a sampling session; returns its number, from 1, never given twice."""
+    """Counts one more client of a sampling session; returns its number, from 1, which is never reused."""
     where, count = sampling_sessions.c.sampling_session_id == sampling_session_id, sampling_sessions.c.client_count
     connection.execute(sa.update(sampling_sessions).where(where).values(client_count=count + 1))
     return int(connection.execute(sa.select(count).where(where)).scalar_one())
 
 
 def _update_followers(connection: sa.Connection, model_id: str, snapshot_id: str) -> None:
-    """Points every sampling session that follows a model at its newest weights."""
+    """Moves every sampling session that follows a model to its newest weights."""
     is_following = sampling_sessions.c.followed_model_id == model_id
     connection.execute(sa.update(sampling_sessions).where(is_following).values(snapshot_id=snapshot_id))

@@ -179,7 +179,7 @@ async def test_a_picture_is_uploaded_once_and_again_if_it_was_dropped(stand: Sta
         policy = GrpcPolicy(client, await client.create_sampling_session(session, 0, base_model=MODEL))
         client.lost = lost
         if lost == 3:
-            with pytest.raises(NotFound, match=r"call UploadImage \(again\)"):
+            with pytest.raises(NotFound, match=r"call UploadImage and retry"):
                 await policy.sample(PROMPT, SETTINGS, (), "c")
         await asyncio.gather(*(policy.sample(PROMPT, SETTINGS, (), "c") for _ in range(10)))
         assert client.made == {0: 2, 1: 4, 2: 4, 3: 6}[lost]

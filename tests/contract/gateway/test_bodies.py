@@ -165,14 +165,14 @@ async def test_names_and_texts_are_counted(rest: Rest, made: Bodies, chunk: byte
     many = b",".join([chunk] * 2**16)
     response = await rest.http.post("asample", content=PROMPT % (made.sampling_id.encode(), many))
     assert response.status_code == 413
-    assert "names and texts; the limit is" in response.json()["detail"]
+    assert "names and strings; the limit is" in response.json()["detail"]
 
 
 async def test_an_image_is_measured_before_it_is_decoded(rest: Rest, made: Bodies) -> None:
     image = b'{"type":"image","format":"png","data":"%b"}' % (b"A" * (4 * 33 * _MIB // 3))
     response = await rest.http.post("asample", content=PROMPT % (made.sampling_id.encode(), image))
     failed = await rest.result(response.json()["request_id"])
-    assert failed["error"].startswith("prompt.chunks[0].data has 46137344 letters; an image may have 33554432 bytes")
+    assert failed["error"].startswith("prompt.chunks[0].data has 46137344 characters; an image may have 33554432 bytes")
 
 
 async def test_a_long_query_is_not_read(stand: Stand) -> None:

@@ -96,7 +96,7 @@ def test_what_strangers_cause_is_said_once_a_second_each() -> None:
         "invalid",
         "failed",
         "failed",
-        "closed because b (2 more since the last time)",
+        "closed because b (2 more since the last one)",
         "closed because b",
     ]
 

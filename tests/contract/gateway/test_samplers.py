@@ -54,7 +54,7 @@ async def test_bad_samples_fail_by_name_and_the_next_one_works(stand: Stand, res
     sampling_id = await base_session(rest)
     text = {"type": "encoded_text", "tokens": [1]}
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"num_samples": 1_000_000}, "num_samples is 1000000; 65536 is the most"),
+        ({"num_samples": 1_000_000}, "num_samples is 1000000; 65536 is the maximum"),
         ({"num_samples": 129}, "num_samples is 129; it must be 1 .. 128"),
         ({"num_samples": 0}, "num_samples"),
         ({"num_samples": 10**30}, "num_samples"),
@@ -175,7 +175,7 @@ async def test_a_request_that_ends_its_sampler_again_and_again_is_given_up(
     stand.sampler.failures["Sample"] += [Unavailable("the engine has died")] * 3
     answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
     assert answer["category"] == "server"
-    assert "3 times a sampler ended while it had this request: the engine has died" in answer["error"]
+    assert "3 samplers failed while they had this request: the engine has died" in answer["error"]
     assert "sequences" in await rest.result((await rest.sample(sampling_id, 1)).json()["request_id"])
 
 

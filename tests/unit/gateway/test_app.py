@@ -52,5 +52,5 @@ def test_base_models_have_names_of_their_own() -> None:
     assert [(base_model.model_name, base_model.trainer) for base_model in settings.base_models] == [
         ("n", "t:1"), ("teacher", ""),
     ]  # fmt: skip
-    with pytest.raises(ValidationError, match="two base models are called 'n'"):
+    with pytest.raises(ValidationError, match="two base models have the name 'n'"):
         GatewaySettings(**own, trainer="t:1", further_models=[own])

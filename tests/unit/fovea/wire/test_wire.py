@@ -115,7 +115,7 @@ def test_a_stream_that_begins_in_the_middle_is_refused() -> None:
         ("file:///srv/recovery/m/4 cannot be read", "the checkpoint cannot be read"),
         ("/srv/models/tiny/config.json has no rope", "config.json has no rope"),
         ("GET /fovea/api/v1/nothing is not offered", None),
-        ("/v1/models does not take the parameter a", None),
+        ("/v1/models does not support the parameter a", None),
         ("https://a.example/b/c.png answers 404", None),
         ("tinker://run/weights/state is no export", None),
         ("the location '/etc/host/name' is no address", None),

@@ -50,7 +50,7 @@ def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
 
 
 async def test_the_published_key_is_for_this_machine_alone(database_url: str) -> None:
-    with pytest.raises(ValidationError, match=r"api_key\n.*tml-local is in the documentation"):
+    with pytest.raises(ValidationError, match=r"api_key\n.*tml-local is a published key"):
         settings(host="0.0.0.0", api_key=["tml-own", "alice=tml-local"])
     database = Database(database_url)
     await database.open()

@@ -25,10 +25,10 @@ async def test_no_address_is_nobody(kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("kind", "addresses", "words"),
     [
-        ("dns", ["a:1", "b:1"], "--discovery dns takes one --sampler name:port, not 2"),
-        ("kubernetes", ["a:1", "b:1", "c:1"], "--discovery kubernetes takes one --sampler name:port, not 3"),
+        ("dns", ["a:1", "b:1"], "--discovery dns needs exactly one --sampler name:port, not 2"),
+        ("kubernetes", ["a:1", "b:1", "c:1"], "--discovery kubernetes needs exactly one --sampler name:port, not 3"),
         ("dns", ["a"], "address is 'a'; write it as name:port"),
-        ("dns", ["a:grpc"], "port 'grpc' of 'a:grpc' is no number"),
+        ("dns", ["a:grpc"], "port 'grpc' of 'a:grpc' must be a number"),
     ],
 )
 def test_wrong_settings_are_refused(kind: Kind, addresses: list[str], words: str) -> None:
