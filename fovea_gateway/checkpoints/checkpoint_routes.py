@@ -20,7 +20,7 @@ from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAI
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
 from fovea_gateway.checkpoints.exports import Exports, Link
 from fovea_gateway.checkpoints.uploads import UploadLink, Uploads
-from fovea_gateway.http.endpoint import Endpoints, Json, check_query, paging
+from fovea_gateway.http.endpoint import Endpoints, Json, check_query, iso_time, paging
 from fovea_gateway.http.model_inputs import LoraConfig
 from fovea_gateway.http.request_body import Body, arriving, parse_json, read
 from fovea_gateway.replicas.base_models import BaseModels
@@ -244,7 +244,7 @@ class ExportRoutes:
         links, expires_at = await self._exports.links(owner, _path(request))
         root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/exports"
         urls = {link.file: f"{root}/{_link_path(link)}" for link in links}
-        return Json({"urls": urls, "expires": datetime.fromtimestamp(expires_at, UTC).isoformat()})
+        return Json({"urls": urls, "expires": iso_time(expires_at)})
 
     async def file(self, request: Request) -> Response:
         """Serves a file, or one range of it; also handles HEAD."""
@@ -314,7 +314,7 @@ class UploadRoutes:
         upload_id, links = await self._uploads.start(owner, body.base_model, lora)
         root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/uploads"
         urls = {link.file: f"{root}/{link.upload_id}/{quote(link.file)}?{_signed(link)}" for link in links}
-        expires = datetime.fromtimestamp(links[0].expires_at, UTC).isoformat()
+        expires = iso_time(links[0].expires_at)
         return Json({"upload_id": upload_id, "urls": urls, "expires": expires})
 
     async def receive(self, request: Request) -> Response:
@@ -391,8 +391,3 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "user_metadata": checkpoint.user_metadata or None,
         "expires_at": None if checkpoint.expires_at is None else iso_time(checkpoint.expires_at),
     }
-
-
-def iso_time(seconds: float) -> str:
-    """Returns ISO 8601 with a UTC offset, because the CLI compares it with timezone-aware times."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import zstandard
@@ -293,6 +294,11 @@ def check_query(request: Request, *known: str) -> None:
     for name in request.query_params:
         if name not in known:
             raise Unimplemented(f"{request.url.path} does not support the parameter {name}", field=name)
+
+
+def iso_time(seconds: float) -> str:
+    """Returns ISO 8601 with a UTC offset, because the CLI compares it with timezone-aware times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def accepted_encoding(accept_encoding: str) -> str | None:

@@ -13,10 +13,10 @@ from cachetools import LRUCache
 from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
 from fovea.wire.errors import NotFound
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.checkpoints.checkpoint_routes import iso_time
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, models, sessions
 from fovea_gateway.futures.futures import Futures
+from fovea_gateway.http.endpoint import iso_time
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
 from fovea_gateway.live.step_curves import StepCurves
