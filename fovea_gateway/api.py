@@ -83,6 +83,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         settings.inline_limit_bytes,
         settings.compress_from_bytes,
     )
+    lora = partial(lora_message, alpha=settings.default_lora_alpha, train_vision=settings.train_vision)
     # Routes are tried in order, so the most frequent ones come first.
     groups: list[Routes] = [
         future_routes,
@@ -96,7 +97,13 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         ServerRoutes(parts.health, parts.base_models, settings.sdk_flags, settings.max_body_bytes),
         SessionRoutes(parts.sessions),
         TrainingRoutes(
-            parts.training, parts.models, parts.custom_losses, parts.base_models, parts.checkpoints, settings
+            parts.training,
+            parts.models,
+            parts.custom_losses,
+            parts.base_models,
+            parts.checkpoints,
+            lora,
+            settings.max_body_bytes,
         ),
         TrainingRunRoutes(parts.training_runs, parts.copies),
         CheckpointRoutes(parts.checkpoints),
@@ -104,7 +111,7 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
         UploadRoutes(
             parts.uploads,
             parts.base_models,
-            partial(lora_message, alpha=settings.default_lora_alpha, train_vision=settings.train_vision),
+            lora,
             base_path,
             settings.request_timeout_s,
         ),

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fovea.api.v1 import gateway_pb2, trainer_pb2
+from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.custom_loss import MAX_GRAPH_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.futures.future import Kind, ResultEncoder, in_order, split_messages
 from fovea_gateway.http.endpoint import Endpoints, Json
-from fovea_gateway.http.model_inputs import lora_message
+from fovea_gateway.http.model_inputs import LoraConfig
 from fovea_gateway.http.request_body import (
     PREFIX_BYTES,
     BodyTooLarge,
@@ -31,7 +31,6 @@ from fovea_gateway.http.request_body import (
 )
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.scopes import Scope
-from fovea_gateway.settings import GatewaySettings
 from fovea_gateway.training import training_wire as wire
 from fovea_gateway.training.batches import BATCH_KINDS, CustomLosses
 from fovea_gateway.training.models import Models
@@ -55,10 +54,12 @@ class TrainingRoutes:
         custom_losses: CustomLosses,
         base_models: BaseModels,
         checkpoints: Checkpoints,
-        settings: GatewaySettings,
+        lora_message: Callable[[LoraConfig], weights_pb2.LoraConfig],
+        max_body_bytes: int,
     ) -> None:
         self._training, self._models, self._custom_losses = training, models, custom_losses
-        self._base_models, self._checkpoints, self._settings = base_models, checkpoints, settings
+        self._base_models, self._checkpoints = base_models, checkpoints
+        self._lora_message, self._max_body_bytes = lora_message, max_body_bytes
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         handlers = {
@@ -88,8 +89,7 @@ class TrainingRoutes:
         rejection: FoveaError | None = _unsupported_optimizer(body.optimizer_config)
         if body.lora_config is not None:
             try:
-                lora = lora_message(body.lora_config, self._settings.default_lora_alpha, self._settings.train_vision)
-                message.lora.CopyFrom(lora)
+                message.lora.CopyFrom(self._lora_message(body.lora_config))
             except InvalidInput as error:
                 rejection = rejection or error
         future_id, model_id = await self._training.submit_create(owner, message, rejection)
@@ -116,7 +116,7 @@ class TrainingRoutes:
         it.
         """
         try:
-            blob = await read(request, self._settings.max_body_bytes)
+            blob = await read(request, self._max_body_bytes)
         except BodyTooLarge as error:
             await self._use_up(owner, error.prefix, error)
             raise
@@ -147,7 +147,7 @@ class TrainingRoutes:
     def _content(
         self, body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
     ) -> list[gateway_pb2.InputDatum]:
-        wire.check_dense_size(body.data, self._settings.max_body_bytes)
+        wire.check_dense_size(body.data, self._max_body_bytes)
         config, header.custom_loss_id = wire.loss_config_from_proto(body)
         header.loss_config.update(config)
         return [wire.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
