@@ -15,7 +15,6 @@ from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_
 from fovea.wire.errors import NotFound
 from fovea_gateway.admin_routes import AdminRoutes
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
-from fovea_gateway.futures.future_routes import FutureRoutes
 from fovea_gateway.health import Health
 from fovea_gateway.http.endpoint import (
     BurstLimiter,
@@ -36,6 +35,7 @@ from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling import sample_wire
 from fovea_gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
 from fovea_gateway.scopes import Scope
+from fovea_gateway.sessions.future_routes import FutureRoutes
 from fovea_gateway.sessions.session_routes import SessionRoutes
 from fovea_gateway.settings import GatewaySettings
 from fovea_gateway.training import training_routes

@@ -11,11 +11,11 @@ from fovea.api.v1 import gateway_pb2
 from fovea.api.v1.renderer_pb2 import GetRendererInfoResponse
 from fovea.api.v1.sampler_pb2 import GetSamplerInfoResponse
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.futures.future import Pending
-from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.snapshot_pushes import Versions
+from fovea_gateway.sessions.future import Pending
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Sessions
 
 

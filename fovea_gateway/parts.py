@@ -15,9 +15,6 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.discovery import choose
 from fovea_gateway.discovery.discovery import Discovery
 from fovea_gateway.fair_queue import FairQueue
-from fovea_gateway.futures.future import Kind
-from fovea_gateway.futures.futures import Futures
-from fovea_gateway.futures.result_room import ResultRoom
 from fovea_gateway.health import Health
 from fovea_gateway.live.live_state import Activity, LiveState
 from fovea_gateway.live.live_view import LiveView
@@ -29,6 +26,9 @@ from fovea_gateway.replicas.samplers import Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots, Versions
 from fovea_gateway.sampling.sample_runner import SampleRunner
 from fovea_gateway.sampling.sampling_sessions import Sampling
+from fovea_gateway.sessions.future import Kind
+from fovea_gateway.sessions.futures import Futures
+from fovea_gateway.sessions.result_room import ResultRoom
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import BaseModelSettings, GatewaySettings
 from fovea_gateway.training.batches import Batches, CustomLosses

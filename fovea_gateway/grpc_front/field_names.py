@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from fovea.wire.errors import FoveaError
-from fovea_gateway.futures.future import Kind
+from fovea_gateway.sessions.future import Kind
 
 _NAMES = {
     "adam_params": "adam",

@@ -10,11 +10,11 @@ import grpc
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, model_input_pb2
 from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
-from fovea_gateway.futures.future import Pending, split_messages
 from fovea_gateway.grpc_front.call_bounds import CallBudget
 from fovea_gateway.grpc_front.field_names import named
 from fovea_gateway.grpc_front.uploaded_images import UploadedImages
 from fovea_gateway.parts import Parts
+from fovea_gateway.sessions.future import Pending, split_messages
 from fovea_gateway.settings import GatewaySettings
 
 Context = grpc.aio.ServicerContext

@@ -21,13 +21,13 @@ from fovea.wire.errors import FoveaError, NotFound
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import live_curves
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.futures.future import Kind, Outcome, Pending, split_messages
 from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
 from fovea_gateway.live.step_curves import StepCurves
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.snapshot_pushes import version_of
 from fovea_gateway.sampling.sampling_sessions import Sampling
+from fovea_gateway.sessions.future import Kind, Outcome, Pending, split_messages
 from fovea_gateway.training.models import Models
 
 logger = logging.getLogger(__name__)

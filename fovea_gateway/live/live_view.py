@@ -15,13 +15,13 @@ from fovea.wire.errors import NotFound
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, models, sessions
-from fovea_gateway.futures.futures import Futures
 from fovea_gateway.http.endpoint import iso_time
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
 from fovea_gateway.live.step_curves import StepCurves
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.samplers import Sampler
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training.models import Model
 from fovea_gateway.training.models import get_row as get_model
 

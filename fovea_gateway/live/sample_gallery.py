@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire import tensors
-from fovea_gateway.futures.future import split_messages
+from fovea_gateway.sessions.future import split_messages
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,6 @@ from starlette.routing import Route
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable, Unimplemented
-from fovea_gateway.futures.future import Kind, Pending
-from fovea_gateway.futures.future_routes import hold_s
-from fovea_gateway.futures.future_rows import Completion, Target
-from fovea_gateway.futures.futures import Futures
 from fovea_gateway.http.endpoint import Endpoints, Json
 from fovea_gateway.http.model_inputs import ModelInput, input_from_json
 from fovea_gateway.http.request_body import (
@@ -32,6 +28,10 @@ from fovea_gateway.http.request_body import (
 from fovea_gateway.sampling.sample_wire import TensorData, experts_of_sequence, table_from_json
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.scopes import Scope
+from fovea_gateway.sessions.future import Kind, Pending
+from fovea_gateway.sessions.future_routes import hold_s
+from fovea_gateway.sessions.future_rows import Completion, Target
+from fovea_gateway.sessions.futures import Futures
 
 _INT32_MAX = 2**31 - 1
 _ELEMENTS_PER_POSITION = 4

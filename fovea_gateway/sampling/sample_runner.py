@@ -26,7 +26,6 @@ from fovea.wire.errors import (
 )
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.fair_queue import Turn
-from fovea_gateway.futures.future import Kind, Pending, QueueState
 from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.replicas.base_models import BaseModel
 from fovea_gateway.replicas.replicas import ReplicaLeft
@@ -35,6 +34,7 @@ from fovea_gateway.replicas.snapshot_pushes import Returning, Versions
 from fovea_gateway.sampling import sample_wire as targets
 from fovea_gateway.sampling.sample_wire import Cells
 from fovea_gateway.sampling.sampling_session import SamplingSession
+from fovea_gateway.sessions.future import Kind, Pending, QueueState
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, InvalidInput
-from fovea_gateway.futures.future import Kind, ResultEncoder, split_messages
 from fovea_gateway.http.request_body import Body, LongList
+from fovea_gateway.sessions.future import Kind, ResultEncoder, split_messages
 
 FIELD = "target_prompt_logprobs"
 NOTHING = -1

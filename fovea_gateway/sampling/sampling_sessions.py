@@ -18,7 +18,12 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import sampling_sessions
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.database.writer import Job
-from fovea_gateway.futures.future import (
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.renderers import least_token_count
+from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, version_of
+from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
+from fovea_gateway.sampling.sampling_session import SamplingSession
+from fovea_gateway.sessions.future import (
     Done,
     Kind,
     Outcome,
@@ -28,12 +33,7 @@ from fovea_gateway.futures.future import (
     future_id,
     run_to_outcome,
 )
-from fovea_gateway.futures.futures import Futures
-from fovea_gateway.replicas.base_models import BaseModel, BaseModels
-from fovea_gateway.replicas.renderers import least_token_count
-from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, version_of
-from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
-from fovea_gateway.sampling.sampling_session import SamplingSession
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions, update_session
 
 logger = logging.getLogger(__name__)

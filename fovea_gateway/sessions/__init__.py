@@ -1,1 +1,1 @@
-"""Sessions: what a client opens, keeps alive and ends."""
+"""Sessions of clients, and the futures of the work that they submit."""

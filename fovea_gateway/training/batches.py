@@ -23,7 +23,11 @@ from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import custom_losses
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.futures.future import (
+from fovea_gateway.gateway_metrics import stage
+from fovea_gateway.http.request_body import off_loop_by_size
+from fovea_gateway.replicas.renderers import Renderers
+from fovea_gateway.replicas.replicas import TrainerLink
+from fovea_gateway.sessions.future import (
     Done,
     Kind,
     Outcome,
@@ -34,11 +38,7 @@ from fovea_gateway.futures.future import (
     run_to_outcome,
     split_messages,
 )
-from fovea_gateway.futures.futures import Futures
-from fovea_gateway.gateway_metrics import stage
-from fovea_gateway.http.request_body import off_loop_by_size
-from fovea_gateway.replicas.renderers import Renderers
-from fovea_gateway.replicas.replicas import TrainerLink
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Sessions
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from fovea.wire.errors import (
     StorageBehind,
     Unavailable,
 )
-from fovea_gateway.futures.future import Done, Kind, Outcome, Pending, QueueState, Submission, run_to_outcome
-from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.replicas import TrainerLink
+from fovea_gateway.sessions.future import Done, Kind, Outcome, Pending, QueueState, Submission, run_to_outcome
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training.batches import BATCH_KINDS, Batch, Batches
 from fovea_gateway.training.journal import Journal, TrainerQueue
 from fovea_gateway.training.models import Model, Models, ModelState

@@ -16,9 +16,9 @@ from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import copies
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.futures.future import check_seq_id
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, id_of_snapshot
+from fovea_gateway.sessions.future import check_seq_id
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.training.models import Model, ModelState, get_row, id_of_model, insert_row
 

@@ -18,10 +18,10 @@ from fovea_gateway.checkpoints.checkpoint import folder_name
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, named_uris
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
-from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed, version_of
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.models import Models, ModelState, all_ids, ids_of_ended_sessions, ids_of_over, known_ids
 from fovea_gateway.training.residency import Residency

@@ -10,9 +10,9 @@ from fovea.wire.errors import EndsTrainer, InvalidInput, ModelLost, NotFound
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database
-from fovea_gateway.futures.future import Kind, Pending, Submission, future_id
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.replicas import TrainerLink
+from fovea_gateway.sessions.future import Kind, Pending, Submission, future_id
 from fovea_gateway.training.journal import Entry, Journal, TrainerQueue, digest_of
 from fovea_gateway.training.models import Model
 

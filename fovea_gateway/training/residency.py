@@ -21,9 +21,9 @@ from fovea.wire.errors import (
     Unavailable,
 )
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.futures.future import Kind, Pending, QueueState, State
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.snapshot_pushes import Returning
+from fovea_gateway.sessions.future import Kind, Pending, QueueState, State
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
 from fovea_gateway.training.replay import Replay

@@ -12,10 +12,10 @@ from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, SessionEnded
 from fovea_gateway.access.usage import KeptRows
-from fovea_gateway.futures.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
-from fovea_gateway.futures.futures import Futures
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
+from fovea_gateway.sessions.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.batches import BATCH_KINDS
 from fovea_gateway.training.commands import CommandRunner

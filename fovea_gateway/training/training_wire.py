@@ -18,9 +18,9 @@ from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
-from fovea_gateway.futures.future import ResultEncoder, in_order, split_messages
 from fovea_gateway.http.model_inputs import LoraConfig, fill_chunk
 from fovea_gateway.http.request_body import Body, ModelNumber, Number
+from fovea_gateway.sessions.future import ResultEncoder, in_order, split_messages
 
 _DTYPES: dict[int, np.dtype] = {tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"), tinker_pb2.DTYPE_INT64: np.dtype("<i8")}
 _WIDEST_BYTES = 8

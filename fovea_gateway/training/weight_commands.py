@@ -17,12 +17,12 @@ from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, TRAINING, Ch
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl, put_row
 from fovea_gateway.checkpoints.exports import complete_export, parse_recipients
 from fovea_gateway.database.writer import Job
-from fovea_gateway.futures.future import Done, Pending, QueueState
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
 from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, id_of_export, id_of_snapshot
 from fovea_gateway.sampling.sampling_sessions import Sampling
+from fovea_gateway.sessions.future import Done, Pending, QueueState
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.training.journal import TrainerQueue
 from fovea_gateway.training.models import Model, Models, ModelState

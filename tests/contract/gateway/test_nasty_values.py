@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fovea.tinker.v1 import tinker_pb2
-from fovea_gateway.futures.future import State
+from fovea_gateway.sessions.future import State
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.nasty import DEEP_VALUES, JSON_VALUES, Raw, mutants, places, to_json, with_value
 from tests.contract.gateway.requests import PROTOBUF, Rest, forward_backward_body, image_datum

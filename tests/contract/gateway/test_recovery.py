@@ -21,9 +21,9 @@ from fovea.wire.errors import (
     StorageBehind,
     Unavailable,
 )
-from fovea_gateway.futures.future import Kind, Pending
-from fovea_gateway.futures.futures import Futures
 from fovea_gateway.scopes import Scope
+from fovea_gateway.sessions.future import Kind, Pending
+from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training import housekeeping
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.recovering import RecoveringTrainer

@@ -9,8 +9,8 @@ import tinker
 from tinker import types
 
 from fovea.wire.errors import Expired, InvalidInput
-from fovea_gateway.futures.future import Outcome, Pending
-from fovea_gateway.futures.future_rows import CLIENT_SPAN
+from fovea_gateway.sessions.future import Outcome, Pending
+from fovea_gateway.sessions.future_rows import CLIENT_SPAN
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest

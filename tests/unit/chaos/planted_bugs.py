@@ -17,7 +17,7 @@ FIRST = {"replay_skips_a_command": 60, "newest_snapshot_sampled": 7}
 
 def answer_not_kept() -> None:
     """What else a command changed is not written together with its answer."""
-    from fovea_gateway.futures.futures import Futures
+    from fovea_gateway.sessions.futures import Futures
 
     keep = Futures.finish
     _put(Futures, "finish", lambda self, pending, outcome, also=(): keep(self, pending, outcome))
@@ -25,7 +25,7 @@ def answer_not_kept() -> None:
 
 def journal_row_dropped() -> None:
     """Steps leave no row in the journal."""
-    from fovea_gateway.futures.future import Kind
+    from fovea_gateway.sessions.future import Kind
     from fovea_gateway.training.journal import Journal
 
     record = Journal.record
@@ -58,7 +58,7 @@ def commands_without_numbers() -> None:
 
 def submission_not_kept() -> None:
     """A submission is accepted and not written down."""
-    from fovea_gateway.futures import futures
+    from fovea_gateway.sessions import futures
 
     _put(futures.rows, "insert", lambda connection, accepted: [True for _ in accepted])
 

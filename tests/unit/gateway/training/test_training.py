@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.wire.errors import FoveaError, SessionEnded
-from fovea_gateway.futures.future import Kind, Pending, Progress, QueueState, Submission
+from fovea_gateway.sessions.future import Kind, Pending, Progress, QueueState, Submission
 from fovea_gateway.training.training import CommandQueue
 
 

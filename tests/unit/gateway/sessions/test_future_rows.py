@@ -11,8 +11,8 @@ from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import make_engine, parse_url
 from fovea_gateway.database.writer import Batched
-from fovea_gateway.futures import future_rows as rows
-from fovea_gateway.futures.future import Kind, Outcome, State, Submission
+from fovea_gateway.sessions import future_rows as rows
+from fovea_gateway.sessions.future import Kind, Outcome, State, Submission
 
 
 def submission(number: int) -> rows.Accepted:

@@ -11,9 +11,9 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from fovea.api.v1 import gateway_pb2, sampler_pb2, trainer_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, Internal
-from fovea_gateway.futures.future import Kind, Outcome, join_messages
-from fovea_gateway.futures.future_routes import error_json
 from fovea_gateway.sampling import sample_wire
+from fovea_gateway.sessions.future import Kind, Outcome, join_messages
+from fovea_gateway.sessions.future_routes import error_json
 from fovea_gateway.training import training_routes
 
 ENCODERS = {**training_routes.ENCODERS, **sample_wire.ENCODERS}

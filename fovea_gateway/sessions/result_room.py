@@ -6,7 +6,7 @@ from functools import partial
 
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.database.database import Database
-from fovea_gateway.futures import future_rows as rows
+from fovea_gateway.sessions import future_rows as rows
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from fovea.runtime.cautious_clock import CautiousClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, InvalidInput, NotFound
 from fovea_gateway.access.owners import Owners
 from fovea_gateway.database.database import Database
-from fovea_gateway.futures import future_rows as rows
-from fovea_gateway.futures.future import Kind, Outcome, Pending, State, Submission
-from fovea_gateway.futures.futures import Futures
-from fovea_gateway.futures.result_room import ResultRoom
 from fovea_gateway.quotas import Quota
+from fovea_gateway.sessions import future_rows as rows
+from fovea_gateway.sessions.future import Kind, Outcome, Pending, State, Submission
+from fovea_gateway.sessions.futures import Futures
+from fovea_gateway.sessions.result_room import ResultRoom
 
 
 def submission(
@@ -199,7 +199,7 @@ async def test_failures_are_counted_like_results(tmp_path: Path) -> None:
 
 
 async def test_a_sweep_looks_at_what_is_due_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fovea_gateway.futures.futures._ROW_TTL_FACTOR", 1e9)
+    monkeypatch.setattr("fovea_gateway.sessions.futures._ROW_TTL_FACTOR", 1e9)
     monkeypatch.setattr(rows, "_ROWS_PER_DROP", 700, raising=False)
     store, count, looked = Store(f"sqlite:///{tmp_path / 'x.db'}"), 3000, 0
     futures = await store.open()

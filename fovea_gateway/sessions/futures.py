@@ -21,11 +21,11 @@ from fovea_gateway.access.owners import Owners, exceeded
 from fovea_gateway.access.usage import Used, add_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.writer import Batched, Job
-from fovea_gateway.futures import future_rows as rows
-from fovea_gateway.futures.future import Kind, Outcome, Pending, State, Submission
-from fovea_gateway.futures.future_rows import Completion, CompletionLogs, Target
-from fovea_gateway.futures.result_room import ResultRoom
 from fovea_gateway.quotas import Quota
+from fovea_gateway.sessions import future_rows as rows
+from fovea_gateway.sessions.future import Kind, Outcome, Pending, State, Submission
+from fovea_gateway.sessions.future_rows import Completion, CompletionLogs, Target
+from fovea_gateway.sessions.result_room import ResultRoom
 
 logger = logging.getLogger(__name__)
 

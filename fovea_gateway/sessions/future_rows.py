@@ -13,7 +13,7 @@ from fovea_gateway.access.usage import Used, add_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import future_requests, future_results, futures
 from fovea_gateway.database.sql_engine import insertion
-from fovea_gateway.futures.future import UNFINISHED, Kind, Outcome, Pending, State, Submission, error_from_blob
+from fovea_gateway.sessions.future import UNFINISHED, Kind, Outcome, Pending, State, Submission, error_from_blob
 
 _IDS_PER_STATEMENT = 500
 _ROWS_PER_DROP = 5000

@@ -1,1 +1,0 @@
-"""Work that was accepted and has not been fetched for good: submitted, persisted, waited for, fetched again."""
