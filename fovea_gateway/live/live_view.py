@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,7 +13,6 @@ from cachetools import LRUCache
 
 from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
 from fovea.wire.errors import NotFound
-from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, models, sessions
 from fovea_gateway.http.endpoint import iso_time
@@ -21,6 +21,7 @@ from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
 from fovea_gateway.live.step_curves import StepCurves
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.samplers import Sampler
+from fovea_gateway.replicas.snapshot_pushes import PushTimes
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training.models import Model
 from fovea_gateway.training.models import get_row as get_model
@@ -52,7 +53,6 @@ class LiveView:
         self._rows: dict[str | None, tuple[float, list[Section], str]] = {}
         # For each model the drawn form of its curves, and the version of the curves from which it was made.
         self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
-        self._pushes = _PushTimes()
         self.closing = asyncio.Event()
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class LiveView:
 
     def _services(self, is_admin: bool) -> Section:
         shown = [self._base_model(base, is_admin) for base in self._base_models]
-        return {"base_models": shown, "pushes": self._pushes.look()}
+        return {"base_models": shown, "pushes": _pushes([base.snapshots.push_times for base in self._base_models])}
 
     def _base_model(self, base: BaseModel, is_admin: bool) -> Section:
         def address(peer: Any) -> Section:
@@ -219,25 +219,15 @@ class LiveView:
         return shown
 
 
-class _PushTimes:
-    """Measures the durations of weight pushes from the Prometheus metrics."""
-
-    def __init__(self) -> None:
-        self._count, self._sum = 0.0, 0.0
-        self._last_s: float | None = None
-
-    def look(self) -> Section:
-        samples = [sample for metric in metrics.PUSH_SECONDS.collect() for sample in metric.samples]
-        found = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
-        count, total = found["count"], found["sum"]
-        if count > self._count:
-            self._last_s = (total - self._sum) / (count - self._count)
-            self._count, self._sum = count, total
-        return {
-            "count": int(count),
-            "mean_s": round(total / count, 3) if count else None,
-            "last_s": None if self._last_s is None else round(self._last_s, 3),
-        }
+def _pushes(times: Sequence[PushTimes]) -> Section:
+    """Summarizes the durations of the weight pushes of all base models."""
+    count, total_s = sum(each.count for each in times), sum(each.total_s for each in times)
+    last_s = max(times, key=lambda each: each.last_at).last_s
+    return {
+        "count": count,
+        "mean_s": round(total_s / count, 3) if count else None,
+        "last_s": None if last_s is None else round(last_s, 3),
+    }
 
 
 def _sampler(sampler: Sampler) -> Section:

@@ -50,6 +50,21 @@ class Returning(Unavailable):
     """A restarted trainer is restoring the model. Waiting is worthwhile, however long it takes."""
 
 
+@dataclass
+class PushTimes:
+    """The number and the durations of the pushes in this process; `last_at` is a monotonic time in seconds."""
+
+    count: int = 0
+    total_s: float = 0.0
+    last_s: float | None = None
+    last_at: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Adds a push that has just ended."""
+        self.count, self.total_s = self.count + 1, self.total_s + seconds
+        self.last_s, self.last_at = seconds, time.monotonic()
+
+
 class Snapshots:
     """Pushes the snapshots of one base model to its samplers. Concurrent requests share a push.
 
@@ -66,6 +81,7 @@ class Snapshots:
         check_returning: Callable[[str], Awaitable[None]] | None,
         push_timeout_s: float,
     ) -> None:
+        self.push_times = PushTimes()
         self._database = database
         self._base_model = base_model
         self._trainer = trainer
@@ -230,6 +246,7 @@ class Snapshots:
                 sampler.adapters.add(snapshot_id)
         seconds = time.perf_counter() - started
         metrics.PUSH_SECONDS.observe(seconds)
+        self.push_times.add(seconds)
         logger.info("pushed %s to %d samplers in %.2f s", snapshot_id or "base", len(samplers) - len(errors), seconds)
         if samplers[0].address in errors:
             reason = errors[samplers[0].address]
@@ -262,14 +279,10 @@ class Snapshots:
     def _gone(self, snapshot_id: str, kept: SnapshotRecord | None) -> FoveaError:
         self._lost.add(snapshot_id)
         is_full = kept is not None and kept.identity.kind == weights_pb2.SNAPSHOT_KIND_FULL
+        place = "in memory, the only place for snapshots of full parameters" if is_full else "in memory or for recovery"
         return ModelLost(
-            f"snapshot {snapshot_id} was saved without a name, and the trainer holds it "
-            + (
-                "no longer: those of full parameters are in its memory alone"
-                if is_full
-                else "neither in memory nor for recovery"
-            )
-            + ". It cannot be loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
+            f"snapshot {snapshot_id} was saved without a name, and the trainer no longer has it {place}. It cannot be "
+            "loaded again. Save weights with a name (save_weights_for_sampler) to keep them"
         )
 
 
