@@ -135,8 +135,8 @@ class Parts:
             trainer.check_files if trainer else _check_nothing, weight_of,
         )  # fmt: skip
         residency = self._build_residency(name, trainer, renderers, settings) if trainer else None
-        check_returning = residency.check_snapshots if residency else None
-        snapshots = Snapshots(self.database, name, trainer, check_returning, settings.push_timeout_s)
+        check_restored = residency.check_snapshots if residency else None
+        snapshots = Snapshots(self.database, name, trainer, check_restored, settings.push_timeout_s)
         samplers = Samplers(
             found("sampler", own.sampler), settings.sampler_concurrency,
             snapshots.put_resident, snapshots.catch_up, snapshots.is_lost,

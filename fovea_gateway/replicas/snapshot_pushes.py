@@ -46,7 +46,7 @@ class SnapshotRecord:
     created_at: float = field(default_factory=time.time)
 
 
-class Returning(Unavailable):
+class RestoreInProgress(Unavailable):
     """A restarted trainer is restoring the model. Waiting is worthwhile, however long it takes."""
 
 
@@ -69,8 +69,8 @@ class Snapshots:
     """Pushes the snapshots of one base model to its samplers. Concurrent requests share a push.
 
     Args:
-        trainer: None, like `check_returning`, for a base model that is served for sampling only.
-        check_returning: Raises Returning while the unnamed snapshots of a model are being restored.
+        trainer: None, like `check_restored`, for a base model that is served for sampling only.
+        check_restored: Raises RestoreInProgress while the unnamed snapshots of a model are being restored.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Snapshots:
         database: Database,
         base_model: str,
         trainer: TrainerLink | None,
-        check_returning: Callable[[str], Awaitable[None]] | None,
+        check_restored: Callable[[str], Awaitable[None]] | None,
         push_timeout_s: float,
     ) -> None:
         self.push_times = PushTimes()
         self._database = database
         self._base_model = base_model
         self._trainer = trainer
-        self._check_returning = check_returning
+        self._check_restored = check_restored
         self._push_timeout_s = push_timeout_s
         self._known: LRUCache[str, SnapshotRecord] = LRUCache(_KNOWN)
         self._pushes: SingleFlight[tuple[str, str], None] = SingleFlight()
@@ -258,20 +258,20 @@ class Snapshots:
         self, kept: SnapshotRecord | None, snapshot_id: str, addresses: list[str]
     ) -> trainer_pb2.PushSnapshotResponse:
         uri = kept.uri if kept else ""
-        if self._trainer is None or self._check_returning is None:
+        if self._trainer is None or self._check_restored is None:
             raise FailedPrecondition(
                 f"base model {self._base_model!r} is served for sampling only: without a trainer, no weights can be "
                 "pushed"
             )
         if kept and not uri:
-            await self._check_returning(kept.identity.model_id)
+            await self._check_restored(kept.identity.model_id)
         await self._trainer.require()
         try:
             return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
         except NotFound:
             if kept and not uri:  # The trainer may have restarted a moment ago.
                 await self._trainer.look_again()
-                await self._check_returning(kept.identity.model_id)
+                await self._check_restored(kept.identity.model_id)
             raise self._gone(snapshot_id, kept) from None
         except DeadlineExceeded as error:
             raise Unavailable(f"the push of {snapshot_id or 'the base weights'} took too long: {error}") from None

@@ -30,7 +30,7 @@ from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.replicas.base_models import BaseModel
 from fovea_gateway.replicas.replicas import ReplicaLeft
 from fovea_gateway.replicas.samplers import Sampler
-from fovea_gateway.replicas.snapshot_pushes import Returning, Versions
+from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress, Versions
 from fovea_gateway.sampling import sample_wire as targets
 from fovea_gateway.sampling.sample_wire import Cells
 from fovea_gateway.sampling.sampling_session import SamplingSession
@@ -245,7 +245,7 @@ class SampleRunner:
                 raise error
             if isinstance(error, FeatureEvicted):
                 work.rendered = None
-        elif isinstance(error, Returning):
+        elif isinstance(error, RestoreInProgress):
             work.outage = None
             work.pending.progress.wait_on(error.message, QueueState.PAUSED)
             await asyncio.sleep(_LONGEST_PAUSE_S)

@@ -86,7 +86,7 @@ class Models:
     def __init__(self, database: Database, most_per_owner: int, owners: Owners) -> None:
         self._database, self._most_per_owner, self._owners = database, most_per_owner, owners
         self._models: dict[str, Model] = {}
-        self._returning: set[str] = set()
+        self._being_restored: set[str] = set()
 
     async def add(self, model: Model) -> Model:
         """Adds a new model. Returns the existing model if there is one with this id."""
@@ -164,14 +164,14 @@ class Models:
             await self.save(model)
 
     @contextmanager
-    def returning(self, model: Model, trainer_instance: str) -> Iterator[None]:
+    def restoring(self, model: Model, trainer_instance: str) -> Iterator[None]:
         """Counts a model as held by the trainer while it is being restored. Raises as `check_share` does."""
         self.check_share(model, trainer_instance)
-        self._returning.add(model.model_id)
+        self._being_restored.add(model.model_id)
         try:
             yield
         finally:
-            self._returning.discard(model.model_id)
+            self._being_restored.discard(model.model_id)
 
     def client_of(self, model: Model, trainer: TrainerLink) -> TrainerClient:
         """Returns the trainer's client. Call this right before each call to the trainer.
@@ -180,7 +180,7 @@ class Models:
         renderer or disk space since it was checked. If the trainer has restarted meanwhile, the model may be present
         there, but not in the state in which its last command left it.
         """
-        if model.trainer_instance != trainer.instance_id or model.model_id in self._returning:
+        if model.trainer_instance != trainer.instance_id or model.model_id in self._being_restored:
             raise BrokenOff(f"model {model.model_id} is not back yet in the trainer, which restarted")
         return trainer.client
 
@@ -190,7 +190,7 @@ class Models:
             other
             for other in self._models.values()
             if other.owner == model.owner
-            and (other.trainer_instance == trainer_instance or other.model_id in self._returning)
+            and (other.trainer_instance == trainer_instance or other.model_id in self._being_restored)
             and other.state in (ModelState.CREATING, ModelState.READY)
             and other is not model
         ]

@@ -45,14 +45,14 @@ class Replay:
         self._journal, self._compute, self._checkpoints, self._database = journal, compute, checkpoints, database
         self._trainer, self._trainer_queue, self._timeout_s = trainer, trainer_queue, timeout_s
 
-    async def bring_back(self, model: Model, tell: Callable[[str], None]) -> int:
+    async def restore(self, model: Model, report: Callable[[str], None]) -> int:
         """Restores a model and returns the number of repeated commands. Raises ModelLost, with the reason, if it fails.
 
         Args:
-            tell: Called with a description of each stage, for clients that wait.
+            report: Called with a description of each stage, for clients that wait.
         """
-        tell("the trainer restarted and is restoring this model")
-        entries = await self._remaining(model, *await self._restore(model))
+        report("the trainer restarted and is restoring this model")
+        entries = await self._remaining(model, *await self._restore_point(model))
         if unlike := next(filter(None, map(self._other_numerics, entries)), ""):
             logger.warning(
                 "model %s returns to a trainer with other numerics (%s): the repeated commands and later ones may "
@@ -61,7 +61,7 @@ class Replay:
                 unlike,
             )
         for number, entry in enumerate(entries, 1):
-            tell(f"the trainer restarted: command {number} of {len(entries)} of this model is being run again")
+            report(f"the trainer restarted: command {number} of {len(entries)} of this model is being run again")
             try:
                 await self._run(model, entry)
             except (EndsTrainer, InvalidInput, NotFound) as error:
@@ -71,7 +71,7 @@ class Replay:
                 ) from None
         return len(entries)
 
-    async def _restore(self, model: Model) -> tuple[int | None, str]:
+    async def _restore_point(self, model: Model) -> tuple[int | None, str]:
         """Returns the seq_id of the last command in the restored model, or None and the reason why nothing was
         restored.
         """

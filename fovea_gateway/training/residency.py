@@ -22,7 +22,7 @@ from fovea.wire.errors import (
 )
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.replicas.snapshot_pushes import Returning
+from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress
 from fovea_gateway.sessions.future import Kind, Pending, QueueState, State
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
@@ -80,7 +80,7 @@ class Residency:
             if (move := self._moves.get(model.model_id)) is None:
                 if model.trainer_instance == info.instance_id:
                     return
-                move = self._begin(model, self._return(model, info))
+                move = self._begin(model, self._restore(model, info))
             pending.progress.queue(lambda: self._doing.get(model.model_id, "queued"), QueueState.PAUSED)
             await asyncio.wait((move,))
             self._check_open(model)
@@ -113,13 +113,13 @@ class Residency:
         self._check_open(model)
 
     async def check_snapshots(self, model_id: str) -> None:
-        """Raises Returning while a model is being restored, and with it the snapshots that are not durable yet."""
+        """Raises RestoreInProgress while a model is being restored, and with it the snapshots that are not durable yet."""
         model = self._models.find(model_id)
         if model is None or model.journaled_since is None or model.state is not ModelState.READY:
             return
         if model_id in self._moves or not self._trainer.up or self._is_away(model):
             words = self._doing.get(model_id, f"the trainer at {self._trainer.address} is away; waiting for it")
-            raise Returning(words)
+            raise RestoreInProgress(words)
 
     async def sweep(self) -> None:
         """Starts to restore the models that another trainer instance held, even if no client waits for them."""
@@ -128,7 +128,7 @@ class Residency:
             is_free = is_due and model.model_id not in self._moves
             info = self._trainer.info if self._trainer.up else None
             if is_free and info is not None and model.journaled_since is not None and self._is_away(model):
-                self._begin(model, self._return(model, info))
+                self._begin(model, self._restore(model, info))
 
     async def park(self, model: Model) -> int:
         """Makes the trainer store a model and free its memory. Returns the stored bytes.
@@ -205,16 +205,16 @@ class Residency:
         task.add_done_callback(end)
         return task
 
-    async def _return(self, model: Model, info: trainer_pb2.GetTrainerInfoResponse) -> None:
+    async def _restore(self, model: Model, info: trainer_pb2.GetTrainerInfoResponse) -> None:
         started = time.perf_counter()
         self._check_files(model, info)
 
-        def tell(words: str) -> None:
+        def report(words: str) -> None:
             self._doing[model.model_id] = words
 
-        with self._models.returning(model, info.instance_id):
+        with self._models.restoring(model, info.instance_id):
             try:
-                count = await self._replay.bring_back(model, tell)
+                count = await self._replay.restore(model, report)
             except ModelLost as error:
                 raise await self._models.lose(model, error.message) from None
             model.trainer_instance = info.instance_id
