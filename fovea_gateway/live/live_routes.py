@@ -132,7 +132,7 @@ class LiveRoutes:
         """Returns the curves of a model, with at most `points` points each."""
         check_query(request, "points")
         most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
-        found = await self._view.curves(_seen(CALLER.get()), request.path_params["run"], most)
+        found = await self._view.curves(_visible_owner(CALLER.get()), request.path_params["run"], most)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
     async def samples(self, request: Request, owner: str) -> Response:
@@ -152,7 +152,7 @@ class LiveRoutes:
     async def picture(self, request: Request, owner: str) -> Response:
         """Returns a picture of a sample's prompt. Raises NotFound if there is none or it belongs to another owner."""
         digest = request.path_params["digest"]
-        picture = self._view.state.gallery.picture(_seen(CALLER.get()), digest)
+        picture = self._view.state.gallery.picture(_visible_owner(CALLER.get()), digest)
         if picture is None or not picture.media_type:
             raise NotFound(f"there is no picture {digest[:64]!r}, or it has been deleted", field="digest")
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, max-age=3600"}
@@ -184,7 +184,7 @@ class LiveRoutes:
                 except FoveaError as error:
                     yield _event("refused", {"detail": error.message})
                     return
-                events = _changes(await self._view.sections(_seen(caller)), sent)
+                events = _changes(await self._view.sections(_visible_owner(caller)), sent)
                 if events or time.monotonic() - said_at > _ALIVE_S:
                     said_at = time.monotonic()
                     yield "".join(events) or ": nothing new\n\n"
@@ -203,13 +203,13 @@ def _changes(sections: dict[str, Any], sent: dict[str, Any]) -> list[str]:
     for name, section in sections.items():
         if sent.get(name) == section:
             continue
-        told = section
+        data = section
         if name == "models":
             before = sent.get(name, {})
             changed = [model for model_id, model in section.items() if before.get(model_id) != model]
-            told = {"changed": changed, "order": list(section)}
+            data = {"changed": changed, "order": list(section)}
         sent[name] = section
-        events.append(_event(name, told))
+        events.append(_event(name, data))
     return events
 
 
@@ -217,7 +217,7 @@ def _event(name: str, data: Any) -> str:
     return f"event: {name}\ndata: {to_text(data)}\n\n"
 
 
-def _seen(caller: Caller) -> str | None:
+def _visible_owner(caller: Caller) -> str | None:
     """Returns the owner of the data that a caller may see; None, with the scope admin, means all owners."""
     return None if caller.scope.includes(Scope.ADMIN) else caller.owner
 

@@ -319,10 +319,10 @@ class LiveState:
             raise
         for model_id in due:
             if curves := self._curves.get(model_id):
-                curves.note_kept()
+                curves.mark_stored()
 
     def _save_soon(self, model_id: str, curves: StepCurves) -> None:
-        self._unsaved.setdefault(model_id, time.time() if curves.is_kept else 0.0)
+        self._unsaved.setdefault(model_id, time.time() if curves.is_stored else 0.0)
 
     async def _write(self, blobs: Mapping[str, bytes]) -> None:
         await self._database.write(lambda connection: write_curves(connection, blobs, time.time()))

@@ -108,7 +108,7 @@ class SampleGallery:
         self._steps: OrderedDict[tuple[str, str], dict[int, list[Group]]] = OrderedDict()
         self._pictures: dict[str, Picture] = {}
         self._uses: Counter[str] = Counter()
-        self._parting: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._lingering: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._bytes = 0
         self._groups_of: dict[str, Group] = {}
         self.version = 0
@@ -160,8 +160,8 @@ class SampleGallery:
     def picture(self, owner: str | None, digest: str) -> Picture | None:
         """Returns a picture from a prompt of the owner, or of any owner if that is None."""
         known = ((group.owner, piece) for group in self._groups.values() for piece in group.pieces)
-        told = ((of, piece.digest) for of, piece in known if isinstance(piece, Picture))
-        if any(owner in (None, of) and name == digest for of, name in chain(told, self._parting)):
+        pictures = ((of, piece.digest) for of, piece in known if isinstance(piece, Picture))
+        if any(owner in (None, of) and name == digest for of, name in chain(pictures, self._lingering)):
             return self._pictures.get(digest)
         return None
 
@@ -189,11 +189,11 @@ class SampleGallery:
             for groups in list(next(iter(self._steps.values())).values()):
                 for group in list(groups):
                     self._remove(group)
-        while self._parting and next(iter(self._parting.values())) < time.monotonic() - _LINGER_S:
-            self._release(self._parting.popitem(last=False)[0])
-        while self._bytes > self._most_bytes and (self._parting or len(self._groups) > 1):
-            if self._parting:
-                self._release(self._parting.popitem(last=False)[0])
+        while self._lingering and next(iter(self._lingering.values())) < time.monotonic() - _LINGER_S:
+            self._release(self._lingering.popitem(last=False)[0])
+        while self._bytes > self._most_bytes and (self._lingering or len(self._groups) > 1):
+            if self._lingering:
+                self._release(self._lingering.popitem(last=False)[0])
             else:
                 self._remove(next(iter(self._groups.values())))
 
@@ -211,9 +211,9 @@ class SampleGallery:
         for piece in group.pieces:
             if isinstance(piece, Picture) and piece.data:
                 place = group.owner, piece.digest
-                if self._parting.pop(place, None) is not None:
+                if self._lingering.pop(place, None) is not None:
                     self._release(place)
-                self._parting[place] = time.monotonic()
+                self._lingering[place] = time.monotonic()
 
     def _release(self, place: tuple[str, str]) -> None:
         """Releases one use of an owner's picture. The last release deletes the bytes."""

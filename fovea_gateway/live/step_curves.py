@@ -1,6 +1,6 @@
 """The curves of one model: its metrics by step, in bounded memory, reduced to as many points as a screen can show.
 
-Shapes: M metrics, P places.
+Shapes: M metrics, B buckets.
 """
 
 import json
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-PLACES = 1024
+BUCKETS = 1024
 MOST_METRICS = 32
 _COLUMNS = ("count", "total", "low", "high")
 _EMPTY = {"count": 0.0, "total": 0.0, "low": math.inf, "high": -math.inf}
@@ -24,24 +24,24 @@ Array = npt.NDArray[np.float64]
 
 
 class StepCurves:
-    """Metrics of the steps 0, 1, 2 and so on, at full resolution up to PLACES steps.
+    """Metrics of the steps 0, 1, 2 and so on, at full resolution up to BUCKETS steps.
 
-    Beyond that, neighbouring steps share a place, which stores their mean, minimum and maximum. A spike therefore
+    Beyond that, neighbouring steps share a bucket, which stores their mean, minimum and maximum. A spike therefore
     remains visible however long a training runs.
 
     Attributes:
-        stride: The number of steps that share a place.
+        stride: The number of steps that share a bucket.
         last_step: The last step with a value.
         last: The newest value of each metric, finite or not.
         version: Changes with each recorded value.
-        is_kept: Whether the database has a version of the curves, possibly without the newest steps.
+        is_stored: Whether the database has a version of the curves, possibly without the newest steps.
     """
 
     def __init__(self, stride: int = 1, last_step: int = 0, last: Mapping[str, float] | None = None) -> None:
-        self.stride, self.last_step, self.version, self.is_kept = stride, last_step, 0, False
+        self.stride, self.last_step, self.version, self.is_stored = stride, last_step, 0, False
         self.last = dict(last or {})
         self._rows: dict[str, int] = {}
-        self._columns: dict[str, Array] = {name: np.empty((0, PLACES)) for name in _COLUMNS}
+        self._columns: dict[str, Array] = {name: np.empty((0, BUCKETS)) for name in _COLUMNS}
 
     @property
     def names(self) -> list[str]:
@@ -50,9 +50,9 @@ class StepCurves:
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records metrics of a step, which may be an earlier one. Ignores further names above MOST_METRICS."""
-        while step // self.stride >= PLACES:
+        while step // self.stride >= BUCKETS:
             self._halve()
-        place = step // self.stride
+        bucket = step // self.stride
         for name, value in metrics.items():
             row = self._row(name)
             if row is None:
@@ -61,10 +61,10 @@ class StepCurves:
             if not abs(value) <= LARGEST:  # This form also excludes NaN.
                 continue
             columns = self._columns
-            columns["count"][row, place] += 1
-            columns["total"][row, place] += value
-            columns["low"][row, place] = min(columns["low"][row, place], value)
-            columns["high"][row, place] = max(columns["high"][row, place], value)
+            columns["count"][row, bucket] += 1
+            columns["total"][row, bucket] += value
+            columns["low"][row, bucket] = min(columns["low"][row, bucket], value)
+            columns["high"][row, bucket] = max(columns["high"][row, bucket], value)
         self.last_step = max(self.last_step, step)
         self.version += 1
 
@@ -94,9 +94,9 @@ class StepCurves:
             found |= {"low": _rounded(low[there]), "high": _rounded(high[there])}
         return found
 
-    def note_kept(self) -> None:
+    def mark_stored(self) -> None:
         """Records that the database has the curves."""
-        self.is_kept = True
+        self.is_stored = True
 
     def to_blob(self) -> bytes:
         """Returns the bytes for the database."""
@@ -114,10 +114,10 @@ class StepCurves:
         curves = cls(*facts)
         for name in names:
             curves._row(name)
-        curves.note_kept()
+        curves.mark_stored()
         used = curves.last_step // curves.stride + 1
-        kept = np.frombuffer(data, np.float64, offset=end).reshape(len(_COLUMNS), len(names), used)
-        for column, values in zip(_COLUMNS, kept, strict=True):
+        stored = np.frombuffer(data, np.float64, offset=end).reshape(len(_COLUMNS), len(names), used)
+        for column, values in zip(_COLUMNS, stored, strict=True):
             curves._columns[column][:, :used] = values
         return curves
 
@@ -127,14 +127,14 @@ class StepCurves:
                 return None
             self._rows[name] = len(self._rows)
             for column, values in self._columns.items():
-                self._columns[column] = np.vstack([values, np.full((1, PLACES), _EMPTY[column])])
+                self._columns[column] = np.vstack([values, np.full((1, BUCKETS), _EMPTY[column])])
         return self._rows[name]
 
     def _halve(self) -> None:
         for column, values in self._columns.items():
             joined = np.full_like(values, _EMPTY[column])
             if len(values):
-                joined[:, : PLACES // 2] = _joined(values, column, 2)
+                joined[:, : BUCKETS // 2] = _joined(values, column, 2)
             self._columns[column] = joined
         self.stride *= 2
 

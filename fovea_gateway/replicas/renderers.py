@@ -158,7 +158,7 @@ class Renderers(Replicas[Renderer]):
         while True:
             for renderer in self._by_affinity(model_input):
                 try:
-                    async with renderer.place(Turn(owner, least_token_count(model_input))):
+                    async with renderer.slot(Turn(owner, least_token_count(model_input))):
                         if renderer.up or not self.up:  # Otherwise it failed while this call waited.
                             return await renderer.client.render(model_input)
                 except ReplicaLeft:

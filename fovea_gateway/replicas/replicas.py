@@ -131,14 +131,14 @@ class Replica(Peer):
         super().__init__(service, address, on_change)
         self.queued = self.waiting = 0
         self.is_leaving = False
-        self._places = FairQueue(concurrency, weight_of)
+        self._slots = FairQueue(concurrency, weight_of)
         self._idle = asyncio.Event()
         self._idle.set()
 
     def leave(self) -> None:
         """Records that discovery no longer lists the replica, and sends waiting requests to other replicas."""
         self.is_leaving, self.up = True, False
-        self._places.dismiss(ReplicaLeft(self.address))
+        self._slots.dismiss(ReplicaLeft(self.address))
 
     def check_stays(self) -> None:
         """Raises ReplicaLeft if no new request may be sent."""
@@ -151,7 +151,7 @@ class Replica(Peer):
             super().mark_down(reason, level)
 
     @asynccontextmanager
-    async def place(self, turn: Turn) -> AsyncIterator[None]:
+    async def slot(self, turn: Turn) -> AsyncIterator[None]:
         """Waits for a slot, in fair order. A leaving replica stays open until all waiting and running requests have
         ended.
 
@@ -163,7 +163,7 @@ class Replica(Peer):
         self._idle.clear()
         is_waiting = True
         try:
-            async with self._places.place(turn):
+            async with self._slots.place(turn):
                 self.waiting -= 1
                 is_waiting = False
                 self.check_stays()
@@ -174,13 +174,13 @@ class Replica(Peer):
             if not self.queued:
                 self._idle.set()
 
-    def free(self, turn: Turn, places: int) -> None:
+    def free(self, turn: Turn, slots: int) -> None:
         """Releases some of a turn's slots before the turn ends."""
-        self._places.free(turn, places)
+        self._slots.free(turn, slots)
 
     def describe(self, turn: Turn) -> str:
         """Describes the queue position of a turn that waits for a slot."""
-        return self._places.describe(turn)
+        return self._slots.describe(turn)
 
     async def drained(self) -> None:
         """Returns once no request waits or runs."""

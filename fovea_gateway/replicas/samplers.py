@@ -90,7 +90,7 @@ class Sampler(Replica):
         self._check_files(f"the sampler at {self.address}", info.model_files)
         if info.max_sequences:
             beside = self._beside or math.ceil(_BESIDE * info.max_sequences)
-            self._places.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)), beside)
+            self._slots.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)), beside)
         is_new = info.instance_id != self.instance_id
         self.info = info
         if is_new:

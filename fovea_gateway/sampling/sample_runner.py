@@ -179,7 +179,7 @@ class SampleRunner:
             work.pending.progress.queue(
                 lambda: f"waiting for a place in a sampler: {sampler.describe(turn)}", QueueState.PAUSED
             )
-            await held.enter_async_context(sampler.place(turn))
+            await held.enter_async_context(sampler.slot(turn))
             work.pending.progress.wait_on("waiting for the weights to be loaded")
             work.pending.begin()
             snapshot_id = work.snapshot_id = work.sampling.snapshot_id

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fovea_gateway.live.live_state import summed
 from fovea_gateway.live.live_view import to_text
-from fovea_gateway.live.step_curves import MOST_METRICS, PLACES, StepCurves
+from fovea_gateway.live.step_curves import BUCKETS, MOST_METRICS, StepCurves
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -25,7 +25,7 @@ def test_few_steps_are_shown_as_they_were() -> None:
     assert _filled(5).points("loss", 100) == {"step": [1, 2, 3, 4, 5], "mean": [1, 2, 3, 4, 5]}
 
 
-@pytest.mark.parametrize("steps", [PLACES - 1, PLACES, 10_000])
+@pytest.mark.parametrize("steps", [BUCKETS - 1, BUCKETS, 10_000])
 def test_points_cover_all_steps_once_and_are_no_more_than_asked_for(steps: int) -> None:
     curves = _filled(steps)
     found = curves.points("loss", 300)
@@ -71,7 +71,7 @@ def test_what_is_kept_is_what_is_read_again(values: list[tuple[int, float]]) -> 
         curves.add(step, {"loss": value, "reward": -value})
     again = StepCurves.from_blob(curves.to_blob())
     assert again.points("loss", 50) == curves.points("loss", 50)
-    assert again.points("reward", PLACES) == curves.points("reward", PLACES)
+    assert again.points("reward", BUCKETS) == curves.points("reward", BUCKETS)
     assert (again.last, again.last_step, again.stride) == (curves.last, curves.last_step, curves.stride)
 
 
