@@ -113,7 +113,7 @@ class Residency:
         self._check_open(model)
 
     async def check_snapshots(self, model_id: str) -> None:
-        """Raises RestoreInProgress while a model is being restored, and with it the snapshots that are not durable yet."""
+        """Raises RestoreInProgress while a model is being restored, with its snapshots that are not durable yet."""
         model = self._models.find(model_id)
         if model is None or model.journaled_since is None or model.state is not ModelState.READY:
             return
