@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.figure import emit
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
-from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.batches.datum_decoding import DatumSize
 from fovea_services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
 from fovea_services.trainer.model.lora import LoraSettings
 from fovea_services.trainer.model.optimizer import Adam

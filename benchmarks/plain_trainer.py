@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fovea_services.trainer.batches.packing import DatumSize, plan
+from fovea_services.trainer.batches.datum_decoding import DatumSize
+from fovea_services.trainer.batches.micro_batch import plan
 from fovea_services.trainer.model.packed_attention import PACKED_ATTENTION
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]

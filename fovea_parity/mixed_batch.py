@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fovea_parity.documents import Maker, Piece, picture
-from fovea_services.trainer.batches.packing import DatumSize, plan
+from fovea_services.trainer.batches.datum_decoding import DatumSize
+from fovea_services.trainer.batches.micro_batch import plan
 
 _DOCUMENTS = 64
 _IMAGE_COUNTS = (0, 0, 1, 1, 2, 4)

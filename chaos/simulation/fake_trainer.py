@@ -21,7 +21,7 @@ from chaos.simulation.network import Listener
 from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import DiskFull, InvalidInput, NotFound
-from fovea_services.trainer.reply_cache import ReplyCache
+from fovea_services.trainer.recovery.reply_cache import ReplyCache
 
 MODEL = "simulated"
 CONTEXT = 4096

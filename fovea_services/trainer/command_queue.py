@@ -16,8 +16,7 @@ from typing import Any
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
 from fovea_services.trainer import trainer_metrics
-from fovea_services.trainer.batches.datum_decoding import Datum
-from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.batches.datum_decoding import Datum, DatumSize
 from fovea_services.trainer.model.lora import LoraSettings
 from fovea_services.trainer.model.optimizer import Adam
 

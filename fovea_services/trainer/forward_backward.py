@@ -23,8 +23,7 @@ from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire.errors import FoveaError
 from fovea.wire.features import FeatureTensors
 from fovea_services.trainer.batches.datum_decoding import Datum, DatumLimits, decode_datum
-from fovea_services.trainer.batches.micro_batch import Batch, BatchLayout, wanted_images
-from fovea_services.trainer.batches.packing import Plan, Step, plan
+from fovea_services.trainer.batches.micro_batch import Batch, BatchLayout, Plan, Step, plan, wanted_images
 from fovea_services.trainer.batches.vision_cache import TensorFetcher, VisionOutput, VisionOutputCache
 from fovea_services.trainer.command_queue import ForwardBackward
 from fovea_services.trainer.loss_results import (

@@ -31,8 +31,8 @@ from fovea_services.trainer.ranks.control_group import ControlGroup
 from fovea_services.trainer.ranks.peer_monitor import MEET_S, Peer, PeerMonitor
 from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.transfer_groups import TransferGroups
 from fovea_services.trainer.training_engine import TrainingEngine
+from fovea_services.trainer.weights.transfer_groups import TransferGroups
 
 logger = logging.getLogger(__name__)
 

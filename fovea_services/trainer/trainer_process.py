@@ -22,11 +22,11 @@ from fovea_services.trainer.command_queue import CommandQueue
 from fovea_services.trainer.rank_worker import RankWorker
 from fovea_services.trainer.ranks.peer_monitor import Peer
 from fovea_services.trainer.ranks.rank_launcher import LEAVE_S, RankEnvironment
-from fovea_services.trainer.recovery_keeper import RecoveryKeeper
+from fovea_services.trainer.recovery.recovery_keeper import RecoveryKeeper
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.pusher import Pusher
-from fovea_services.trainer.snapshots.transfer_groups import TransferGroups
 from fovea_services.trainer.trainer_servicer import TrainerServicer
+from fovea_services.trainer.weights.pusher import Pusher
+from fovea_services.trainer.weights.transfer_groups import TransferGroups
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class _Leader:
         pusher = Pusher(self._settings, self._queue, self._groups, lambda: self._rank.engine.adapters)
         keeper = None
         if self._settings.recovery:
-            keeper = RecoveryKeeper(self._settings, self._queue, lambda: self._rank.engine)
+            keeper = RecoveryKeeper(self._settings, self._queue, lambda: self._rank.engine.recovery)
         servicer = TrainerServicer(self._settings, self._queue, self._rank, pusher, keeper)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, self._server.grpc)
         await self._server.start()

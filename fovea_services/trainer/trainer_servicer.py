@@ -28,12 +28,12 @@ from fovea_services.trainer.model.optimizer import Adam
 from fovea_services.trainer.model.sharding import dtype_name
 from fovea_services.trainer.model.trained_model import AdapterModel
 from fovea_services.trainer.rank_worker import RankWorker
-from fovea_services.trainer.recovery_keeper import RecoveryKeeper
-from fovea_services.trainer.reply_cache import ReplyCache
+from fovea_services.trainer.recovery.recovery_keeper import RecoveryKeeper
+from fovea_services.trainer.recovery.recovery_writer import RestoredModel
+from fovea_services.trainer.recovery.reply_cache import ReplyCache
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.pusher import Pusher
-from fovea_services.trainer.snapshots.recovery_writer import RestoredModel
 from fovea_services.trainer.training_engine import TrainingEngine
+from fovea_services.trainer.weights.pusher import Pusher
 
 Context = grpc.aio.ServicerContext
 
@@ -86,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             model_files=engine.model_files,
             keeps_recovery=self._keeper is not None,
             durable_seq_ids=self._keeper.durable_seq_ids if self._keeper else {},
-            kept_model_ids=await self._keeper.away() if self._keeper and request.with_kept else [],
+            kept_model_ids=await self._keeper.away(engine.models) if self._keeper and request.with_kept else [],
             numerics=engine.numerics,
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,

@@ -1,16 +1,12 @@
 """Execution of commands on one rank. All ranks hold the same models and execute the same commands in the same order."""
 
 import logging
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.api.v1 import model_input_pb2, weights_pb2
@@ -22,9 +18,7 @@ from fovea.wire.errors import (
     InvalidInput,
     NotFound,
     ResourceExhausted,
-    Unavailable,
 )
-from fovea.wire.manifest import buckets
 from fovea_services.trainer import command_queue
 from fovea_services.trainer.batches.datum_decoding import Datum, DatumLimits
 from fovea_services.trainer.batches.micro_batch import BatchLayout
@@ -39,15 +33,15 @@ from fovea_services.trainer.model.packed_model import build_model, read_weights
 from fovea_services.trainer.model.sharding import ShardedModel
 from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.recovery.recovery_folder import RecoveryFolder
+from fovea_services.trainer.recovery.recovery_writer import KeptState, RecoveryWriter, RestoredModel, numerics_of
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots import weight_files
-from fovea_services.trainer.snapshots.checkpoint_folder import CheckpointRoots
-from fovea_services.trainer.snapshots.recovery_folder import RecoveryFolder
-from fovea_services.trainer.snapshots.recovery_writer import KeptState, RecoveryWriter, RestoredModel, numerics_of
-from fovea_services.trainer.snapshots.snapshot_store import SnapshotStore, packed, specs_of
-from fovea_services.trainer.snapshots.snapshot_taker import SnapshotTaker
-from fovea_services.trainer.snapshots.training_state import StateStore
-from fovea_services.trainer.snapshots.transfer_groups import TransferGroups
+from fovea_services.trainer.weights.checkpoint_folder import CheckpointRoots
+from fovea_services.trainer.weights.full_sender import FullSender
+from fovea_services.trainer.weights.snapshot_store import SnapshotStore, specs_of
+from fovea_services.trainer.weights.snapshot_taker import SnapshotTaker
+from fovea_services.trainer.weights.training_state import StateStore
+from fovea_services.trainer.weights.transfer_groups import TransferGroups
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +73,6 @@ class TrainingEngine:
         self._settings = settings
         self._control = control
         self._device = device
-        self._groups = groups
         self.world_size = control.world_size
         self.models: dict[str, TrainedModel] = {}
         self.adapters = SnapshotStore(settings.snapshot_memory_mib * MIB)
@@ -94,10 +87,13 @@ class TrainingEngine:
         """Writes and finds durable points; None if recovery is disabled."""
         if place := control.broadcast(settings.recovery):  # rank 0's setting, since recovery involves all ranks
             folder = control.agree(lambda: RecoveryFolder(place))
-            self.recovery = RecoveryWriter(folder, control, device, settings.model, self.model_files, self.numerics)
+            self.recovery = RecoveryWriter(
+                folder, control, device, settings.model, self.model_files, self.numerics, self.adapters
+            )
         self._snapshots = SnapshotTaker(
             control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
         )
+        self._full_sender = FullSender(settings, control, self._sharded, self._snapshots, groups)
 
     def _load(self, model_dir: Path) -> None:
         settings = self._settings
@@ -213,9 +209,9 @@ class TrainingEngine:
             case command_queue.UnpinFull():
                 return self.full.unpin(command.snapshot_id)
             case command_queue.OpenGroup():
-                return self._open_group(command)
+                return self._full_sender.open_group(command)
             case command_queue.BroadcastFull():
-                return self._broadcast_full(command)
+                return self._full_sender.broadcast(command, self._live_full())
             case command_queue.Heartbeat():
                 return self._control.barrier()
         raise TypeError(f"unknown command: {command!r}")
@@ -386,60 +382,6 @@ class TrainingEngine:
 
     def _live_full(self) -> FullModel | None:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
-
-    def _broadcast_full(self, command: command_queue.BroadcastFull) -> str:
-        """Gathers and sends a snapshot. Returns the error of the transfer, or an empty string.
-
-        After a failed transfer the gathering continues, because the other ranks are in the middle of it.
-        """
-        _, specs = self._snapshots.describe_full(command.snapshot_id, self._live_full())
-        shards = self._snapshots.locals_of(command.snapshot_id, self._live_full())
-        like = dict(self._sharded.named_shards())
-        whole = weight_files.gathered(shards, like, self._sharded.module.expert_layouts)
-        count, own = self._settings.sender_count, self._settings.sender_of(self._control.rank)
-        error = ""
-        leaving: Future[str] | None = None
-        with ThreadPoolExecutor(1, "broadcast") as thread:
-            # While one bucket is being sent, the next one is gathered.
-            for number, bucket in enumerate(buckets(specs, command.bucket_bytes)):
-                tensors = islice(whole, len(bucket))
-                if self._groups is None or number % count != own or error:
-                    deque(tensors, maxlen=0)  # only takes part in the gathering
-                    continue
-                data = packed(bucket, tensors)
-                error = leaving.result() if leaving else ""
-                leaving = None if error else thread.submit(self._send, self._groups, command, data)
-        error = error or (leaving.result() if leaving else "")
-        return next(filter(None, self._control.gather(error)), "")
-
-    def _open_group(self, command: command_queue.OpenGroup) -> None:
-        """Joins a transfer group on the senders other than rank 0, after rank 0 and the samplers have joined."""
-
-        def meet() -> None:
-            if self._groups is None or not self._control.rank:
-                return
-            self._groups.keep(command.kept)
-            try:
-                self._groups.open(
-                    command.group_id,
-                    command.world_size,
-                    command.backend,
-                    command.join_timeout_s,
-                    command.broadcast_timeout_s,
-                )
-            except RuntimeError as failure:
-                raise Unavailable(f"rank {self._control.rank} of the trainer reached no samplers: {failure}") from None
-
-        self._control.agree(meet)
-
-    def _send(self, groups: TransferGroups, command: command_queue.BroadcastFull, data: Tensor) -> str:
-        """Sends a bucket. Returns the error, or an empty string."""
-        try:
-            groups.get(command.group_id).send(data, command.timeout_s)
-        except RuntimeError as failure:
-            logger.warning("broadcast over %s failed: %s", command.group_id, failure)
-            return f"the broadcast failed: {failure}"
-        return ""
 
 
 def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:

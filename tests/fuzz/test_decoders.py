@@ -24,7 +24,7 @@ from fovea_services.sampler.engine_api import Limits
 from fovea_services.sampler.sample_validation import read_request
 from fovea_services.trainer.batches.datum_decoding import DatumLimits, decode_datum
 from fovea_services.trainer.losses import LOSSES, Sandbox, loss_of
-from fovea_services.trainer.snapshots.weight_files import read_tensors
+from fovea_services.trainer.weights.weight_files import read_tensors
 from tests.fuzz.mutations import Messages, fuzzed, mutated_bytes, mutated_json
 from tests.unit.renderer.pictures import encoded, picture
 from tests.unit.trainer.losses.traced import graph, message, node, ref, square_loss

@@ -14,7 +14,6 @@ from fovea.vision.vision_family import VisionFamily
 from fovea.wire import rendered_input, tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.rendered_input import ImageSpan
-from fovea_services.trainer.batches.packing import DatumSize
 from fovea_services.trainer.losses import TARGETS, Loss
 
 EXPERTS = "routed_experts"
@@ -48,6 +47,19 @@ class DatumLimits:
     max_context_length: int
     vision: VisionFamily | None
     experts: ExpertShape | None = None
+
+
+@dataclass(frozen=True)
+class DatumSize:
+    """The computing cost of a datum.
+
+    Args:
+        token_count: Tokens after rendering, at least 1.
+        patch_count: Vision patches of all images, 0 for text.
+    """
+
+    token_count: int
+    patch_count: int
 
 
 @dataclass(frozen=True)

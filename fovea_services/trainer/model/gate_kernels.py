@@ -140,15 +140,31 @@ _adapted = triton.jit(_adapt)
 
 
 def _differentiate(
-    gate: tl.tensor, up: tl.tensor, grad: tl.tensor, share: tl.tensor, share_sum: tl.tensor, TYPE: tl.constexpr
+    gate: tl.tensor,
+    up: tl.tensor,
+    grad: tl.tensor,
+    share: tl.tensor,
+    share_sum: tl.tensor,
+    d_inner: tl.tensor,
+    size: tl.tensor,
+    inside: tl.tensor,
+    TYPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns d_gate and d_up of a tile [BLOCK_S, BLOCK_I], and `share_sum` [BLOCK_S] with its terms of d_w added."""
+    """Computes d_gate and d_up of a tile [BLOCK_S, BLOCK_I] and stores them at `d_inner` and `d_inner` + `size`.
+
+    Returns:
+        d_gate and d_up, and `share_sum` [BLOCK_S] with the tile's terms of d_w added.
+    """
     sigmoid = tl.sigmoid(gate)
     silu = _rounded(gate * sigmoid, TYPE)
     share_sum += tl.sum(_rounded(grad * _rounded(silu * up, TYPE), TYPE), 1)
     grad = _rounded(grad * share, TYPE)
     d_silu = _rounded(grad * up, TYPE)
-    return (d_silu * sigmoid * (1 + gate * (1 - sigmoid))).to(TYPE), (grad * silu).to(TYPE), share_sum
+    d_gate = (d_silu * sigmoid * (1 + gate * (1 - sigmoid))).to(TYPE)
+    d_up = (grad * silu).to(TYPE)
+    tl.store(d_inner, d_gate, mask=inside)
+    tl.store(d_inner + size, d_up, mask=inside)
+    return d_gate, d_up, share_sum
 
 
 _gradients = triton.jit(_differentiate)
@@ -257,9 +273,7 @@ def _gate_gradient(
             up = _adapted(up, up_x, up_b, at, known, size * RANK, expert, first, last, scale, FACTOR, TYPE)
             at = rank[:, None] * size + column[None, :]
             grad = _adapted(grad, d_x, down_a, at, known, size * RANK, expert, first, last, 1.0, FACTOR, TYPE)
-        d_gate, d_up, share_sum = _gradients(gate, up, grad, share, share_sum, TYPE)
-        tl.store(d_inner + place, d_gate, mask=inside)
-        tl.store(d_inner + size + place, d_up, mask=inside)
+        d_gate, d_up, share_sum = _gradients(gate, up, grad, share, share_sum, d_inner + place, size, inside, TYPE)
         if RANK > 0:
             at, known = column[:, None] * RANK + rank[None, :], (column < size)[:, None] & (rank < RANK)[None, :]
             gate_sum = _add_products(gate_sum, d_gate, gate_b, at, known, size * RANK, expert, first, last, FACTOR)

@@ -103,10 +103,8 @@ def packed_attention(
     """Implements transformers' attention interface.
 
     Args:
-        module: The attention module.
         query: [1, H, T, D].
-        key: [1, H, T, D], possibly with fewer heads.
-        value: As `key`.
+        key: [1, H, T, D], possibly with fewer heads; `value` alike.
         attention_mask: Must be None; the bounds define visibility.
         scaling: As `Scores.scaling`.
         cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
@@ -116,8 +114,7 @@ def packed_attention(
         sliding_window: As `Scores.window`; only for causal attention.
         softcap: As `Scores.softcap`.
         s_aux: [H], as `Scores.sinks_H`.
-        packing: The masks of the same bounds. Needed for images with tokens that see each other; otherwise it only
-            saves making masks once per layer.
+        packing: The masks of the same bounds; required for images with tokens that see each other.
         others: Keyword arguments of `HARMLESS`.
 
     Returns:

@@ -17,8 +17,7 @@ from fovea.wire import tensors
 from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
 from fovea_services.trainer import command_queue, trainer_metrics
-from fovea_services.trainer.batches.datum_decoding import DatumLimits
-from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.batches.datum_decoding import DatumLimits, DatumSize
 from fovea_services.trainer.command_queue import CommandQueue, resolve
 from fovea_services.trainer.loss_results import ForwardBackwardResult
 from fovea_services.trainer.model.lora import LoraSettings

@@ -17,7 +17,7 @@ from fovea_data.adapter_merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, mer
 from fovea_services.trainer.model.lora import LoraSettings, LoraWeights
 from fovea_services.trainer.model.packed_model import build_model
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.weight_files import one_by_one, peft_files
+from fovea_services.trainer.weights.weight_files import one_by_one, peft_files
 from tests.families import ensure_family
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch import Tensor
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.model_files import read_json
 from fovea_data.adapter_merge import ADAPTER_CONFIG, UNTIE, merge_adapter, notes_of
-from fovea_services.trainer.snapshots.snapshot_taker import ExportForm
+from fovea_services.trainer.weights.snapshot_taker import ExportForm
 from fovea_tinyvlm.families import FAMILIES
 from fovea_tinyvlm.recipe import KINDS
 from tests.families import ensure_family

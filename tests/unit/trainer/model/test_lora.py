@@ -7,7 +7,7 @@ from torch import nn
 from fovea.wire.errors import InvalidInput
 from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
 from fovea_services.trainer.model.model_family import LoraTarget, Role
-from fovea_services.trainer.snapshots.weight_files import copy_into, peft_files, read_tensors
+from fovea_services.trainer.weights.weight_files import copy_into, peft_files, read_tensors
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import FeatureEvicted, InvalidInput
 from fovea_services.trainer import command_queue
-from fovea_services.trainer.batches.packing import DatumSize
+from fovea_services.trainer.batches.datum_decoding import DatumSize
 from fovea_services.trainer.model.lora import LoraSettings
 from fovea_services.trainer.ranks.control_group import (
     MessagePickler,
@@ -34,7 +34,7 @@ from fovea_services.trainer.ranks.control_group import (
     exchange_plain_data,
 )
 from fovea_services.trainer.ranks.peer_monitor import Peer
-from fovea_services.trainer.snapshots.training_state import PlainReader, TensorPlanner
+from fovea_services.trainer.weights.torch_checkpoint import PlainReader, TensorPlanner
 
 
 class Call:

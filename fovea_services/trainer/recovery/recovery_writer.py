@@ -20,12 +20,12 @@ import fovea
 from fovea.wire.errors import NotFound
 from fovea_services.trainer.model.trained_model import TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup
+from fovea_services.trainer.recovery.recovery_folder import Point, RecoveryFolder
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.checkpoint_folder import Checksums, Folder
-from fovea_services.trainer.snapshots.recovery_folder import Point, RecoveryFolder
-from fovea_services.trainer.snapshots.snapshot_store import SnapshotStore
-from fovea_services.trainer.snapshots.snapshot_taker import write_snapshot
-from fovea_services.trainer.snapshots.training_state import ModelState, StateStore, state_of
+from fovea_services.trainer.weights.checkpoint_folder import Checksums, Folder
+from fovea_services.trainer.weights.snapshot_store import SnapshotStore
+from fovea_services.trainer.weights.snapshot_taker import write_snapshot
+from fovea_services.trainer.weights.training_state import ModelState, StateStore, state_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -147,6 +147,7 @@ class RecoveryWriter:
         base_model: Name of the base model, recorded in files.
         base_files: Digest of each file of the base, keyed by file name. Points of another base are rejected.
         numerics: Facts that affect the rounding of results, keyed by their names.
+        adapters: The adapter snapshots that rank 0 holds.
     """
 
     def __init__(
@@ -157,8 +158,10 @@ class RecoveryWriter:
         base_model: str,
         base_files: Mapping[str, str],
         numerics: Mapping[str, str],
+        adapters: SnapshotStore,
     ) -> None:
         self.folder = folder
+        self.adapters = adapters
         self._control = control
         self._base_model = base_model
         self._base = sha256(json.dumps(sorted(base_files.items())).encode()).hexdigest()
@@ -248,7 +251,7 @@ class RecoveryWriter:
         """Runs a file operation after all writes that were submitted before it. Callable from any thread."""
         return self._thread.submit(action)
 
-    def write_snapshot(self, snapshot_id: str, held: SnapshotStore) -> "Future[int]":
+    def write_snapshot(self, snapshot_id: str) -> "Future[int]":
         """Submits an adapter snapshot that rank 0 holds for writing. Callable from any thread.
 
         Returns:
@@ -256,7 +259,7 @@ class RecoveryWriter:
         """
 
         def write() -> int:
-            if (found := held.get(snapshot_id)) is None:
+            if (found := self.adapters.get(snapshot_id)) is None:
                 return 0
             tensors = {name: self._copies.fetched(tensor) for name, tensor in found.tensors.items()}
             url = self.folder.snapshot_url(found.identity.model_id, snapshot_id)

@@ -60,6 +60,11 @@ class Folder:
             raise InvalidInput(f"{field} {uri!r} cannot be opened: {error}", field=field) from None
         return cls(files, path.rstrip("/"))
 
+    @property
+    def is_local(self) -> bool:
+        """True if the folder is on a local disk."""
+        return isinstance(self.files, LocalFileSystem)
+
     def url(self, *names: str) -> str:
         """Returns the fsspec URL of a file or folder below this one."""
         return str(self.files.unstrip_protocol("/".join([self.path, *names])))
@@ -122,7 +127,7 @@ class Folder:
 
         On an object store this does nothing, because access is configured there. A failure is only logged.
         """
-        if isinstance(self.files, LocalFileSystem):
+        if self.is_local:
             try:
                 os.makedirs(self.path, mode=0o700, exist_ok=True)
                 os.chmod(self.path, 0o700)
@@ -286,7 +291,7 @@ def _protocol(uri: str) -> str:
 
 def _real(folder: Folder) -> Folder:
     """Returns the folder with symbolic links resolved, if it is on a local disk."""
-    if isinstance(folder.files, LocalFileSystem):
+    if folder.is_local:
         return Folder(folder.files, os.path.realpath(folder.path).rstrip("/"))
     return folder
 

@@ -4,10 +4,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ from fovea_services.trainer.model.lora import LoraInjector, LoraSettings
 from fovea_services.trainer.model.model_family import LoraTarget, Role
 from fovea_services.trainer.model.trained_model import AdapterModel
 from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.recovery_keeper import RecoveryKeeper
+from fovea_services.trainer.recovery.recovery_folder import RecoveryFolder
+from fovea_services.trainer.recovery.recovery_keeper import RecoveryKeeper
+from fovea_services.trainer.recovery.recovery_writer import RecoveryWriter
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.recovery_folder import RecoveryFolder
-from fovea_services.trainer.snapshots.recovery_writer import RecoveryWriter
-from fovea_services.trainer.snapshots.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
+from fovea_services.trainer.weights.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
 from tests.waiting import eventually
 
 CPU = torch.device("cpu")
@@ -44,9 +43,12 @@ def alone() -> Iterator[None]:
 class Engine:
     """The parts of a `TrainingEngine` that the keeper asks for, with adapters of one small module."""
 
-    recovery: RecoveryWriter
-    adapters: SnapshotStore = field(default_factory=lambda: SnapshotStore(2**20))
+    adapters: SnapshotStore
+    folder: InitVar[RecoveryFolder]
     models: dict[str, AdapterModel] = field(default_factory=dict)
+
+    def __post_init__(self, folder: RecoveryFolder) -> None:
+        self.recovery = RecoveryWriter(folder, ControlGroup(), CPU, "base", {}, {}, self.adapters)
 
 
 class Trainer:
@@ -59,11 +61,11 @@ class Trainer:
 
     def __init__(self, root: Path, lag_s: float = 0.0) -> None:
         self.folder = RecoveryFolder(str(root))
-        self.engine = Engine(RecoveryWriter(self.folder, ControlGroup(), CPU, "base", {}, {}))
+        self.engine = Engine(SnapshotStore(2**20), self.folder)
         self.queue = CommandQueue(60)
         self.queue.open()
         settings = TrainerSettings(model="base", recovery_lag_s=lag_s)
-        self.keeper = RecoveryKeeper(settings, self.queue, lambda: cast(Any, self.engine))
+        self.keeper = RecoveryKeeper(settings, self.queue, lambda: self.engine.recovery)
         self.copied: list[tuple[str, int, list[str]]] = []
         self.snapshots: list[str] = []
         self._thread = threading.Thread(target=self._serve)

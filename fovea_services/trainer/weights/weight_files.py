@@ -23,7 +23,7 @@ from fovea_services.trainer.model.experts import ExpertLayout
 from fovea_services.trainer.model.lora import PEFT_PREFIX
 from fovea_services.trainer.model.sharding import full_of
 from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.snapshots.checkpoint_folder import Folder, Parts
+from fovea_services.trainer.weights.checkpoint_folder import Folder, Parts
 
 SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -45,7 +45,8 @@ def file_tensors(name: str, tensor: Tensor, layout: ExpertLayout | None) -> Iter
     if layout is ExpertLayout.ONE_BY_ONE:
         parent, _, projection = name.rpartition(".")
         for index, expert in enumerate(tensor):
-            yield from zip(_expert_files(parent, projection, index), _halves(expert, projection), strict=True)
+            halves = expert.chunk(2) if projection == "gate_up_proj" else (expert,)
+            yield from zip(_expert_files(parent, projection, index), halves, strict=True)
     else:
         yield name, tensor.mT if layout is ExpertLayout.TRANSPOSED else tensor
 
@@ -53,10 +54,6 @@ def file_tensors(name: str, tensor: Tensor, layout: ExpertLayout | None) -> Iter
 def _expert_files(parent: str, projection: str, index: int) -> list[str]:
     names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
     return [f"{parent}.{index}.{name}.weight" for name in names]
-
-
-def _halves(expert: Tensor, projection: str) -> tuple[Tensor, ...]:
-    return expert.chunk(2) if projection == "gate_up_proj" else (expert,)
 
 
 def in_files(like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
@@ -80,7 +77,7 @@ def gathered(
 ) -> Iterator[Tensor]:
     """Yields unsharded tensors in the order of `in_files`. Collective.
 
-    Each is gathered on the device and freed when the next one is requested.
+    Each is gathered on the device and freed when the next is requested.
 
     Args:
         locals_: This rank's shards, keyed by parameter name.
@@ -99,25 +96,25 @@ def write_checkpoint(
 
     An error of the storage on rank 0 is raised on all ranks.
     """
-    part: dict[str, Tensor] = {}
-    part_bytes = 0
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
     files: dict[str, str] = {}
 
     def flush() -> None:
         name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
-        files.update(dict.fromkeys(part, name))
+        files.update(dict.fromkeys(shard, name))
         if control.rank == 0:
-            folder.write(name, save_safetensors(part, metadata={"format": "pt"}))
-        part.clear()
+            folder.write(name, save_safetensors(shard, metadata={"format": "pt"}))
+        shard.clear()
 
     for name, tensor in tensors:
         size_bytes = tensor.numel() * tensor.element_size()
-        if part and part_bytes + size_bytes > SHARD_BYTES:
+        if shard and shard_bytes + size_bytes > SHARD_BYTES:
             control.agree(flush)
-            part_bytes = 0
+            shard_bytes = 0
         # Iterating gathers on all ranks, but only rank 0 writes: the others keep no data.
-        part[name] = tensor.cpu().contiguous() if control.rank == 0 else torch.empty(0)
-        part_bytes += size_bytes
+        shard[name] = tensor.cpu().contiguous() if control.rank == 0 else torch.empty(0)
+        shard_bytes += size_bytes
     control.agree(flush)
     control.on_rank_0(lambda: _write_rest(folder, model_dir, files))
 
@@ -152,8 +149,8 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
         sources: dict[str, Any] = {}
         for file in sorted({weight_map[name] for name in whole}):
-            path = f"{folder.path}/{file}" if _is_local(folder) else f"{scratch}/{file}"
-            if not _is_local(folder):
+            path = f"{folder.path}/{file}" if folder.is_local else f"{scratch}/{file}"
+            if not folder.is_local:
                 folder.files.get_file(f"{folder.path}/{file}", path)
             tensors = files.enter_context(safe_open(path, "pt"))
             sources |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
@@ -163,11 +160,6 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
             if (shape := list(sources[name].get_shape())) != list(tensor.shape):
                 raise InvalidInput(f"{name} has shape {shape}, but the model needs {list(tensor.shape)}", field="uri")
         return {name: _part(sources, name, tensor, layouts.get(name)) for name, tensor in like.items()}
-
-
-def _is_local(folder: Folder) -> bool:
-    protocol = folder.files.protocol
-    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
 def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from urllib.parse import quote, unquote
 
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
-from fovea_services.trainer.snapshots.checkpoint_folder import Checksums, Folder
+from fovea_services.trainer.weights.checkpoint_folder import Checksums, Folder
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,9 +19,8 @@ from typing import TypeVar
 from fovea.wire.errors import NotFound, StorageBehind, Unavailable
 from fovea_services.trainer import command_queue, trainer_metrics
 from fovea_services.trainer.command_queue import CommandQueue
+from fovea_services.trainer.recovery.recovery_writer import RecoveryWriter
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.recovery_writer import RecoveryWriter
-from fovea_services.trainer.training_engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,13 +76,15 @@ class RecoveryKeeper:
     Args:
         settings: Settings of the trainer.
         queue: Command queue of the ranks.
-        engine: Returns rank 0's engine, which must have a recovery writer.
+        writer: Returns rank 0's recovery writer, which exists once the model is loaded.
     """
 
-    def __init__(self, settings: TrainerSettings, queue: CommandQueue, engine: Callable[[], TrainingEngine]) -> None:
+    def __init__(
+        self, settings: TrainerSettings, queue: CommandQueue, writer: Callable[[], RecoveryWriter | None]
+    ) -> None:
         self._lag_s = settings.recovery_lag_s
         self._queue = queue
-        self._engine = engine
+        self._find_writer = writer
         self._models: dict[str, _Model] = {}
         self._snapshots: deque[_Taken] = deque()
         self._taking: set[_Taken] = set()
@@ -135,7 +136,7 @@ class RecoveryKeeper:
             async with self._models.setdefault(model_id, _Model()).turn:
                 yield
                 if not self._failure:  # while storage fails, possibly for long, memory may drop it
-                    self._engine().adapters.pin(snapshot_id)
+                    self._writer.adapters.pin(snapshot_id)
                     taken.pinned = True
                 self._snapshots.append(taken)
         finally:
@@ -175,10 +176,10 @@ class RecoveryKeeper:
         size_bytes = await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
         return (found[1].seq_id if found else 0), size_bytes
 
-    async def away(self) -> list[str]:
-        """Returns the ids of models that have files but are not loaded."""
+    async def away(self, loaded: Iterable[str]) -> list[str]:
+        """Returns the ids of models that have files, except for those that are loaded."""
         kept = await self._in_order(self._writer.folder.model_ids)
-        return sorted(set(kept) - self._engine().models.keys())
+        return sorted(set(kept) - set(loaded))
 
     def forget(self, model_id: str) -> None:
         """Cancels pending writes of a model. Call it when the model is freed."""
@@ -256,7 +257,7 @@ class RecoveryKeeper:
         trainer_metrics.DURABLE_SECONDS.observe(time.monotonic() - began)
 
     async def _write_snapshot(self, taken: _Taken) -> None:
-        size_bytes = await asyncio.wrap_future(self._writer.write_snapshot(taken.snapshot_id, self._engine().adapters))
+        size_bytes = await asyncio.wrap_future(self._writer.write_snapshot(taken.snapshot_id))
         if not size_bytes:
             logger.warning("snapshot %s was dropped from memory before it was written: it is lost", taken.snapshot_id)
             trainer_metrics.DURABLE_FAILURES.inc()
@@ -326,7 +327,7 @@ class RecoveryKeeper:
             if name == model_id:
                 break
             before += its_bytes
-        most = self._engine().adapters.max_bytes
+        most = self._writer.adapters.max_bytes
         if held + before and held + before + size_bytes > most and not self._failure:
             self._line[model_id] = (size_bytes, now)
             raise StorageBehind(
@@ -339,7 +340,7 @@ class RecoveryKeeper:
     def _unpin(self, taken: _Taken) -> None:
         if taken.pinned:
             taken.pinned = False
-            self._engine().adapters.unpin(taken.snapshot_id)
+            self._writer.adapters.unpin(taken.snapshot_id)
 
     async def _try(self, action: Callable[[], None], what: str) -> None:
         try:
@@ -353,6 +354,6 @@ class RecoveryKeeper:
 
     @property
     def _writer(self) -> RecoveryWriter:
-        writer = self._engine().recovery
+        writer = self._find_writer()
         assert writer is not None
         return writer

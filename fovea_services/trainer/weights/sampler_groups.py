@@ -15,7 +15,7 @@ from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError
 from fovea_services.trainer.command_queue import CommandQueue, OpenGroup
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots.transfer_groups import TransferGroups
+from fovea_services.trainer.weights.transfer_groups import TransferGroups
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from fovea_services.trainer.model.memory_budget import MemoryBudget
 from fovea_services.trainer.model.sharding import ShardedModel, local_of
 from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.snapshots import weight_files
-from fovea_services.trainer.snapshots.checkpoint_folder import Folder, Parts, stage_together, write_folder
-from fovea_services.trainer.snapshots.snapshot_store import (
+from fovea_services.trainer.weights import weight_files
+from fovea_services.trainer.weights.checkpoint_folder import Folder, Parts, stage_together, write_folder
+from fovea_services.trainer.weights.snapshot_store import (
     PACKED,
     SnapshotStore,
     StoredSnapshot,

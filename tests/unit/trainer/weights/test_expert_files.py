@@ -15,8 +15,8 @@ from fovea_services.trainer.model.packed_model import build_model, read_weights
 from fovea_services.trainer.model.sharding import ShardedModel, local_of
 from fovea_services.trainer.ranks.control_group import ControlGroup
 from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.snapshots import weight_files
-from fovea_services.trainer.snapshots.checkpoint_folder import Folder
+from fovea_services.trainer.weights import weight_files
+from fovea_services.trainer.weights.checkpoint_folder import Folder
 from fovea_tinyvlm.families import ensure_families
 from tests.ranks import run_ranks
 
