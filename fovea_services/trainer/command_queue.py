@@ -101,8 +101,9 @@ class ClearGradients:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """Takes an optimizer step on the gradients of all ranks, and drops them. Here and below, `seq_id` 0 means
-    unnumbered.
+    """Takes an optimizer step on the gradients of all ranks, and drops them.
+
+    Here and below, `seq_id` 0 means unnumbered.
     """
 
     model_id: str

@@ -140,8 +140,9 @@ class LossComputer:
         return ForwardBackwardResult(logprobs, metrics, schedule.efficiency)
 
     def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature], trains_vision: bool) -> None:
-        """Starts fetching the tensors that a later call may need. Skips images with a cached output. Callable from any
-        thread.
+        """Starts fetching the tensors that a later call may need.
+
+        Skips images with a cached output. Callable from any thread.
         """
         self._features.fetch_ahead(
             [feature for feature in features if trains_vision or not self._vision.holds(feature.digest)]
@@ -192,8 +193,9 @@ class LossComputer:
         return sum(command.sizes[index].token_count for index in step.datums[rank])
 
     def _most_tokens(self, call: PreparedCall, step: Step) -> int:
-        """Returns the most tokens of any rank in a shared pass: ranks must agree on recomputation, since it
-        communicates again.
+        """Returns the most tokens of any rank in a shared pass.
+
+        The ranks must agree on recomputation, since it communicates again.
         """
         ranks = [self._control.rank] if call.alone else range(len(step.datums))
         return max(self._tokens_of(call.command, step, rank) for rank in ranks)

@@ -158,8 +158,9 @@ def reduce_measures(parts: Iterable[Measures]) -> Metrics:
 
 
 def expert_loads(layers: Sequence[int], parts: Iterable[list[list[int]]]) -> Metrics:
-    """Returns the load imbalance of each layer's experts: the most tokens of an expert divided by the mean; 1 is
-    balanced.
+    """Returns the load imbalance of each layer's experts.
+
+    That is the most tokens of an expert divided by the mean; 1 is balanced.
 
     Args:
         layers: Numbers of the layers with experts.
@@ -175,8 +176,9 @@ def expert_loads(layers: Sequence[int], parts: Iterable[list[list[int]]]) -> Met
 
 
 def mean_logprob_gap(datums: Iterable[Datum], logprobs: Mapping[int, npt.NDArray[np.float32]]) -> float | None:
-    """Returns the mean |lp - q| in nats over all positions with an advantage; None if no datum has sampled
-    log-probabilities.
+    """Returns the mean |lp - q| in nats over all positions with an advantage.
+
+    Returns None if no datum has sampled log-probabilities.
 
     It measures how far the sampler is from the trainer, which a policy gradient sees as off-policy data. It includes
     changes of the weights since sampling. Only in the first call after a push is it purely the difference between the

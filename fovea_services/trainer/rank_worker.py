@@ -70,8 +70,9 @@ class CommandProfiler:
 
     @contextmanager
     def around(self, job: Job) -> Iterator[None]:
-        """Profiles a command, if it is one of the profiled ones. Enter it around each command in the thread that runs
-        it.
+        """Profiles a command, if it is one of the profiled ones.
+
+        Enter it around each command in the thread that runs it.
         """
         is_counted = isinstance(job.command, ForwardBackward | OptimStep)
         self._count += is_counted
@@ -231,8 +232,9 @@ class RankWorker:
             _show_peak()
 
     def tell_stop(self) -> bool:
-        """Reports to rank 0 that this node was asked to stop. Returns False if the ranks have not met. Callable from
-        any thread.
+        """Reports to rank 0 that this node was asked to stop.
+
+        Returns False if the ranks have not met. Callable from any thread.
         """
         if self._peers is None:
             return False

@@ -87,8 +87,9 @@ class _Follower:
         leave(1)
 
     def _asked_to_stop(self) -> None:
-        """Reports the request to rank 0, possibly on another node, which finishes running commands and then stops all
-        ranks.
+        """Reports the request to rank 0, possibly on another node.
+
+        Rank 0 finishes running commands and then stops all ranks.
         """
         self._stop_requested = True
         if not self._rank_env.is_first_of_node:

@@ -392,9 +392,7 @@ def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
 
 
 def _keep_gathered_bytes(device: torch.device) -> int:
-    """Returns the size in bytes up to which every rank keeps the whole model, beside its shards and the trained
-    tensors.
-    """
+    """Returns the largest model size in bytes for which every rank keeps the whole model in memory."""
     if device.type == "cpu":
         return 2**30
     return torch.cuda.get_device_properties(device).total_memory // 6

@@ -194,8 +194,9 @@ def _targets(
 def _experts(
     datum: trainer_pb2.Datum, shape: ExpertShape | None, token_count: int, field: str
 ) -> npt.NDArray[np.int16] | None:
-    """Returns expert ids, int16 [N, L, k]. They are sent as ids, or as bytes packed into int64 [N, words], a type that
-    the SDK supports.
+    """Returns expert ids, int16 [N, L, k].
+
+    They are sent as ids, or as bytes packed into int64 [N, words], a type that the SDK supports.
     """
     if EXPERTS not in datum.loss_inputs:
         return None

@@ -98,8 +98,9 @@ class Batch:
     experts_TLk: Tensor | None = None
 
     def split_logprobs(self, logprobs_TK: Tensor) -> list[Tensor]:
-        """Splits log-probabilities [T, K] into views per datum, shaped like its targets. Returns an empty list for a
-        filler.
+        """Splits log-probabilities [T, K] into views per datum, shaped like its targets.
+
+        Returns an empty list for a filler.
         """
         if not self.datums:
             return []

@@ -180,8 +180,9 @@ def _check_count(count: int, shape: str = "") -> None:
 
 
 def _check_growth(function: Callable[..., Resolved], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns the number of elements of the result. The shape is computed on the meta device, before memory is
-    allocated.
+    """Returns the number of elements of the result.
+
+    The shape is computed on the meta device, before memory is allocated.
     """
     if name == "getitem" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
         return 0  # A boolean mask only selects elements; the number depends on the data.

@@ -79,8 +79,9 @@ def group_by_length(bounds: tuple[int, ...]) -> Grouping:
 
 
 class Packing:
-    """The documents of one micro-batch, and its images if their tokens see each other. Masks are made once for all
-    layers.
+    """The documents of one micro-batch, and its images if their tokens see each other.
+
+    Masks are made once for all layers.
 
     Args:
         bounds: int32 [documents + 1].

@@ -183,8 +183,9 @@ def _for_rows(kernel: Any, rows: Tensor, place_S: Tensor, found: Tensor, token_c
 def _for_blocks(
     kernel: Any, given: list[Tensor | None], adapter: GateAdapter | None, found: list[Tensor | None], blocks: Blocks
 ) -> None:
-    """Launches a kernel with one program per block of copies. Absent tensors are replaced by one that the kernel
-    ignores.
+    """Launches a kernel with one program per block of copies.
+
+    Absent tensors are replaced by one that the kernel ignores.
     """
     inner_SG = given[0]
     assert inner_SG is not None

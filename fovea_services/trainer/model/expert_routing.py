@@ -125,8 +125,9 @@ class Exchange:
         return cls(mesh, sent, received, index_C.unsqueeze(1))
 
     def send(self, rows_SD: Tensor) -> Tensor:
-        """Sends rows to the ranks of their experts; returns the received rows [C, D]. Collective, also in the backward
-        pass.
+        """Sends rows to the ranks of their experts; returns the received rows [C, D].
+
+        Collective, also in the backward pass.
         """
         return _to_all(rows_SD, self.received, self.sent, self.mesh)
 

@@ -115,8 +115,9 @@ def products(x: Tensor, modules: Sequence[nn.Linear], trained: Sequence[Trained]
 
 
 class _Products(torch.autograd.Function):
-    """Accumulates in place where autograd would allocate and sum separate tensors. This saves a tenth of a training
-    step.
+    """Accumulates in place where autograd would allocate and sum separate tensors.
+
+    This saves a tenth of a training step.
     """
 
     @staticmethod
@@ -160,8 +161,9 @@ class _Products(torch.autograd.Function):
 
 
 def embedding(tokens_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """Returns the rows of the weight, [T, D]. Its gradient is summed in float32, since a frequent token adds many
-    terms.
+    """Returns the rows of the weight, [T, D].
+
+    Its gradient is summed in float32, since a frequent token adds many terms.
     """
     apply: Any = _Embedding.apply
     found: Tensor = apply(tokens_T, weight_VD)

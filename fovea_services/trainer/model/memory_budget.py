@@ -214,8 +214,9 @@ def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 class MemoryBudget:
-    """Admits models and sizes micro-batches by the free memory of the ranks. Methods are collective unless they say
-    otherwise.
+    """Admits models and sizes micro-batches by the free memory of the ranks.
+
+    Methods are collective unless they say otherwise.
 
     Args:
         settings: Settings of the trainer.

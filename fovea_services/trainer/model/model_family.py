@@ -119,8 +119,9 @@ class PatchNormalizer:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family, built on its Hugging Face implementation. Everything not declared here follows from general
-    rules.
+    """One model family, built on its Hugging Face implementation.
+
+    Everything not declared here follows from general rules.
 
     Args:
         model_type: `model_type` of the checkpoint's configuration.

@@ -131,8 +131,9 @@ class AdamW:
         return largest
 
     def stays_in_bounds(self, adam: Adam) -> Tensor:
-        """Returns True if all parameters are in bounds and all moments finite after a step. A bool scalar on the
-        device.
+        """Returns True if all parameters are in bounds and all moments finite after a step.
+
+        A bool scalar on the device.
 
         The step is tried on copies, one block of elements at a time, to limit memory.
         """

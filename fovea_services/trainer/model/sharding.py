@@ -120,8 +120,7 @@ class ShardedModel:
         _train(self.module, trainable)
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of the checkpoint's files under their file names: parameters, tied ones once, then
-        constants.
+        """Yields the tensors of the checkpoint's files under their names there: parameters, then constants.
 
         Parameters are sharded (DTensor), in the model's order. Every rank has whole constants.
         """

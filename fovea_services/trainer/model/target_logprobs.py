@@ -209,8 +209,9 @@ def _scaled_softmax(logits_CV: Tensor, peak_C: Tensor, rest_C: Tensor, scale_C: 
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """The autograd function of `target_logprobs`. An adapter's A is an argument only to make the output part of its
-    graph: see lora_linear.py.
+    """The autograd function of `target_logprobs`.
+
+    An adapter's A is an argument only to make the output part of its graph: see lora_linear.py.
     """
 
     @staticmethod

@@ -230,8 +230,9 @@ class AdapterModel(TrainedModel):
 
 
 class FullModel(TrainedModel):
-    """All parameters of the base. Each rank optimizes its shards. A copy of the base's own shards allows going back to
-    it.
+    """All parameters of the base.
+
+    Each rank optimizes its shards. A copy of the base's own shards allows going back to it.
 
     The optimized tensors are `masters`, float32. The shards used for computing follow them in the model's dtype; a
     model in float32 has one set for both. Constants have no masters and never change. With one rank, linear modules add

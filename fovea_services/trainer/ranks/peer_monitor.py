@@ -44,8 +44,9 @@ class Peer(NamedTuple):
 
 
 class PeerMonitor:
-    """Connections between rank 0 and all other ranks, made before any operation that could wait forever for a dead
-    rank.
+    """Connections between rank 0 and all other ranks, to detect a death.
+
+    They are made before any operation that could wait forever for a dead rank.
 
     Two messages are sent on them: rank 0 sends the rank that died, and other ranks report that their node was asked to
     stop.

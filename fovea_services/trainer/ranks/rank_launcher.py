@@ -190,15 +190,17 @@ class _Node:
         )
 
     async def _ended(self, others: set[asyncio.Task[Any]], timeout_s: float | None = None) -> dict[int, int]:
-        """Returns exit statuses of the ranks that end first, keyed by rank; none if one of `others` ends first, or at
-        timeout.
+        """Returns exit statuses of the ranks that end first, keyed by rank.
+
+        Returns none if one of `others` ends first, or at timeout.
         """
         done, _ = await asyncio.wait({*self._running, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return {self._running.pop(task)[0]: task.result() for task in list(self._running) if task in done}
 
     async def _stop(self) -> dict[int, int]:
-        """Terminates all ranks and kills those that do not exit. Returns their statuses, except for those ended by
-        SIGTERM.
+        """Terminates all ranks and kills those that do not exit.
+
+        Returns their statuses, except for those ended by SIGTERM.
         """
         for _, process in self._running.values():
             process.terminate()

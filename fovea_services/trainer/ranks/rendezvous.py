@@ -56,8 +56,9 @@ def connect(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> 
 
 
 class AuthenticatedListener:
-    """Accepts connections and authenticates them. A peer that does not authenticate within seconds is disconnected and
-    delays no other.
+    """Accepts connections and authenticates them.
+
+    A peer that does not authenticate within seconds is disconnected and delays no other.
 
     Args:
         listener: The listening socket; closed by `close`.
@@ -208,8 +209,9 @@ class _Host:
         self._connections: dict[int, socket.socket] = {}
 
     def gather(self) -> Rendezvous:
-        """Waits for the other nodes and sends them the store's port. Later connections are rejected while this process
-        runs.
+        """Waits for the other nodes and sends them the store's port.
+
+        Later connections are rejected while this process runs.
         """
         listener = _listener(self._settings, self._deadline)
         address = str(listener.getsockname()[0])
@@ -287,8 +289,9 @@ def _join(settings: TrainerSettings, deadline: float) -> Rendezvous:
 
 
 def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) -> dict[str, Any]:
-    """Registers this node and returns node 0's answer once all nodes have arrived; an empty dict if node 0 closes the
-    connection.
+    """Registers this node and returns node 0's answer once all nodes have arrived.
+
+    Returns an empty dict if node 0 closes the connection.
 
     Raises:
         RendezvousFailed: The deadline passed.

@@ -174,8 +174,9 @@ class RecoveryWriter:
         self._writing: Future[int] | None = None
 
     def before_change(self) -> None:
-        """Waits for pending copies on the device. Call it before any model's weights or moments are written to or
-        freed.
+        """Waits for pending copies on the device.
+
+        Call it before any model's weights or moments are written to or freed.
         """
         self._copies.before_writing()
 
@@ -190,8 +191,9 @@ class RecoveryWriter:
         self._changes[model_id] = Change(*numbered, before.count + 1)
 
     def restored(self, model_id: str, point: Point) -> None:
-        """Records that a model was restored from a point, and warns if rounding may differ from the trainer that wrote
-        it.
+        """Records that a model was restored from a point.
+
+        Warns if rounding may differ from that of the trainer that wrote the point.
         """
         self._changes[model_id] = Change(point.seq_id, point.answer, 0)
         unlike = [name for name, value in self._numerics.items() if point.numerics.get(name, value) != value]

@@ -1,6 +1,4 @@
-"""Checkpoint folders at a local path or an fsspec URL: written atomically, and only below the trainer's configured
-roots.
-"""
+"""Checkpoint folders at local paths or fsspec URLs, written atomically and only below the configured roots."""
 
 import logging
 import os
@@ -111,8 +109,9 @@ class Folder:
         return found
 
     def sizes(self) -> dict[str, int]:
-        """Returns the size in bytes of each file, keyed by its path within the folder; empty if the folder does not
-        exist.
+        """Returns the size in bytes of each file, keyed by its path within the folder.
+
+        Returns an empty mapping if the folder does not exist.
         """
         self.files.invalidate_cache()  # other processes write here too
         found = self.files.find(self.path, detail=True)
@@ -150,8 +149,9 @@ class Folder:
         return staging
 
     def commit(self, staging: "Folder") -> None:
-        """Replaces this folder by a filled staging folder. After a power failure the folder is either the old or the
-        new one.
+        """Replaces this folder by a filled staging folder.
+
+        After a power failure the folder is either the old or the new one.
 
         Object stores have no folders to rename, so the files are copied one by one. Until the copy is complete some
         files are missing, but files of two staging folders are never mixed.

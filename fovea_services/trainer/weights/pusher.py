@@ -106,8 +106,9 @@ class Delivery:
             members = left
 
     async def _serve_each(self, members: list[Member], error: str) -> None:
-        """Retries each member alone after a group failed with no member to blame: one unreachable member must not fail
-        the rest.
+        """Retries each member alone after a group failed with no member to blame.
+
+        One unreachable member must not fail the rest.
         """
         for member in members:
             reason: str | None = error

@@ -89,8 +89,9 @@ class SamplerGroups:
 
     @asynccontextmanager
     async def joined(self, members: list[Member], is_full: bool, deadline: float) -> AsyncIterator[str]:
-        """Yields the id of a group of all `members`, for exclusive use. An error in the block makes all members leave
-        it.
+        """Yields the id of a group of all `members`, for exclusive use.
+
+        An error in the block makes all members leave it.
 
         Args:
             members: The samplers.

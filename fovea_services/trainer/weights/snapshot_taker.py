@@ -147,9 +147,7 @@ class SnapshotTaker:
         return self._sharded.module.expert_layouts
 
     def _specs_of(self, shards: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
-        """Returns the specs of full parameters in the layout of the checkpoint's files, which is the layout of a
-        transfer.
-        """
+        """Returns the specs of full parameters in the layout of checkpoint files, which transfers use too."""
         return specs_of(weight_files.in_files(shards, self._layouts))
 
     def _held_full(self, snapshot_id: str) -> StoredSnapshot:

@@ -65,8 +65,9 @@ class Writer(FsspecWriter):
 
 
 class PlainReader(FsspecReader):
-    """A torch checkpoint reader that unpickles only plain metadata. Torch itself loads tensor files with
-    `weights_only`.
+    """A torch checkpoint reader that unpickles only plain metadata.
+
+    Torch itself loads tensor files with `weights_only`.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -307,8 +307,9 @@ def _state_json(state: ModelState) -> bytes:
 
 
 def _saved_step(folder: Folder, kind: str) -> int | None:
-    """Returns the step count of a saved state, or None for an adapter without a `state.json`, which another program
-    wrote.
+    """Returns the step count of a saved state.
+
+    Returns None for an adapter without a `state.json`, which another program wrote.
     """
     if kind == "adapter" and not folder.exists(STATE) and folder.exists(ADAPTER_CONFIG):
         return None

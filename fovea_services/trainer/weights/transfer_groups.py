@@ -141,8 +141,9 @@ def _closed(group_id: str) -> str:
 
 @contextmanager
 def _survivable_nccl() -> Iterator[None]:
-    """Makes NCCL groups created in this block report the death of a member as an error. By default torch ends the
-    process.
+    """Makes NCCL groups created in this block report the death of a member as an error.
+
+    By default torch ends the process.
     """
     name, clean_up_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
     before = os.environ.get(name)

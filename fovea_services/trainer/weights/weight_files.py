@@ -163,8 +163,9 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
 
 
 def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:
-    """Returns this rank's rows of a parameter, in the dtype of the model. Parameters are sharded along the first
-    dimension.
+    """Returns this rank's rows of a parameter, in the dtype of the model.
+
+    Parameters are sharded along the first dimension.
     """
     first, count = 0, like.shape[0] if like.dim() else 0
     if isinstance(like, DTensor):
@@ -204,8 +205,9 @@ def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stacks the tensors of single experts: the inverse of `one_by_one`. Factors that are already stacked stay as they
-    are.
+    """Stacks the tensors of single experts: the inverse of `one_by_one`.
+
+    Factors that are already stacked stay as they are.
 
     Args:
         tensors: Tensors of the file, keyed by tensor name.
@@ -237,8 +239,9 @@ def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dic
 
 
 def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
-    """Yields a safetensors file in chunks. Host tensors are yielded without a copy, and without holding the GIL for
-    long.
+    """Yields a safetensors file in chunks.
+
+    Host tensors are yielded without a copy, and without holding the GIL for long.
 
     The format is: length of the header, header as JSON, data (https://github.com/huggingface/safetensors, "Format").
     """
