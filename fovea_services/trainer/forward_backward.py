@@ -192,7 +192,7 @@ class LossComputer:
     def _tokens_of(self, command: ForwardBackward, step: Step, rank: int) -> int:
         return sum(command.sizes[index].token_count for index in step.datums[rank])
 
-    def _most_tokens(self, call: PreparedCall, step: Step) -> int:
+    def _max_tokens(self, call: PreparedCall, step: Step) -> int:
         """Returns the most tokens of any rank in a shared pass.
 
         The ranks must agree on recomputation, since it communicates again.
@@ -225,7 +225,7 @@ class LossComputer:
 
         def compute(step: Step, run_tower: bool) -> None:
             own = [call.datums[index] for index in step.datums[self._control.rank]]
-            recompute = self._most_tokens(call, step) > recompute_above
+            recompute = self._max_tokens(call, step) > recompute_above
             batch = self._layout.pack(own, call.images, run_tower, call.cached)
             with torch.set_grad_enabled(call.command.backward):
                 logprobs_TK = self._module(batch, call.model.unembedding, call.cached, recompute, call.loss.temperature)
@@ -243,7 +243,7 @@ class LossComputer:
 
         for step, run_tower in zip(schedule.steps, towers, strict=True):
             _guard(call.alone, result, partial(compute, step, run_tower))
-            if step is not schedule.steps[-1] and not self._goes_on(call.loss, result):
+            if step is not schedule.steps[-1] and not self._should_continue(call.loss, result):
                 break
             if result.out_of_memory:
                 break
@@ -251,7 +251,7 @@ class LossComputer:
         # micro-batch.
         _guard(call.alone, result, bring_to_host)
 
-    def _goes_on(self, loss: Loss, result: RankResult) -> bool:
+    def _should_continue(self, loss: Loss, result: RankResult) -> bool:
         """Returns True if no rank has failed; only for a loss with a time limit. Collective.
 
         It also sets all ranks to the least time left. However datums are distributed, a call then waits for slow losses

@@ -28,7 +28,7 @@ from fovea_services.trainer.command_queue import (
     resolve,
 )
 from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.ranks.peer_monitor import MEET_S, Peer, PeerMonitor
+from fovea_services.trainer.ranks.peer_monitor import JOIN_S, Peer, PeerMonitor
 from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
 from fovea_services.trainer.settings import TrainerSettings
 from fovea_services.trainer.training_engine import TrainingEngine
@@ -48,7 +48,7 @@ class HostTime:
 
     name: str
     queued: float
-    begun: float
+    started: float
     done: float
 
 
@@ -81,11 +81,11 @@ class CommandProfiler:
             return
         if is_counted and self._count == self._first:
             self._profile.start()
-        begun_at = time.time()
+        started_at = time.time()
         try:
             yield
         finally:
-            times = (at * 1e6 for at in (job.queued_at, begun_at, time.time()))
+            times = (at * 1e6 for at in (job.queued_at, started_at, time.time()))
             self._host.append(HostTime(type(job.command).__name__, *times))
             if is_counted and self._count == self._first + PROFILED_COMMANDS - 1:
                 self._profile.stop()
@@ -115,8 +115,8 @@ def host_lines(kernels: list[tuple[float, float, str]], host: list[HostTime]) ->
         return []
     first, lines = kernels[0][0], []
     for one in host:
-        answered = next((start for start, _, _ in kernels if start >= one.begun), one.done)
-        at = [(moment - first) / 1e3 for moment in (one.queued, one.begun, answered, one.done)]
+        answered = next((start for start, _, _ in kernels if start >= one.started), one.done)
+        at = [(moment - first) / 1e3 for moment in (one.queued, one.started, answered, one.done)]
         words = "queued at {:.1f} ms, started at {:.1f}, first on the device at {:.1f}, done at {:.1f}".format(*at)
         lines.append(f"{one.name} {words}")
     return lines
@@ -132,15 +132,17 @@ def busy_lines(kernels: list[tuple[float, float, str]]) -> list[str]:
     """Returns the share of time in which any kernel ran, and the longest gaps. Kernels must be in order of start."""
     if not kernels:
         return ["nothing ran on a GPU"]
-    begun, until, before = kernels[0]
-    busy, gaps = until - begun, []
+    started, until, before = kernels[0]
+    busy, gaps = until - started, []
     for start, end, name in kernels[1:]:
         if start > until:
-            gaps.append((start - until, until - begun, before, name))
+            gaps.append((start - until, until - started, before, name))
         busy += max(0.0, end - max(start, until))
         if end > until:
             until, before = end, name
-    lines = [f"busy {busy / 1e3:.1f} of {(until - begun) / 1e3:.1f} ms, {busy / (until - begun):.1%}; longest gaps:"]
+    lines = [
+        f"busy {busy / 1e3:.1f} of {(until - started) / 1e3:.1f} ms, {busy / (until - started):.1%}; longest gaps:"
+    ]
     for gap, at, last, following in sorted(gaps, reverse=True)[:_GAPS]:
         lines.append(f"{gap / 1e3:8.2f} ms at {at / 1e3:9.1f} ms, between {last[:60]} and {following[:60]}")
     return lines
@@ -183,8 +185,8 @@ class RankWorker:
         torch.set_num_threads(settings.threads)
         rank_env = self._rank_env
         device = _device(settings, rank_env)
-        store = rank_env.open_store(timedelta(seconds=MEET_S))
-        store.set_timeout(timedelta(seconds=MEET_S))  # FileStore has no timeout argument
+        store = rank_env.open_store(timedelta(seconds=JOIN_S))
+        store.set_timeout(timedelta(seconds=JOIN_S))  # FileStore has no timeout argument
         self._peers = PeerMonitor(store, rank_env, service_secret().encode(), self._on_peer_lost, self._on_peer_stop)
         timeout = timedelta(seconds=settings.collective_timeout_s)
         store.set_timeout(timeout)
@@ -216,7 +218,7 @@ class RankWorker:
             job = queue.next()
             self._control.broadcast(job.command)
             if isinstance(job.command, Shutdown):
-                return self._leave()
+                return self._exit()
             self._run(job)
 
     def follow(self) -> None:
@@ -224,21 +226,21 @@ class RankWorker:
         while True:
             command: Command = self._control.broadcast(None)
             if isinstance(command, Shutdown):
-                return self._leave()
+                return self._exit()
             try:
                 self.engine.execute(command)
             except FoveaError as error:
                 logger.debug("%s refused: %s", type(command).__name__, error)
             _show_peak()
 
-    def tell_stop(self) -> bool:
+    def report_stop(self) -> bool:
         """Reports to rank 0 that this node was asked to stop.
 
         Returns False if the ranks have not met. Callable from any thread.
         """
         if self._peers is None:
             return False
-        self._peers.tell_stop()
+        self._peers.report_stop()
         return True
 
     def _run(self, job: Job) -> None:
@@ -262,7 +264,7 @@ class RankWorker:
             _show_peak()
             resolve(job.result, result)
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         if self._peers:
             self._peers.close()
         self.engine.close()

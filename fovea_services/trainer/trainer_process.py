@@ -21,7 +21,7 @@ from fovea_services.trainer import trainer_metrics
 from fovea_services.trainer.command_queue import CommandQueue
 from fovea_services.trainer.rank_worker import RankWorker
 from fovea_services.trainer.ranks.peer_monitor import Peer
-from fovea_services.trainer.ranks.rank_launcher import LEAVE_S, RankEnvironment
+from fovea_services.trainer.ranks.rank_launcher import EXIT_S, RankEnvironment
 from fovea_services.trainer.recovery.recovery_keeper import RecoveryKeeper
 from fovea_services.trainer.settings import TrainerSettings
 from fovea_services.trainer.trainer_servicer import TrainerServicer
@@ -95,7 +95,7 @@ class _Follower:
         if not self._rank_env.is_first_of_node:
             return
         try:
-            if not self._rank.tell_stop():
+            if not self._rank.report_stop():
                 leave(0)
         except OSError as error:
             logger.debug("rank 0 has already exited: %s", error)
@@ -116,7 +116,7 @@ class _Leader:
         self._stop_requested = False
         self._rank = RankWorker(settings, rank_env, self._peer_lost, self._peer_stops, self._groups)
         self._loaded: Future[None] = Future()
-        self._left = threading.Event()
+        self._exited = threading.Event()
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ class _Leader:
         await self._server.run_until_stopped()
         serving.cancel()
         await pusher.close()
-        await self._leave()
+        await self._exit()
         return self._status or int(not self._stop_requested)
 
     async def _serve_when_loaded(self, keeper: RecoveryKeeper | None) -> None:
@@ -145,12 +145,12 @@ class _Leader:
         if keeper is not None:
             await keeper.run()
 
-    async def _leave(self) -> None:
+    async def _exit(self) -> None:
         if not self._loaded.done() or self._status:
             return
         self._queue.shut_down()
-        left = await asyncio.to_thread(self._left.wait, LEAVE_S)
-        if not left:
+        exited = await asyncio.to_thread(self._exited.wait, EXIT_S)
+        if not exited:
             logger.warning("a command is still running; exiting without it")
 
     def _rank_thread(self) -> None:
@@ -163,7 +163,7 @@ class _Leader:
             if not self._status:  # otherwise `_peer_lost` has already reported the reason
                 logger.exception("rank 0 failed; the trainer ends")
                 self._fail("rank 0 of the trainer failed; it restarts")
-        self._left.set()
+        self._exited.set()
 
     def _peer_lost(self, peer: Peer) -> None:
         logger.error("rank %d on node %d died; the trainer ends", *peer)

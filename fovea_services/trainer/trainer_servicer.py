@@ -86,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             model_files=engine.model_files,
             keeps_recovery=self._keeper is not None,
             durable_seq_ids=self._keeper.durable_seq_ids if self._keeper else {},
-            kept_model_ids=await self._keeper.away(engine.models) if self._keeper and request.with_kept else [],
+            kept_model_ids=await self._keeper.unloaded(engine.models) if self._keeper and request.with_kept else [],
             numerics=engine.numerics,
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
@@ -130,7 +130,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if keeper is None:
             raise FailedPrecondition("recovery is disabled on this trainer: set --recovery")
         if request.model_id not in self._engine().models:
-            seq_id, size_bytes = await keeper.kept(request.model_id)
+            seq_id, size_bytes = await keeper.stored(request.model_id)
         else:
             seq_id, size_bytes = await keeper.flush(request.model_id)
             await self._whole.run(("free", request.model_id), lambda: self._free(request.model_id))
@@ -195,7 +195,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         command = command_queue.TakeSnapshot(request.model_id, request.snapshot_id, request.uri, request.is_export)
         model = self._engine().models.get(request.model_id)
         if self._keeper is not None and not request.uri and isinstance(model, AdapterModel):
-            async with self._keeper.taking(request.model_id, request.snapshot_id, model.snapshot_bytes):
+            async with self._keeper.snapshotting(request.model_id, request.snapshot_id, model.snapshot_bytes):
                 snapshot = await self._queue.submit(command)
         else:
             snapshot = await self._queue.submit(command)

@@ -34,7 +34,7 @@ from fovea_services.trainer.model.sharding import ShardedModel
 from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup
 from fovea_services.trainer.recovery.recovery_folder import RecoveryFolder
-from fovea_services.trainer.recovery.recovery_writer import KeptState, RecoveryWriter, RestoredModel, numerics_of
+from fovea_services.trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
 from fovea_services.trainer.settings import TrainerSettings
 from fovea_services.trainer.weights.checkpoint_folder import CheckpointRoots
 from fovea_services.trainer.weights.full_sender import FullSender
@@ -179,7 +179,7 @@ class TrainingEngine:
             case command_queue.RestoreModel():
                 return self._restore(command)
             case command_queue.KeepState():
-                return self._keep(command)
+                return self._keep_state(command)
             case command_queue.DeleteModel():
                 return self._delete(command)
             case command_queue.PrepareLosses():
@@ -278,7 +278,7 @@ class TrainingEngine:
     def _new_full(self, model_id: str) -> FullModel:
         self._memory_budget.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
         model = self._control.agree(lambda: FullModel(model_id, self._sharded, self._injector))
-        model.take_over()
+        model.make_trainable()
         if not self._sharded.computes_alone(True):
             self._warm_up(model)
             return model
@@ -323,9 +323,9 @@ class TrainingEngine:
         self.recovery.restored(model_id, point)
         return RestoredModel(point.seq_id, point.step, point.answer)
 
-    def _keep(self, command: command_queue.KeepState) -> KeptState:
+    def _keep_state(self, command: command_queue.KeepState) -> PendingState:
         assert self.recovery is not None
-        return self.recovery.keep(self.model(command.model_id))
+        return self.recovery.write_state(self.model(command.model_id))
 
     def _delete(self, command: command_queue.DeleteModel) -> None:
         if self.recovery is not None:

@@ -9,7 +9,7 @@ import tinker
 
 from benchmarks.agreement import draw, kl, score
 from benchmarks.client import Bench, datum, take_step
-from fovea_services.trainer.model.memory_budget import MOST_TOKENS
+from fovea_services.trainer.model.memory_budget import MAX_TOKENS
 
 LARGEST_KL = 1e-3
 """nat a token; bfloat16 leaves differences of some hundredths at single tokens."""
@@ -86,7 +86,7 @@ def test_what_sample_returns_at_another_temperature_is_the_trainers(bench: Bench
 
 def test_a_datum_above_the_token_budget_trains(bench: Bench) -> None:
     rng = np.random.default_rng(4)
-    length = MOST_TOKENS + 1024
+    length = MAX_TOKENS + 1024
     long = [datum(bench.prompt(rng, length - 1000), bench.tokens(rng, 1001))]
     assert long[0].model_input.length == length
     found = losses(bench.training(8), long, 4, 1e-3)

@@ -151,7 +151,7 @@ def _invalid(field: str, problem: str) -> InvalidInput:
 def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], path: str) -> dict[str, npt.NDArray]:
     known = {TARGETS, EXPERTS, *(given.name for given in loss.inputs)}
     for name in sorted(datum.loss_inputs):
-        if name not in known and not loss.takes_others:
+        if name not in known and not loss.accepts_extra_inputs:
             raise _invalid(f"{path}.{name}", f"is unknown for {loss.name}; known: {', '.join(sorted(known))}")
     inputs: dict[str, npt.NDArray] = {}
     for wanted in loss.inputs:

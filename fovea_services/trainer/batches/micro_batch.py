@@ -170,9 +170,9 @@ class BatchLayout:
     def _inputs(self, datums: Sequence[Datum]) -> tuple[dict[str, Tensor], ...]:
         """Copies all values of one dtype to the device at once, since datums may be many and small."""
         moved: list[dict[str, Tensor]] = [{} for _ in datums]
-        places = [(index, name, value) for index, datum in enumerate(datums) for name, value in datum.inputs.items()]
-        for dtype in {value.dtype for _, _, value in places}:
-            own = [place for place in places if place[2].dtype == dtype]
+        entries = [(index, name, value) for index, datum in enumerate(datums) for name, value in datum.inputs.items()]
+        for dtype in {value.dtype for _, _, value in entries}:
+            own = [entry for entry in entries if entry[2].dtype == dtype]
             flat = self._move(np.concatenate([value.ravel() for _, _, value in own]))
             parts = torch.split(flat, [value.size for _, _, value in own])
             for (index, name, value), part in zip(own, parts, strict=True):
@@ -320,13 +320,13 @@ def _cut(
         fits = (
             i for i, (tokens, patches) in enumerate(room) if size.token_count <= tokens and size.patch_count <= patches
         )
-        place = next(fits, len(batches))
-        if place == len(batches):
+        entry = next(fits, len(batches))
+        if entry == len(batches):
             batches.append([])
             room.append((token_budget, patch_budget))
-        batches[place].append(index)
-        tokens, patches = room[place]
-        room[place] = (tokens - size.token_count, patches - size.patch_count)
+        batches[entry].append(index)
+        tokens, patches = room[entry]
+        room[entry] = (tokens - size.token_count, patches - size.patch_count)
     return [tuple(sorted(batch, key=lambda i: (sizes[i].token_count, sizes[i].patch_count, i))) for batch in batches]
 
 

@@ -27,7 +27,7 @@ from fovea_services.trainer.batches.datum_decoding import Datum
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMED = 512
+_MAX_NAMED = 512
 """Maximum number of datums that an error lists. The list travels in trailing gRPC metadata, which is limited in size.
 """
 
@@ -61,7 +61,7 @@ class TensorFetcher:
         self._timeout_s = fetch_timeout_s
         self._fetcher, self._fetcher_ahead = FeatureFetcher(), FeatureFetcher()
         self._kept = FeatureCache(vision, max_bytes, default_source)
-        self._most_ahead = max_bytes // 2
+        self._max_prefetch_bytes = max_bytes // 2
         self._lock = threading.Lock()  # protects _kept and _ahead
         self._thread = ThreadPoolExecutor(1, "fetch-ahead")
         self._ahead: dict[str, _Ahead] = {}
@@ -91,7 +91,7 @@ class TensorFetcher:
         ]
         wanted = {span.feature.digest: (span, field) for span, field in places}
         staged = self._staged.pop(model_id, {})
-        self._meet_ahead(wanted)
+        self._await_prefetches(wanted)
         with self._lock:
             held = {
                 digest: image
@@ -121,11 +121,11 @@ class TensorFetcher:
             }
             new = [one for one in features if one.digest not in self._ahead and self._kept.get(one) is None]
             waiting = sum(one.feature.size_bytes for one in self._ahead.values())
-            if new and waiting + sum(one.size_bytes for one in new) <= self._most_ahead:
-                work = self._thread.submit(self._fetch_beside, new)
+            if new and waiting + sum(one.size_bytes for one in new) <= self._max_prefetch_bytes:
+                work = self._thread.submit(self._prefetch, new)
                 self._ahead |= {one.digest: _Ahead(one, work) for one in new}
 
-    def _fetch_beside(self, features: list[model_input_pb2.VisionFeature]) -> None:
+    def _prefetch(self, features: list[model_input_pb2.VisionFeature]) -> None:
         try:
             fetched = self._fetcher_ahead.fetch([self._sourced(one, "feature") for one in features], self._timeout_s)
         except FoveaError as error:  # a call that still needs these images reports its own error
@@ -135,7 +135,7 @@ class TensorFetcher:
             for one in features:
                 self._kept.put(one, fetched[one.digest])
 
-    def _meet_ahead(self, digests: Iterable[str]) -> None:
+    def _await_prefetches(self, digests: Iterable[str]) -> None:
         """Waits for prefetches in progress. Cancels those that have not started, since the caller fetches them now."""
         with self._lock:
             found = {one.work for digest in digests if (one := self._ahead.pop(digest, None))}
@@ -179,7 +179,7 @@ class TensorFetcher:
 
 def _evicted(datums: Sequence[Datum], lost: Set[str], error: FoveaError) -> FeatureEvicted:
     indexes = [datum.index for datum in datums if any(span.feature.digest in lost for span in datum.spans)]
-    named = ",".join(map(str, indexes[:_MOST_NAMED]))
+    named = ",".join(map(str, indexes[:_MAX_NAMED]))
     return FeatureEvicted(
         f"{error.message}: render the image again", error.field, **{**error.metadata, "datums": named}
     )

@@ -98,7 +98,7 @@ def spend_before(
     if len(shapes := {tensor.shape for tensor in tensors if tensor.ndim}) > 1:
         _check_broadcast(shapes)
     if name in _CUTTING:
-        if (count := _pieces(name, args, kwargs)) > MAX_VALUES:
+        if (count := _split_count(name, args, kwargs)) > MAX_VALUES:
             raise RefusedError(f"would split a tensor into {count} parts; at most {MAX_VALUES} are allowed")
         meter.expect(count * OBJECT)
     made = 0
@@ -197,7 +197,7 @@ def _check_growth(function: Callable[..., Resolved], name: str, args: tuple[Any,
     return sum(leaf.numel() for leaf in shaped)
 
 
-def _pieces(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _split_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the maximum number of tensors that a split returns."""
     whole = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
     longest = max(whole.shape, default=1) if isinstance(whole, Tensor) else 1
@@ -248,11 +248,11 @@ def _picks(index: Any) -> bool:
 
 def _without_masks(index: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns an equivalent index with boolean masks replaced by positions, as indexing itself does."""
-    places: list[Any] = []
+    positions: list[Any] = []
     for part in index:
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
-        places += part.nonzero(as_tuple=True) if is_mask else (part,)
-    return tuple(places)
+        positions += part.nonzero(as_tuple=True) if is_mask else (part,)
+    return tuple(positions)
 
 
 def _on_meta(value: Any) -> Any:

@@ -54,12 +54,12 @@ class Stopped:
     The position comes from the worker's memory and cannot be trusted.
 
     Args:
-        place: Index of the datum in the request.
+        position: Index of the datum in the request.
         node: Index of the node.
         reason: The reason, for the client.
     """
 
-    place: int
+    position: int
     node: int
     reason: str
 
@@ -144,8 +144,8 @@ class Sandbox:
                 self._end_worker()
             return answer, time.monotonic() - started
         self._end_worker()
-        place, node = PROGRESS.unpack_from(self._progress)
-        return Stopped(place, node, reason), time.monotonic() - started
+        position, node = PROGRESS.unpack_from(self._progress)
+        return Stopped(position, node, reason), time.monotonic() - started
 
     def close(self) -> None:
         """Ends the worker and the process that forks workers. The next `prepare` starts new ones."""
@@ -209,7 +209,7 @@ def _pid_of(link: socket.socket) -> int:
 def _environment() -> dict[str, str]:
     """Returns an environment without GPUs and secrets, with one thread."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    path = os.pathsep.join(place for place in sys.path if place)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
     return bare_environment(*_PREFIXES, **threads, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
 
 
@@ -225,7 +225,7 @@ class Custom(Loss):
     """
 
     name = "custom"
-    takes_others = True
+    accepts_extra_inputs = True
 
     def __init__(self, given: Mapping[str, float], message: trainer_pb2.CustomLoss, sandbox: Sandbox | None) -> None:
         super().__init__(given)
@@ -268,11 +268,11 @@ class Custom(Loss):
         answer, seconds = self._sandbox.evaluate(request, self.seconds_left)
         self.limit_time(max(self.seconds_left - seconds, 0.0))
         match answer:
-            case Failure(place, message):
-                raise of_datum(indices[place], InvalidInput(message))
-            case Stopped(place, node, reason):
+            case Failure(position, message):
+                raise of_datum(indices[position], InvalidInput(message))
+            case Stopped(position, node, reason):
                 nodes = self._graph.nodes
                 where = f"{nodes[node]}" if 0 <= node < len(nodes) else "its gradient"
-                index = indices[place] if 0 <= place < len(indices) else indices[0]
+                index = indices[position] if 0 <= position < len(indices) else indices[0]
                 raise of_datum(index, InvalidInput(custom_loss.described(self._graph, f"{where} {reason}")))
         return answer

@@ -88,11 +88,11 @@ class Failure:
     """The error of the first datum without a loss. Later datums were not evaluated.
 
     Args:
-        place: Index of the datum in the request.
+        position: Index of the datum in the request.
         message: The reason.
     """
 
-    place: int
+    position: int
     message: str
 
 
@@ -153,14 +153,14 @@ def read_request(read: Read) -> Request:
     shapes = [tuple(row[2 : 2 + row[1]]) for row in rows]
     tensors: list[Tensor] = [torch.empty(0)] * count
     for code, dtype in enumerate(_DTYPES):
-        places = [place for place, row in enumerate(rows) if row[0] == code]
-        sizes = [math.prod(shapes[place]) for place in places]
+        positions = [position for position, row in enumerate(rows) if row[0] == code]
+        sizes = [math.prod(shapes[position]) for position in positions]
         if not sum(sizes):
             flat = torch.empty(0, dtype=dtype)
         else:
             flat = torch.frombuffer(read(sum(sizes) * dtype.itemsize), dtype=dtype)
-        for place, part in zip(places, torch.split(flat, sizes), strict=True):
-            tensors[place] = part.view(shapes[place]).clone()
+        for position, part in zip(positions, torch.split(flat, sizes), strict=True):
+            tensors[position] = part.view(shapes[position]).clone()
     datums = [tensors[first : first + inputs] for first in range(0, count, inputs)]
     return Request(graph, datums, metric_count, bool(backward))
 
@@ -169,7 +169,7 @@ def write_answer(answer: Answer | Failure) -> Iterator[bytes]:
     """Yields the bytes of an answer in consecutive buffers."""
     if isinstance(answer, Failure):
         message = answer.message.encode("utf-8", "replace")[:_MAX_MESSAGE]
-        yield _ANSWER.pack(answer.place, len(message)) + message
+        yield _ANSWER.pack(answer.position, len(message)) + message
         return
     yield _ANSWER.pack(-1, 0)
     yield answer.metrics.tobytes()
@@ -183,13 +183,13 @@ def read_answer(read: Read, request: Request) -> Answer | Failure:
     Raises:
         FrameError: The bytes cannot be an answer to this request.
     """
-    place, message_bytes = _ANSWER.unpack(read(_ANSWER.size))
+    position, message_bytes = _ANSWER.unpack(read(_ANSWER.size))
     datum_count = len(request.datums)
-    if not -1 <= place < datum_count or message_bytes > _MAX_MESSAGE:
-        raise FrameError(f"an answer about datum {place} of {datum_count} with {message_bytes} bytes of text")
-    if place >= 0:
+    if not -1 <= position < datum_count or message_bytes > _MAX_MESSAGE:
+        raise FrameError(f"an answer about datum {position} of {datum_count} with {message_bytes} bytes of text")
+    if position >= 0:
         text = read(message_bytes).decode("utf-8", "replace")
-        return Failure(place, "".join(letter if letter.isprintable() else "?" for letter in text))
+        return Failure(position, "".join(letter if letter.isprintable() else "?" for letter in text))
     metrics = np.frombuffer(read(datum_count * request.metric_count * 8), np.float64)
     losses = np.frombuffer(read(datum_count * 4), np.float32)
     gradients = np.frombuffer(read(request.logprob_count * 4 if request.backward else 0), np.float32)

@@ -135,8 +135,10 @@ class _Run:
         if found is None:
             self._refuse("the loss does not depend on logprobs, so it has no gradient; detach() cuts it off too")
         if not torch.isfinite(found).all():
-            place = torch.nonzero(~torch.isfinite(found))[0].tolist()
-            self._refuse(f"its gradient at logprobs{place} is {found[tuple(place)].item()}; the loss is {loss.item()}")
+            position = torch.nonzero(~torch.isfinite(found))[0].tolist()
+            self._refuse(
+                f"its gradient at logprobs{position} is {found[tuple(position)].item()}; the loss is {loss.item()}"
+            )
         return found
 
     def _execute(self, node: Node) -> Any:

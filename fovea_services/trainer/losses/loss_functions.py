@@ -83,7 +83,7 @@ class Loss(ABC):
     """Numeric settings besides the temperature, with their defaults."""
     target_ranks: Sequence[int] = (1,)
     """Contains 1 if `target_tokens` may be [N], and 2 if they may be [N, K]."""
-    takes_others: ClassVar[bool] = False
+    accepts_extra_inputs: ClassVar[bool] = False
     """True if a datum may have inputs that the loss does not read."""
     inputs: tuple[LossInput, ...] = ()
 

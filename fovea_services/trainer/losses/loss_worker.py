@@ -94,10 +94,10 @@ class _Worker:
             os._exit(1)  # the rank sees the closed socket
 
     def _answer(self, request: Request) -> Answer | Failure:
-        place = 0
+        position = 0
 
         def at_node(index: int) -> None:
-            PROGRESS.pack_into(self._progress, 0, place, index)
+            PROGRESS.pack_into(self._progress, 0, position, index)
 
         losses = np.empty(len(request.datums), np.float32)
         metrics = np.empty((len(request.datums), request.metric_count), np.float64)
@@ -105,15 +105,15 @@ class _Worker:
         start = 0
         try:
             graph = _graph(request.graph)
-            for place, tensors in enumerate(request.datums):
+            for position, tensors in enumerate(request.datums):
                 found = graph_evaluation.evaluate(graph, list(tensors), request.backward, at_node, self._memory_mib)
-                losses[place] = found.loss.to(torch.float32).item()
-                metrics[place] = [metric.item() for metric in found.metrics]
+                losses[position] = found.loss.to(torch.float32).item()
+                metrics[position] = [metric.item() for metric in found.metrics]
                 if found.gradient is not None:
                     gradients[start : start + found.gradient.numel()] = found.gradient.flatten().numpy()
                     start += found.gradient.numel()
         except InvalidInput as error:
-            return Failure(place, error.message)
+            return Failure(position, error.message)
         return Answer(losses, metrics, gradients)
 
     def _limit_time(self) -> None:

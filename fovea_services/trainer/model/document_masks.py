@@ -129,14 +129,14 @@ class Packing:
     def _mask(self, group: LengthGroup, window: int | None) -> Tensor | None:
         is_cut = window is not None and group.length > window
         blocks_T = self._blocks(window)
-        has_blocks = blocks_T is not None and bool((_take_rows(blocks_T, group) >= 0).any())
+        has_blocks = blocks_T is not None and bool((_select_values(blocks_T, group) >= 0).any())
         if not has_blocks and not is_cut:
             return None
         index_T = torch.arange(self.token_count, device=self.bounds.device)
         # Without blocks all documents of one length have the same mask, so one suffices.
         count = group.count if has_blocks else 1
         first_NL, last_NL, index_NL = (
-            _take_rows(bound_T, group)[:count] for bound_T in (*self._bounds_of(True, window), index_T)
+            _select_values(bound_T, group)[:count] for bound_T in (*self._bounds_of(True, window), index_T)
         )
         keys_N1L = index_NL[:, None]
         return ((keys_N1L >= first_NL[..., None]) & (keys_N1L <= last_NL[..., None]))[:, None]
@@ -219,16 +219,16 @@ def _ordered(marked_BB: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The number of marked blocks per row, int32 [1, 1, B], and their column indices first, int32 [1, 1, B, B].
     """
-    places_BB = torch.argsort(marked_BB.int(), dim=1, descending=True, stable=True)
-    return marked_BB.sum(dim=1, dtype=torch.int32)[None, None], places_BB.int()[None, None]
+    order_BB = torch.argsort(marked_BB.int(), dim=1, descending=True, stable=True)
+    return marked_BB.sum(dim=1, dtype=torch.int32)[None, None], order_BB.int()[None, None]
 
 
-def _take_rows(values_T: Tensor, group: LengthGroup) -> Tensor:
+def _select_values(values_T: Tensor, group: LengthGroup) -> Tensor:
     """Returns the values of the tokens of one group, [N, L]."""
-    return take(values_T[None, None, :, None], group)[:, 0, :, 0]
+    return select(values_T[None, None, :, None], group)[:, 0, :, 0]
 
 
-def take(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
+def select(packed_1HTD: Tensor, group: LengthGroup) -> Tensor:
     """Returns the documents of one length as [N, H, L, D]."""
     heads_HTD = packed_1HTD.squeeze(0)
     if group.index is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fovea_services.trainer.model.gate_kernels import gate_gradient_kernel, gate_kernel
 
-MOST_RANK = 64
+MAX_RANK = 64
 """The highest LoRA rank of the kernels. Adapters of a higher rank do not fit into a program's registers."""
 
 
@@ -97,22 +97,22 @@ class GateAdapter:
         return [one.contiguous() for one in (self.expert_S, self.token_S, *low)]
 
 
-def copies(rows_TN: Tensor, place_S: Tensor) -> Tensor:
+def copies(rows_TN: Tensor, slot_S: Tensor) -> Tensor:
     """Copies the row of each token to its K slots, [S, N]. Each row is read once.
 
     Args:
         rows_TN: The rows.
-        place_S: int64, the slot of each entry of [T, K] among the sorted copies.
+        slot_S: int64, the slot of each entry of [T, K] among the sorted copies.
     """
-    found = rows_TN.new_empty(len(place_S), rows_TN.shape[1])
-    _for_rows(_copy_kernel, rows_TN.contiguous(), place_S, found, len(rows_TN))
+    found = rows_TN.new_empty(len(slot_S), rows_TN.shape[1])
+    _for_rows(_copy_kernel, rows_TN.contiguous(), slot_S, found, len(rows_TN))
     return found
 
 
-def sums(rows_SN: Tensor, place_S: Tensor, top_k: int) -> Tensor:
+def sums(rows_SN: Tensor, slot_S: Tensor, top_k: int) -> Tensor:
     """Returns the sum of the copies of each token, [T, N]. Sums are computed in float32 and rounded once."""
-    found = rows_SN.new_empty(len(place_S) // top_k, rows_SN.shape[1])
-    _for_rows(_sum_kernel, rows_SN.contiguous(), place_S, found, len(found))
+    found = rows_SN.new_empty(len(slot_S) // top_k, rows_SN.shape[1])
+    _for_rows(_sum_kernel, rows_SN.contiguous(), slot_S, found, len(found))
     return found
 
 
@@ -169,7 +169,7 @@ def gated_gradients(
     return d_inner_SG, d_weight_S1, lows[0], lows[1]
 
 
-def _for_rows(kernel: Any, rows: Tensor, place_S: Tensor, found: Tensor, token_count: int) -> None:
+def _for_rows(kernel: Any, rows: Tensor, slot_S: Tensor, found: Tensor, token_count: int) -> None:
     """Launches a kernel with one program per token and block of columns."""
     size = rows.shape[1]
     if not found.numel():
@@ -177,7 +177,7 @@ def _for_rows(kernel: Any, rows: Tensor, place_S: Tensor, found: Tensor, token_c
     block = min(2048, triton.next_power_of_2(size))
     grid = (token_count, triton.cdiv(size, block))
     with _device(rows):
-        kernel[grid](rows, place_S, found, size, TOP_K=len(place_S) // token_count, BLOCK=block)
+        kernel[grid](rows, slot_S, found, size, TOP_K=len(slot_S) // token_count, BLOCK=block)
 
 
 def _for_blocks(
@@ -213,19 +213,19 @@ def _device(rows: Tensor) -> torch.cuda.device:
 
 
 def _copy(
-    rows: tl.tensor, place_of: tl.tensor, found: tl.tensor, size: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    rows: tl.tensor, slot_of: tl.tensor, found: tl.tensor, size: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     # One program per token and block of columns. The row is loaded once and stored to all K slots of the token.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + token * size + column, mask=column < size)
     for choice in tl.static_range(TOP_K):
-        place = tl.load(place_of + token * TOP_K + choice)
-        tl.store(found + place * size + column, row, mask=column < size)
+        slot = tl.load(slot_of + token * TOP_K + choice)
+        tl.store(found + slot * size + column, row, mask=column < size)
 
 
 def _sum(
-    rows: tl.tensor, place_of: tl.tensor, found: tl.tensor, size: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    rows: tl.tensor, slot_of: tl.tensor, found: tl.tensor, size: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     # One program per token and block of columns. The K copies are added in the order of the token's experts, in
     # float32.
@@ -233,8 +233,8 @@ def _sum(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
-        place = tl.load(place_of + token * TOP_K + choice)
-        total += tl.load(rows + place * size + column, mask=column < size, other=0.0).to(tl.float32)
+        slot = tl.load(slot_of + token * TOP_K + choice)
+        total += tl.load(rows + slot * size + column, mask=column < size, other=0.0).to(tl.float32)
     tl.store(found + token * size + column, total.to(found.dtype.element_ty), mask=column < size)
 
 

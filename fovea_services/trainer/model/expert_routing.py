@@ -80,13 +80,13 @@ def spread_parameters(experts: nn.Module, mesh: DeviceMesh) -> None:
         setattr(experts, name, nn.Parameter(whole, parameter.requires_grad))
 
 
-def own_part(parameter: Tensor) -> Tensor:
+def local_experts(parameter: Tensor) -> Tensor:
     """Returns this rank's experts of a gathered parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def laid_out_as(parameter: Tensor, own: Tensor) -> Tensor:
-    """Wraps a gradient of `own_part` in the layout of the parameter."""
+    """Wraps a gradient of `local_experts` in the layout of the parameter."""
     if not isinstance(parameter, DTensor):
         return own
     return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False)
@@ -142,7 +142,7 @@ def _to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, me
     return waited
 
 
-def parts_of_all(own: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+def gather_from_experts(own: Tensor, mesh: DeviceMesh) -> list[Tensor]:
     """Returns the tensors of the ranks that hold different experts, in rank order. Collective."""
     found = [torch.empty_like(own) for _ in range(mesh[EXPERTS].size())]
     dist.all_gather(found, own, group=mesh.get_group(EXPERTS))
@@ -199,7 +199,7 @@ class Routing:
         token_S: int64, the token of each copy.
         expert_S: int64, the expert of each copy, ascending.
         order_S: int64, the position of each copy in the flattened [T, K].
-        place_S: int64, the inverse: the slot of each entry of [T, K] among the copies.
+        slot_S: int64, the inverse: the slot of each entry of [T, K] among the copies.
         ends_E: int32, the end of each expert's copies.
         top_k: K.
     """
@@ -207,7 +207,7 @@ class Routing:
     token_S: Tensor
     expert_S: Tensor
     order_S: Tensor
-    place_S: Tensor
+    slot_S: Tensor
     ends_E: Tensor
     top_k: int
 
@@ -216,11 +216,11 @@ class Routing:
         """Sorts the copies for the chosen experts, int64 [T, K]."""
         top_k = index_TK.shape[-1]
         sorted_S, order_S = torch.sort(index_TK.flatten(), stable=True)
-        places_S = torch.arange(len(order_S), device=order_S.device)
+        slots_S = torch.arange(len(order_S), device=order_S.device)
         experts_E = torch.arange(expert_count, device=order_S.device)
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
-        place_S = torch.empty_like(order_S).scatter_(0, order_S, places_S)
-        return cls(order_S // top_k, sorted_S, order_S, place_S, ends_E, top_k)
+        slot_S = torch.empty_like(order_S).scatter_(0, order_S, slots_S)
+        return cls(order_S // top_k, sorted_S, order_S, slot_S, ends_E, top_k)
 
     def copies(self, rows_TN: Tensor) -> Tensor:
         """Copies the row of each token to all its copies, [S, N]."""
@@ -271,7 +271,7 @@ class _Copies(torch.autograd.Function):
     def forward(ctx: Any, rows_TN: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         if kernels_compute(rows_TN):
-            found: Tensor = kernels().copies(rows_TN, routing.place_S)
+            found: Tensor = kernels().copies(rows_TN, routing.slot_S)
             return found
         return rows_TN.index_select(0, routing.token_S)
 
@@ -285,9 +285,9 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, rows_SN: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         if kernels_compute(rows_SN):
-            found: Tensor = kernels().sums(rows_SN, routing.place_S, routing.top_k)
+            found: Tensor = kernels().sums(rows_SN, routing.slot_S, routing.top_k)
             return found
-        return rows_SN.index_select(0, routing.place_S).view(-1, routing.top_k, rows_SN.shape[-1]).sum(1)
+        return rows_SN.index_select(0, routing.slot_S).view(-1, routing.top_k, rows_SN.shape[-1]).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -309,8 +309,8 @@ def replay_routing(decoder: Any) -> None:
     The experts are an argument of each layer, so a block that recomputes its activations in the backward pass uses the
     same experts.
     """
-    for place, layer in enumerate(_routed_layers(decoder)):
-        layer.forward = partial(_replayed, layer.forward, place)
+    for index, layer in enumerate(_routed_layers(decoder)):
+        layer.forward = partial(_replayed, layer.forward, index)
 
 
 def _routed_layers(decoder: Any) -> Iterator[Any]:
@@ -318,9 +318,9 @@ def _routed_layers(decoder: Any) -> Iterator[Any]:
 
 
 def _replayed(
-    forward: Callable[..., Any], place: int, *arguments: Any, routed_experts: Tensor | None = None, **options: Any
+    forward: Callable[..., Any], index: int, *arguments: Any, routed_experts: Tensor | None = None, **options: Any
 ) -> Any:
-    given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, place])
+    given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, index])
     with given:
         return forward(*arguments, **options)
 

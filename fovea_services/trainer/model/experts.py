@@ -27,7 +27,7 @@ from fovea_services.trainer.model.expert_routing import (
     kernels,
     kernels_compute,
     laid_out_as,
-    own_part,
+    local_experts,
 )
 from fovea_services.trainer.model.fused_layers import weighted_swiglu
 from fovea_services.trainer.model.lora_linear import add_product, gradient_of
@@ -145,7 +145,7 @@ def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tens
     trained: ExpertAdapter | ExpertMasters | None = experts.trained()
     adapter = trained if isinstance(trained, ExpertAdapter) else None
     totals = trained.gradients() if isinstance(trained, ExpertMasters) else (None, None)
-    routing = Routing.of(index_TK, len(own_part(experts.gate_up_proj)))
+    routing = Routing.of(index_TK, len(local_experts(experts.gate_up_proj)))
     weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
     inner_SG = _product(routing.copies(hidden_TD), experts.gate_up_proj, routing.ends_E, totals[0])
     lows_TR = [] if adapter is None else [adapter.low(f"{part}.lora_A", hidden_TD, None) for part in ("w1", "w3")]
@@ -171,7 +171,7 @@ def gated(
         routing: Positions of the copies.
         adapter: The adapter, or None.
     """
-    if kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= kernels().MOST_RANK):
+    if kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= kernels().MAX_RANK):
         apply: Any = _Gated.apply
         found: tuple[Tensor, Tensor | None] = apply(inner_SG, weight_S1, routing, adapter, *lows_TR)
         return found
@@ -216,12 +216,12 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x if total is not None or ctx.needs_input_grad[1] else None, weight, ends_E)
         ctx.total = total
-        return _times(x, own_part(weight).mT, ends_E)
+        return _times(x, local_experts(weight).mT, ends_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, parameter, ends_E = ctx.saved_tensors
-        weight = own_part(parameter)
+        weight = local_experts(parameter)
         d_x = _times(grads[0], weight, ends_E) if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.total is not None:

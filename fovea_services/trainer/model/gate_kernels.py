@@ -77,11 +77,11 @@ _adapter_rows = triton.jit(_load_adapter_rows)
 
 
 def _load_gate_and_up(
-    inner: tl.tensor, place: tl.tensor, size: tl.tensor, inside: tl.tensor
+    inner: tl.tensor, offset: tl.tensor, size: tl.tensor, inside: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """Loads a tile of gate and one of up, the two halves of a row of [S, 2 I], as float32."""
-    gate = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32)
-    return gate, tl.load(inner + size + place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(inner + offset, mask=inside, other=0.0).to(tl.float32)
+    return gate, tl.load(inner + size + offset, mask=inside, other=0.0).to(tl.float32)
 
 
 _gate_and_up = triton.jit(_load_gate_and_up)
@@ -91,7 +91,7 @@ def _add_expert_products(
     total: tl.tensor,
     rows: tl.tensor,
     factors: tl.tensor,
-    place: tl.tensor,
+    offset: tl.tensor,
     inside: tl.tensor,
     stride: tl.tensor,
     expert: tl.tensor,
@@ -103,13 +103,13 @@ def _add_expert_products(
 
     Args:
         factors: The matrices of all experts.
-        place: Offsets [M, N] within one matrix.
-        inside: Mask of `place`.
+        offset: Offsets [M, N] within one matrix.
+        inside: Mask of `offset`.
         stride: Elements from one expert's matrix to the next.
     """
     for one in range(first, last + 1):
         own = tl.where((expert == one)[:, None], rows, 0.0).to(FACTOR)
-        factor = tl.load(factors + one * stride + place, mask=inside, other=0.0).to(FACTOR)
+        factor = tl.load(factors + one * stride + offset, mask=inside, other=0.0).to(FACTOR)
         total += tl.dot(own, factor, input_precision="ieee")
     return total
 
@@ -121,7 +121,7 @@ def _adapt(
     rows: tl.tensor,
     low: tl.tensor,
     factors: tl.tensor,
-    place: tl.tensor,
+    offset: tl.tensor,
     inside: tl.tensor,
     stride: tl.tensor,
     expert: tl.tensor,
@@ -132,7 +132,7 @@ def _adapt(
     TYPE: tl.constexpr,
 ) -> tl.tensor:
     """Returns rows + scale * low F for the matrix F of each row's expert, rounded as separate operators would."""
-    more = _add_products(tl.zeros_like(rows), low, factors, place, inside, stride, expert, first, last, FACTOR)
+    more = _add_products(tl.zeros_like(rows), low, factors, offset, inside, stride, expert, first, last, FACTOR)
     return _rounded(rows + scale * _rounded(more, TYPE), TYPE)
 
 
@@ -199,15 +199,15 @@ def _gate(
     row_inside = row < count - tl.program_id(0) * BLOCK_S
     share = tl.load(weight + base + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
     if RANK > 0:
-        expert, first, last, rank, low_place, low_inside, gate_x, up_x = _adapter_rows(
+        expert, first, last, rank, low_offset, low_inside, gate_x, up_x = _adapter_rows(
             expert_of + base, token_of + base, gate_low, up_low, row, row_inside, RANK, BLOCK_R, FACTOR
         )
         low_sum = tl.zeros([BLOCK_S, BLOCK_R], dtype=tl.float32)
     for start in range(0, size, BLOCK_I):
         column = start + tl.arange(0, BLOCK_I)
         inside = row_inside[:, None] & (column < size)[None, :]
-        place = row[:, None] * (2 * size) + column[None, :]
-        gate, up = _gate_and_up(inner, place, size, inside)
+        offset = row[:, None] * (2 * size) + column[None, :]
+        gate, up = _gate_and_up(inner, offset, size, inside)
         if RANK > 0:
             at, known = column[None, :] * RANK + rank[:, None], (rank < RANK)[:, None] & (column < size)[None, :]
             gate = _adapted(gate, gate_x, gate_b, at, known, size * RANK, expert, first, last, scale, FACTOR, TYPE)
@@ -219,7 +219,7 @@ def _gate(
             at, known = rank[None, :] * size + column[:, None], (column < size)[:, None] & (rank < RANK)[None, :]
             low_sum = _add_products(low_sum, out, down_a, at, known, size * RANK, expert, first, last, FACTOR)
     if RANK > 0:
-        tl.store(low + base * RANK + low_place, low_sum.to(TYPE), mask=low_inside)
+        tl.store(low + base * RANK + low_offset, low_sum.to(TYPE), mask=low_inside)
 
 
 def _gate_gradient(
@@ -256,16 +256,16 @@ def _gate_gradient(
     share = tl.load(weight + base + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
     share_sum = tl.zeros([BLOCK_S], dtype=tl.float32)
     if RANK > 0:
-        expert, first, last, rank, low_place, low_inside, gate_x, up_x = _adapter_rows(
+        expert, first, last, rank, low_offset, low_inside, gate_x, up_x = _adapter_rows(
             expert_of + base, token_of + base, gate_low, up_low, row, row_inside, RANK, BLOCK_R, FACTOR
         )
-        d_x = tl.load(d_low + base * RANK + low_place, mask=low_inside, other=0.0).to(FACTOR)
+        d_x = tl.load(d_low + base * RANK + low_offset, mask=low_inside, other=0.0).to(FACTOR)
         gate_sum, up_sum = tl.zeros([BLOCK_S, BLOCK_R], tl.float32), tl.zeros([BLOCK_S, BLOCK_R], tl.float32)
     for start in range(0, size, BLOCK_I):
         column = start + tl.arange(0, BLOCK_I)
         inside = row_inside[:, None] & (column < size)[None, :]
-        place = row[:, None] * (2 * size) + column[None, :]
-        gate, up = _gate_and_up(inner, place, size, inside)
+        offset = row[:, None] * (2 * size) + column[None, :]
+        gate, up = _gate_and_up(inner, offset, size, inside)
         grad = tl.load(d_found + row[:, None] * size + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if RANK > 0:
             at, known = column[None, :] * RANK + rank[:, None], (rank < RANK)[:, None] & (column < size)[None, :]
@@ -273,15 +273,15 @@ def _gate_gradient(
             up = _adapted(up, up_x, up_b, at, known, size * RANK, expert, first, last, scale, FACTOR, TYPE)
             at = rank[:, None] * size + column[None, :]
             grad = _adapted(grad, d_x, down_a, at, known, size * RANK, expert, first, last, 1.0, FACTOR, TYPE)
-        d_gate, d_up, share_sum = _gradients(gate, up, grad, share, share_sum, d_inner + place, size, inside, TYPE)
+        d_gate, d_up, share_sum = _gradients(gate, up, grad, share, share_sum, d_inner + offset, size, inside, TYPE)
         if RANK > 0:
             at, known = column[:, None] * RANK + rank[None, :], (column < size)[:, None] & (rank < RANK)[None, :]
             gate_sum = _add_products(gate_sum, d_gate, gate_b, at, known, size * RANK, expert, first, last, FACTOR)
             up_sum = _add_products(up_sum, d_up, up_b, at, known, size * RANK, expert, first, last, FACTOR)
     tl.store(d_weight + base + row, share_sum.to(TYPE), mask=row_inside)
     if RANK > 0:
-        tl.store(d_gate_low + base * RANK + low_place, (scale * _rounded(gate_sum, TYPE)).to(TYPE), mask=low_inside)
-        tl.store(d_up_low + base * RANK + low_place, (scale * _rounded(up_sum, TYPE)).to(TYPE), mask=low_inside)
+        tl.store(d_gate_low + base * RANK + low_offset, (scale * _rounded(gate_sum, TYPE)).to(TYPE), mask=low_inside)
+        tl.store(d_up_low + base * RANK + low_offset, (scale * _rounded(up_sum, TYPE)).to(TYPE), mask=low_inside)
 
 
 gate_kernel = triton.jit(_gate, do_not_specialize=["count"])

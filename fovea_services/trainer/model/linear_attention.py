@@ -63,7 +63,7 @@ def pack(decoder: nn.Module) -> None:
             module.forward = MethodType(_FORWARDS[type(module)], module)  # type: ignore[method-assign]
 
 
-def kept_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
+def retained_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
     """Returns the bytes that a gated delta net retains per token for its backward pass.
 
     In torch these are 22 float32 tensors as wide as all heads, as measured for documents longer than a chunk, plus a
@@ -153,10 +153,10 @@ def _delta_rule(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
     padded = [functional.pad(tensor.squeeze(0), (0, 0) * (tensor.dim() - 2) + (0, 1)) for tensor in packed]
     rule: Any = unwrap(torch_chunk_gated_delta_rule)
     outputs = []
-    places, restore = _group_by_chunks(tuple(bounds.tolist()))
-    for place_NL in places:
-        index = place_NL.flatten().to(padded[0].device)
-        taken = (tensor.index_select(0, index).view(*place_NL.shape, *tensor.shape[1:]) for tensor in padded)
+    positions, restore = _group_by_chunks(tuple(bounds.tolist()))
+    for position_NL in positions:
+        index = position_NL.flatten().to(padded[0].device)
+        taken = (tensor.index_select(0, index).view(*position_NL.shape, *tensor.shape[1:]) for tensor in padded)
         query, key, value, decay, beta = taken
         output_NLHD, _ = rule(query, key, value, decay, beta, _CHUNK, use_qk_l2norm_in_kernel=True)
         outputs.append(output_NLHD.flatten(0, 1))
@@ -176,8 +176,8 @@ def _group_by_chunks(bounds: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tenso
     for start, end in pairwise(bounds):
         if end > start:
             groups.setdefault((end - start - 1) // _CHUNK, []).append(torch.arange(start, end))
-    places = tuple(pad_sequence(group, batch_first=True, padding_value=bounds[-1]) for group in groups.values())
-    return places, torch.argsort(torch.cat([place_NL.flatten() for place_NL in places]))[: bounds[-1]]
+    positions = tuple(pad_sequence(group, batch_first=True, padding_value=bounds[-1]) for group in groups.values())
+    return positions, torch.argsort(torch.cat([position_NL.flatten() for position_NL in positions]))[: bounds[-1]]
 
 
 def _short_convolution(module: Any, hidden_states: Tensor, *, seq_idx: Tensor, **others: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.model.expert_routing import DATA, EXPERTS, parts_of_all
+from fovea_services.trainer.model.expert_routing import DATA, EXPERTS, gather_from_experts
 from fovea_services.trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
 from fovea_services.trainer.model.lora_linear import LoraPair, Trained, shared_products
 from fovea_services.trainer.model.model_family import LoraTarget, Role
@@ -213,7 +213,7 @@ class LoraWeights:
         if self._mesh is None:
             return flat
         found = flat.new_empty(self.whole_size)
-        own = [dict(self._own(part)) for part in parts_of_all(flat, self._mesh)]
+        own = [dict(self._own(part)) for part in gather_from_experts(flat, self._mesh)]
         for name, target in self.named(found):
             parts = [part[name] for part in own]
             target.copy_(parts[0] if parts[0].shape == target.shape else torch.cat(parts))

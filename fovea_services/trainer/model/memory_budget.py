@@ -23,13 +23,13 @@ from fovea_services.trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 16384
+MAX_TOKENS = 16384
 """The largest micro-batch in tokens. Larger ones do not make a step faster, as measured with a model of 4 billion
 parameters.
 """
-MOST_PATCHES = 65536
-_LEAST_TOKENS = 1024
-_LEAST_PATCHES = 4096
+MAX_PATCHES = 65536
+_MIN_TOKENS = 1024
+_MIN_PATCHES = 4096
 _TOWER_SHARE = 0.2
 """The vision tower's share of the memory for activations, if the tower is trained."""
 _WORKING_BYTES = 16 * 2**30
@@ -107,7 +107,7 @@ class Budgets:
     patches: int
 
 
-CPU_BUDGETS = Budgets(8192, MOST_PATCHES)
+CPU_BUDGETS = Budgets(8192, MAX_PATCHES)
 """Budgets on a CPU, where larger micro-batches are not faster."""
 
 
@@ -120,23 +120,23 @@ def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype
         dtype: Dtype of the model.
         trains_vision: True if the vision tower is trained.
     """
-    patches = MOST_PATCHES
+    patches = MAX_PATCHES
     if trains_vision:
         tower_bytes = int(_TOWER_SHARE * size_bytes)
-        patches = min(MOST_PATCHES, max(_LEAST_PATCHES, tower_bytes // patch_bytes(config, dtype)))
+        patches = min(MAX_PATCHES, max(_MIN_PATCHES, tower_bytes // patch_bytes(config, dtype)))
         size_bytes -= tower_bytes
     tokens = size_bytes // activation_bytes(config, dtype)
-    return Budgets(max(_LEAST_TOKENS, min(MOST_TOKENS, tokens // 1024 * 1024)), patches)
+    return Budgets(max(_MIN_TOKENS, min(MAX_TOKENS, tokens // 1024 * 1024)), patches)
 
 
-def least_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, trains_vision: bool) -> int:
+def min_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, trains_vision: bool) -> int:
     """Returns the bytes that the smallest micro-batch needs.
 
     That is its activations, its logits with their gradient and float32 copy, and the activations of a trained tower.
     """
-    logit_bytes = min(logit_chunk_bytes, _LEAST_TOKENS * config.get_text_config().vocab_size * dtype.itemsize)
-    tower_bytes = _LEAST_PATCHES * patch_bytes(config, dtype) if trains_vision else 0
-    return int(_LEAST_TOKENS * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
+    logit_bytes = min(logit_chunk_bytes, _MIN_TOKENS * config.get_text_config().vocab_size * dtype.itemsize)
+    tower_bytes = _MIN_PATCHES * patch_bytes(config, dtype) if trains_vision else 0
+    return int(_MIN_TOKENS * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
 
 
 def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -147,15 +147,15 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     delta_nets = kinds.count("linear_attention")
-    kept_bytes = delta_nets * linear_attention.kept_bytes(text, dtype) if delta_nets else 0
+    retained_bytes = delta_nets * linear_attention.retained_bytes(text, dtype) if delta_nets else 0
     return (
         _copies_bytes(text, dtype)
-        + kept_bytes
-        + sum(_kept_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
+        + retained_bytes
+        + sum(_retained_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
     )
 
 
-def _kept_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
+def _retained_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
     """Returns the bytes that one layer retains per token, without those of a gated delta net."""
     layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
     head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -166,8 +166,8 @@ def _kept_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtyp
     inner_size = (mlp_size or _routed_size(text)) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
     norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
-    kept_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
-    return int(dtype.itemsize * kept_size + torch.float32.itemsize * norm_size)
+    retained_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
+    return int(dtype.itemsize * retained_size + torch.float32.itemsize * norm_size)
 
 
 def _has_experts(text: PretrainedConfig, index: int) -> bool:
@@ -282,7 +282,7 @@ class MemoryBudget:
             ResourceExhausted: It does not fit; raised on all ranks.
         """
         logit_bytes = self._settings.logit_chunk_mib * 2**20
-        reserve_bytes = least_bytes(self._config, self._dtype, logit_bytes, trains_vision and self._has_vision)
+        reserve_bytes = min_bytes(self._config, self._dtype, logit_bytes, trains_vision and self._has_vision)
         room_bytes = self._control.minimum(self._free(size_bytes + reserve_bytes) - reserve_bytes)
         if size_bytes > room_bytes:
             raise ResourceExhausted(

@@ -248,8 +248,8 @@ class Family:
             ids_T = tokens_T if image_index_M is None else tokens_T.index_fill(0, image_index_M, text.pad_token_id)
             more["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_T.unsqueeze(0), None)
         if text.model_type in STATE_LAYERS:
-            places_T = torch.arange(count, device=embeddings_TD.device)
-            index_T = torch.searchsorted(documents.bounds[1:], places_T, right=True, out_int32=True)
+            positions_T = torch.arange(count, device=embeddings_TD.device)
+            index_T = torch.searchsorted(documents.bounds[1:], positions_T, right=True, out_int32=True)
             more["seq_idx"] = index_T.unsqueeze(0)
         if experts_TLk is not None:
             more[ROUTED_EXPERTS] = experts_TLk

@@ -40,7 +40,7 @@ class ShardedModel:
         self.mesh = mesh
         self.experts = experts
         self._keeps_gathered = keep_gathered
-        self._parts: list[FSDPModule] = []
+        self._fsdp_modules: list[FSDPModule] = []
         if mesh.size() > 1:
             self._shard()
 
@@ -53,8 +53,8 @@ class ShardedModel:
         for block in module.family.blocks(module.hf):
             fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered)
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        for part in self._parts:
+        self._fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in self._fsdp_modules:
             # Losses are sums over all datums of all ranks, so gradients are summed, not averaged.
             part.set_gradient_divide_factor(1.0)
             # Without this, a factor selects PREMUL_SUM, which gloo does not support.
@@ -75,12 +75,12 @@ class ShardedModel:
         Only for frozen parameters: for trained ones `unshard` would forget that their gradients are float32.
         """
         if self._keeps_gathered:
-            for part in self._parts:
+            for part in self._fsdp_modules:
                 part.unshard()
 
     def abandon_pass(self) -> None:
         """Prepares for the next pass after an error aborted one. Drops gathered copies."""
-        if not self._parts:
+        if not self._fsdp_modules:
             return
         reset = getattr(self._root, "reset_iter_state", self._reset_iteration)  # torch 2.11 has no such method
         reset()
@@ -101,7 +101,7 @@ class ShardedModel:
 
     def release(self) -> None:
         """Drops gathered copies, so that the next forward pass uses the current shards."""
-        for part in self._parts:
+        for part in self._fsdp_modules:
             part.reshard()
 
     def set_trainable(self, trainable: bool) -> None:
@@ -113,7 +113,7 @@ class ShardedModel:
         # FSDP copies these attributes to the gathered parameter only once, so set them on both forms. It preserves the
         # gradient dtype only of parameters that are frozen when `unshard` is called, so the root comes last.
         self.release()
-        for part in reversed(self._parts):
+        for part in reversed(self._fsdp_modules):
             part.unshard()
             _train(part, trainable)
             part.reshard()

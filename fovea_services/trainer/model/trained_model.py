@@ -272,7 +272,7 @@ class FullModel(TrainedModel):
         passing = count if sharded.mesh.size() > 1 else max(local.numel() for local in locals_)
         return torch.float32.itemsize * (masters + (len(MOMENTS) + 1) * count + passing)
 
-    def take_over(self) -> None:
+    def make_trainable(self) -> None:
         """Makes all parameters trainable. Collective."""
         self._sharded.set_trainable(True)
 

@@ -19,7 +19,7 @@ from fovea_services.trainer.ranks.rendezvous import AuthenticatedListener, conne
 
 logger = logging.getLogger(__name__)
 
-MEET_S = 120.0
+JOIN_S = 120.0
 """Seconds that ranks wait for each other. They start together, but import torch at different speeds."""
 
 _PORT = "fovea/peers"
@@ -59,7 +59,7 @@ class PeerMonitor:
         on_stop: Called on rank 0, from other threads, with a rank on the node that was asked to stop.
 
     Raises:
-        RuntimeError: Names the ranks that did not connect within `MEET_S`.
+        RuntimeError: Names the ranks that did not connect within `JOIN_S`.
         OSError: Rank 0 cannot be reached.
     """
 
@@ -82,7 +82,7 @@ class PeerMonitor:
         else:
             port = store.get(_PORT)  # blocks until rank 0 has set it
             address = str(rank_env.folder / _SOCKET) if rank_env.folder else (rank_env.host, int(port))
-            connection = connect(address, secret, MEET_S)
+            connection = connect(address, secret, JOIN_S)
             connection.sendall(_PEER.pack(rank_env.rank, rank_env.node))
             self._sockets = {Peer(0, 0): connection}
         for peer, connection in self._sockets.items():
@@ -93,7 +93,7 @@ class PeerMonitor:
             watch = self._watch if rank_env.rank == 0 else self._watch_first
             threading.Thread(target=watch, args=(peer, connection), name=f"peer-{peer.rank}", daemon=True).start()
 
-    def tell_stop(self) -> None:
+    def report_stop(self) -> None:
         """Reports to rank 0 that this node was asked to stop."""
         for connection in self._sockets.values():
             connection.sendall(_STOP)
@@ -144,7 +144,7 @@ def _listener(rank_env: RankEnvironment) -> socket.socket:
 
 
 def _accept(guarded: AuthenticatedListener, world_size: int) -> dict[Peer, socket.socket]:
-    deadline = time.monotonic() + MEET_S
+    deadline = time.monotonic() + JOIN_S
     found: dict[Peer, socket.socket] = {}
     try:
         while len(found) < world_size - 1:
@@ -158,7 +158,7 @@ def _accept(guarded: AuthenticatedListener, world_size: int) -> dict[Peer, socke
         for connection in found.values():
             connection.close()
         missing = sorted(set(range(1, world_size)) - {peer.rank for peer in found})
-        raise RuntimeError(f"ranks {missing} of {world_size} did not connect within {MEET_S:.0f} s") from None
+        raise RuntimeError(f"ranks {missing} of {world_size} did not connect within {JOIN_S:.0f} s") from None
     finally:
         guarded.close()
     return found

@@ -97,7 +97,7 @@ class RankEnvironment:
         )
 
 
-LEAVE_S = 8.0
+EXIT_S = 8.0
 """Seconds that the ranks get to exit together after the last call has ended."""
 
 MARGIN_S = 5.0
@@ -113,7 +113,7 @@ def launch(settings: TrainerSettings) -> int:
     """
     # These handlers apply until ranks exist. Without a handler, the first process of a container ignores signals.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit)
     name = f"trainer: node {settings.node_rank}"
     if settings.nodes == 1:
         with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # accessible to this user only
@@ -205,7 +205,7 @@ class _Node:
         for _, process in self._running.values():
             process.terminate()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.drain_s + LEAVE_S + MARGIN_S
+        deadline = loop.time() + self._settings.drain_s + EXIT_S + MARGIN_S
         ended: dict[int, int] = {}
         while self._running:
             if loop.time() >= deadline:
@@ -257,5 +257,5 @@ def _fixed(settings: TrainerSettings, rank_env: RankEnvironment) -> dict[str, st
     return rank_env.to_environ() | local
 
 
-def _leave(*_: Any) -> NoReturn:
+def _exit(*_: Any) -> NoReturn:
     sys.exit(0)

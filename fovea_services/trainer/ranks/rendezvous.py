@@ -69,7 +69,7 @@ class AuthenticatedListener:
         self._listener = listener
         self._secret = secret
         self._accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._slots = threading.BoundedSemaphore(_AT_ONCE)
         listener.settimeout(None)
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
@@ -103,7 +103,7 @@ class AuthenticatedListener:
 
     def _accept(self) -> None:
         while True:
-            self._places.acquire()
+            self._slots.acquire()
             try:
                 connection, _ = self._listener.accept()
             except OSError:
@@ -117,7 +117,7 @@ class AuthenticatedListener:
         except OSError as error:
             logger.debug("rejected %s: %s", connection, error)
         finally:
-            self._places.release()
+            self._slots.release()
 
 
 def _authenticated(connection: socket.socket, secret: bytes, connects: bool) -> socket.socket:
@@ -247,7 +247,7 @@ class _Host:
         if not isinstance(node, int) or nodes != self._settings.nodes or not 0 < node < nodes:
             problem = f"expects {self._settings.nodes} nodes, but this is node {node} of {nodes}: --nodes must be equal"
         elif not _is_gone(self._connections.get(node)):
-            problem = _taken(node)
+            problem = _duplicate(node)
         else:
             connection.setblocking(False)
             if earlier := self._connections.get(node):
@@ -260,7 +260,7 @@ class _Host:
     def _refuse_all(self, guarded: AuthenticatedListener) -> None:
         while True:
             connection = guarded.accept()
-            _refuse(connection, _taken(_receive(connection).get("node")))
+            _refuse(connection, _duplicate(_receive(connection).get("node")))
 
     def _close_all(self) -> None:
         for connection in self._connections.values():
@@ -284,8 +284,8 @@ def _join(settings: TrainerSettings, deadline: float) -> Rendezvous:
                     return Rendezvous(message["ranks"], connection.getsockname()[0], message["store_port"])
                 problem = message.get("problem", "closed the connection")
         time.sleep(POLL_S)
-    place = f"{settings.master_addr}:{settings.master_port}"
-    raise RendezvousFailed(f"node 0 at {place} {problem} ({settings.rendezvous_timeout_s:.0f} s)")
+    where = f"{settings.master_addr}:{settings.master_port}"
+    raise RendezvousFailed(f"node 0 at {where} {problem} ({settings.rendezvous_timeout_s:.0f} s)")
 
 
 def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _listener(settings: TrainerSettings, deadline: float) -> socket.socket:
         time.sleep(POLL_S)
 
 
-def _taken(node: Any) -> str:
+def _duplicate(node: Any) -> str:
     return f"already has a node {node}: an earlier run that has not ended, or a configuration error"
 
 

@@ -25,7 +25,7 @@ from fovea_services.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MOST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 """Longest pause between two attempts to write to failing storage, in seconds."""
 
 LINE_S = 5.0
@@ -38,23 +38,23 @@ class _Model:
 
     Args:
         durable: `seq_id` of the last command in its point; None if it has no point.
-        kept: Number of weight changes in its point.
+        durable_count: Number of weight changes in its point.
         since: Time of the first change that is not in its point.
         next_at: Earliest time to start the next point.
         wanted: Number of callers that wait until it is durable.
-        turn: Held while a snapshot of it is made, and while its next state is copied.
+        lock: Held while a snapshot of it is made, and while its next state is copied.
     """
 
     durable: int | None = None
-    kept: int = 0
+    durable_count: int = 0
     since: float = math.inf
     next_at: float = 0.0
     wanted: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(eq=False)
-class _Taken:
+class _PendingSnapshot:
     """A snapshot that is being made or waits to be written.
 
     Args:
@@ -86,8 +86,8 @@ class RecoveryKeeper:
         self._queue = queue
         self._find_writer = writer
         self._models: dict[str, _Model] = {}
-        self._snapshots: deque[_Taken] = deque()
-        self._taking: set[_Taken] = set()
+        self._snapshots: deque[_PendingSnapshot] = deque()
+        self._in_progress: set[_PendingSnapshot] = set()
         self._line: dict[str, tuple[int, float]] = {}  # waiting models: bytes wanted, and time of the last request
         self._ahead_bytes = 0  # bytes of snapshots written in excess of bytes of states
         self._work = asyncio.Event()
@@ -116,7 +116,7 @@ class RecoveryKeeper:
         self._models[model_id] = _Model(durable=seq_id)
 
     @asynccontextmanager
-    async def taking(self, model_id: str, snapshot_id: str, size_bytes: int) -> AsyncIterator[None]:
+    async def snapshotting(self, model_id: str, snapshot_id: str, size_bytes: int) -> AsyncIterator[None]:
         """Surrounds the creation of an adapter snapshot that no other storage has, and queues it for writing.
 
         No state of the model is copied meanwhile: a state is durable only once all earlier snapshots are.
@@ -130,23 +130,23 @@ class RecoveryKeeper:
             StorageBehind: The bytes waiting to be written would exceed `--snapshot-memory-mib`.
         """
         self._admit(model_id, size_bytes)
-        taken = _Taken(model_id, snapshot_id, size_bytes)
-        self._taking.add(taken)
+        pending = _PendingSnapshot(model_id, snapshot_id, size_bytes)
+        self._in_progress.add(pending)
         try:
-            async with self._models.setdefault(model_id, _Model()).turn:
+            async with self._models.setdefault(model_id, _Model()).lock:
                 yield
                 if not self._failure:  # while storage fails, possibly for long, memory may drop it
                     self._writer.adapters.pin(snapshot_id)
-                    taken.pinned = True
-                self._snapshots.append(taken)
+                    pending.pinned = True
+                self._snapshots.append(pending)
         finally:
-            self._taking.remove(taken)
+            self._in_progress.remove(pending)
             self._work.set()
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the snapshots that memory retains until they are written."""
-        return sum(taken.size_bytes for taken in list(self._snapshots) if taken.pinned)
+        return sum(pending.size_bytes for pending in list(self._snapshots) if pending.pinned)
 
     async def flush(self, model_id: str) -> tuple[int, int]:
         """Waits until a model and its snapshots are durable.
@@ -170,13 +170,13 @@ class RecoveryKeeper:
             raise Unavailable(f"model {model_id!r} cannot be made durable: {self._failure}")
         return model.durable or 0, await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
 
-    async def kept(self, model_id: str) -> tuple[int, int]:
+    async def stored(self, model_id: str) -> tuple[int, int]:
         """Returns what `flush` returns, for a model that is not loaded; 0 and 0 if it has no files."""
         found = await self._in_order(lambda: self._writer.folder.newest(model_id))
         size_bytes = await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
         return (found[1].seq_id if found else 0), size_bytes
 
-    async def away(self, loaded: Iterable[str]) -> list[str]:
+    async def unloaded(self, loaded: Iterable[str]) -> list[str]:
         """Returns the ids of models that have files, except for those that are loaded."""
         kept = await self._in_order(self._writer.folder.model_ids)
         return sorted(set(kept) - set(loaded))
@@ -184,9 +184,9 @@ class RecoveryKeeper:
     def forget(self, model_id: str) -> None:
         """Cancels pending writes of a model. Call it when the model is freed."""
         self._models.pop(model_id, None)
-        for taken in [taken for taken in self._snapshots if taken.model_id == model_id]:
-            self._unpin(taken)
-            self._snapshots.remove(taken)
+        for pending in [pending for pending in self._snapshots if pending.model_id == model_id]:
+            self._unpin(pending)
+            self._snapshots.remove(pending)
 
     async def remove_model(self, model_id: str) -> None:
         """Removes the files of a model. Failures are only logged."""
@@ -194,9 +194,9 @@ class RecoveryKeeper:
 
     async def remove_snapshot(self, snapshot_id: str) -> None:
         """Removes the files of a snapshot and cancels its pending write. Failures are only logged."""
-        for taken in [taken for taken in self._snapshots if taken.snapshot_id == snapshot_id]:
-            self._unpin(taken)
-            self._snapshots.remove(taken)
+        for pending in [pending for pending in self._snapshots if pending.snapshot_id == snapshot_id]:
+            self._unpin(pending)
+            self._snapshots.remove(pending)
         await self._try(lambda: self._writer.folder.remove_snapshot(snapshot_id), f"files of snapshot {snapshot_id}")
 
     async def run(self) -> None:
@@ -240,9 +240,9 @@ class RecoveryKeeper:
     async def _write_state(self, model_id: str) -> None:
         model, began = self._models[model_id], time.monotonic()
         model.next_at = began + self._lag_s
-        async with model.turn:
-            while own := next((taken for taken in self._snapshots if taken.model_id == model_id), None):
-                await self._write_snapshot(own)
+        async with model.lock:
+            while first := next((pending for pending in self._snapshots if pending.model_id == model_id), None):
+                await self._write_snapshot(first)
             try:
                 state = await self._queue.submit(command_queue.KeepState(model_id))
             except NotFound:
@@ -251,19 +251,19 @@ class RecoveryKeeper:
         size_bytes = await asyncio.wrap_future(state.written)
         if self._models.get(model_id) is not model:  # it was freed meanwhile, and its files are removed next
             return
-        model.durable, model.kept = state.seq_id, state.change_count
+        model.durable, model.durable_count = state.seq_id, state.change_count
         model.since = began if self._lag_of(model_id) else math.inf
         self._succeeded("state", size_bytes)
         trainer_metrics.DURABLE_SECONDS.observe(time.monotonic() - began)
 
-    async def _write_snapshot(self, taken: _Taken) -> None:
-        size_bytes = await asyncio.wrap_future(self._writer.write_snapshot(taken.snapshot_id))
+    async def _write_snapshot(self, pending: _PendingSnapshot) -> None:
+        size_bytes = await asyncio.wrap_future(self._writer.write_snapshot(pending.snapshot_id))
         if not size_bytes:
-            logger.warning("snapshot %s was dropped from memory before it was written: it is lost", taken.snapshot_id)
+            logger.warning("snapshot %s was dropped from memory before it was written: it is lost", pending.snapshot_id)
             trainer_metrics.DURABLE_FAILURES.inc()
-        if taken in self._snapshots:
-            self._unpin(taken)
-            self._snapshots.remove(taken)
+        if pending in self._snapshots:
+            self._unpin(pending)
+            self._snapshots.remove(pending)
         self._succeeded("snapshot", size_bytes)
 
     def _succeeded(self, kind: str, size_bytes: int) -> None:
@@ -276,12 +276,12 @@ class RecoveryKeeper:
     async def _failed(self, error: Exception) -> None:
         self._failures += 1
         self._failure = str(error) or type(error).__name__
-        self._pause_s = min(max(1.0, 2 * self._pause_s), MOST_PAUSE_S)
+        self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
         self._paused_until = time.monotonic() + self._pause_s
         trainer_metrics.DURABLE_FAILURES.inc()
         logger.warning("no writes to recovery storage for %.0f s, training continues: %s", self._pause_s, self._failure)
-        for taken in self._snapshots:  # while storage fails, possibly for long, memory may drop them
-            self._unpin(taken)
+        for pending in self._snapshots:  # while storage fails, possibly for long, memory may drop them
+            self._unpin(pending)
         async with self._tried:
             self._tried.notify_all()
         await self._wait()
@@ -299,7 +299,7 @@ class RecoveryKeeper:
 
     def _lag_of(self, model_id: str) -> int:
         """Returns the number of a model's weight changes that are in no durable point."""
-        return self._writer.changes_of(model_id) - self._models[model_id].kept
+        return self._writer.changes_of(model_id) - self._models[model_id].durable_count
 
     def _lag_seconds(self) -> float:
         return max(
@@ -307,7 +307,7 @@ class RecoveryKeeper:
         )
 
     def _is_behind(self, model_id: str) -> bool:
-        if any(taken.model_id == model_id for taken in self._snapshots):
+        if any(pending.model_id == model_id for pending in self._snapshots):
             return True
         return model_id in self._models and self._lag_of(model_id) > 0
 
@@ -320,8 +320,8 @@ class RecoveryKeeper:
             StorageBehind: There is no room.
         """
         now = time.monotonic()
-        self._line = {name: place for name, place in self._line.items() if place[1] > now - LINE_S}
-        held = self.waiting_bytes + sum(taken.size_bytes for taken in self._taking)
+        self._line = {name: entry for name, entry in self._line.items() if entry[1] > now - LINE_S}
+        held = self.waiting_bytes + sum(pending.size_bytes for pending in self._in_progress)
         before = 0
         for name, (its_bytes, _) in self._line.items():
             if name == model_id:
@@ -337,10 +337,10 @@ class RecoveryKeeper:
             )
         self._line.pop(model_id, None)
 
-    def _unpin(self, taken: _Taken) -> None:
-        if taken.pinned:
-            taken.pinned = False
-            self._writer.adapters.unpin(taken.snapshot_id)
+    def _unpin(self, pending: _PendingSnapshot) -> None:
+        if pending.pinned:
+            pending.pinned = False
+            self._writer.adapters.unpin(pending.snapshot_id)
 
     async def _try(self, action: Callable[[], None], what: str) -> None:
         try:

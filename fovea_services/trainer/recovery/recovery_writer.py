@@ -115,7 +115,7 @@ class Change:
     count: int
 
 
-class KeptState(NamedTuple):
+class PendingState(NamedTuple):
     """A state that is being written.
 
     Args:
@@ -209,7 +209,7 @@ class RecoveryWriter:
         """Forgets the changes of a model. Call it when the model is freed."""
         self._changes.pop(model_id, None)
 
-    def keep(self, model: TrainedModel) -> KeptState:
+    def write_state(self, model: TrainedModel) -> PendingState:
         """Copies the state of a model and submits it for writing. Collective.
 
         Wait for the returned future before the next call: the host buffer is reused.
@@ -219,7 +219,7 @@ class RecoveryWriter:
         change = self._changes[model.model_id]
         state = state_of(model, self._control.rank, self._copied)
         self._writing = self._thread.submit(self._write, model.model_id, state, change)
-        return KeptState(change.seq_id, change.count, self._writing)
+        return PendingState(change.seq_id, change.count, self._writing)
 
     def find(self, model_id: str) -> tuple[str, Point]:
         """Returns URL and description of the newest undamaged point of a model. Collective.

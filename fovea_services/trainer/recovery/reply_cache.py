@@ -14,7 +14,7 @@ from fovea.wire.errors import Expired, FailedPrecondition, FeatureEvicted
 
 Answer = TypeVar("Answer")
 
-KEPT_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 
 
 @dataclass
@@ -36,11 +36,11 @@ class ReplyCache:
     """The last numbered command of each model, running or finished, with its answer.
 
     Args:
-        kept_bytes: Size limit of all answers. Above it the oldest answers are dropped, but their commands stay known.
+        max_bytes: Size limit of all answers. Above it the oldest answers are dropped, but their commands stay known.
     """
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._kept_bytes = kept_bytes
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def once(
@@ -112,7 +112,7 @@ class ReplyCache:
     def _trim(self) -> None:
         total = sum(entry.size_bytes for entry in self._entries.values())
         for model_id, entry in self._entries.items():
-            if total <= self._kept_bytes:
+            if total <= self._max_bytes:
                 return
             total -= entry.size_bytes
             if entry.size_bytes:

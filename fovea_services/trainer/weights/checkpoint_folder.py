@@ -18,7 +18,7 @@ from fovea_services.trainer.ranks.control_group import ControlGroup
 
 logger = logging.getLogger(__name__)
 
-Parts = Iterable[bytes | memoryview]
+Chunks = Iterable[bytes | memoryview]
 """The content of a file as consecutive chunks."""
 
 Checksums = dict[str, int]
@@ -82,7 +82,7 @@ class Folder:
         """Returns True if the file exists."""
         return bool(self.files.exists(f"{self.path}/{name}"))
 
-    def write(self, name: str, data: bytes | Parts) -> None:
+    def write(self, name: str, data: bytes | Chunks) -> None:
         """Writes one file of a folder that `stage` created.
 
         Raises:
@@ -188,7 +188,7 @@ Describe = Callable[[Folder, Checksums], None]
 """Writes a description of the files in a folder, such as a manifest. Receives the filled folder and its checksums."""
 
 
-def write_folder(uri: str, files: Mapping[str, bytes | Parts], last: Describe | None = None) -> int:
+def write_folder(uri: str, files: Mapping[str, bytes | Chunks], last: Describe | None = None) -> int:
     """Writes all files into a staging folder, moves it to `uri` in one step, and returns the total size in bytes.
 
     Args:
@@ -212,7 +212,7 @@ def write_folder(uri: str, files: Mapping[str, bytes | Parts], last: Describe | 
     return size_bytes
 
 
-def _summed(name: str, data: bytes | Parts, sums: Checksums) -> Iterator[bytes | memoryview]:
+def _summed(name: str, data: bytes | Chunks, sums: Checksums) -> Iterator[bytes | memoryview]:
     """Yields the chunks of a file and updates its checksum in `sums` along the way."""
     sums[name] = 0
     for part in [data] if isinstance(data, bytes) else data:
@@ -254,7 +254,7 @@ class CheckpointRoots:
     """
 
     def __init__(self, roots: Sequence[str]) -> None:
-        self._said = ", ".join(roots)
+        self._listed = ", ".join(roots)
         self._protocols = {_protocol(root) for root in roots}
         self._roots = [_real(Folder.at(root, "checkpoints")) for root in roots]
 
@@ -274,7 +274,7 @@ class CheckpointRoots:
 
     def _refusal(self, what: str) -> InvalidInput:
         return InvalidInput(
-            f"{what}: this trainer reads and writes only below {self._said} (--checkpoints)", field="uri"
+            f"{what}: this trainer reads and writes only below {self._listed} (--checkpoints)", field="uri"
         )
 
 

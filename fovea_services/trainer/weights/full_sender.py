@@ -57,7 +57,7 @@ class FullSender:
         def join() -> None:
             if self._groups is None or not self._control.rank:
                 return
-            self._groups.keep(command.kept)
+            self._groups.close_others(command.kept)
             try:
                 self._groups.open(
                     command.group_id,

@@ -23,7 +23,7 @@ from fovea_services.trainer.model.sharding import ShardedModel, local_of
 from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup
 from fovea_services.trainer.weights import weight_files
-from fovea_services.trainer.weights.checkpoint_folder import Folder, Parts, stage_together, write_folder
+from fovea_services.trainer.weights.checkpoint_folder import Chunks, Folder, stage_together, write_folder
 from fovea_services.trainer.weights.snapshot_store import (
     PACKED,
     SnapshotStore,
@@ -255,7 +255,7 @@ class ExportForm:
 
     model_type: str
 
-    def files(self, tensors: Mapping[str, Tensor], lora: weights_pb2.LoraConfig, base_model: str) -> dict[str, Parts]:
+    def files(self, tensors: Mapping[str, Tensor], lora: weights_pb2.LoraConfig, base_model: str) -> dict[str, Chunks]:
         """Returns the adapter's two files.
 
         If PEFT cannot read the expert factors of this model type, the configuration contains a note that says so.

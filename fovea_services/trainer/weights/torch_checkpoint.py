@@ -23,13 +23,13 @@ class WrittenFiles(FileSystem):
     """The file system of a checkpoint under construction. A full disk raises an error that names the checkpoint.
 
     Args:
-        place: Final path of the checkpoint.
+        destination: Final path of the checkpoint.
         is_summed: True to compute the checksums of written files.
     """
 
-    def __init__(self, place: str, is_summed: bool) -> None:
+    def __init__(self, destination: str, is_summed: bool) -> None:
         super().__init__()
-        self._place, self._is_summed = place, is_summed
+        self._destination, self._is_summed = destination, is_summed
         self.checksums: Checksums = {}
         """CRC-32 by file name; all files are in one folder."""
 
@@ -40,7 +40,7 @@ class WrittenFiles(FileSystem):
         Raises:
             DiskFull: The disk is full.
         """
-        with naming_full_disk(self._place), super().create_stream(path, mode) as stream:
+        with naming_full_disk(self._destination), super().create_stream(path, mode) as stream:
             if not (self._is_summed and "w" in mode):
                 yield stream
                 return
@@ -55,11 +55,11 @@ class WrittenFiles(FileSystem):
 
 
 class Writer(FsspecWriter):
-    """A torch checkpoint writer for a checkpoint with the final path `place`."""
+    """A torch checkpoint writer for a checkpoint with the final path `destination`."""
 
-    def __init__(self, url: str, place: str, is_summed: bool) -> None:
+    def __init__(self, url: str, destination: str, is_summed: bool) -> None:
         super().__init__(url)
-        self.written = WrittenFiles(place, is_summed)
+        self.written = WrittenFiles(destination, is_summed)
         self.fs = self.written  # type: ignore[assignment]
         self.path = self.fs.init_path(url)
 

@@ -33,9 +33,9 @@ from fovea_services.trainer.ranks.control_group import ControlGroup
 from fovea_services.trainer.weights import weight_files
 from fovea_services.trainer.weights.checkpoint_folder import (
     Checksums,
+    Chunks,
     Describe,
     Folder,
-    Parts,
     stage_together,
     write_folder,
 )
@@ -135,7 +135,7 @@ class StateStore:
         model.resume_at(step)
         return step
 
-    def _adapter_files(self, state: ModelState) -> dict[str, bytes | Parts]:
+    def _adapter_files(self, state: ModelState) -> dict[str, bytes | Chunks]:
         settings, weights = state.lora, state.tensors["weights"]
         assert settings is not None
         moments = [(f"{key}.{name}", part) for key in MOMENTS for name, part in state.tensors[key].items()]
@@ -252,8 +252,8 @@ def _check_sizes(tensors: Mapping[str, Tensor], largest: float, uri: str) -> Non
         if not found <= largest:  # written so that NaN fails too
             if not math.isfinite(found):
                 raise InvalidInput(f"{uri} has values in {name} that are not finite", field="uri")
-            said = f"{found:.3g} in {name}; the limit is {largest:.6g}, because larger weights overflow in sampling"
-            raise InvalidInput(f"{uri} has {said}", field="uri")
+            problem = f"{found:.3g} in {name}; the limit is {largest:.6g}, because larger weights overflow in sampling"
+            raise InvalidInput(f"{uri} has {problem}", field="uri")
 
 
 def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:

@@ -31,7 +31,7 @@ from fovea.wire.manifest import sender_groups
 logger = logging.getLogger(__name__)
 
 _REACH_S = 60.0
-_LOOK_S = 0.0005
+_POLL_S = 0.0005
 
 
 def _gloo_device(host: str) -> Any:
@@ -125,7 +125,7 @@ class SenderGroup:
             if self._store.check([_closed(self.group_id)]) or time.monotonic() > deadline:
                 self.close()
                 raise RuntimeError(f"transfer group {self.group_id} is closed: a member broke off")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Leaves the group. Members that still wait in it fail."""
@@ -175,7 +175,7 @@ class TransferGroups:
         self._gloo_host = gloo_host
         self._sender = sender
         self._open: dict[str, SenderGroup] = {}
-        self._meeting: set[str] = set()
+        self._joining: set[str] = set()
         self._unwanted: set[str] = set()
         self._lock = threading.Lock()
 
@@ -228,7 +228,7 @@ class TransferGroups:
             RuntimeError: The members did not join in time, or `close` was called meanwhile.
         """
         with self._lock:
-            self._meeting.add(group_id)
+            self._joining.add(group_id)
         try:
             # Use a separate store client: a waiting client blocks its connection, and with it all other groups.
             timeout = timedelta(seconds=join_timeout_s)
@@ -245,7 +245,7 @@ class TransferGroups:
             )
         finally:
             with self._lock:
-                self._meeting.discard(group_id)
+                self._joining.discard(group_id)
                 wanted = group_id not in self._unwanted
                 self._unwanted.discard(group_id)
         if not wanted:
@@ -267,7 +267,7 @@ class TransferGroups:
             raise RuntimeError(f"transfer group {group_id} is closed: a member broke off")
         return group
 
-    def keep(self, group_ids: Iterable[str]) -> None:
+    def close_others(self, group_ids: Iterable[str]) -> None:
         """Closes all groups except these."""
         with self._lock:
             others = self._open.keys() - set(group_ids)
@@ -283,7 +283,7 @@ class TransferGroups:
             self._store.set(_closed(group_id), "")
         with self._lock:
             group = self._open.pop(group_id, None)
-            if group_id in self._meeting:
+            if group_id in self._joining:
                 self._unwanted.add(group_id)
         if group is not None:
             group.close()

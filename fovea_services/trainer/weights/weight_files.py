@@ -23,13 +23,13 @@ from fovea_services.trainer.model.experts import ExpertLayout
 from fovea_services.trainer.model.lora import PEFT_PREFIX
 from fovea_services.trainer.model.sharding import full_of
 from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.weights.checkpoint_folder import Folder, Parts
+from fovea_services.trainer.weights.checkpoint_folder import Chunks, Folder
 
 SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Maps the projection names of expert adapters to the names in checkpoint files."""
 INDEX = "model.safetensors.index.json"
-MOST_HEADER_BYTES = 64 * 2**20
+MAX_HEADER_BYTES = 64 * 2**20
 """Limit on the header of a safetensors file, in bytes; enough for an adapter of 300,000 experts."""
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -159,10 +159,10 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
                 raise InvalidInput(f"{folder.path} has no {name}", field="uri")
             if (shape := list(sources[name].get_shape())) != list(tensor.shape):
                 raise InvalidInput(f"{name} has shape {shape}, but the model needs {list(tensor.shape)}", field="uri")
-        return {name: _part(sources, name, tensor, layouts.get(name)) for name, tensor in like.items()}
+        return {name: _read_shard(sources, name, tensor, layouts.get(name)) for name, tensor in like.items()}
 
 
-def _part(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:
+def _read_shard(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:
     """Returns this rank's rows of a parameter, in the dtype of the model.
 
     Parameters are sharded along the first dimension.
@@ -238,7 +238,7 @@ def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dic
     return found
 
 
-def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
+def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Chunks:
     """Yields a safetensors file in chunks.
 
     Host tensors are yielded without a copy, and without holding the GIL for long.
@@ -261,7 +261,7 @@ def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
 
 def peft_files(
     tensors: Iterable[tuple[str, Tensor]], rank: int, alpha: float, base_model: str, note: str = ""
-) -> dict[str, Parts]:
+) -> dict[str, Chunks]:
     """Returns the two files of a PEFT adapter folder.
 
     Args:
@@ -306,8 +306,8 @@ def read_shapes(folder: Folder, name: str) -> dict[str, list[int]]:
     what = f"{folder.path}/{name}"
     try:
         (length,) = struct.unpack("<Q", folder.read(name, 0, 8))
-        if length > MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes; the limit is {MOST_HEADER_BYTES} bytes")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES} bytes")
         header: dict[str, Any] = json.loads(folder.read(name, 8, 8 + length))
         header.pop("__metadata__", None)
         shapes = {tensor: [int(extent) for extent in entry["shape"]] for tensor, entry in header.items()}

@@ -28,9 +28,9 @@ def copies_and_sums() -> None:
             routing = Routing.of(index_TK, EXPERTS)
             rows_TN = torch.randn(token_count, size, generator=generator).to(dtype)
             rows_SN = torch.randn(token_count * top_k, size, generator=generator).to(dtype)
-            copies_SN = expert_kernels.copies(rows_TN, routing.place_S)
+            copies_SN = expert_kernels.copies(rows_TN, routing.slot_S)
             assert torch.equal(copies_SN, routing.copies(rows_TN)), (dtype, token_count, size)
-            found = expert_kernels.sums(rows_SN, routing.place_S, top_k)
+            found = expert_kernels.sums(rows_SN, routing.slot_S, top_k)
             exact = routing.sums(rows_SN.double())
             # The interpreter rounds to bfloat16 as it likes: one unit in the last place.
             unit = (1 if dtype == torch.bfloat16 else top_k) * torch.finfo(dtype).eps

@@ -43,7 +43,7 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], warps: int = 4)
     from triton.compiler import ASTSource, compile
 
     known = {"scale": "fp32", "count": "i32", "size": "i32", "expert_of": "*i64", "token_of": "*i64"}
-    known |= {"place_of": "*i64"} | dict.fromkeys(constants, "constexpr")
+    known |= {"slot_of": "*i64"} | dict.fromkeys(constants, "constexpr")
     types = {name: known.get(name, f"*{dtype}") for name in kernel.arg_names}
     source = ASTSource(kernel, signature=types, constexprs=constants)
     options = {"num_warps": warps, "num_stages": 1}

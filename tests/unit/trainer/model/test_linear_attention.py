@@ -126,4 +126,4 @@ def test_what_is_kept_is_what_was_measured_and_a_quarter_more(dtype: torch.dtype
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _run(layer, torch.randn(1, 700, 128).to(dtype).requires_grad_(), [300, 400])
     measured_bytes = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own) / 700
-    assert 1.0 < linear_attention.kept_bytes(config, dtype) / measured_bytes < 1.4
+    assert 1.0 < linear_attention.retained_bytes(config, dtype) / measured_bytes < 1.4

@@ -9,14 +9,14 @@ from transformers import Gemma4TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3
 
 from fovea_services.trainer.batches.datum_decoding import Datum
 from fovea_services.trainer.batches.micro_batch import BatchLayout
-from fovea_services.trainer.model.linear_attention import kept_bytes
+from fovea_services.trainer.model.linear_attention import retained_bytes
 from fovea_services.trainer.model.lora import LoraInjector
 from fovea_services.trainer.model.memory_budget import (
-    MOST_PATCHES,
-    MOST_TOKENS,
+    MAX_PATCHES,
+    MAX_TOKENS,
     activation_bytes,
     budgets_within,
-    least_bytes,
+    min_bytes,
     patch_bytes,
 )
 from fovea_services.trainer.model.packed_model import PackedModel, load_model
@@ -54,7 +54,7 @@ def test_no_family_keeps_more_than_is_counted(name: str) -> None:
     LoraInjector(list(family.lora_targets(module.requires_grad_(False).hf)))
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     module.hf.get_decoder().register_forward_pre_hook(_want_gradients, with_kwargs=True)
-    per_token = (_kept_bytes(module, own, 512) - _kept_bytes(module, own, 256)) / 256
+    per_token = (_retained_bytes(module, own, 512) - _retained_bytes(module, own, 256)) / 256
     assert 1.0 < activation_bytes(module.hf.config, torch.bfloat16) / per_token < 1.6
 
 
@@ -63,7 +63,7 @@ def _want_gradients(_: torch.nn.Module, __: tuple[()], given: dict[str, Any]) ->
     return (), given | {"inputs_embeds": given["inputs_embeds"].detach().requires_grad_()}
 
 
-def _kept_bytes(module: PackedModel, own: set[int], length: int) -> int:
+def _retained_bytes(module: PackedModel, own: set[int], length: int) -> int:
     tokens = np.random.default_rng(0).integers(10, 900, length)
     datum = Datum(0, tokens, None, (), 0, tokens[:, None], {}, True)
     kept: dict[int, torch.Tensor] = {}
@@ -90,11 +90,11 @@ def test_layers_of_other_sizes_are_counted_one_by_one() -> None:
 def test_delta_nets_are_counted_by_their_own_sizes() -> None:
     linear, full = (Qwen3_5TextConfig(**TEXT, layer_types=36 * [f"{kind}_attention"]) for kind in ("linear", "full"))
     one = (activation_bytes(linear, torch.bfloat16) - activation_bytes(full, torch.bfloat16)) // 36
-    assert one == kept_bytes(linear, torch.bfloat16) - 2 * 4 * 128 * (32 + 8)
+    assert one == retained_bytes(linear, torch.bfloat16) - 2 * 4 * 128 * (32 + 8)
 
 
 def test_what_is_kept_for_computing_holds_the_smallest_micro_batches() -> None:
-    reserve_bytes = least_bytes(VL_CONFIG, torch.bfloat16, 512 * 2**20, True)
+    reserve_bytes = min_bytes(VL_CONFIG, torch.bfloat16, 512 * 2**20, True)
     found = budgets_within(0, VL_CONFIG, torch.bfloat16, True)
     text = found.tokens * activation_bytes(VL_CONFIG, torch.bfloat16)
     tower = found.patches * patch_bytes(VL_CONFIG, torch.bfloat16)
@@ -113,4 +113,4 @@ def test_both_budgets_fit_the_memory_together() -> None:
 
 def test_a_frozen_tower_keeps_nothing() -> None:
     found = budgets_within(100 * GIB, VL_CONFIG, torch.bfloat16, False)
-    assert (found.tokens, found.patches) == (MOST_TOKENS, MOST_PATCHES)
+    assert (found.tokens, found.patches) == (MAX_TOKENS, MAX_PATCHES)

@@ -43,14 +43,14 @@ def meeting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_a_stop_reaches_rank_0_and_says_whose(meeting: str) -> None:
     ranks = Ranks(4, meeting)
     watches = [future.result() for future in [ranks.start(rank) for rank in range(4)]]
-    watches[2].tell_stop()
-    watches[3].tell_stop()
+    watches[2].report_stop()
+    watches[3].report_stop()
     assert {ranks.stops.get(timeout=30), ranks.stops.get(timeout=30)} == {(0, Peer(2, 1)), (0, Peer(3, 1))}
     assert ranks.lost.empty()
 
 
 def test_ranks_that_do_not_come_are_named(meeting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_monitor, "MEET_S", 3.0)
+    monkeypatch.setattr(peer_monitor, "JOIN_S", 3.0)
     ranks = Ranks(4, meeting)
     first, second = ranks.start(0), ranks.start(2)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] of 4 did not connect within 3 s"):

@@ -85,7 +85,7 @@ class Trainer:
 
     async def take(self, model_id: str, snapshot_id: str) -> None:
         """As TakeSnapshot does without a place."""
-        async with self.keeper.taking(model_id, snapshot_id, self.engine.models[model_id].snapshot_bytes):
+        async with self.keeper.snapshotting(model_id, snapshot_id, self.engine.models[model_id].snapshot_bytes):
             self.freeze(model_id, snapshot_id)
 
     def freeze(self, model_id: str, snapshot_id: str) -> None:
@@ -121,7 +121,7 @@ class Trainer:
             if model_id not in self.engine.models:
                 resolve(job.result, error=NotFound(f"{model_id} is gone"))
                 continue
-            kept = self.engine.recovery.keep(self.engine.models[model_id])
+            kept = self.engine.recovery.write_state(self.engine.models[model_id])
             self.copied.append((model_id, kept.seq_id, list(filter(self.folder.find_snapshot, self.snapshots))))
             resolve(job.result, kept)
 
@@ -188,7 +188,7 @@ async def test_a_lag_puts_points_off_but_for_who_waits(trainer: Trainer) -> None
 
 
 async def test_storage_that_fails_costs_nothing_but_time(trainer: Trainer, tmp_path: Path) -> None:
-    await trainer.keeper.kept("a")  # the sweep at the start is over
+    await trainer.keeper.stored("a")  # the sweep at the start is over
     in_the_way = tmp_path / "recovery"
     block(in_the_way)
     await trainer.take("a", "a@1")
@@ -214,7 +214,7 @@ async def test_what_waits_of_a_model_that_is_freed_is_not_written(trainer: Train
     slow.set()
     await eventually(lambda: trainer.durable(b=1))
     await trainer.keeper.flush("b")
-    assert await trainer.keeper.kept("a") == (0, 0)
+    assert await trainer.keeper.stored("a") == (0, 0)
     assert [each[0] for each in trainer.copied] == ["b"]
 
 
@@ -259,7 +259,7 @@ async def test_snapshots_that_wait_take_no_more_than_their_bound_and_models_are_
 
 
 async def test_storage_that_fails_makes_no_snapshot_wait(trainer: Trainer, tmp_path: Path) -> None:
-    await trainer.keeper.kept("a")
+    await trainer.keeper.stored("a")
     block(tmp_path / "recovery")
     trainer.engine.adapters.max_bytes = trainer.engine.models["a"].snapshot_bytes
     await trainer.take("a", "a@1")
@@ -271,9 +271,9 @@ async def test_storage_that_fails_makes_no_snapshot_wait(trainer: Trainer, tmp_p
 
 
 async def test_a_state_waits_for_a_snapshot_that_is_being_taken_before_it(trainer: Trainer) -> None:
-    async with trainer.keeper.taking("a", "a@1", 1):
+    async with trainer.keeper.snapshotting("a", "a@1", 1):
         trainer.change("a", 1)
-        await trainer.keeper.kept("a")  # its turn has come
+        await trainer.keeper.stored("a")  # its turn has come
         trainer.freeze("a", "a@1")
     await eventually(lambda: trainer.durable(a=1))
     assert trainer.copied == [("a", 1, ["a@1"])]

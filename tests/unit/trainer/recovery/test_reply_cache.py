@@ -69,7 +69,7 @@ async def test_commands_without_a_number_always_run() -> None:
 
 
 async def test_of_large_answers_the_latest_are_kept() -> None:
-    journal = ReplyCache(kept_bytes=100)
+    journal = ReplyCache(max_bytes=100)
 
     def answer(size_bytes: int) -> Coroutine[Any, Any, int]:
         return asyncio.sleep(0, size_bytes)
