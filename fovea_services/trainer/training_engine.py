@@ -37,11 +37,10 @@ from fovea_services.trainer.recovery.recovery_folder import RecoveryFolder
 from fovea_services.trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
 from fovea_services.trainer.settings import TrainerSettings
 from fovea_services.trainer.weights.checkpoint_folder import CheckpointRoots
-from fovea_services.trainer.weights.full_sender import FullSender
 from fovea_services.trainer.weights.snapshot_store import SnapshotStore, specs_of
 from fovea_services.trainer.weights.snapshot_taker import SnapshotTaker
 from fovea_services.trainer.weights.training_state import StateStore
-from fovea_services.trainer.weights.transfer_groups import TransferGroups
+from fovea_services.trainer.weights.transfer_groups import FullSender, TransferGroups
 
 logger = logging.getLogger(__name__)
 

@@ -96,7 +96,7 @@ class Ground:
         assert status == (-signal.SIGKILL if victim is None else 1)
         assert not survivors(everything, SECONDS)
         if victim == 1:
-            assert "rank 1 is gone" in self.running.log.read_text()
+            assert "rank 1 on node 0 died" in self.running.log.read_text()
 
     async def stop(self) -> None:
         """Ends the trainer, if one runs, which must end well."""

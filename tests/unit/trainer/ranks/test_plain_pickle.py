@@ -79,7 +79,7 @@ def test_an_attack_is_refused_by_name(name: str, reader: type[pickle.Unpickler],
     [
         "fovea_services.trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
         "fovea_services.trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
-        "fovea_services.trainer.ranks.rank_launcher _leave",  # a function of our own
+        "fovea_services.trainer.ranks.rank_launcher _exit",  # a function of our own
         "fovea_services.trainer.ranks.control_group Enum",  # makes classes
         "torch.distributed.checkpoint.filesystem FileSystemReader",
         "torch load",
