@@ -31,7 +31,7 @@ async def test_sigterm_ends_what_runs_first(ground: Ground) -> None:
     page = await asyncio.to_thread(_page, ground.metrics_address())
     assert re.search(r'fovea_trainer_commands_total{command="CreateModel",outcome="OK"} [1-9]', page)
     process.process.terminate()
-    await eventually(lambda: "stopping: up to 120 s" in process.log.read_text(), SECONDS)
+    await eventually(lambda: "calls in flight have up to 120 s" in process.log.read_text(), SECONDS)
     assert not running.done()
     held.resume()
     assert len((await running).outputs) == 16
