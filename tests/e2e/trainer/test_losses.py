@@ -306,7 +306,7 @@ async def test_several_targets_and_a_traced_loss(qwen3: Bench) -> None:
     assert found.shape == (17, 3)
     assert result.metrics["loss:sum"] == pytest.approx(2 * float(found.max(1).sum()), rel=1e-5)
     flat = datum(rendered, 0, scale=np.array(2.0, np.float32))
-    with pytest.raises(InvalidInput, match=r"target_tokens has shape \[17\], custom takes \[N, K\]"):
+    with pytest.raises(InvalidInput, match=r"target_tokens has shape \[17\], but custom accepts \[N, K\]"):
         await qwen3.client.forward_backward(asked, [flat])
 
 

@@ -134,7 +134,7 @@ async def test_sampler_that_refuses_or_differs_is_reported(
         await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address], timeout_s=30)
     second_sampler.refuse_manifest = False
     second_sampler.lie_about_digest = True
-    with pytest.raises(Unavailable, match="received digest 0000"):
+    with pytest.raises(Unavailable, match="received data with digest 0000"):
         await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address])
     second_sampler.lie_about_digest = False
     second_sampler.manifests.clear()
@@ -218,7 +218,7 @@ async def test_snapshot_id_never_names_other_weights(qwen3: Bench) -> None:
     first = await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
     assert await qwen3.client.take_snapshot(model_id, f"{model_id}@1") == first
     await _train(qwen3, model_id)
-    with pytest.raises(AlreadyExists, match="never changes"):
+    with pytest.raises(AlreadyExists, match="a snapshot cannot be changed"):
         await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
     await qwen3.client.take_snapshot(model_id, f"{model_id}@2")
 
