@@ -14,7 +14,7 @@ from transformers import AutoProcessor, BatchFeature
 
 from fovea.vision.vision_family import ImageAt, Replacement, image_margin
 from fovea_services.renderer import model_directory
-from fovea_services.renderer.image_processor import anywhere, open_processor
+from fovea_services.renderer.image_worker import anywhere, open_processor
 
 SIZES = (
     (64, 64),

@@ -1,7 +1,7 @@
 """Reads the format and the size of an encoded image from its header, without decoding a pixel.
 
 This refuses decompression bombs (few bytes, many pixels) before memory is allocated for them. Only PNG and JPEG are
-supported.
+supported. `InvalidChunk` is the error for all inputs that cannot be rendered.
 """
 
 import io
@@ -12,7 +12,26 @@ from typing import Literal
 import imagesize
 
 from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from fovea_services.renderer.chunk_errors import InvalidChunk
+from fovea.wire.errors import InvalidInput
+
+Cause = Literal[
+    "animated",
+    "aspect_ratio",
+    "chunk",
+    "corrupt",
+    "empty_image",
+    "expected_tokens",
+    "format_mismatch",
+    "no_images",
+    "pixels",
+    "processor",
+    "reserved_token",
+    "scans",
+    "size_bytes",
+    "unknown_format",
+    "uri",
+    "vocabulary",
+]
 
 ImageFormat = Literal["PNG", "JPEG"]
 
@@ -30,6 +49,30 @@ _OTHER_SIGNATURES = (
     (b"MM\x00*", "TIFF"),
     (b"%PDF", "PDF"),
 )
+
+
+class InvalidChunk(Exception):
+    """An image or another chunk cannot be rendered. `at` adds the position of the chunk in a request.
+
+    Args:
+        cause: The label in the metric of refused inputs.
+        message: The problem and the fix, for the client.
+    """
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(cause, message)
+        self.cause: Cause = cause
+        self.message = message
+
+    def at(self, chunk_index: int) -> InvalidInput:
+        """Returns the error for the client, which names the chunk."""
+        field = chunk_field(chunk_index)
+        return InvalidInput(f"{field}: {self.message}", field=field, cause=self.cause)
+
+
+def chunk_field(index: int) -> str:
+    """Returns the path of a chunk in error messages."""
+    return f"chunks[{index}]"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from fovea.api.v1 import model_input_pb2
 from fovea.vision.vision_family import TokenIds
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from fovea_services.renderer.chunk_errors import chunk_field
-from fovea_services.renderer.image_caches import Feature
-from fovea_services.renderer.image_header import ImageFormat
+from fovea_services.renderer.image_header import ImageFormat, chunk_field
+from fovea_services.renderer.image_sources import Feature
 
 _FORMATS: dict[int, ImageFormat] = {
     model_input_pb2.IMAGE_FORMAT_PNG: "PNG",

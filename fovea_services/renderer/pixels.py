@@ -23,8 +23,7 @@ from contextlib import contextmanager
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
-from fovea_services.renderer.chunk_errors import InvalidChunk
-from fovea_services.renderer.image_header import ImageFormat, check_size
+from fovea_services.renderer.image_header import ImageFormat, InvalidChunk, check_size
 
 DECODER_VERSION = 1
 

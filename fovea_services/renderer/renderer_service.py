@@ -17,8 +17,7 @@ from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import Unavailable
 from fovea.wire.features import iter_pieces
 from fovea_services.renderer import input_messages, model_directory, renderer_metrics
-from fovea_services.renderer.image_caches import FeatureCache, ImageCache
-from fovea_services.renderer.image_fetch import ImageFetcher
+from fovea_services.renderer.image_sources import FeatureCache, ImageCache, ImageFetcher
 from fovea_services.renderer.model_directory import Checkpoint
 from fovea_services.renderer.rendering import ImageSupport, Renderer, ServedModel
 from fovea_services.renderer.settings import RendererSettings

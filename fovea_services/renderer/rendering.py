@@ -14,10 +14,8 @@ import numpy as np
 from fovea.vision.vision_family import ImageAt, Replacement, TokenCounter, TokenIds, VisionFamily
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput, ResourceExhausted
 from fovea_services.renderer import image_header, renderer_metrics
-from fovea_services.renderer.chunk_errors import InvalidChunk, chunk_field
-from fovea_services.renderer.image_caches import Feature, FeatureCache, ImageCache
-from fovea_services.renderer.image_fetch import ImageFetcher
-from fovea_services.renderer.image_header import ImageHeader
+from fovea_services.renderer.image_header import ImageHeader, InvalidChunk, chunk_field
+from fovea_services.renderer.image_sources import Feature, FeatureCache, ImageCache, ImageFetcher
 from fovea_services.renderer.input_messages import Chunk, ImageChunk, PlacedImage, RemoteImage, Rendered, UploadedImage
 from fovea_services.renderer.worker_pool import ProcessedImage
 

@@ -17,8 +17,7 @@ from fovea.runtime.children import bare_environment
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Internal, ResourceExhausted, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea_services.renderer import renderer_metrics
-from fovea_services.renderer.chunk_errors import InvalidChunk
-from fovea_services.renderer.image_header import ImageHeader
+from fovea_services.renderer.image_header import ImageHeader, InvalidChunk
 from fovea_services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fovea.wire.features import FeatureTensors
-from fovea_services.renderer.chunk_errors import Cause
-from fovea_services.renderer.image_header import ImageHeader
+from fovea_services.renderer.image_header import Cause, ImageHeader
 
 _ALIGNMENT = 64
 

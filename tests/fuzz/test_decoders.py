@@ -17,7 +17,7 @@ from fovea.api.v1 import model_input_pb2, sampler_pb2, trainer_pb2
 from fovea.wire import custom_loss, tensors
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
 from fovea_services.renderer import image_header
-from fovea_services.renderer.chunk_errors import InvalidChunk
+from fovea_services.renderer.image_header import InvalidChunk
 from fovea_services.renderer.worker_pool import WorkerProcess, WorkerSettings
 from fovea_services.renderer.worker_protocol import Job
 from fovea_services.sampler.engine_api import Limits

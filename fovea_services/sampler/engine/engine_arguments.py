@@ -1,14 +1,16 @@
-"""Validates the `engine_arguments` setting: arguments of vLLM's engine that have no setting of their own in Fovea."""
+"""Validates the `engine_arguments` setting, and derives single arguments of vLLM's engine."""
 
 import dataclasses
 import difflib
 from collections.abc import Collection, Mapping
 from enum import EnumType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from fovea import vision
 from fovea.runtime import model_files
+from fovea.vision.processor_vl import ProcessorVL
 from fovea_services.sampler.settings import SamplerSettings
 
 SETTING_OF = {
@@ -30,6 +32,14 @@ SETTING_OF = {
     for name in ("model", "dtype", "kv_cache_dtype", "block_size", "max_lora_rank", "max_loras", "max_cpu_loras")
 }
 """Engine arguments that Fovea derives from a setting, and the name of that setting."""
+
+# Memory that kernels and torch's allocator may still request while a snapshot waits on the GPU.
+WORKING_BYTES = 2 * 2**30
+# The largest fraction of the KV cache's memory that "auto" reserves for a snapshot.
+_MOST_OF_CACHE = 1 / 3
+
+_SAME_AS = {"lfm2": {"block_dim": "hidden_size", "conv_dim": "hidden_size"}}
+"""By `model_type` of the language model: missing configuration entries and the entries from which they are copied."""
 
 _ANOTHER_MODEL = "renderer, trainer and sampler must read the same model"
 _OTHER_NUMBERS = "the trainer rounds neither weights nor layer inputs, so the two would compute different models"
@@ -119,3 +129,45 @@ def _problem(name: str, known: Collection[str], made: Collection[str]) -> str:
         near = difflib.get_close_matches(name, known, 1)
         return f"vLLM has no engine argument {name}" + (f"; the nearest is {near[0]}" if near else "")
     return ""
+
+
+def room_for_pushes(
+    wanted: Literal["auto", "always", "never"], weights_bytes: int, engine_bytes: int, tensor_parallel: int
+) -> int:
+    """Returns the bytes of each GPU that the KV cache must leave free for arriving full weights; 0 to reserve none.
+
+    Args:
+        wanted: The setting `full_push_room`.
+        weights_bytes: Bytes of the whole model: each worker receives all of it.
+        engine_bytes: Bytes of each GPU that the engine may use.
+        tensor_parallel: GPUs over which the model is split.
+
+    Raises ValueError if `always` would leave no KV cache.
+    """
+    room = weights_bytes + WORKING_BYTES
+    cache = engine_bytes - weights_bytes // tensor_parallel
+    if wanted == "always" and room >= cache:
+        raise ValueError(
+            f"--full-push-room always needs {room / 2**30:.1f} GiB of each GPU, but beside the model the engine has "
+            f"{cache / 2**30:.1f} GiB: use auto or never, a larger --gpu-memory-fraction, or more GPUs"
+        )
+    return room if wanted == "always" or (wanted == "auto" and room <= cache * _MOST_OF_CACHE) else 0
+
+
+def missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration entries that vLLM needs and transformers does not write, in the form of `hf_overrides`.
+
+    Checkpoints on the hub from before transformers supported their model contain these entries.
+    """
+    text = config.get("text_config", config)
+    known = _SAME_AS.get(text.get("model_type"), {})
+    missing = {name: text[other] for name, other in known.items() if name not in text}
+    if not missing:
+        return {}
+    return {"text_config": missing} if "text_config" in config else missing
+
+
+def pixels_are_normalized(config: Mapping[str, Any]) -> bool:
+    """Returns True if the pixels of a model arrive normalised by its processor, not as uint8."""
+    family = vision.choose(config)
+    return family is not None and issubclass(family, ProcessorVL)

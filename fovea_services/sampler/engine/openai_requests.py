@@ -1,18 +1,28 @@
-"""Validates the requests of OpenAI's API and converts vLLM's errors about them into Fovea's."""
+"""Reads requests of OpenAI's API: validates them, and converts their messages into tokens with the chat template."""
 
+import asyncio
 import json
-from collections.abc import Callable
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.inputs import tokens_input
+from vllm.renderers import ChatParams
 from vllm.sampling_params import SamplingParams
 
 from fovea.api.v1 import sampler_pb2
+from fovea.vision.vision_family import image_margin
+from fovea.wire.conventions import is_markup, replace_markup
 from fovea.wire.errors import (
     ContextOverflow,
     FoveaError,
@@ -22,7 +32,6 @@ from fovea.wire.errors import (
     Unavailable,
     Unimplemented,
 )
-from fovea_services.sampler.engine.openai_texts import PICTURE
 
 _BOTH = (
     "model stream stream_options n seed stop stop_token_ids ignore_eos temperature top_p top_k min_p presence_penalty"
@@ -52,6 +61,17 @@ _ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
     "safety_identifier": lambda value: isinstance(value, str),
 }
 """OpenAI fields that Fovea does not serve, with a test for the values without effect that clients send by default."""
+
+PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}
+"""The message part by which the gateway replaces each image."""
+
+_QUESTION = {"type": "text", "text": "question"}
+_THOUGHTS = {"<think>", "</think>"}
+_MARK = f"@@fovea-text-{secrets.token_hex(16)}@@"
+"""A random text that splits control tokens typed in a message, so that the chat template cannot reproduce them."""
+
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+_BYTES = {character: value for value, character in bytes_to_unicode().items()}
 
 
 def read(
@@ -128,3 +148,186 @@ def error_of(response: ErrorResponse) -> FoveaError:
     with suppress(ValueError):  # vLLM appends the parameter, which FoveaError carries as `field`
         message = message[: message.rindex(" (parameter=")]
     return kind(message, field="prompt" if kind is ContextOverflow else error.param)
+
+
+class TextRenderer:
+    """vLLM's renderer with two changes; all other attributes are vLLM's.
+
+    Images stay the placeholders that the chat template writes, because Fovea's renderer processes them. Control tokens
+    that a message contains stay text.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._image_id: int | None = None
+        self._typed: re.Pattern[str] | None = None
+        self._markup: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def render_chat_async(
+        self, conversations: Sequence[Any], chat_params: ChatParams, tok_params: Any = None, **ignored: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Renders conversations like vLLM's method, but returns only tokens, and marks control tokens in tools too."""
+        if self._typed is not None:
+            given = await asyncio.to_thread(self._guarded_arguments, self._typed, chat_params.chat_template_kwargs)
+            chat_params = replace(chat_params, chat_template_kwargs=given)
+        rendered = [await self._inner.render_messages_async(messages, chat_params) for messages in conversations]
+        prompts = [
+            await self._encode(_as_text(prompt), tok_params or self._inner.default_chat_tok_params)
+            for _, prompt in rendered
+        ]
+        return [messages for messages, _ in rendered], [tokens_input(ids) for ids in prompts]
+
+    async def _encode(self, prompt: dict[str, Any], tok_params: Any) -> list[int]:
+        """Returns the ids of a prompt. The parts between marks are encoded separately, and images get their margins."""
+        text = self._with_margins(str(prompt.get("prompt", "")))
+        first, *others = text.split(_MARK)
+        if "prompt" in prompt:
+            prompt = {"prompt": first}
+        (encoded,) = await self._inner.tokenize_prompts_async([prompt], tok_params)
+        ids: list[int] = list(encoded["prompt_token_ids"])
+        for piece in others:
+            ids += self._inner.get_tokenizer().encode(piece, add_special_tokens=False)
+        return ids
+
+    def _with_margins(self, text: str) -> str:
+        """Returns the text with the whitespace that the model's processor writes around images; see `image_margin`."""
+        tokenizer = self._inner.get_tokenizer()
+        margin = image_margin(tokenizer)
+        if self._image_id is None or not margin:
+            return text
+        placeholder = tokenizer.convert_ids_to_tokens(self._image_id)
+        return text.replace(placeholder, f"{margin}{placeholder}{margin}")
+
+    async def guard(self, messages: Any) -> Any:
+        """Returns the messages with a mark inside each control token that a message contains, so that it stays text.
+
+        Control tokens are the tokenizer's special tokens, the tokens that the template writes around turns, and the
+        tokens of an image. Outside of the assistant's messages they include all other markup among the added tokens,
+        such as `<think>` and `<tool_call>`. In the assistant's messages such markup is kept, because the model wrote
+        it.
+
+        Raises InvalidInput with the field of the text if the tokenizer cannot write such a token as text.
+        """
+        if self._typed is None:
+            added = getattr(self._inner.get_tokenizer(), "added_tokens_decoder", {})
+            self._markup = frozenset(token for token in map(str, added.values()) if is_markup(token))
+            self._typed = _any_of(await self._controls())
+        return await asyncio.to_thread(self._guarded_messages, self._typed, messages)
+
+    def _guarded_messages(self, typed: re.Pattern[str], messages: Any) -> Any:
+        if not isinstance(messages, list):
+            return messages
+        try:
+            return [
+                self._guarded(typed, one, f"messages.{place}", isinstance(one, dict) and one.get("role") == "assistant")
+                for place, one in enumerate(messages)
+            ]
+        except RecursionError:
+            raise InvalidInput("messages nest too deeply", field="messages") from None
+
+    def _guarded_arguments(self, typed: re.Pattern[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of the chat template, with marks: the tools and `chat_template_kwargs`."""
+        try:
+            return {
+                name: self._guarded(typed, value, name if name == "tools" else f"chat_template_kwargs.{name}", False)
+                for name, value in arguments.items()
+            }
+        except RecursionError:
+            raise InvalidInput("tools or chat_template_kwargs nest too deeply", field="tools") from None
+
+    def _guarded(self, typed: re.Pattern[str], value: Any, field: str, keeps_markup: bool) -> Any:
+        if isinstance(value, dict):
+            return {
+                self._guarded(typed, name, field, keeps_markup): self._guarded(
+                    typed, each, f"{field}.{name}", keeps_markup
+                )
+                for name, each in value.items()
+            }
+        if isinstance(value, list):
+            return [self._guarded(typed, each, f"{field}.{place}", keeps_markup) for place, each in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        while (again := typed.sub(lambda found: self._broken(found[0], field), value)) != value:
+            value = again
+        return value if keeps_markup else replace_markup(value, self._markup, lambda token: self._broken(token, field))
+
+    async def _controls(self) -> set[str]:
+        """Returns the texts of control tokens.
+
+        Mistral's own tokenizer has no table of added tokens and never reads a control token from a text.
+        """
+        tokenizer = self._inner.get_tokenizer()
+        added = getattr(tokenizer, "added_tokens_decoder", None)
+        if added is None:
+            return set()
+        special = {str(token) for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
+        written = await self._added_ids([_QUESTION])
+        with suppress(Exception):  # templates without images raise errors of their own
+            written += await self._added_ids([_QUESTION, PICTURE])
+        return special | {str(one) for one in tokenizer.convert_ids_to_tokens(written)} - _THOUGHTS
+
+    def _broken(self, token: str, field: str) -> str:
+        """Returns a control token with a mark inside. Raises InvalidInput if the tokenizer cannot encode it as text."""
+        tokenizer = self._inner.get_tokenizer()
+        ids = [one for part in (token[0], token[1:]) for one in tokenizer.encode(part, add_special_tokens=False)]
+        if tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) != token:
+            raise InvalidInput(
+                f"{field} contains {token!r}, a control token of this model that the tokenizer cannot write as text; "
+                "remove it",
+                field=field,
+            )
+        return f"{token[0]}{_MARK}{token[1:]}"
+
+    async def image_id(self) -> int:
+        """Returns the id that represents an image in the chat template's output. Raises InvalidInput if there is none.
+
+        It is the tokenizer's `image_token`, or else the middle one of the added tokens that an image produces, between
+        the start and the end token.
+        """
+        if self._image_id is None:
+            plain, pictured = [await self._added_ids(parts) for parts in ([_QUESTION], [_QUESTION, PICTURE])]
+            brought = [token for token in pictured if token in Counter(pictured) - Counter(plain)]
+            if not brought:
+                raise InvalidInput("this model's chat template has no images; send only text", field="messages")
+            named = self._inner.get_tokenizer().convert_tokens_to_ids(
+                getattr(self._inner.get_tokenizer(), "image_token", None) or ""
+            )
+            self._image_id = named if named in brought else brought[len(brought) // 2]
+        return self._image_id
+
+    async def _added_ids(self, parts: list[dict[str, Any]]) -> list[int]:
+        tokenizer = self._inner.get_tokenizer()
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+        _, (prompt,) = await self.render_chat_async([[{"role": "user", "content": parts}]], params)
+        added = set(tokenizer.get_added_vocab().values())
+        return [token for token in prompt["prompt_token_ids"] if token in added]
+
+
+def _as_text(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in prompt.items() if name in ("prompt", "prompt_token_ids")}
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    """Returns a pattern that matches any of the texts, the longest first; it matches nothing if there are none.
+
+    Texts of one character, which a mark cannot split, are left out. So is whitespace: Gemma has added tokens of several
+    line feeds, which are not control tokens.
+    """
+    longest_first = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes | None:
+    """Returns the bytes of a token that is a part of a character, or None if the tokenizer does not write them.
+
+    Tokenizers write bytes as `<0xE2>` (SentencePiece's fallback) or as one character each (byte-level BPE).
+    """
+    piece = str(tokenizer.convert_ids_to_tokens([token])[0])
+    if fallback := _FALLBACK.fullmatch(piece):
+        return bytes([int(fallback[1], 16)])
+    if all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    return None

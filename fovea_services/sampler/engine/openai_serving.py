@@ -36,7 +36,7 @@ from fovea.wire.errors import (
     Unavailable,
 )
 from fovea_services.sampler.engine import openai_requests
-from fovea_services.sampler.engine.openai_texts import TextRenderer, token_bytes
+from fovea_services.sampler.engine.openai_requests import TextRenderer, token_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,10 +1,11 @@
 """Joins transfer groups and receives snapshots on threads, so that the engine keeps sampling while tensors arrive.
 
 Received tensors stay outside the model until all have arrived and their digest is known. A sender that vanishes, or
-bytes that differ from the announced ones, therefore never change the model. `host_offload` chooses the memory in which
-they wait.
+bytes that differ from the announced ones, therefore never change the model. `SnapshotOffload` chooses the memory in
+which they wait.
 """
 
+import logging
 import socket
 import threading
 import time
@@ -22,10 +23,12 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.device_digest import device_digest
 from fovea.shared_card import SharedCardGroup
 from fovea.wire.manifest import buckets, padded_bytes, sender_groups, tensor_bytes
-from fovea_services.sampler.engine.host_offload import SnapshotOffload
+from fovea_services.sampler.engine.engine_arguments import WORKING_BYTES
 
 # The type stubs of torch.distributed omit half of its exports.
 dist: Any = torch.distributed
+
+logger = logging.getLogger(__name__)
 
 Phase = Literal["running", "done", "failed"]
 
@@ -137,6 +140,61 @@ class TransferGroupMember:
         """Aborts running broadcasts and leaves the group."""
         for group in self._groups:
             group.abort()
+
+
+class SnapshotOffload:
+    """Chooses the memory of an arriving snapshot: the device if there is room, else pinned host memory.
+
+    Loading full weights from pinned memory pauses sampling for the transfer time of the bus. Loading them from ordinary
+    memory, which the driver copies through a small buffer of its own, pauses sampling for over a second for 9 GB
+    (measured), because the engine's kernel launches wait meanwhile. Pinned memory costs no KV cache. The first push
+    that needs pinned memory allocates it, and torch caches it for later pushes.
+
+    Args:
+        device: The device on which broadcasts arrive.
+        stream: The CUDA stream on which they arrive; None on a CPU.
+        working_bytes: GPU memory that must stay free beside an arriving snapshot.
+    """
+
+    def __init__(self, device: torch.device, stream: Any = None, working_bytes: int = WORKING_BYTES) -> None:
+        self._device = device
+        self._stream = stream
+        self._working_bytes = working_bytes
+        self._can_pin = device.type == "cuda"
+
+    def fits(self, size_bytes: int) -> bool:
+        """Returns True if a snapshot of this size may wait on the device itself."""
+        if self._device.type != "cuda":
+            return True
+        lacking_bytes = size_bytes + self._working_bytes - torch.cuda.mem_get_info(self._device)[0]
+        return lacking_bytes < 0 or lacking_bytes < self._left_bytes()
+
+    def _left_bytes(self) -> int:
+        """Returns the bytes that earlier snapshots used and that torch's allocator keeps cached for this stream."""
+        own = self._device.index, getattr(self._stream, "cuda_stream", None)
+        segments: list[Any] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(
+            one["total_size"] - one["allocated_size"] for one in segments if (one["device"], one["stream"]) == own
+        )
+
+    def to_host(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of `buffer`, uint8 [n], in host memory.
+
+        It is complete once the current stream reaches here.
+        """
+        if self._can_pin:
+            try:
+                pinned = torch.empty(buffer.numel(), dtype=torch.uint8, pin_memory=True)
+                return pinned.copy_(buffer, non_blocking=True)
+            except RuntimeError as error:  # the limit on locked memory is exceeded, or memory is exhausted
+                self._can_pin = False
+                logger.warning(
+                    "memory cannot be pinned (%s): snapshots now wait in ordinary host memory, and loading full "
+                    "weights pauses sampling for about 0.13 s per GB. Allow more locked memory, or reserve GPU memory "
+                    "with --full-push-room always",
+                    error,
+                )
+        return buffer.to("cpu")
 
 
 class SnapshotReceiver:

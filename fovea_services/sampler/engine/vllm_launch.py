@@ -18,7 +18,6 @@ from fovea import vision
 from fovea.runtime import model_files
 from fovea.runtime.hosts import interface_of, is_loopback
 from fovea.runtime.machine_memory import host_free_bytes, host_memory_bytes
-from fovea.vision.processor_vl import ProcessorVL
 from fovea_services.sampler.engine import engine_arguments
 from fovea_services.sampler.engine.manifest_check import Shape, checkpoint_shapes
 from fovea_services.sampler.settings import SamplerSettings
@@ -31,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
 """The environment variable with the process id of the service, which the engine's workers read."""
-
-_SAME_AS = {"lfm2": {"block_dim": "hidden_size", "conv_dim": "hidden_size"}}
-"""By `model_type` of the language model: missing configuration entries and the entries from which they are copied."""
 
 _MISCOUNTED_TOWERS = ("gemma4",)
 """Models of which the vision tower gets no adapters. vLLM sizes its buffers for one image and dies of two in a step."""
@@ -255,9 +251,10 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     from fovea_services.sampler.engine.weight_loading import RANDOM_FORMAT
     from fovea_services.sampler.vllm_patches.grammar_budget import BACKEND
 
+    config = read_config(settings.model)
     arguments: dict[str, Any] = {
         "model": settings.model,
-        "hf_overrides": {"head_dtype": settings.head_dtype} | missing_entries(read_config(settings.model)),
+        "hf_overrides": {"head_dtype": settings.head_dtype} | engine_arguments.missing_entries(config),
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_expert_parallel": settings.expert_parallel,
         "kv_cache_dtype": settings.kv_cache_dtype,
@@ -276,7 +273,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         "structured_outputs_config": {"backend": BACKEND},
         "stream_interval": settings.stream_interval,
         # vLLM can normalise uint8 pixels on the device. It must not where a processor has normalised them already.
-        "mm_device_do_normalize": not _comes_normalized(settings.model),
+        "mm_device_do_normalize": not engine_arguments.pixels_are_normalized(config),
         "mm_processor_cache_gb": 0,  # requests carry vision tensors, which fovea_services.sampler.generation caches
         "disable_log_stats": False,
         "enable_log_requests": False,
@@ -285,7 +282,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     if capacity.batched:
         arguments |= {
             "enable_lora": True,
-            "enable_tower_connector_lora": read_config(settings.model).get("model_type") not in _MISCOUNTED_TOWERS,
+            "enable_tower_connector_lora": config.get("model_type") not in _MISCOUNTED_TOWERS,
             "max_lora_rank": settings.max_lora_rank,
             "enable_moe_shared_loras": True,  # the trainer's form of expert adapters; no effect on dense models
             "max_loras": capacity.batched,
@@ -293,7 +290,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
         }
     if is_random(Path(settings.model)):
         arguments["load_format"] = RANDOM_FORMAT
-    if "vision_config" in read_config(settings.model):
+    if "vision_config" in config:
         arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
     return arguments
 
@@ -343,8 +340,6 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
 
 def push_room(settings: SamplerSettings) -> int:
     """Returns the bytes of each GPU that the KV cache leaves free for pushed full weights; see `room_for_pushes`."""
-    from fovea_services.sampler.engine.host_offload import room_for_pushes
-
     if runs_on_cpu(settings) or settings.full_push_room == "never" or settings.kv_cache_mib is not None:
         return 0
     try:
@@ -356,7 +351,9 @@ def push_room(settings: SamplerSettings) -> int:
         count = sum(get_safetensors_metadata(settings.model).parameter_count.values())
     weights_bytes = count * (4 if settings.dtype == "float32" else 2)
     engine_bytes = int(_device_bytes() * settings.gpu_memory_fraction)
-    return room_for_pushes(settings.full_push_room, weights_bytes, engine_bytes, settings.tensor_parallel)
+    return engine_arguments.room_for_pushes(
+        settings.full_push_room, weights_bytes, engine_bytes, settings.tensor_parallel
+    )
 
 
 def _device_bytes() -> int:
@@ -380,25 +377,6 @@ def read_config(model: str) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     return model_files.read_config(model, hf_hub_download)
-
-
-def missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration entries that vLLM needs and transformers does not write, in the form of `hf_overrides`.
-
-    Checkpoints on the hub from before transformers supported their model contain these entries.
-    """
-    text = config.get("text_config", config)
-    known = _SAME_AS.get(text.get("model_type"), {})
-    missing = {name: text[other] for name, other in known.items() if name not in text}
-    if not missing:
-        return {}
-    return {"text_config": missing} if "text_config" in config else missing
-
-
-def _comes_normalized(model: str) -> bool:
-    """Returns True if the model's pixels arrive normalised by their processor, not as uint8."""
-    family = vision.choose(read_config(model))
-    return family is not None and issubclass(family, ProcessorVL)
 
 
 def check_model(model: str) -> None:

@@ -18,10 +18,10 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.runtime.children import die_with_parent
 from fovea_services.sampler import vllm_patches
 from fovea_services.sampler.engine import weight_loading
-from fovea_services.sampler.engine.adapter_bank import AdapterBank
 from fovea_services.sampler.engine.manifest_check import ExpertSizes, ManifestChecker, check_biases, checkpoint_shapes
 from fovea_services.sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from fovea_services.sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
+from fovea_services.sampler.engine.weight_loading import AdapterBank
 
 
 def _end_with_service() -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from fovea_services.sampler.vllm_patches import (
-    adapted_modules,
     draws,
     experts_cpu,
     fresh_blocks,
@@ -27,15 +26,14 @@ from fovea_services.sampler.vllm_patches import (
     image_attention_cpu,
     kernels_cpu,
     lora_slots,
-    parameter_names,
+    model_classes,
     prompt_scorer,
     punica,
     routed_experts,
 )
 
 PATCHES = (
-    adapted_modules,  # before_model
-    parameter_names,  # before_model
+    model_classes,  # before_model
     image_attention_cpu,  # before_model, on CPU; also vllm_launch and after_model
     punica,  # before_model
     experts_cpu,  # before_model, on CPU
@@ -52,8 +50,7 @@ PATCHES = (
 
 def before_model() -> None:
     """Applies the patches that must precede loading a model. Call it in every such process; it may be called twice."""
-    adapted_modules.apply()
-    parameter_names.apply()
+    model_classes.apply()
     routed_experts.apply()
     fresh_blocks.apply()
     punica.apply()

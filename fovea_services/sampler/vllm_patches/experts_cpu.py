@@ -3,9 +3,8 @@
 
 Replaces: `vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend`.
 Why: with LoRA enabled, vLLM selects the Triton kernels, which do not run on a CPU. Without LoRA, it selects kernels
-that
-    repack the weights when the model is loaded but not when weights are loaded later. They would read the weights of a
-    full push as if they were packed. The patch selects `TorchExperts`, which never packs.
+    that repack the weights when the model is loaded but not when weights are loaded later. They would read the weights
+    of a full push as if they were packed. The patch selects `TorchExperts`, which never packs.
 Upstream: none filed.
 Delete when: experts of `cpu_moe.py` support LoRA, and pack again whatever is loaded.
 

@@ -12,8 +12,7 @@ Why: vLLM advances the grammars of a batch between two engine steps. xgrammar's 
     another process.
 Upstream: none filed; vLLM's VLLM_REGEX_COMPILATION_TIMEOUT_S limits only the compilation of regular expressions.
 Delete when: vLLM limits, for each request, the time of compiling and advancing a grammar, and validates grammars
-outside
-    the event loop.
+    outside the event loop.
 """
 
 import hashlib

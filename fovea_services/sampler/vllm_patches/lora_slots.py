@@ -3,11 +3,9 @@
 Replaces: `vllm.lora.worker_manager.WorkerLoRAManager._load_adapter`, and of `vllm.lora.model_manager.LoRAModelManager`
     `_add_adapter` and `modules`.
 Why: vLLM reads adapters from folders and copies them into a slot module by module and tensor by tensor, which takes 40
-ms
-    for an adapter of 504 tensors. With the patch, vLLM sees a single LoRA layer, which stands for all layers of the
+    ms for an adapter of 504 tensors. With the patch, vLLM sees a single LoRA layer, which stands for all layers of the
     model and copies all tensors with a few calls. The patch learns the sources and targets of the copies from vLLM's
-    own
-    code: once per layout, it runs that code with tensors on the meta device and records what would be copied.
+    own code: once per layout, it runs that code with tensors on the meta device and records what would be copied.
     Therefore it needs no knowledge of vLLM's layers.
 Upstream: vllm-project/vllm issues 4068 (adapters from tensors), closed as stale, and 20149, open; none filed about the
     time.

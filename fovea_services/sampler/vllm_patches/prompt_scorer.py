@@ -2,14 +2,13 @@
 
 Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict` and `.sample_tokens`.
 Why: the V1 model runner scores only the actual token and the best ones, stores each score as a Python object, and
-applies
-    the wrong adapter of `lm_head`. The patch computes everything that a request asks of its prompt (targets, draws, the
-    last n rows) from each step's logits, one block of rows at a time. The result uses the output field for scores of
-    fixed tokens, which the V1 runner leaves empty.
+    applies the wrong adapter of `lm_head`. The patch computes everything that a request asks of its prompt (targets,
+    draws, the last n rows) from each step's logits, one block of rows at a time. The result uses the output field for
+    scores of fixed tokens, which the V1 runner leaves empty.
 Upstream: vllm-project/vllm issues 51594 (adapters of `lm_head`), open, and 9404 (scores of given tokens), closed as
     stale. The V2 runner scores given tokens per row (`prompt_logprob_token_ids`), but draws none.
 Delete when: vLLM scores given tokens, the best tokens and tokens that it draws, with the request's adapter, also on a
-CPU.
+    CPU.
 
 A prompt of P tokens has P - 1 rows; row i is the distribution of token i + 1. All results are sent in one int32 tensor,
 with the bits of floats as integers, because vLLM returns such a tensor from a worker without converting it to lists.

@@ -8,10 +8,9 @@ Replaces: `vllm.platforms.cpu.CpuPlatform.get_punica_wrapper`, which names
     `vllm.platforms.cuda.CudaPlatformBase.get_punica_wrapper`, which names
     `vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU`.
 Why: vLLM's CPU wrapper gathers a copy of the adapter for each row: a 2,048-token prefill of rank 64 copies gigabytes.
-For
-    rows without an adapter it reads the last slot, which holds another tenant's adapter. Its `add_lora_logits` fails
-    when the number of rows is not the number of requests, as with prompt scores. Fovea's wrapper multiplies each run of
-    rows by its one adapter and does not touch rows without an adapter.
+    For rows without an adapter it reads the last slot, which holds another tenant's adapter. Its `add_lora_logits`
+    fails when the number of rows is not the number of requests, as with prompt scores. Fovea's wrapper multiplies each
+    run of rows by its one adapter and does not touch rows without an adapter.
     On a GPU, `add_lora_logits` assumes that row i of the logits belongs to request i of the batch. All rows of a scored
     prompt belong to one request, so vLLM would ignore its adapter of `lm_head` or apply another tenant's. Fovea's
     wrapper maps all rows to the adapter that `one_adapter_logits` selects.

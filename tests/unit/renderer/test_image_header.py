@@ -10,8 +10,7 @@ from PIL import Image
 
 from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea_services.renderer import image_header
-from fovea_services.renderer.chunk_errors import InvalidChunk
-from fovea_services.renderer.image_header import ImageFormat, ImageHeader
+from fovea_services.renderer.image_header import ImageFormat, ImageHeader, InvalidChunk
 from tests.unit.renderer.pictures import encoded, picture, png
 
 

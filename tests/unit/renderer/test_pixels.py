@@ -10,8 +10,7 @@ from PIL import Image, PngImagePlugin
 
 from fovea_rollout.pictures import read_picture
 from fovea_services.renderer import pixels
-from fovea_services.renderer.chunk_errors import InvalidChunk
-from fovea_services.renderer.image_header import ImageFormat
+from fovea_services.renderer.image_header import ImageFormat, InvalidChunk
 from tests.unit.renderer.pictures import encoded, picture, pixels_of
 
 WIDTH, HEIGHT = 24, 16

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted
-from fovea_services.renderer.image_caches import FeatureCache, ImageCache
-from fovea_services.renderer.image_fetch import ImageFetcher
 from fovea_services.renderer.image_header import ImageHeader
+from fovea_services.renderer.image_sources import FeatureCache, ImageCache, ImageFetcher
 from fovea_services.renderer.input_messages import Chunk, ImageChunk, Rendered
 from fovea_services.renderer.rendering import ImageSupport, Renderer, ServedModel
 from fovea_services.renderer.worker_pool import ProcessedImage

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fovea.wire.errors import DeadlineExceeded, Internal, ResourceExhausted, Unavailable
-from fovea_services.renderer.chunk_errors import InvalidChunk
-from fovea_services.renderer.image_header import ImageHeader
+from fovea_services.renderer.image_header import ImageHeader, InvalidChunk
 from fovea_services.renderer.worker_pool import WorkerPool, WorkerSettings
 from tests.unit.renderer import odd_worker
 

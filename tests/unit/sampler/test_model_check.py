@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fovea_services.sampler.engine.vllm_launch import check_model, measure_adapter_capacity, missing_entries
+from fovea_services.sampler.engine.engine_arguments import missing_entries
+from fovea_services.sampler.engine.vllm_launch import check_model, measure_adapter_capacity
 from fovea_services.sampler.settings import SamplerSettings
 
 

@@ -56,10 +56,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from fovea.runtime.hosts import interface_of
 from fovea_services.sampler import vllm_patches
 from fovea_services.sampler.vllm_patches import (
-    adapted_modules,
     fresh_blocks,
     kernels_cpu,
-    parameter_names,
+    model_classes,
     routed_experts,
 )
 
@@ -151,7 +150,7 @@ def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> N
     model.shared_expert_gate = ReplicatedLinear(4, 1)
     model.shared_expert = torch.nn.Module()
     model.shared_expert.expert_gate = model.shared_expert_gate
-    adapted_modules.apply()
+    model_classes.apply()
     assert model_manager.get_supported_lora_modules(model) == ["expert_gate", "lm_head", "shared_expert_gate"]
 
 
@@ -163,7 +162,7 @@ def test_experts_whose_kernel_takes_no_adapters_are_left_alone(takes: bool) -> N
     runner.routed_experts = torch.nn.Module()
     kernel = SimpleNamespace(supports_lora=lambda: takes)
     runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=False, moe_kernel=kernel)
-    adapted_modules.apply()
+    model_classes.apply()
     for wrapper, parts in ((FusedMoEWithLoRA, ["w1", "w3"]), (FusedMoE3DWithLoRA, ["w13"])):
         asked: Any = {"lora_config": None, "packed_modules_list": parts, "model_config": None}
         assert wrapper.can_replace_layer(source_layer=runner, **asked) is takes
@@ -175,7 +174,7 @@ def test_a_head_beside_the_decoder_is_adapted_with_it() -> None:
     manager.supports_mm, manager.supported_modules_to_save = True, []
     manager.mm_mapping = MultiModelKeys.from_string_field(language_model="language_model.model", tower_model="visual.")
     manager.punica_wrapper_mapping = {"language_model.model": "of the decoder", "visual.": "of the tower"}
-    adapted_modules.apply()
+    model_classes.apply()
     assert manager._get_punica_wrapper("language_model.lm_head") == "of the decoder"
     assert manager._get_punica_wrapper("visual.merger.proj") == "of the tower"
     assert manager._get_punica_wrapper("something.else") is None
@@ -187,7 +186,7 @@ def test_a_head_of_any_vocabulary_takes_adapters(token_count: int) -> None:
     torch.nn.Module.__init__(layer)
     layer.base_layer, layer.hidden_size, layer.device = SimpleNamespace(vocab_size=token_count), 8, torch.device("cpu")
     layer.sharded_to_full_mapping = None
-    adapted_modules.apply()
+    model_classes.apply()
     layer.create_lora_weights(2, SimpleNamespace(max_lora_rank=4, lora_dtype=torch.float32), None)
     assert layer.lora_a_stacked.shape == (2, 1, 4, 8)
     assert layer.lora_b_stacked.shape == (2, 1, token_count, 4)
@@ -213,9 +212,9 @@ def test_vllm_still_needs_image_attention_cpu() -> None:
 def test_vllm_still_needs_parameter_names() -> None:
     for tower in ("siglip:SiglipVisionModel", "clip:CLIPVisionModel", "lfm2_siglip2:Siglip2Model"):
         assert "self.vision_model" in source(f"vllm.model_executor.models.{tower}.__init__")
-    parameter_names.apply()
+    model_classes.apply()
     names = ("vision_tower.", "model.vision_tower.", "vision_tower.vision_model.", "model.vision_tower.vision_model.")
-    for model in parameter_names.TOWERS:
+    for model in model_classes.TOWERS:
         own = replace(model.hf_to_vllm_mapper, orig_to_new_regex={})
         assert own.map_name("model.vision_tower.embeddings.x") in (
             "vision_tower.embeddings.x",

@@ -13,7 +13,7 @@ import fovea_tinyvlm
 from fovea.runtime import model_files
 from fovea.runtime.model_files import check_directory, context_length, fingerprints, read_image_processor
 from fovea_services.renderer import model_directory as renderer_checkpoint
-from fovea_services.renderer.image_processor import ImagePatcher
+from fovea_services.renderer.image_worker import ImagePatcher
 from fovea_services.trainer.model.model_family import PatchNormalizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

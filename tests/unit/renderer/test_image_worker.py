@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from fovea_services.renderer import image_processor
-from fovea_services.renderer.image_processor import ImagePatcher, QwenPatches, anywhere, open_processor
+from fovea_services.renderer import image_worker
+from fovea_services.renderer.image_worker import ImagePatcher, QwenPatches, anywhere, open_processor
 from tests.families import ensure_family
 from tests.unit.renderer.pictures import picture
 
@@ -82,7 +82,7 @@ def test_what_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             tensors["pixel_values"][-1, -1] ^= 1
             return tensors
 
-    monkeypatch.setattr(image_processor, "QwenPatches", Wrong)
+    monkeypatch.setattr(image_worker, "QwenPatches", Wrong)
     found = ImagePatcher(directory).tensors(image, anywhere)
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 

@@ -1,8 +1,13 @@
-"""Lets adapters change more modules: every `lm_head`, gates of shared experts, and the tower of Qwen3-VL with experts.
+"""Corrects what vLLM's model classes declare: the modules that adapters may change, and the names of parameters.
+
+Adapters may change every `lm_head`, the gates of shared experts, and the tower of Qwen3-VL with experts. Names in
+checkpoints map to parameters that vLLM would not find.
 
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
     `Qwen3VLMoeForConditionalGeneration`, and `can_replace_layer` of `vllm.lora.layers.FusedMoEWithLoRA`.
+    For names: `hf_to_vllm_mapper` of the classes in `TOWERS` and of `Lfm2VLForConditionalGeneration`, adds
+    `named_parameters` to `PixtralHFVisionModel`, and keeps `lora_base_layer_prefix` of `RoutedExperts` empty.
 Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding only if the model's class lists it in
     `embedding_modules`. Qwen3 lists `lm_head`; Qwen2, and with it Qwen2.5-VL, does not, although its layers are the
     same. The patch adds `lm_head` to the supported modules of every model.
@@ -17,13 +22,28 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     The patch adds the declaration.
     If the kernel of a model's experts does not support adapters, the engine dies at its start. With the patch such
     experts stay unadapted, and a manifest with adapters for them is refused with the name of the module.
+    transformers 5 removed the level `vision_model` from SigLIP and CLIP and saves checkpoints without it. vLLM's towers
+    have the level and refuse such checkpoints. The patch inserts it; checkpoints on the hub have it and load as before.
+    Pixtral's tower looks up a checkpoint's names among its own parameters. Once LoRA wraps its layers, as in LLaVA, the
+    parameters have other names and no later weights load. (Other towers look up layer by layer.) The patch reports the
+    parameters under their names without LoRA.
+    Once LoRA wraps experts, vLLM expects names with `base_layer` in a checkpoint and silently ignores the others, so a
+    push left experts unchanged. The patch keeps the expected names as they are without LoRA.
+    LFM2's short convolutions are called `conv` in checkpoints and `short_conv` in vLLM. LFM2-VL's mapper lacks that
+    entry. Weights load, because the language model inside has a mapper of its own, but adapters do not find their
+    module. The patch adds the entry.
 Upstream: vllm-project/vllm issue 21500, closed without a change; of the others none known.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
     `create_lora_weights` takes any vocabulary, `get_supported_lora_modules` has `expert_gate` of Qwen3.5 with experts,
-    `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel.
+    `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel;
+    and vLLM maps `vision_tower.embeddings` of each class to a parameter that its model has, `PixtralHFVisionModel`
+    loads weights with `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` also maps checkpoint names when LoRA
+    wraps the experts, and LFM2-VL's mapper has the entries of LFM2's.
 """
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,16 +51,56 @@ from vllm.lora import model_manager
 from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
+from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
+from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
+from vllm.model_executor.models.pixtral import PixtralHFVisionModel
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
+from vllm.model_executor.models.utils import WeightsMapper
 
 _NAME = "lm_head"
 _MOST_TOKENS = 258_048
 """The largest vocabulary for which vLLM allocates LoRA weights."""
 
+TOWERS: tuple[Any, ...] = (
+    Gemma3ForConditionalGeneration,
+    Lfm2VLForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
+)
+"""vLLM's classes with a SigLIP or CLIP tower."""
+
+_LEVEL = WeightsMapper(
+    orig_to_new_regex={re.compile(r"^(model\.)?vision_tower\.(?!vision_model\.)"): "vision_tower.vision_model."}
+)
+# Only the projections, which adapters can change; the language model's own mapper does not touch these names again.
+_CONVOLUTION = WeightsMapper(orig_to_new_regex={re.compile(r"\.conv\.(in_proj|out_proj)\."): r".short_conv.\1."})
+
+
+def _named_parameters(self: Any, *arguments: Any, **how: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in torch.nn.Module.named_parameters(self, *arguments, **how):
+        yield name.replace(".base_layer.", "."), parameter
+
 
 def apply() -> None:
     """Applies the patch to this process. It may be called twice."""
+    _correct_names()
+    _extend_adapted_modules()
+
+
+def _correct_names() -> None:
+    PixtralHFVisionModel.named_parameters = _named_parameters
+    RoutedExperts.lora_base_layer_prefix = property(lambda _: "", lambda _, prefix: None)
+    missing = [(model, _LEVEL) for model in TOWERS] + [(Lfm2VLForConditionalGeneration, _CONVOLUTION)]
+    for model, more in missing:
+        if not more.orig_to_new_regex.keys() <= model.hf_to_vllm_mapper.orig_to_new_regex.keys():
+            model.hf_to_vllm_mapper = model.hf_to_vllm_mapper | more
+
+
+def _extend_adapted_modules() -> None:
     Qwen3VLMoeForConditionalGeneration.packed_modules_mapping |= {"qkv": ["qkv"]}
     ask_model: Any = model_manager.get_supported_lora_modules
     if ask_model.__module__ == __name__:
