@@ -1,1 +1,1 @@
-"""The main job, end to end: a vision-language model learns real images through the official Tinker SDK."""
+"""A demo of the main use, end to end: teaches a vision-language model real images through the official Tinker SDK."""

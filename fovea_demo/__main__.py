@@ -1,4 +1,4 @@
-"""`make demo`: from nothing to a page with two accuracies."""
+"""Entry point of `make demo`: fine-tunes a tiny model and writes a page with its accuracy before and after."""
 
 import json
 import os
@@ -23,12 +23,12 @@ API_KEY = "tml-local"
 def main(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 1,497 training scans.")] = Recipe.epochs,
     seed: Annotated[int, typer.Option(help="Seed of the split, the adapter and the order.")] = 0,
-    out: Annotated[pathlib.Path, typer.Option(help="Where report.html and result.json go.")] = OUT,
-    base_url: Annotated[str | None, typer.Option(help="Use a Tinker server that runs already.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="Its model; needed with --base-url.")] = None,
+    out: Annotated[pathlib.Path, typer.Option(help="Directory for report.html and result.json.")] = OUT,
+    base_url: Annotated[str | None, typer.Option(help="Base URL of a running Tinker server to use.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The model of that server; required with --base-url.")] = None,
 ) -> None:
     """Fine-tune a tiny vision-language model on real digit scans through Fovea and report what it learnt."""
-    # The SDK would otherwise report its use of our own server to our own server.
+    # Otherwise the SDK would send its telemetry about this server to this server.
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     console = Console()
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 real scans of handwritten digits, as PNG pictures with a question and an answer."""
+"""Provides scikit-learn's 1,797 real scans of handwritten digits as PNG pictures, with a question and an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import tinker
 from PIL import Image
 
-if TYPE_CHECKING:  # two seconds of imports, for which help would wait
+if TYPE_CHECKING:  # the import takes two seconds, which would delay --help
     from transformers import PreTrainedTokenizerBase
 
 HELD_OUT_COUNT = 300
@@ -23,7 +23,7 @@ class Scan:
 
     Attributes:
         png: The picture, 8-bit grey, as a PNG file.
-        digit: What was written, 0 to 9.
+        digit: The written digit, 0 to 9.
     """
 
     png: bytes
@@ -31,7 +31,7 @@ class Scan:
 
 
 def load_scans(seed: int = 0) -> tuple[list[Scan], list[Scan]]:
-    """The training scans and the held-out ones, shuffled by `seed`. No scan is in both."""
+    """Returns the training scans and the held-out scans, shuffled by `seed`. No scan is in both."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -41,7 +41,7 @@ def load_scans(seed: int = 0) -> tuple[list[Scan], list[Scan]]:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """An 8 x 8 scan with values 0 to 16 as a PNG of the same size, white ink on black."""
+    """Returns an 8 x 8 scan with values 0 to 16 as a PNG of the same size, with white ink on black."""
     pixels = np.round(image * (255 / 16)).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
@@ -58,15 +58,15 @@ class Prompter:
         self.end_token: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     def prompt(self, scan: Scan) -> tinker.ModelInput:
-        """The question with the picture in it."""
+        """Returns the prompt: the picture and the question."""
         return tinker.ModelInput(chunks=[self._before, self._image(scan), self._after])
 
     def datum(self, scan: Scan, image_token_count: int) -> tinker.Datum:
-        """The question and its answer; only the answer's tokens carry weight.
+        """Returns the prompt with its answer as a training example; only the answer's tokens have weight.
 
         Args:
             scan: The picture and its digit.
-            image_token_count: Placeholder tokens that a picture takes in this model.
+            image_token_count: The number of placeholder tokens of a picture in this model.
         """
         answer = [*self._tokenizer.encode(str(scan.digit), add_special_tokens=False), self.end_token]
         # The last token is only predicted, never an input.
@@ -85,7 +85,7 @@ class Prompter:
         )
 
     def read(self, tokens: list[int]) -> str:
-        """What the model said, without the end of its turn."""
+        """Returns the text of the model's answer, without the end-of-turn token."""
         return str(self._tokenizer.decode([token for token in tokens if token != self.end_token])).strip()
 
     def _chunk(self, text: str) -> tinker.EncodedTextChunk:

@@ -1,4 +1,4 @@
-"""Fine-tunes a LoRA on the scans through the Tinker SDK, sampling held-out pictures before, between and after."""
+"""Fine-tunes a LoRA on the scans through the Tinker SDK, and samples held-out pictures before, during and after."""
 
 import math
 import time
@@ -14,15 +14,16 @@ from fovea_demo.digits import Prompter, Scan
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. Found for the tiny model by plain search.
+    """The training settings. The defaults were found for the tiny model by a search.
 
     Attributes:
-        rank: Of the adapter.
-        epochs: Passes over the training scans.
-        batch_size: Scans of one step.
-        learning_rate: At its peak; it rises over `warmup_steps` and falls on a half cosine to nothing.
-        warmup_steps: Steps of the rise.
-        image_token_count: Placeholder tokens of one picture: 256 x 256 pixels in patches of 16, merged 2 x 2.
+        rank: The rank of the adapter.
+        epochs: The number of passes over the training scans.
+        batch_size: The number of scans in one step.
+        learning_rate: The peak learning rate. It rises over `warmup_steps` and then falls to zero on a half cosine.
+        warmup_steps: The number of steps over which the learning rate rises.
+        image_token_count: The number of placeholder tokens of one picture: 256 x 256 pixels in patches of 16, merged
+            2 x 2.
     """
 
     rank: int = 32
@@ -33,20 +34,20 @@ class Recipe:
     image_token_count: int = 64
 
     def learning_rate_at(self, step: int, step_count: int) -> float:
-        """Learning rate of a step, from 0."""
+        """Returns the learning rate of a step; steps are counted from 0."""
         rise = min(1.0, (step + 1) / self.warmup_steps)
         return self.learning_rate * rise * 0.5 * (1.0 + math.cos(math.pi * step / step_count))
 
 
 @dataclass
 class History:
-    """What happened, for the report.
+    """The results of the job, for the report.
 
     Attributes:
-        losses: Mean negative log-probability an answer token, by step.
-        accuracies: (step, share of held-out scans read right).
-        answers: What the model said of each held-out scan at the end.
-        first_answers: The same before training.
+        losses: The mean negative log-probability of an answer token, for each step.
+        accuracies: Pairs of a step and the fraction of held-out scans that the model reads correctly after it.
+        answers: The model's answer to each held-out scan after training.
+        first_answers: The model's answer to each held-out scan before training.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -59,7 +60,7 @@ class History:
 def fine_tune(
     base_url: str, api_key: str, base_model: str, train: list[Scan], held_out: list[Scan], recipe: Recipe, seed: int
 ) -> History:
-    """Runs the main job against a Tinker server and returns what happened."""
+    """Runs the job on a Tinker server and returns its results."""
     with ServiceClient(base_url=base_url, api_key=api_key) as service, _progress() as progress:
         training = service.create_lora_training_client(base_model=base_model, rank=recipe.rank, seed=seed).result()
         prompter = Prompter(training.get_tokenizer())

@@ -1,6 +1,6 @@
-"""One static page: the loss, the accuracy over steps, and held-out pictures with what the model said.
+"""Writes a static page: the loss, the accuracy over steps, and held-out pictures with the model's answers.
 
-It is light or dark, fits a phone, and loads nothing from elsewhere.
+The page has a light and a dark form, fits a phone, and loads nothing from other servers.
 """
 
 import base64
@@ -40,7 +40,7 @@ h1 { margin: 0; line-height: 1.2 } .sub { color: var(--soft); margin-top: .4rem 
 
 
 def write_report(path: pathlib.Path, history: History, held_out: list[Scan], result: dict[str, float]) -> None:
-    """Writes the page, with everything inside it."""
+    """Writes the page as one self-contained file."""
     figures = [
         (f"{result['accuracy_before']:.1%}", "read right before"),
         (f"{result['accuracy_after']:.1%}", f"read right after, of {len(held_out)} held-out scans"),

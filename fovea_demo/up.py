@@ -24,9 +24,10 @@ def running_fovea(
 ) -> Iterator[dict[str, Any]]:
     """Yields the contents of `up.json`: base_url, model_name, ready_s and the services' addresses.
 
-    Without a model it has its own tiny one. The log goes to `state_dir`/up.log. Leaving sends Ctrl-C and waits until
-    everything has stopped.
-    Raises NotReady with the end of the log if the services do not come up.
+    Without a model, `fovea up` uses its own tiny one. The log is written to `state_dir`/up.log. At the end of the
+    block, the function sends Ctrl-C and waits until all processes have stopped.
+
+    Raises NotReady, with the end of the log, if the services do not start.
     """
     fovea.bypass_proxies()  # the clients of this Fovea are in this process, or its children
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,10 @@ def running_fovea(
 
 @contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
-    """A SIGTERM ends the program as Ctrl-C does, so that its Fovea is stopped; a handler of the program's own stays."""
+    """Makes SIGTERM end the program as Ctrl-C does, so that its Fovea stops.
+
+    Keeps a handler that the program has set.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

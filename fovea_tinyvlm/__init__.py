@@ -1,7 +1,7 @@
-"""The tiny models that the project builds for itself: real architectures, real processor files, a minute to make.
+"""Builds the project's own tiny models, with real architectures and processor files, in about a minute each.
 
-`qwen3_vl` learns from pictures drawn here (invented signs, coloured shapes, dots), never from digits, so that teaching
-it digits afterwards proves that fine-tuning works.
+`qwen3_vl` is pre-trained on generated pictures (invented signs, coloured shapes, dots) but never on digits. If it
+learns digits afterwards, fine-tuning works.
 """
 
 from __future__ import annotations

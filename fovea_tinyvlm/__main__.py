@@ -1,4 +1,4 @@
-"""`python -m fovea_tinyvlm [--kind NAME] [--out DIR] [--seed N] [--list]`: build a tiny model, print its directory."""
+"""Builds a tiny model: `python -m fovea_tinyvlm [--kind NAME] [--out DIR] [--seed N] [--list]`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from fovea_tinyvlm.recipe import KINDS
 
 
 def main() -> None:
-    """Build, or find in the cache; with --out, copy the directory there."""
+    """Builds a model, or finds it in the cache; with --out, copies its directory there."""
     parser = argparse.ArgumentParser(
         prog="python -m fovea_tinyvlm", description="Build a tiny model to develop against."
     )
     names = (*KINDS, *FAMILIES)
     parser.add_argument("--kind", choices=names, default="qwen3_vl", help="family (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="say which there are, and which checkpoint each follows")
+    parser.add_argument(
+        "--list", action="store_true", help="list the families and the published checkpoints that they follow"
+    )
     parser.add_argument("--out", type=Path, help="copy the model to this directory, which must be empty or new")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and pictures (default: %(default)s)")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Configurations of the three tiny models and their random weights."""
+"""The configurations of the three tiny models, and their random weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fovea_tinyvlm.recipe import Kind
 from fovea_tinyvlm.special_tokens import END_OF_TEXT, IM_END, IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START
 from fovea_tinyvlm.tokenizer import MAX_LENGTH, VOCABULARY_SIZE
 
-# 32 is the smallest head size that vLLM's CPU attention has a kernel for.
+# 32 is the smallest head size for which vLLM's CPU attention has a kernel.
 HEAD_DIM = 32
 HIDDEN_SIZE = 128
 VISION_HIDDEN_SIZE = 64
 GRID_SIDE = 16
-"""Patches along a side of a 256x256 image, the smallest square that the processor gives."""
+"""The number of patches along a side of a 256x256 image, the smallest square that the processor returns."""
 
 
 def random_model(kind: Kind, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A model with random float32 weights of realistic scale, from torch's global generator."""
+    """Returns a model with random float32 weights of realistic scale, drawn from torch's global generator."""
     if kind == "qwen3_vl":
         model: PreTrainedModel = _qwen3_vl(tokenizer)
     elif kind == "qwen2_5_vl":
@@ -44,8 +44,8 @@ def random_model(kind: Kind, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMo
 
 @torch.no_grad()
 def _place_positions(model: Qwen3VLForConditionalGeneration) -> None:
-    # Sines and cosines of row and column instead of noise: neighbours start out alike, so attention to places need
-    # not be learnt from nothing (the fixed embedding of Vaswani et al. 2017, in two dimensions).
+    # The position embedding starts as sines and cosines of row and column (the fixed embedding of Vaswani et al. 2017,
+    # in two dimensions). Neighbours then start similar, and the model need not learn attention to positions from noise.
     table = model.model.visual.pos_embed.weight
     quarter = table.shape[1] // 4
     frequencies = torch.pi / GRID_SIDE * torch.logspace(0.0, 3.0, quarter, base=2.0)
@@ -58,8 +58,9 @@ def _place_positions(model: Qwen3VLForConditionalGeneration) -> None:
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    # transformers draws every matrix with a deviation of 0.02, which suits thousands of channels: at 64 or 128 the
-    # layers would hardly speak. Biases and norms get noise so that a test notices a part that is left out.
+    # transformers draws every matrix with a deviation of 0.02, which suits thousands of channels. With 64 or 128
+    # channels the layers would have almost no effect. Biases and norms get noise, so that a test detects an omitted
+    # one.
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             is_table = "embed_tokens" in name or "pos_embed" in name
@@ -70,7 +71,7 @@ def _randomize(model: PreTrainedModel) -> None:
         else:
             parameter.normal_(std=0.02)
     for name, parameter in model.named_parameters():
-        # Two such matrices a layer add to the residual stream, which should keep its scale over the depth.
+        # Two such matrices per layer add to the residual stream, of which the scale should not grow with the depth.
         if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight", "mlp.linear_fc2.weight")):
             parameter.mul_(0.5)
 
@@ -93,7 +94,7 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLForConditionalGenera
             "head_dim": HEAD_DIM,
             "rope_parameters": {
                 "rope_type": "default",
-                # A full-size model's 5,000,000 leaves half of so few frequencies without any effect.
+                # With the 5,000,000 of a full-size model, half of these few frequencies would have no effect.
                 "rope_theta": 10_000.0,
                 "mrope_section": [6, 5, 5],
                 "mrope_interleaved": True,

@@ -1,6 +1,6 @@
-"""One build: from a recipe to a directory that transformers and vLLM load.
+"""Builds a directory that transformers and vLLM can load from a recipe.
 
-`python -m fovea_tinyvlm.build RECIPE DIRECTORY` builds in a process of its own; RECIPE is JSON.
+`python -m fovea_tinyvlm.build RECIPE DIRECTORY` builds in a separate process; RECIPE is JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fovea_tinyvlm.tokenizer import train_tokenizer
 
 
 def build(recipe: Recipe, directory: Path) -> None:
-    """Write model, tokenizer and processor files of `recipe` into `directory`, which may exist."""
+    """Writes the model, tokenizer and processor files of `recipe` into `directory`, which may exist."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer([*corpus(), *(20 * lesson_texts())], chat_template(recipe.kind))
     torch.set_num_threads(recipe.thread_count)

@@ -1,4 +1,4 @@
-"""Built models on disk: one directory a recipe, built once, by one process."""
+"""Caches built models on disk: one directory per recipe, which one process builds once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ VERSIONS_THAT_MATTER = ("torch", "torchvision", "transformers", "tokenizers", "n
 
 
 def cache_directory() -> Path:
-    """`$FOVEA_CACHE`, else `~/.cache/fovea`."""
+    """Returns `$FOVEA_CACHE`, or `~/.cache/fovea` if it is not set."""
     return Path(os.environ.get("FOVEA_CACHE") or Path.home() / ".cache" / "fovea")
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """16 hexadecimal digits over the recipe, this package's sources and the libraries' versions."""
+    """Returns 16 hexadecimal digits of a hash of the recipe, this package's sources and the libraries' versions."""
     digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
     package = Path(__file__).parent
     for path in sorted([*package.glob("*.py"), *package.glob("chat_templates/*.jinja"), package / "words.txt"]):
@@ -41,9 +41,9 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 def ensure(kind: Kind = "qwen3_vl", seed: int = 0) -> Path:
-    """The directory of the tiny model of `kind`; builds it on the first call, which takes up to a minute.
+    """Returns the directory of the tiny model of `kind`. The first call builds it, which takes up to a minute.
 
-    Safe to call from several processes at once: one builds, the others wait for it.
+    Several processes may call it at once: one builds, the others wait for it.
 
     Raises:
         RuntimeError: The build failed; its output is on standard error.
@@ -52,10 +52,10 @@ def ensure(kind: Kind = "qwen3_vl", seed: int = 0) -> Path:
 
 
 def ensure_recipe(recipe: Recipe) -> Path:
-    """`ensure` for any recipe."""
+    """Returns the directory of the model of any recipe, like `ensure`."""
     parent = cache_directory()
     directory = parent / f"tiny-{recipe.kind}-{fingerprint(recipe)}"
-    # The name appears by an atomic rename, so a directory that exists is complete.
+    # A build ends with an atomic rename to this name, so a directory that exists is complete.
     if directory.exists():
         return directory
     parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +68,9 @@ def ensure_recipe(recipe: Recipe) -> Path:
 def _build_into(recipe: Recipe, directory: Path) -> None:
     logger.info("building the tiny %s once, into %s", recipe.kind, directory)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    # A process of its own, for three reasons: threads that spin while they wait take minutes when other processes
-    # want the same cores, and only the environment at start-up stops that; the thread count and the random state of
-    # the caller stay as they are; and a caller that has never used OpenMP can still fork an engine.
+    # The build runs in a separate process for three reasons. Threads that spin while they wait take minutes if other
+    # processes need the same cores, and only environment variables at start-up prevent that. The thread count and the
+    # random state of the caller stay unchanged. And a caller that has never used OpenMP can still fork an engine.
     waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": str(recipe.thread_count)}
     source_root = str(Path(__file__).parent.parent)
     python_path = os.pathsep.join([source_root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -88,6 +88,6 @@ def _build_into(recipe: Recipe, directory: Path) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        # Released by the kernel when the holder dies, unlike a file whose mere existence is the lock.
+        # The kernel releases this lock when its holder dies. A lock that consists of a file's existence would remain.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

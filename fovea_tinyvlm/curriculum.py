@@ -1,4 +1,4 @@
-"""What the model is taught: batches of pictures with questions and answers, and lines of prose."""
+"""The training data of the tiny model: batches of pictures with questions and answers, and lines of prose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGN_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A picture with its questions.
+    """A picture with questions and answers.
 
     Attributes:
         pixels: uint8 [side, side, 3], 8x8 scans or 64x64 scenes.
@@ -29,7 +29,7 @@ class Lesson:
 
 
 def draw_lessons(alphabet: Alphabet, count: int, rng: np.random.Generator) -> list[Lesson]:
-    """`count` lessons: half of them signs, the others scenes."""
+    """Returns `count` lessons: half of them with signs, the others with scenes."""
     sign_count = round(_SIGN_SHARE * count)
     indices = rng.integers(0, len(alphabet), sign_count)
     scans = scan(alphabet, indices, rng)
@@ -48,7 +48,7 @@ def _scene_lesson(scene: Scene, rng: np.random.Generator) -> Lesson:
 
 
 def lesson_texts() -> list[str]:
-    """Every question and every answer once, for the tokenizer's corpus."""
+    """Returns every question and every answer once, for the tokenizer's corpus."""
     questions = [SIGN_QUESTION, *SCENE_QUESTIONS]
     answers = [*SIGN_NAMES, *COLOURS, *SHAPES, *PLACES, *(str(count) for count in range(MOST_DOTS + 1))]
     return [*questions, *answers]

@@ -1,4 +1,4 @@
-"""Pictures to the vision tower's patches, as the processor makes them, but each frame once.
+"""Converts pictures into the vision tower's patches as the processor does, but with each frame only once.
 
 Shapes: B pictures, N = 256 patches a picture, C = 3 channels, patch_size = 16.
 """
@@ -42,9 +42,9 @@ def patchify(pictures: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
 
 
 class StillPatchEmbedding(nn.Module):
-    """A Conv3d patch embedding for pictures, whose frames are equal: the frames' weights are added up first.
+    """A Conv3d patch embedding for still pictures, in which both frames are equal: it first adds the frames' weights.
 
-    Exact, and half the work; it shares its parameters with the wrapped convolution.
+    The result is exact and needs half the work. The class shares its parameters with the wrapped convolution.
     """
 
     def __init__(self, projection: nn.Conv3d) -> None:

@@ -45,7 +45,10 @@ class TokenBatch:
 
 
 def pretrain(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Train all weights of `model` in place for `recipe.step_count` steps; deterministic for a recipe."""
+    """Trains all weights of `model` in place for `recipe.step_count` steps.
+
+    The result is deterministic for a recipe.
+    """
     rng = np.random.default_rng(recipe.seed)
     alphabet = invent_alphabet(rng)
     teacher = _Teacher(model, tokenizer)
@@ -95,7 +98,7 @@ def _schedule(step: int, step_count: int) -> float:
 
 
 class _Teacher:
-    """Computes the losses; while it is at work the patch embedding takes each frame once."""
+    """Computes the losses. While it exists, the patch embedding of the model processes each frame only once."""
 
     def __init__(self, model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
         self._model = model
@@ -109,7 +112,7 @@ class _Teacher:
         self._model.model.visual.patch_embed = self._patch_embedding
 
     def picture_loss(self, lessons: list[Lesson]) -> Tensor:
-        """Mean cross-entropy of the answer tokens, float32 []."""
+        """Returns the mean cross-entropy of the answer tokens, float32 []."""
         batch = _pad([self._lesson_tokens(lesson) for lesson in lessons])
         side = SIDE // PATCH_SIZE
         grid = torch.tensor([[1, side, side]] * len(lessons))
@@ -128,14 +131,14 @@ class _Teacher:
         return self._loss(hidden, batch.targets)
 
     def prose_loss(self, lines: list[str]) -> Tensor:
-        """Mean cross-entropy of every token, float32 []."""
+        """Returns the mean cross-entropy of all tokens, float32 []."""
         rows = [[(token, True) for token in self._tokenizer(line + IM_END)["input_ids"]] for line in lines]
         batch = _pad(rows)
         hidden = self._model.model.language_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
         return self._loss(hidden, batch.targets)
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        # Only the learnt positions pass the head: the vocabulary is ten times as wide as the model.
+        # Only the learnt positions pass through the head, because the vocabulary is ten times as wide as the model.
         learnt = targets != IGNORED
         return nn.functional.cross_entropy(self._model.lm_head(hidden[learnt]), targets[learnt])
 
@@ -150,7 +153,7 @@ class _Teacher:
         return row
 
     def _positions(self, length: int) -> Tensor:
-        """MRoPE positions int64 [3, T] of a sequence that opens with one picture."""
+        """Returns the MRoPE positions, int64 [3, T], of a sequence that begins with one picture."""
         start, side = len(self._opening), SIDE // PATCH_SIZE // MERGE_SIZE
         cell = torch.arange(TOKENS_PER_PICTURE)
         image = start + torch.stack([torch.zeros_like(cell), cell // side, cell % side])
@@ -164,7 +167,7 @@ def _pad(rows: list[list[tuple[int, bool]]]) -> TokenBatch:
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     targets = torch.full((len(rows), length), IGNORED, dtype=torch.int64)
     for index, row in enumerate(rows):
-        # Attention is causal and padding comes last, so it needs no mask: no learnt position sees it.
+        # Attention is causal and padding comes last, so no learnt position attends to padding and no mask is needed.
         tokens[index, : len(row) - 1] = torch.tensor([token for token, _ in row[:-1]])
         targets[index, : len(row) - 1] = torch.tensor([token if learnt else IGNORED for token, learnt in row[1:]])
     return TokenBatch(tokens, targets)

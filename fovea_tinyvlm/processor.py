@@ -16,21 +16,22 @@ _QWEN2_5_VL_GEOMETRY = {"patch_size": 14, "temporal_patch_size": 2, "merge_size"
 
 
 def chat_template(kind: Kind) -> str:
-    """The Jinja chat template of `kind`: the released one, without its tool branch."""
+    """Returns the Jinja chat template of `kind`: the released one without its branch for tools."""
     return files("fovea_tinyvlm").joinpath("chat_templates", f"{kind}.jinja").read_text(encoding="utf-8")
 
 
 def save_processor(kind: Kind, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write the files that the released checkpoints have: tokenizer, preprocessor and video preprocessor."""
+    """Writes the files that the released checkpoints have: tokenizer, preprocessor and video preprocessor."""
     tokenizer.save_pretrained(directory)
     if kind != "qwen3":
-        # One file a part, as released, instead of save_pretrained of a whole processor: every reader knows these.
+        # One file per component, as released, instead of save_pretrained of the whole processor: all readers know
+        # these.
         image_processor(kind).save_pretrained(directory)
         video_processor(kind).save_pretrained(directory)
 
 
 def image_processor(kind: Kind) -> Qwen2VLImageProcessor:
-    """The released image settings of a vision-language `kind`."""
+    """Returns the image processor of a vision-language `kind` with its released settings."""
     if kind == "qwen3_vl":
         size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
         return Qwen2VLImageProcessor(size=size, image_mean=HALF, image_std=HALF, **_QWEN3_VL_GEOMETRY)
@@ -39,7 +40,7 @@ def image_processor(kind: Kind) -> Qwen2VLImageProcessor:
 
 
 def video_processor(kind: Kind) -> BaseVideoProcessor:
-    """The released video settings of a vision-language `kind`; AutoProcessor does not load without them."""
+    """Returns the video processor of a vision-language `kind`, without which AutoProcessor does not load."""
     if kind == "qwen3_vl":
         size = {"shortest_edge": 4_096, "longest_edge": 25_165_824}
         return Qwen3VLVideoProcessor(size=size, image_mean=HALF, image_std=HALF, **_QWEN3_VL_GEOMETRY)

@@ -1,4 +1,4 @@
-"""Plain English the tokenizer is trained on and the model reads a little of."""
+"""Plain English, on which the tokenizer is trained and the model a little."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ PROSE: tuple[str, ...] = (
 
 
 def corpus() -> list[str]:
-    """Lines to train the tokenizer on: the prose, and common words one by one; deterministic."""
+    """Returns the lines on which the tokenizer is trained: the prose, and common words one by one."""
     words = files("fovea_tinyvlm").joinpath("words.txt").read_text(encoding="utf-8").split()
     return [*(3 * PROSE), *(f"the {word} is {word}" for word in words)]

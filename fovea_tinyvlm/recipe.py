@@ -1,4 +1,4 @@
-"""The recipe: every number that decides what a build looks like."""
+"""The recipe: all settings that determine a build."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Settings of one build; equal recipes give identical files on one machine.
+    """The settings of one build. Equal recipes give identical files on one machine.
 
     Attributes:
         kind: Architecture of the model.
         seed: Seeds the weights, the invented alphabet, the pictures and their order.
         step_count: Pre-training steps; 0 leaves the weights random. Only `qwen3_vl` is pre-trained.
-        batch_size: Pictures a step.
-        learning_rate: Peak of the one-cycle schedule.
-        thread_count: Torch threads during the build; sums depend on it, so it is part of the recipe.
+        batch_size: Pictures per step.
+        learning_rate: The peak of the one-cycle schedule.
+        thread_count: Torch threads during the build. The rounding of sums depends on it, so it is part of the recipe.
     """
 
     kind: Kind = "qwen3_vl"
@@ -35,5 +35,5 @@ class Recipe:
 
 
 def default_recipe(kind: Kind = "qwen3_vl", seed: int = 0) -> Recipe:
-    """The recipe that `python -m fovea_tinyvlm` and `ensure` build."""
+    """Returns the recipe that `python -m fovea_tinyvlm` and `ensure` build."""
     return Recipe(kind=kind, seed=seed, step_count=220 if kind == "qwen3_vl" else 0)

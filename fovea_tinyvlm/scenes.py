@@ -1,4 +1,4 @@
-"""Colour pictures: one shape on a plain ground, and pictures of a number of dots."""
+"""Generates colour pictures: one shape on a plain background, or a number of dots."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _PLACE_CENTRES = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture and what is true of it.
+    """A picture with facts about it.
 
     Attributes:
         pixels: uint8 [64, 64, 3].
-        facts: Question to answer.
+        facts: Maps questions to answers.
     """
 
     pixels: npt.NDArray[np.uint8]
@@ -49,7 +49,7 @@ class Scene:
 
 
 def shape_scene(rng: np.random.Generator) -> Scene:
-    """One shape of one colour on a ground of another, in one of five places."""
+    """Draws a shape of one colour on a background of another, in one of five positions."""
     colour, ground = _colours(rng)
     shape, place = str(rng.choice(SHAPES)), str(rng.choice(PLACES))
     fills = rng.random() < 0.25
@@ -73,13 +73,13 @@ def shape_scene(rng: np.random.Generator) -> Scene:
 
 
 def dots_scene(rng: np.random.Generator) -> Scene:
-    """One to four separate dots of one colour; the answer to the count is a digit character."""
+    """Draws one to four separate dots of one colour. The answer to the question for their number is a digit."""
     colour, ground = _colours(rng)
     count = int(rng.integers(1, MOST_DOTS + 1))
     cells = rng.permutation(9)[:count]
     mask = np.zeros((SIDE, SIDE), dtype=np.bool_)
     for cell in cells:
-        # One dot a cell of a 3x3 grid, so that dots never touch.
+        # At most one dot per cell of a 3x3 grid, so that dots never touch.
         centre = (np.array([cell % 3, cell // 3]) + 0.5) / 3 + rng.uniform(-0.05, 0.05, 2)
         x, y = _offsets(centre)
         mask |= np.hypot(x, y) < rng.uniform(0.09, 0.12)

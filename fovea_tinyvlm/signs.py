@@ -1,6 +1,6 @@
-"""An invented alphabet: random signs with names, and their deformed, scanned-looking pictures.
+"""An invented alphabet: random signs with names, and deformed pictures of them that look like scans.
 
-No sign is a digit: a sign has at least three strokes that share no end, so six loose ends; a digit has four at most.
+No sign is a digit. A sign has at least three strokes that share no end, thus six loose ends; a digit has at most four.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Alphabet:
 
 
 def invent_alphabet(rng: np.random.Generator, sign_count: int = SIGN_COUNT) -> Alphabet:
-    """Draw many candidates, three curved strokes with ends on a 4x4 lattice, and keep the `sign_count` least alike."""
+    """Draws many candidates of three curved strokes with ends on a 4x4 lattice; keeps `sign_count` dissimilar ones."""
     lattice = np.stack(np.meshgrid(np.linspace(0.1, 0.9, 4), np.linspace(0.1, 0.9, 4)), axis=-1).reshape(-1, 2)
     candidates = np.empty((_CANDIDATES, OPEN_STROKES, 3, 2), dtype=np.float32)
     for candidate in candidates:
@@ -49,7 +49,7 @@ def invent_alphabet(rng: np.random.Generator, sign_count: int = SIGN_COUNT) -> A
         bend = rng.normal(0.0, 0.2, (OPEN_STROKES, 2)) * (rng.random((OPEN_STROKES, 1)) < 0.5)
         candidate[:, 0], candidate[:, 2] = ends[:, 0], ends[:, 1]
         candidate[:, 1] = ends.mean(axis=1) + bend
-    # A wide pen makes near misses count as alike.
+    # With a wide pen, almost equal signs count as similar.
     drawn = rasterize(bezier(candidates), np.full(_CANDIDATES, 0.25, dtype=np.float32), SCAN_SIDE)
     drawn = drawn.reshape(_CANDIDATES, -1)
     chosen = [0]
@@ -61,7 +61,7 @@ def invent_alphabet(rng: np.random.Generator, sign_count: int = SIGN_COUNT) -> A
 
 
 def scan(alphabet: Alphabet, indices: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Write signs by a shaky hand and scan them at 8x8 in 17 grey levels, light ink on dark.
+    """Draws signs as a shaky hand would write them, and scans them at 8x8 in 17 grey levels, light ink on dark.
 
     Args:
         alphabet: The alphabet.

@@ -1,6 +1,6 @@
-"""Strokes: curved lines with a pen width, and their rasterization.
+"""Rasterizes strokes, which are curved lines with a pen width.
 
-Shapes: B pictures, S strokes a picture, P points a stroke, side pixels a side. Coordinates are x to the right and
+Shapes: B pictures, S strokes per picture, P points per stroke, side pixels per side. Coordinates are x to the right and
 y down, 0..1 over the canvas.
 """
 
@@ -23,7 +23,7 @@ def bezier(control_points: Floats) -> Floats:
 
 
 def rasterize(points: Floats, width: Floats, side: int) -> Floats:
-    """Draw strokes: ink is 1 within half a pen width of a stroke and falls to 0 over one pixel.
+    """Draws strokes. Ink is 1 within half a pen width of a stroke and falls to 0 over one pixel.
 
     Args:
         points: float32 [B, S, P, 2].

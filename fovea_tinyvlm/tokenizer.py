@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer, trained here, with Qwen's pre-tokenization and special tokens."""
+"""Trains the byte-level BPE tokenizer, with Qwen's pre-tokenization and special tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from fovea_tinyvlm.special_tokens import ADDITIONAL_SPECIAL_TOKENS, END_OF_TEXT, IM_END, PLAIN_ADDED_TOKENS
 
 VOCABULARY_SIZE = 1280
-"""Bytes, merges and added tokens together; also the rows of the embedding."""
+"""The number of bytes, merges and added tokens together, which is also the number of rows of the embedding."""
 MAX_LENGTH = 8192
 
 
 def train_tokenizer(corpus: Iterable[str], chat_template: str) -> PreTrainedTokenizerBase:
-    """Train the tokenizer on `corpus`; ids 0..255 are bytes, the added tokens come last, as in Qwen.
+    """Trains the tokenizer on `corpus`. Ids 0..255 are bytes; the added tokens come last, as in Qwen.
 
     Raises:
         ValueError: The corpus is too small to fill the vocabulary.
@@ -42,7 +42,9 @@ def train_tokenizer(corpus: Iterable[str], chat_template: str) -> PreTrainedToke
         [AddedToken(token, special=token not in PLAIN_ADDED_TOKENS, normalized=False) for token in added_tokens]
     )
     if bpe.get_vocab_size() != VOCABULARY_SIZE:
-        raise ValueError(f"the corpus fills {bpe.get_vocab_size()} of {VOCABULARY_SIZE} vocabulary entries")
+        raise ValueError(
+            f"the corpus is too small: it fills {bpe.get_vocab_size()} of {VOCABULARY_SIZE} vocabulary entries"
+        )
     tokenizer = Qwen2Tokenizer(
         tokenizer_object=bpe,
         eos_token=IM_END,

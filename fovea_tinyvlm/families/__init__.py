@@ -1,8 +1,8 @@
-"""Tiny checkpoints of the families that people train: published configurations with fewer, narrower layers.
+"""Tiny checkpoints of the families that people train: published configurations with fewer and narrower layers.
 
-Layer patterns, special tokens, model and processor classes are those of the published checkpoint that each declaration
-names; the weights are random. What numbers of pixels say (side of a tile, of a window) is scaled down so that an image
-has few tokens. Files are what transformers 5 writes: processor_config.json, chat_template.jinja.
+The layer patterns, special tokens, model class and processor class are those of the published checkpoint that each
+declaration names. The weights are random. Sizes in pixels (of tiles and windows) are scaled down, so that an image has
+few tokens. The files have the form that transformers 5 writes: processor_config.json, chat_template.jinja.
 """
 
 from fovea_tinyvlm.families.cache import ensure_families, ensure_family

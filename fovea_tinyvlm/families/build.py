@@ -1,4 +1,4 @@
-"""`python -m fovea_tinyvlm.families.build PARENT SEED NAME...`: each family into PARENT/NAME."""
+"""Builds families into PARENT/NAME: `python -m fovea_tinyvlm.families.build PARENT SEED NAME...`."""
 
 from __future__ import annotations
 

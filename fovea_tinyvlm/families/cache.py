@@ -1,4 +1,4 @@
-"""Built families on disk, each built once."""
+"""Caches built families on disk; each is built once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ROOT = Path(__file__).parents[2]
 
 
 def ensure_family(name: str, seed: int = 0) -> Path:
-    """The directory of a tiny family; `qwen3_vl`, `qwen2_5_vl` and `qwen3` are those of `tinyvlm.ensure`.
+    """Returns the directory of a tiny family. `qwen3_vl`, `qwen2_5_vl` and `qwen3` come from `fovea_tinyvlm.ensure`.
 
-    Safe to call from several processes at once: one builds, the others wait.
+    Several processes may call it at once: one builds, the others wait.
 
     Raises:
         RuntimeError: The build failed; its output is on standard error.
@@ -35,7 +35,10 @@ def ensure_family(name: str, seed: int = 0) -> Path:
 
 
 def ensure_families(names: Sequence[str], seed: int = 0) -> dict[str, Path]:
-    """Directories of several families of `FAMILIES`; those that are missing are built by one process, ten seconds."""
+    """Returns the directories of several families of `FAMILIES`.
+
+    One process builds missing ones in about ten seconds.
+    """
     parent = cache_directory()
     print_of_sources = _fingerprint()
     directories = {name: parent / f"family-{name}-{seed}-{print_of_sources}" for name in names}
@@ -52,7 +55,7 @@ def ensure_families(names: Sequence[str], seed: int = 0) -> dict[str, Path]:
 def _build(missing: dict[str, Path], seed: int, parent: Path) -> None:
     logger.info("building %s once, into %s", ", ".join(missing), parent)
     unfinished = Path(tempfile.mkdtemp(prefix=".families-", dir=parent))
-    # A process of its own for the reasons of fovea_tinyvlm.cache.
+    # Built in a separate process for the reasons in fovea_tinyvlm.cache.
     waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1"}
     python_path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "fovea_tinyvlm.families.build", str(unfinished), str(seed), *missing]
@@ -67,7 +70,7 @@ def _build(missing: dict[str, Path], seed: int, parent: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """16 hexadecimal digits over the sources and the versions of what builds."""
+    """Returns 16 hexadecimal digits of a hash of the sources and the libraries' versions."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     sources = [*package.glob("*.py"), *(package.parent / name for name in ("curriculum.py", "prose.py", "words.txt"))]

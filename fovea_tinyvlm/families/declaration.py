@@ -1,4 +1,4 @@
-"""What a tiny checkpoint of a published family is made from."""
+"""The declaration from which a tiny checkpoint of a published family is built."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Literal
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 TokenIds = Mapping[str, int]
-"""Ids of a family's added tokens by their text."""
+"""The ids of a family's added tokens, keyed by their text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatWords:
-    """A family's turns: `{start}{role opener}{content}{end}`, with one text in the place of each image."""
+    """The texts around a family's turns, `{start}{role opener}{content}{end}`, and the text for each image."""
 
     user: str
     assistant: str
     end: str
     start: str = ""
-    """Stands before the first turn."""
+    """The text before the first turn."""
     image: str = ""
 
     def template(self) -> str:
-        """The Jinja template of chats with text and images, without system prompts and tools."""
+        """Returns the Jinja template of chats with text and images, without system prompts and tools."""
         return (
             f"{{{{- {self.start!r} }}}}"
             "{%- for message in messages %}"
@@ -47,19 +47,19 @@ class Family:
 
     Attributes:
         name: Its name here and in the documentation.
-        published: The checkpoint whose configuration this follows.
-        source: Where that configuration was read.
-        architecture: Class of transformers.
+        published: The published checkpoint with the configuration that this family follows.
+        source: The source of that configuration.
+        architecture: The class in transformers.
         config: Makes the tiny configuration from the ids of the added tokens.
-        processor: Makes the processor around a tokenizer; None for a model that takes text only.
+        processor: Makes the processor around a tokenizer; None for a text model.
         tokens: Special tokens, added in this order.
         plain_tokens: Added tokens that decoding keeps.
         token_names: Attributes of the tokenizer that its processor reads, such as `image_token`.
         chat: Words around the turns of a chat.
-        begin, end, pad: Tokens that begin and end a text, and fill a batch. `begin` is put before every encoded text
-            where the published tokenizer does so.
-        experts: How the published files hold the experts of a layer: a matrix [outputs, inputs] for each expert and
-            projection, or all in one tensor, [experts, outputs, inputs] or [experts, inputs, outputs].
+        begin, end, pad: The tokens that begin and end a text, and that pad a batch. `begin` is added to every encoded
+            text if the published tokenizer does so.
+        experts: The layout of a layer's experts in the published files: a matrix [outputs, inputs] for each expert and
+            projection, or one tensor for all, [experts, outputs, inputs] or [experts, inputs, outputs].
     """
 
     name: str

@@ -97,7 +97,7 @@ def _qwen2_vl_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen2VLProcessor:
     return Qwen2VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 
 
-# What Qwen3-VL's and Qwen3.5's towers share: 27 blocks of 1152 channels, positions of a 48 x 48 grid.
+# The settings that Qwen3-VL's and Qwen3.5's towers share: 27 blocks of 1152 channels, positions of a 48 x 48 grid.
 _QWEN3_TOWER = {
     "depth": 2,
     "hidden_size": 64,
@@ -176,7 +176,7 @@ def _qwen3_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
 
 def _glm4v(ids: TokenIds) -> Glm4vConfig:
     # 9B: 40 layers, 32 heads of 128 for 2, half of each rotary, sections [8, 12, 12], norms around both halves; tower
-    # of 24 blocks, 1536 channels, whose learnt positions of a 24 x 24 grid are interpolated.
+    # of 24 blocks, 1536 channels; its learnt positions of a 24 x 24 grid are interpolated.
     rotary = rope(1e4, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
     text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
     text["attention_bias"] = True  # in published files, and vLLM reads it; transformers has the biases whatever it says

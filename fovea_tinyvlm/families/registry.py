@@ -1,4 +1,4 @@
-"""All families, and how one is built."""
+"""The list of all families, and the function that builds one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def build_family(name: str, directory: Path, seed: int = 0, max_shard_size: str 
 
 
 def _published(model: PreTrainedModel, family: Family) -> dict[str, torch.Tensor]:
-    # transformers, asked for the published layout, takes such experts apart, or leaves them as its modules have them.
+    # Even when asked for the published layout, transformers splits such experts or leaves them as its modules store
+    # them.
     state: dict[str, torch.Tensor] = model.state_dict()
     if family.experts == "together, transposed":
         for name in state:
@@ -55,9 +56,9 @@ def _published(model: PreTrainedModel, family: Family) -> dict[str, torch.Tensor
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    # As in fovea_tinyvlm.architecture: matrices at the scale that keeps so few channels alive. Vectors keep what the
-    # architecture starts them with (norms of Gemma and Qwen3.5 start from 0, decays from a range) and get noise, so
-    # that a test notices a part that is left out.
+    # As in fovea_tinyvlm.architecture, matrices get a scale that suits so few channels. Vectors keep the initial values
+    # of the architecture (norms of Gemma and Qwen3.5 start from 0, decays from a range) plus noise, so that a test
+    # detects an omitted one.
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -66,7 +67,7 @@ def _randomize(model: PreTrainedModel) -> None:
             is_experts = parameter.dim() == 3 and "experts" in name  # [experts, outputs, inputs]
             fan_in = parameter.shape[-1] if is_table or is_experts else parameter[0].numel()
             parameter.normal_(std=fan_in**-0.5)
-    # Buffers of a checkpoint, Gemma 4's: factors near 1, offsets, and bounds of +-inf that would bound nothing.
+    # Gemma 4 has buffers in its checkpoint: factors near 1, offsets, and bounds of +-inf, which would have no effect.
     for name, buffer in model.named_buffers():
         if name in model.state_dict():
             buffer.clamp_(-2.0, 2.0).add_(torch.randn_like(buffer), alpha=0.1)

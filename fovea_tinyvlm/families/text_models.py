@@ -1,4 +1,4 @@
-"""Families that take text only, and the language settings that the vision families share."""
+"""Families of text models, and the language settings that the vision families share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fovea_tinyvlm.families.declaration import ChatWords, Family, TokenIds
 from fovea_tinyvlm.families.vocabulary import MAX_LENGTH
 
 HIDDEN_SIZE = 128
-HEAD_DIM = 32  # the smallest head that vLLM's CPU attention has a kernel for
+HEAD_DIM = 32  # the smallest head size for which vLLM's CPU attention has a kernel
 SMALL_TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-"""What every vision tower here shares that is configured as a SigLIP is."""
+"""The settings that all towers with a SigLIP configuration share here."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * HIDDEN_SIZE // 4}
-"""Mixtures of experts: published ones have 128 or 256 experts, of which a token takes 8.
+"""Settings of mixtures of experts: published ones have 128 or 256 experts, of which each token uses 8.
 
 No side of such a matrix is as long as the other, so that a transposed one is noticed.
 """
@@ -60,7 +60,7 @@ QWEN_TOKENS = (
 )
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
 GEMMA_NEWLINES = tuple("\n" * count for count in (1, 2, 3, 4))
-"""Runs of line feeds are one token each in Gemma's vocabulary; its processor relies on that."""
+"""Runs of line feeds, each of which is one token in Gemma's vocabulary; its processor relies on that."""
 LLAMA_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -77,7 +77,7 @@ _CONFIG_SOURCE = "defaults of transformers 5.19"
 
 
 def language(ids: TokenIds, *, begin: str | None, end: str, pad: str, layers: int = 3) -> dict[str, Any]:
-    """What every decoder here shares: 128 channels, four query heads of 32 for two of keys."""
+    """Returns the settings that all decoders here share: 128 channels, four query heads of 32, two key heads."""
     return {
         "vocab_size": max(ids.values()) + 1,
         "hidden_size": HIDDEN_SIZE,
@@ -94,19 +94,19 @@ def language(ids: TokenIds, *, begin: str | None, end: str, pad: str, layers: in
 
 
 def qwen_language(ids: TokenIds, layers: int = 3) -> dict[str, Any]:
-    """`language` with Qwen's tokens and norms."""
+    """Returns `language` with Qwen's tokens and norms."""
     settings = language(ids, begin=None, end="<|im_end|>", pad="<|endoftext|>", layers=layers)
     return settings | {"rms_norm_eps": 1e-6}
 
 
 def mistral_language(ids: TokenIds) -> dict[str, Any]:
-    """`language` with Mistral's tokens and norms."""
+    """Returns `language` with Mistral's tokens and norms."""
     settings = language(ids, begin="<s>", end="</s>", pad="<pad>")
     return settings | {"model_type": "mistral", "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "sliding_window": None}
 
 
 def rope(theta: float, **more: Any) -> dict[str, Any]:
-    """Rotary positions without scaling, or with what `more` says."""
+    """Returns the settings of rotary positions, without scaling unless `more` sets it."""
     return {"rope_type": "default", "rope_theta": theta} | more
 
 
@@ -116,8 +116,8 @@ def _qwen2(ids: TokenIds) -> Qwen2Config:
 
 
 def _qwen3_moe(ids: TokenIds) -> Qwen3MoeConfig:
-    # 30B-A3B: 48 layers, all of them with 128 experts of 768 channels, of which a token takes 8 by weights that sum to
-    # 1; 32 heads of 128 for 4.
+    # 30B-A3B: 48 layers, all of them with 128 experts of 768 channels; each token uses 8, with weights that sum to 1;
+    # 32 query heads of 128 and 4 key heads.
     sparse = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return Qwen3MoeConfig(
         **qwen_language(ids) | sparse, head_dim=HEAD_DIM, rope_parameters=rope(1e6), tie_word_embeddings=False
@@ -140,11 +140,11 @@ def _mistral(ids: TokenIds) -> MistralConfig:
 
 
 def gemma3_language(ids: TokenIds) -> dict[str, Any]:
-    """Gemma 3 4B: five layers with a window, then one that sees all; norms around both halves; tied."""
+    """Returns settings like Gemma 3 4B's: five layers with a window, one without; norms around both halves; tied."""
     return language(ids, begin="<bos>", end="<end_of_turn>", pad="<pad>", layers=6) | {
         "head_dim": HEAD_DIM,
-        "query_pre_attn_scalar": HEAD_DIM,  # 256 of 4B, whose heads have 256
-        "sliding_window": 32,  # 1024 published: one that documents of a test exceed
+        "query_pre_attn_scalar": HEAD_DIM,  # 256 in 4B, of which the heads have 256 channels
+        "sliding_window": 32,  # 1024 published; documents in tests are longer than 32
         "layer_types": 5 * ["sliding_attention"] + ["full_attention"],
         "rope_parameters": {
             "sliding_attention": rope(1e4),

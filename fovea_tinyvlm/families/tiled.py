@@ -51,7 +51,7 @@ from fovea_tinyvlm.families.text_models import (
 )
 
 TILE = 56
-"""Pixels along a tile's side, 4 patches of 14."""
+"""The side of a tile in pixels: 4 patches of 14."""
 
 _IMAGENET_MEAN, _IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 _CHATML_IMAGE = replace(CHATML, image="<image>")
@@ -62,7 +62,7 @@ _IDEFICS_CHAT = ChatWords(
 _LFM_CHAT = replace(_CHATML_IMAGE, start="<|startoftext|>")
 _INTERNVL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
 _IDEFICS_IMAGE = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
-# The places of tiles are text to Idefics 3, and tokens to SmolVLM.
+# Idefics 3 writes the positions of tiles as text, SmolVLM as added tokens.
 _IDEFICS_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|eot_id|>", *_IDEFICS_IMAGE)
 _SMOLVLM_TOKENS = (
     "<|endoftext|>",
@@ -112,8 +112,8 @@ _NEXT_PINPOINTS = [[TILE * rows, TILE * columns] for rows, columns in ((1, 2), (
 
 
 def _llava_next(ids: TokenIds) -> LlavaNextConfig:
-    # 1.6 with Mistral 7B v0.2: theta 1,000,000; CLIP of 24 blocks, of which the last but one is taken without its class
-    # token, 336 pixels are 24 x 24 tokens; two to four tiles, a learnt token after each row.
+    # 1.6 with Mistral 7B v0.2: theta 1,000,000; CLIP of 24 blocks, with the output of the last but one without its
+    # class token; 336 pixels are 24 x 24 tokens; two to four tiles, a learnt token after each row.
     text = mistral_language(ids) | {"rope_parameters": rope(1e6), "tie_word_embeddings": False}
     vision = {"model_type": "clip_vision_model", "image_size": TILE, "patch_size": 14, "projection_dim": 64}
     return LlavaNextConfig(
@@ -184,7 +184,7 @@ def _smolvlm(ids: TokenIds) -> SmolVLMConfig:
 
 
 def _shuffled(ids: TokenIds, *, begin: str, pad: str, theta: float) -> dict[str, Any]:
-    """Settings of a Llama whose images are SigLIP's, every 2 x 2 of them shuffled into one token."""
+    """Returns the settings of a Llama with a SigLIP tower, of which 2 x 2 outputs are shuffled into one token."""
     text = language(ids, begin=begin, end="<end_of_utterance>", pad=pad)
     text |= {"model_type": "llama", "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "rope_parameters": rope(theta)}
     return {

@@ -1,4 +1,4 @@
-"""One small byte-level vocabulary for all families, to which each adds its own special tokens."""
+"""A small byte-level vocabulary for all families, to which each family adds its own special tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LENGTH = 8192
 
 
 def family_tokenizer(family: Family) -> PreTrainedTokenizerBase:
-    """Ids 0 .. 1023 are bytes and merges, the family's tokens follow in their order."""
+    """Returns the tokenizer of a family. Ids 0 .. 1023 are bytes and merges; the family's tokens follow in order."""
     bpe = Tokenizer.from_str(_trained())
     bpe.add_tokens([AddedToken(token, special=True, normalized=False) for token in family.tokens])
     bpe.add_tokens([AddedToken(token, normalized=False) for token in family.plain_tokens])
@@ -41,9 +41,10 @@ def family_tokenizer(family: Family) -> PreTrainedTokenizerBase:
 
 @cache
 def _trained() -> str:
-    """The bare vocabulary, as tokenizer.json has it."""
+    """Returns the vocabulary without added tokens, in the form of tokenizer.json."""
     bpe = Tokenizer(models.BPE())
-    # Qwen's words for all: transformers loads a Qwen tokenizer with them whatever its file says.
+    # All families split words by Qwen's rule, because transformers loads a Qwen tokenizer with it regardless of its
+    # file.
     words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -1,4 +1,4 @@
-"""Vision families that see an image whole: Gemma 3 and 4, Mistral 3, Pixtral."""
+"""Vision families that process an image as a whole: Gemma 3 and 4, Mistral 3, Pixtral."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _gemma4(ids: TokenIds, text: dict[str, Any], vision: dict[str, Any]) -> Gemm
         "head_dim": HEAD_DIM,
         "global_head_dim": 2 * HEAD_DIM,  # 256 and 512 published
         "sliding_window": 96,  # 512 and 1024 published: an image of 70 or 280 tokens fits
-        "pad_token_id": 0,  # published; transformers looks it up where images stand
+        "pad_token_id": 0,  # as published; transformers looks it up at the positions of images
         "final_logit_softcapping": 30.0,
         "rope_parameters": both,
         "tie_word_embeddings": True,
@@ -131,7 +131,7 @@ def _gemma4_e2b(ids: TokenIds) -> Gemma4Config:
 
 
 def _gemma4_31b(ids: TokenIds) -> Gemma4Config:
-    # 60 layers, five with a window and one without; its keys are its values; image tokens see each other both ways.
+    # 60 layers, five with a window and one without; its keys are its values; image tokens attend in both directions.
     text = {
         "layer_types": 5 * ["sliding_attention"] + ["full_attention"],
         "num_global_key_value_heads": 1,
@@ -143,7 +143,7 @@ def _gemma4_31b(ids: TokenIds) -> Gemma4Config:
 
 
 def _gemma4_processor(tokenizer: PreTrainedTokenizerBase) -> Gemma4Processor:
-    # 280 tokens published; 70 is the least that the processor knows.
+    # 280 tokens published; 70 is the least that the processor supports.
     return Gemma4Processor(
         Gemma4AudioFeatureExtractor(),
         Gemma4ImageProcessor(max_soft_tokens=70),
