@@ -35,7 +35,7 @@ from fovea.random_weights import random_slices
 from fovea.wire.manifest import layout_of, padded_bytes
 from fovea_services.sampler.engine.snapshot_receiver import Arrival
 from fovea_services.sampler.vllm_patches import kernels_cpu
-from fovea_services.sampler.vllm_patches.lora_slots import LoraSlots, Piece, PlannedAdapter, SlotPlan, request_of
+from fovea_services.sampler.vllm_patches.lora_slots import LoraSlots, FlatView, PlannedAdapter, SlotPlan, request_of
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
@@ -183,7 +183,7 @@ class _Layout:
     """The plan that all adapters of one layout share, and the slices of their flat tensors that are B factors."""
 
     plan: SlotPlan
-    scaled: list[Piece]
+    scaled: list[FlatView]
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class AdapterBank:
         layout = self._layout(manifest, flat.numel())
         scale = manifest.lora.alpha / manifest.lora.rank
         if scale != 1:
-            torch._foreach_mul_([piece.of(flat) for piece in layout.scaled], scale)
+            torch._foreach_mul_([view.of(flat) for view in layout.scaled], scale)
         return PlannedAdapter(flat, manifest.lora.rank, layout.plan)
 
     def keep(self, name: str, lora_id: int, adapter: PlannedAdapter) -> None:
@@ -260,7 +260,7 @@ class AdapterBank:
             layout = self._layouts.get(key)
             if layout is None:
                 plan = self._slots.plan(lambda flat: self._views(manifest, flat), length)
-                layout = _Layout(plan, [piece for name, piece in _cut(manifest) if ".lora_B." in name])
+                layout = _Layout(plan, [view for name, view in _cut(manifest) if ".lora_B." in name])
                 self._layouts[key] = layout
             return layout
 
@@ -270,7 +270,7 @@ class AdapterBank:
         peft = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
         peft.validate_legal(self._manager.lora_config)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        tensors = {name: piece.of(flat) for name, piece in _cut(manifest)}
+        tensors = {name: view.of(flat) for name, view in _cut(manifest)}
         return LoRAModel.from_lora_tensors(
             lora_model_id=1,
             tensors=tensors | _of_values(tensors, model.config.get_text_config()),
@@ -298,12 +298,12 @@ def _of_values(tensors: Mapping[str, torch.Tensor], text: Any) -> dict[str, torc
     return found
 
 
-def _cut(manifest: weights_pb2.SnapshotManifest) -> Iterator[tuple[str, Piece]]:
+def _cut(manifest: weights_pb2.SnapshotManifest) -> Iterator[tuple[str, FlatView]]:
     """Yields the name and the slice of each tensor in an adapter's flat tensor, padded as on the wire."""
     start = 0
     for spec in manifest.tensors:
         strides = [math.prod(spec.shape[place + 1 :]) for place in range(len(spec.shape))]
-        yield spec.name, Piece(tuple(spec.shape), tuple(strides), start)
+        yield spec.name, FlatView(tuple(spec.shape), tuple(strides), start)
         start += padded_bytes(spec) // getattr(torch, spec.dtype).itemsize
 
 

@@ -34,7 +34,7 @@ def request_of(name: str, lora_id: int) -> LoRARequest:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatView:
     """A view of an adapter's flat tensor: its size, strides and start, in elements."""
 
     size: tuple[int, ...]
@@ -51,21 +51,21 @@ class SlotPlan:
     """The copies that put an adapter of one layout into a slot.
 
     Attributes:
-        pieces: The sources, as views of the adapter's flat tensor.
-        targets: For each slot, the target of each piece.
+        views: The sources, as views of the adapter's flat tensor.
+        targets: For each slot, the target of each view.
         dense_count: The number of contiguous targets, which come first.
         switches: For each slot, the integer tensors [] that must be 1 while the slot holds such an adapter. vLLM has
             one for each layer of experts that the adapter changes.
     """
 
-    pieces: list[Piece]
+    views: list[FlatView]
     targets: list[list[torch.Tensor]]
     dense_count: int
     switches: list[list[torch.Tensor]]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the pieces of an adapter's flat tensor."""
-        return [piece.of(flat) for piece in self.pieces]
+        """Returns the views of an adapter's flat tensor."""
+        return [view.of(flat) for view in self.views]
 
 
 @dataclass
@@ -154,9 +154,9 @@ class LoraSlots:
             raise TypeError(f"vLLM copies only {len(recorded[0])} of the adapter's {tensor_count} tensors")
         for copies in recorded:
             copies.sort(key=lambda copy: not copy[0].is_contiguous())
-        pieces = [Piece(tuple(part.size()), part.stride(), int(part.storage_offset())) for _, part in recorded[0]]
+        views = [FlatView(tuple(part.size()), part.stride(), int(part.storage_offset())) for _, part in recorded[0]]
         dense_count = sum(target.is_contiguous() for target, _ in recorded[0])
-        return SlotPlan(pieces, [[target for target, _ in copies] for copies in recorded], dense_count, switches)
+        return SlotPlan(views, [[target for target, _ in copies] for copies in recorded], dense_count, switches)
 
     @torch.inference_mode()
     def set_lora(self, index: int, adapter: PlannedAdapter, _: None = None) -> None:
