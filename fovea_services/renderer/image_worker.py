@@ -288,7 +288,7 @@ def _serve_one(connection: Connection, memory: SharedMemory, processor: ImagePro
         out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         send(connection, Failed(traceback.format_exc(), out_of_memory))
         return
-    send(connection, Done(memory.places, sha256, time.perf_counter() - start))
+    send(connection, Done(memory.positions, sha256, time.perf_counter() - start))
 
 
 def _warm_up(processor: ImageProcessor, memory: SharedMemory) -> None:

@@ -146,7 +146,7 @@ class WorkerProcess:
             raise DeadlineExceeded(f"processing the image took more than {self._settings.job_timeout_s:.0f} s")
         answer = connection.recv()
         if isinstance(answer, Done):
-            return ProcessedImage(memory.copy(answer.places), answer.tensors_sha256, answer.seconds)
+            return ProcessedImage(memory.copy(answer.positions), answer.tensors_sha256, answer.seconds)
         if isinstance(answer, Invalid):
             raise InvalidChunk(answer.cause, answer.message)
         assert isinstance(answer, Failed)

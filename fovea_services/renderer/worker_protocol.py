@@ -27,7 +27,7 @@ Allocate = Callable[[str, tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPosition:
     """The position of one tensor in the shared memory; `offset` is in bytes."""
 
     name: str
@@ -52,7 +52,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.places: list[Place] = []
+        self.positions: list[TensorPosition] = []
         self._map: mmap.mmap | None = None
 
     @classmethod
@@ -64,30 +64,30 @@ class SharedMemory:
 
     def clear(self) -> None:
         """Forgets the tensors of the previous image."""
-        self.places.clear()
+        self.positions.clear()
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Allocates a tensor behind the earlier ones and adds it to `places`, which `copy` needs at the other end."""
-        end = self.places[-1].offset + self.places[-1].size_bytes if self.places else 0
-        self.places.append(Place(name, np.dtype(dtype).name, shape, -(-end // _ALIGNMENT) * _ALIGNMENT))
-        return self._view(self.places[-1])
+        """Allocates a tensor behind the earlier ones and adds it to `positions`, which `copy` needs at the other end."""
+        end = self.positions[-1].offset + self.positions[-1].size_bytes if self.positions else 0
+        self.positions.append(TensorPosition(name, np.dtype(dtype).name, shape, -(-end // _ALIGNMENT) * _ALIGNMENT))
+        return self._view(self.positions[-1])
 
-    def copy(self, places: list[Place]) -> FeatureTensors:
+    def copy(self, positions: list[TensorPosition]) -> FeatureTensors:
         """Returns copies of the tensors that the other end has written."""
-        return {place.name: self._view(place).copy() for place in places}
+        return {position.name: self._view(position).copy() for position in positions}
 
     def close(self) -> None:
         """Closes the memory. The system frees it once the other end has closed it too."""
         self._map = None
         os.close(self.descriptor)
 
-    def _view(self, place: Place) -> npt.NDArray[Any]:
-        end = place.offset + place.size_bytes
+    def _view(self, position: TensorPosition) -> npt.NDArray[Any]:
+        end = position.offset + position.size_bytes
         if self._map is None or len(self._map) < end:
             if os.fstat(self.descriptor).st_size < end:
                 os.ftruncate(self.descriptor, end)
             self._map = mmap.mmap(self.descriptor, end)
-        return np.ndarray(place.shape, place.dtype, self._map, place.offset)
+        return np.ndarray(position.shape, position.dtype, self._map, position.offset)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Job:
 class Done:
     """The image has been processed. The tensors stay in the shared memory until the next job."""
 
-    places: list[Place]
+    positions: list[TensorPosition]
     tensors_sha256: str
     seconds: float
 

@@ -47,7 +47,7 @@ def _answer(connection: Connection, memory: SharedMemory, job: Job, directory: s
         data = " ".join(os.environ).encode() if width == TELLS else job.data
         memory.clear()
         memory.allocate("pixel_values", (len(data),), np.uint8)[:] = np.frombuffer(data, np.uint8)
-        send(connection, Done(memory.places, hashlib.sha256(data).hexdigest(), 0.0))
+        send(connection, Done(memory.positions, hashlib.sha256(data).hexdigest(), 0.0))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ import os
 import numpy as np
 import pytest
 
-from fovea_services.renderer.worker_protocol import Place, SharedMemory
+from fovea_services.renderer.worker_protocol import TensorPosition, SharedMemory
 
 
-def put(memory: SharedMemory, tensors: dict[str, np.ndarray]) -> list[Place]:
+def put(memory: SharedMemory, tensors: dict[str, np.ndarray]) -> list[TensorPosition]:
     memory.clear()
     for name, array in tensors.items():
         memory.allocate(name, array.shape, array.dtype)[:] = array
-    return list(memory.places)
+    return list(memory.positions)
 
 
 def tensors(rows: int) -> dict[str, np.ndarray]:
