@@ -233,7 +233,7 @@ class WeightEngine(Protocol):
         """Frees the tensors that a task received and that were not loaded."""
         ...
 
-    async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
+    async def store_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
         """Waits for the tensors of an adapter, and makes it ready to sample from if their digest is `digest`.
 
         Returns their digest. Raises Unavailable if the sender is gone or late.

@@ -112,7 +112,7 @@ class SnapshotPushes:
         arrived = False
         try:
             yield Ready()
-            digest = await self._take(task_id, manifest, deadline - time.monotonic())
+            digest = await self._receive_tensors(task_id, manifest, deadline - time.monotonic())
             arrived = True
             yield await self._load(task_id, manifest, digest, deadline)
         finally:
@@ -128,7 +128,7 @@ class SnapshotPushes:
         if snapshot.kind == _ADAPTER:  # refused now rather than after the broadcast
             self._weights.check_adapter(snapshot.snapshot_id, snapshot.digest, _size_bytes(manifest))
 
-    async def _take(self, task_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
+    async def _receive_tensors(self, task_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
         """Waits for the tensors and returns their digest. An adapter can be sampled from as soon as this returns."""
         snapshot = manifest.snapshot
         if snapshot.kind == _FULL or self._weights.holds_adapter(snapshot.snapshot_id):

@@ -74,45 +74,45 @@ class AdapterCache:
             self._held.move_to_end(snapshot_id)
         return held
 
-    def name_anew(self, snapshot_id: str) -> AdapterName:
+    def new_name(self, snapshot_id: str) -> AdapterName:
         """Returns a name for the engine that has never been used before."""
         number = next(self._numbers)
         return AdapterName(f"{snapshot_id}#{number}", number)
 
-    def leaving_for(self, size_bytes: int) -> list[HeldAdapter]:
+    def evictions_for(self, size_bytes: int) -> list[HeldAdapter]:
         """Returns the idle adapters to evict, least recently used first, to make room for one of `size_bytes`.
 
         Raises ResourceExhausted if evicting all idle ones is not enough. Adapters in use and adapters that are still
         arriving are never evicted.
         """
-        leaving: list[HeldAdapter] = []
+        evicted: list[HeldAdapter] = []
         count = len(self._held) + len(self._arriving)
         used_bytes = sum(held.size_bytes for held in self._held.values()) + sum(self._arriving)
         for held in self._held.values():
             if count < self._max_count and used_bytes + size_bytes <= self._max_bytes:
                 break
             if not held.user_count:
-                leaving.append(held)
+                evicted.append(held)
                 count, used_bytes = count - 1, used_bytes - held.size_bytes
         if count >= self._max_count or used_bytes + size_bytes > self._max_bytes:
             raise ResourceExhausted(
                 f"no room for an adapter of {size_bytes} bytes: {count} adapters of {used_bytes} bytes are in use or "
                 f"arriving, the limits are {self._max_count} adapters and {self._max_bytes} bytes"
             )
-        return leaving
+        return evicted
 
     @contextmanager
     def room_for(self, size_bytes: int) -> Iterator[list[HeldAdapter]]:
         """Reserves room for one more adapter and yields the evicted adapters, which new requests can no longer use.
 
-        Raises ResourceExhausted as `leaving_for` does.
+        Raises ResourceExhausted as `evictions_for` does.
         """
-        leaving = self.leaving_for(size_bytes)
-        for held in leaving:  # without an await in between: another task could begin to use an idle adapter
-            self.take_out(held.snapshot_id)
+        evicted = self.evictions_for(size_bytes)
+        for held in evicted:  # without an await in between: another task could begin to use an idle adapter
+            self.remove(held.snapshot_id)
         self._arriving.append(size_bytes)
         try:
-            yield leaving
+            yield evicted
         finally:
             self._arriving.remove(size_bytes)
 
@@ -121,7 +121,7 @@ class AdapterCache:
         self._held[held.snapshot_id] = held
         sampler_metrics.ADAPTERS.set(len(self._held))
 
-    def take_out(self, snapshot_id: str) -> HeldAdapter | None:
+    def remove(self, snapshot_id: str) -> HeldAdapter | None:
         """Hides an adapter from new requests. Requests that already use it continue."""
         held = self._held.pop(snapshot_id, None)
         sampler_metrics.ADAPTERS.set(len(self._held))
@@ -164,7 +164,7 @@ class WeightStore:
         """Raises AlreadyExists if an adapter of this id is held with another digest, ResourceExhausted without room."""
         held = self._adapters.find(snapshot_id)
         if held is None:
-            self._adapters.leaving_for(size_bytes)
+            self._adapters.evictions_for(size_bytes)
         elif held.digest != digest:
             raise AlreadyExists(f"snapshot {snapshot_id} is held with digest {held.digest}; snapshots never change")
 
@@ -220,11 +220,11 @@ class WeightStore:
         Idle adapters are evicted at once, while it is still arriving. Raises ResourceExhausted if all others are in
         use, Unavailable if the adapter does not arrive.
         """
-        with self._adapters.room_for(size_bytes) as leaving:
-            await run_to_end(self._forget(leaving))
-            name = self._adapters.name_anew(snapshot_id)
+        with self._adapters.room_for(size_bytes) as evicted:
+            await run_to_end(self._forget(evicted))
+            name = self._adapters.new_name(snapshot_id)
             try:
-                arrived = await self._engine.keep_adapter(task_id, name, digest, timeout_s)
+                arrived = await self._engine.store_adapter(task_id, name, digest, timeout_s)
             except BaseException:
                 await run_to_end(self._engine.forget_adapter(name))
                 raise
@@ -245,7 +245,7 @@ class WeightStore:
 
     async def drop(self, snapshot_id: str) -> None:
         """Frees an adapter once its requests have ended. Full weights stay until others are pushed."""
-        held = self._adapters.take_out(snapshot_id)
+        held = self._adapters.remove(snapshot_id)
         if held is not None:
             # The caller may stop waiting; the engine must still free the adapter.
             await asyncio.shield(self._dropping.start(self._forget([held]), f"dropping {snapshot_id}"))
@@ -256,9 +256,9 @@ class WeightStore:
         self._resident = snapshot_id
         return pause_s
 
-    async def _forget(self, leaving: Sequence[HeldAdapter]) -> None:
+    async def _forget(self, evicted: Sequence[HeldAdapter]) -> None:
         """Frees adapters that new requests can no longer find, each once its requests have ended."""
-        await asyncio.gather(*(self._forget_when_drained(held) for held in leaving))
+        await asyncio.gather(*(self._forget_when_drained(held) for held in evicted))
 
     async def _forget_when_drained(self, held: HeldAdapter) -> None:
         if held.user_count:

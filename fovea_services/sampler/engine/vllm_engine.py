@@ -191,8 +191,8 @@ class Engine:
     async def forget_task(self, task_id: str) -> None:
         await self._command("fovea_forget_task", task_id)
 
-    async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
-        keep = ("fovea_keep_adapter", task_id, adapter.name, adapter.lora_id, digest)
+    async def store_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
+        keep = ("fovea_store_adapter", task_id, adapter.name, adapter.lora_id, digest)
         return _common(await self._wait(_NOT_ARRIVED, timeout_s, *keep))
 
     async def forget_adapter(self, adapter: AdapterName) -> None:

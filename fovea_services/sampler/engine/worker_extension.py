@@ -132,7 +132,7 @@ class WorkerExtension:
         """Leaves a transfer group."""
         self._receiver.leave(group_id)
 
-    def fovea_keep_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:
+    def fovea_store_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:
         """Gives an adapter to vLLM under an unused name and id if it has arrived with that digest.
 
         Returns the report of the task, as `fovea_report` does. The service calls it until all workers are done.

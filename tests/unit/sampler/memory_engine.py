@@ -116,7 +116,7 @@ class MemoryEngine:
         """Forgets."""
         self.tasks.pop(task_id, None)
 
-    async def keep_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
+    async def store_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
         """Waits for `arrived`, then keeps."""
         assert adapter.name not in self.adapters, "a name was used twice"
         arrived = await self.wait_received(task_id, timeout_s)

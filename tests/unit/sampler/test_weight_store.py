@@ -170,17 +170,17 @@ def test_room_is_counted_in_bytes_too() -> None:
     cache = AdapterCache(max_count=10, max_bytes=100)
     for number in range(2):
         cache.add(held(f"{number}", number))
-    assert [adapter.snapshot_id for adapter in cache.leaving_for(20)] == []
-    assert [adapter.snapshot_id for adapter in cache.leaving_for(30)] == ["0"]
-    assert [adapter.snapshot_id for adapter in cache.leaving_for(100)] == ["0", "1"]
+    assert [adapter.snapshot_id for adapter in cache.evictions_for(20)] == []
+    assert [adapter.snapshot_id for adapter in cache.evictions_for(30)] == ["0"]
+    assert [adapter.snapshot_id for adapter in cache.evictions_for(100)] == ["0", "1"]
     with pytest.raises(ResourceExhausted, match="101 bytes"):
-        cache.leaving_for(101)
+        cache.evictions_for(101)
     assert cache.snapshot_ids() == ["0", "1"]
 
 
 def test_names_are_never_used_twice() -> None:
     cache = AdapterCache(2, 100)
-    names = [cache.name_anew("a@1") for _ in range(3)]
+    names = [cache.new_name("a@1") for _ in range(3)]
     assert len({name.name for name in names}) == len({name.lora_id for name in names}) == 3
     assert all(name.lora_id > 0 for name in names)
 
