@@ -77,7 +77,7 @@ class GrammarBudget:
 
 
 @dataclass(frozen=True)
-class _Forks:
+class _TrialProcess:
     """The running process that forks the children, its reader, and the unanswered trials by their number."""
 
     process: asyncio.subprocess.Process
@@ -99,7 +99,7 @@ class GrammarTrials:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
     _owners: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _forks: _Forks | None = None
+    _forks: _TrialProcess | None = None
     _count: int = 0
 
     async def check(self, kind: Kind, text: str, owner: str) -> None:
@@ -150,7 +150,7 @@ class GrammarTrials:
             raise Unavailable(f"{FIELD}: the trial of the {kind} did not finish within {_LONGEST_S} s; try again later")
         return str(said["problem"])
 
-    async def _running(self) -> _Forks:
+    async def _running(self) -> _TrialProcess:
         async with self._starting:
             if self._forks is None or self._forks.reading.done():
                 info = await asyncio.to_thread(self.tokenizer_info)
@@ -163,7 +163,9 @@ class GrammarTrials:
                 assert process.stdin is not None
                 process.stdin.write(info.replace("\n", " ").encode() + b"\n")
                 answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-                self._forks = _Forks(process, asyncio.create_task(_read(process, answers), name="grammars"), answers)
+                self._forks = _TrialProcess(
+                    process, asyncio.create_task(_read(process, answers), name="grammars"), answers
+                )
             return self._forks
 
 
@@ -199,7 +201,7 @@ def main() -> NoReturn:
         order = json.loads(line)
         ours, theirs = os.pipe()
         if (pid := os.fork()) == 0:
-            _be_child(info, order["kind"], order["text"], theirs)
+            _run_child(info, order["kind"], order["text"], theirs)
         os.close(theirs)
         threading.Thread(target=_await_child, args=(order["id"], pid, ours, saying)).start()
     os._exit(0)
@@ -224,7 +226,7 @@ def _await_child(number: int, pid: int, pipe: int, saying: threading.Lock) -> No
         print(json.dumps({"id": number, "problem": problem}), flush=True)
 
 
-def _be_child(info: Any, kind: Kind, text: str, pipe: int) -> NoReturn:
+def _run_child(info: Any, kind: Kind, text: str, pipe: int) -> NoReturn:
     """Tries a grammar and writes its problem to `pipe`; a signal ends the process if it exceeds its limits."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_DFL)
