@@ -46,7 +46,7 @@ _CHAT = (
 _FIELDS = {ChatCompletionRequest: set((_BOTH + _CHAT).split()), CompletionRequest: set((_BOTH + " prompt").split())}
 """The request fields that Fovea serves. vLLM accepts any field and ignores those that it does not know."""
 
-_ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
+_WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "store": lambda value: value is False,
     "metadata": lambda value: value == {},
     "logit_bias": lambda value: value == {},
@@ -89,7 +89,7 @@ def read(
         known = kind.model_fields.get(name)
         if name in _FIELDS[kind] or value is None or (known is not None and value == known.get_default()):
             continue
-        if name in _ASKS_NOTHING and _ASKS_NOTHING[name](value):
+        if name in _WITHOUT_EFFECT and _WITHOUT_EFFECT[name](value):
             continue
         if known is None:
             raise InvalidInput(f"there is no field {name!r} in this request; leave it out", field=name)

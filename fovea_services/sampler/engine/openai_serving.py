@@ -88,7 +88,7 @@ class OpenAIServing:
             body["messages"] = await self._renderer.guard(body["messages"])
         request = openai_requests.read(asked.route, body, most_samples)
         image_id = await self._renderer.image_id() if asked.image_count else None
-        engine = _CallersEngine(self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids)
+        engine = _CallerEngine(self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids)
         tasks = [
             asyncio.create_task(engine.listen(sampled), name="sampled"),
             asyncio.create_task(self._write(engine, request), name="answer"),
@@ -103,7 +103,7 @@ class OpenAIServing:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write(self, engine: "_CallersEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
+    async def _write(self, engine: "_CallerEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
         """Runs vLLM's handler and puts its response, then None, into `engine.steps`; or the handler's error."""
         try:
             models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
@@ -151,7 +151,7 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
         return made
 
 
-class _CallersEngine:
+class _CallerEngine:
     """The replacement engine that vLLM's serving classes call during one request.
 
     Attributes:

@@ -42,7 +42,7 @@ def configure(config: Any) -> None:
     """
     if config.model_config.is_moe:
         is_async = config.scheduler_config.async_scheduling
-        config.scheduler_config.scheduler_cls = AsyncPassingScheduler if is_async else PassingScheduler
+        config.scheduler_config.scheduler_cls = AsyncExpertRowsScheduler if is_async else ExpertRowsScheduler
 
 
 def apply() -> None:
@@ -177,7 +177,7 @@ def _problem(runner: Any, layers: list[Any]) -> str:
     return ""
 
 
-class _Passing:
+class _RowsConnector:
     """The connector that vLLM's scheduler asks for rows. The workers send them unasked."""
 
     def build_connector_meta(self, scheduler_output: Any, requests: Any) -> None:
@@ -195,17 +195,17 @@ class _Passing:
         """Does nothing: the connector has no state."""
 
 
-class PassingScheduler(ZeroingScheduler):
+class ExpertRowsScheduler(ZeroingScheduler):
     """A ZeroingScheduler that passes the rows of experts on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.aux_output_connector = _Passing()
+        self.aux_output_connector = _RowsConnector()
 
 
-class AsyncPassingScheduler(AsyncZeroingScheduler):
+class AsyncExpertRowsScheduler(AsyncZeroingScheduler):
     """An AsyncZeroingScheduler that passes the rows of experts on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.aux_output_connector = _Passing()
+        self.aux_output_connector = _RowsConnector()

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from fovea_services.sampler.vllm_patches.routed_experts import _Passing, _Rows
+from fovea_services.sampler.vllm_patches.routed_experts import _RowsConnector, _Rows
 
 
 def rows(start: int, end: int) -> np.ndarray:
@@ -28,4 +28,4 @@ def test_each_row_leaves_once_in_order_whatever_is_computed_again() -> None:
 
 
 def test_a_request_that_did_not_ask_gets_none() -> None:
-    assert _Passing().take_output(type("Request", (), {"request_id": "r"})(), None) is None
+    assert _RowsConnector().take_output(type("Request", (), {"request_id": "r"})(), None) is None

@@ -465,5 +465,5 @@ def test_the_scheduler_names_new_blocks_of_every_model() -> None:
         fresh_blocks.configure(config)
         scheduler[str(is_async)] = config.scheduler_config.scheduler_cls
         assert issubclass(config.scheduler_config.scheduler_cls, AsyncScheduler) is is_async
-    assert issubclass(routed_experts.PassingScheduler, scheduler["False"])
-    assert issubclass(routed_experts.AsyncPassingScheduler, scheduler["True"])
+    assert issubclass(routed_experts.ExpertRowsScheduler, scheduler["False"])
+    assert issubclass(routed_experts.AsyncExpertRowsScheduler, scheduler["True"])
