@@ -40,7 +40,7 @@ Scores = list[npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class AdapterEffect:
     """The measurements of one kind of adapter.
 
     Attributes:
@@ -68,7 +68,7 @@ def differ(one: Scores, other: Scores) -> float:
 
 def compare(
     service: tinker.ServiceClient, state: dict[str, Any], prompts: Sequence[Prompt], has_tower: bool
-) -> dict[str, Moved]:
+) -> dict[str, AdapterEffect]:
     """Measures the effect of one large optimizer step on an adapter of each kind.
 
     The tower's effect is measured against an adapter of only the language layers after the same step. That step is
@@ -76,7 +76,7 @@ def compare(
     """
     base = service.create_sampling_client(base_model=str(state["model_name"])).result(_WAIT_S)
     unchanged = [scores(base, prompt) for prompt in prompts]
-    found: dict[str, Moved] = {}
+    found: dict[str, AdapterEffect] = {}
     for kind, trains in _KINDS.items():
         if kind == "tower" and not has_tower:
             continue
@@ -85,7 +85,7 @@ def compare(
         trained = trained_scores(training, prompts)
         before = unchanged if kind != "tower" else trained_scores(_step(service, state, prompts, _LANGUAGE), prompts)
         sampled = [scores(sampling, prompt) for prompt in prompts]
-        found[kind] = Moved(differ(sampled, trained), differ(trained, before))
+        found[kind] = AdapterEffect(differ(sampled, trained), differ(trained, before))
     return found
 
 

@@ -32,7 +32,7 @@ SIZES = (
 
 _BEFORE, _AFTER = "aaaa", "zzzz"
 
-Piece = str | Image.Image
+Content = str | Image.Image
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Document:
     positions: npt.NDArray[np.int32] | None
 
 
-class Maker:
+class DocumentMaker:
     """Makes documents for one checkpoint. Raises ValueError if Fovea does not support its family."""
 
     def __init__(self, directory: Path) -> None:
@@ -75,30 +75,32 @@ class Maker:
         self._renderer = open_processor(directory) if self.family else None
         self._around = self._words_around_an_image() if self.family else ("", "")
 
-    def own(self, pieces: Sequence[Piece], **how: Any) -> BatchFeature:
+    def own(self, contents: Sequence[Content], **how: Any) -> BatchFeature:
         """Returns a batch of one from the checkpoint's own processor. `how` is passed to the image processor."""
         before, after = self._around
-        images = [piece for piece in pieces if isinstance(piece, Image.Image)]
-        texts = [piece if isinstance(piece, str) else before + self.processor.image_token + after for piece in pieces]
+        images = [content for content in contents if isinstance(content, Image.Image)]
+        texts = [
+            content if isinstance(content, str) else before + self.processor.image_token + after for content in contents
+        ]
         if not images:
             return self.tokenizer(["".join(texts)], return_tensors="pt", add_special_tokens=False)
         return self.processor(
             text=["".join(texts)], images=images, return_tensors="pt", add_special_tokens=False, **how
         )
 
-    def splice(self, pieces: Sequence[Piece]) -> Document:
+    def splice(self, contents: Sequence[Content]) -> Document:
         """Returns the same text as Fovea splices it: it encodes the text between images and replaces each image."""
         margin = image_margin(self.tokenizer)
         before, after = self._around[0] + margin, margin + self._around[1]
         ids: list[int] = []
         images: list[PlacedImage] = []
         text = ""
-        for piece in pieces:
-            if isinstance(piece, str):
-                text += piece
+        for content in contents:
+            if isinstance(content, str):
+                text += content
                 continue
             ids += self._encode(text + before)
-            placed = self.place(piece, len(ids))
+            placed = self.place(content, len(ids))
             images.append(placed)
             ids += placed.replacement.ids.tolist()
             text = after

@@ -10,7 +10,7 @@ import numpy as np
 import tinker
 from PIL import Image
 
-from fovea_parity.documents import Maker
+from fovea_parity.documents import DocumentMaker
 from fovea_parity.prompts import Prompt
 
 LEAST_ACCURACY = 0.9
@@ -65,7 +65,9 @@ class Lesson:
         return ""
 
 
-def learn(service: tinker.ServiceClient, model: str, maker: Maker, *, is_full: bool = False, seed: int = 0) -> Lesson:
+def learn(
+    service: tinker.ServiceClient, model: str, maker: DocumentMaker, *, is_full: bool = False, seed: int = 0
+) -> Lesson:
     """Trains an adapter, or all parameters, with cross-entropy on the token of the answer; returns the accuracies."""
     began = time.monotonic()
     pupil = _Pupil(service, model, maker, 0 if is_full else _RANK, seed)
@@ -100,7 +102,7 @@ def _picture(rng: np.random.Generator, colour: tuple[int, int, int]) -> Image.Im
 class _Pupil:
     """The model that is trained, and its samplers."""
 
-    def __init__(self, service: tinker.ServiceClient, model: str, maker: Maker, rank: int, seed: int) -> None:
+    def __init__(self, service: tinker.ServiceClient, model: str, maker: DocumentMaker, rank: int, seed: int) -> None:
         self._training = service.create_lora_training_client(base_model=model, rank=rank, seed=seed).result(_WAIT_S)
         self._maker = maker
         self._adam = tinker.AdamParams(learning_rate=_RATES[rank], eps=1e-8, grad_clip_norm=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fovea_parity.documents import Maker, Piece, picture
+from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_services.trainer.batches.datum_decoding import DatumSize
 from fovea_services.trainer.batches.micro_batch import plan
 
@@ -20,7 +20,7 @@ _LONGEST_IN_BUDGET = 2
 """The size of a micro-batch, in multiples of the longest document."""
 
 
-def fullness(maker: Maker) -> dict[str, float]:
+def fullness(maker: DocumentMaker) -> dict[str, float]:
     """Returns two fractions of real tokens among all computed ones.
 
     Returns:
@@ -37,13 +37,13 @@ def fullness(maker: Maker) -> dict[str, float]:
     return {"packed": planned.efficiency, "padded": sum(map(sum, batches)) / padded}
 
 
-def _size(maker: Maker, rng: np.random.Generator) -> DatumSize:
+def _size(maker: DocumentMaker, rng: np.random.Generator) -> DatumSize:
     words = ["word "] * int(rng.lognormal(np.log(_MEDIAN_WORDS), _SPREAD) + 1)
-    pieces: list[Piece] = ["".join(words)]
+    contents: list[Content] = ["".join(words)]
     for _ in range(int(rng.choice(_IMAGE_COUNTS)) if maker.family else 0):
         width, height = rng.integers(_LEAST_SIDE, _MOST_SIDE, 2, endpoint=True).tolist()
-        pieces.append(picture((width, height)))
-    document = maker.splice(pieces)
+        contents.append(picture((width, height)))
+    document = maker.splice(contents)
     patches = 0
     if maker.family is not None:
         embeddings = (int(image.replacement.is_embedding.sum()) for image in document.images)

@@ -12,7 +12,7 @@ import tinker
 from PIL import Image
 from tinker import types
 
-from fovea_parity.documents import Document, Maker, Piece
+from fovea_parity.documents import Content, Document, DocumentMaker
 
 API_KEY = "tml-local"
 
@@ -20,9 +20,9 @@ API_KEY = "tml-local"
 class Prompt:
     """A document in the SDK's form (`input`), and the ids that the model reads (`ids`)."""
 
-    def __init__(self, maker: Maker, pieces: Sequence[Piece]) -> None:
-        document = maker.splice(pieces)
-        images = [piece for piece in pieces if isinstance(piece, Image.Image)]
+    def __init__(self, maker: DocumentMaker, contents: Sequence[Content]) -> None:
+        document = maker.splice(contents)
+        images = [content for content in contents if isinstance(content, Image.Image)]
         self.ids: list[int] = document.ids.tolist()
         self.input = types.ModelInput(chunks=list(_chunks(document, images)))
 

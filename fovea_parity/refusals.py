@@ -59,7 +59,7 @@ def wrong_tensor_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -
     """
     os.environ[secret.VARIABLE] = str(state["service_secret"])
     lora = weights_pb2.LoraConfig(rank=8, train_attention=True) if adapts else None
-    with own_renderer() as (address, held):
+    with running_renderer() as (address, held):
         return asyncio.run(_wrong_tensor_problems(state, _message(prompt), lora, address, held))
 
 
@@ -91,7 +91,7 @@ async def _wrong_tensor_problems(
         async with TrainerClient(at["trainer"]) as trainer:
             await trainer.create_model(_MODEL, lora, _WAIT_S)
             for name in right:
-                wrong = spoilt(rendered, right | {name: right[name][None]}, address, held)
+                wrong = with_wrong_tensors(rendered, right | {name: right[name][None]}, address, held)
                 for service, ask in {"sampler": _sample(sampler), "trainer": _train(trainer)}.items():
                     if problem := await refusal_problem(ask, wrong, rendered, name):
                         problems.append(f"{service}: {problem}")
@@ -124,7 +124,7 @@ async def refusal_problem(
     return ""
 
 
-def spoilt(
+def with_wrong_tensors(
     rendered: model_input_pb2.RenderedInput, wrong: FeatureTensors, address: str, held: dict[str, FeatureTensors]
 ) -> model_input_pb2.RenderedInput:
     """Returns a copy of an input that announces the wrong tensors, with their true digest and size.
@@ -164,7 +164,7 @@ def _train(trainer: TrainerClient) -> Ask:
     return ask
 
 
-class _Held(renderer_pb2_grpc.RendererServiceServicer):
+class _TensorServer(renderer_pb2_grpc.RendererServiceServicer):
     """A renderer that serves the tensors in `features`."""
 
     def __init__(self) -> None:
@@ -178,9 +178,9 @@ class _Held(renderer_pb2_grpc.RendererServiceServicer):
 
 
 @contextmanager
-def own_renderer() -> Iterator[tuple[str, dict[str, FeatureTensors]]]:
+def running_renderer() -> Iterator[tuple[str, dict[str, FeatureTensors]]]:
     """Runs a renderer on a free port; yields its address and the dictionary of its tensors, by digest."""
-    service, server = _Held(), grpc.server(ThreadPoolExecutor(2))
+    service, server = _TensorServer(), grpc.server(ThreadPoolExecutor(2))
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 from transformers import BatchFeature
 
-from fovea_parity.documents import SIZES, Document, Maker, Piece, picture
+from fovea_parity.documents import SIZES, Content, Document, DocumentMaker, picture
 from fovea_parity.finding import Finding
 
 _TEXT = "What is in this picture?"
@@ -26,7 +26,7 @@ adjacent line feeds into one token."""
 
 def check(directory: Path) -> Finding:
     """Checks ten sizes, with one and two images, at the start and at the end of a text."""
-    maker = Maker(directory)
+    maker = DocumentMaker(directory)
     if maker.family is None:
         text = [_TEXT + _MORE]
         same = maker.splice(text).ids.tolist() == maker.own(text)["input_ids"][0].tolist()
@@ -38,15 +38,15 @@ def check(directory: Path) -> Finding:
     return Finding("renderer", True, said, {"sizes": len(SIZES)})
 
 
-def _problems(maker: Maker, size: tuple[int, int]) -> Iterator[str]:
+def _problems(maker: DocumentMaker, size: tuple[int, int]) -> Iterator[str]:
     first, second = picture(size, 1), picture(size[::-1], 2)
-    for name, pieces in _layouts(first, second).items():
-        document = maker.splice(pieces)
+    for name, contents in _layouts(first, second).items():
+        document = maker.splice(contents)
         images = document.images
         # uint8 pixels are compared with the processor's output before it rescales and normalises.
         is_bytes = any(array.dtype == np.uint8 for array in images[0].tensors.values())
         how = {"do_rescale": False, "do_normalize": False} if is_bytes else {}
-        own = maker.own(pieces, **how)
+        own = maker.own(contents, **how)
         problem = _ids_problem(document, own)
         if not problem and len(images) == 1:
             problem = _tensors_problem(images[0].tensors, own)
@@ -54,7 +54,7 @@ def _problems(maker: Maker, size: tuple[int, int]) -> Iterator[str]:
             yield f"{size[0]}x{size[1]}, {name}: {problem}"
 
 
-def _layouts(first: Image.Image, second: Image.Image) -> dict[str, list[Piece]]:
+def _layouts(first: Image.Image, second: Image.Image) -> dict[str, list[Content]]:
     return {
         "image first": [first, _TEXT],
         "image last": [_TEXT, first],

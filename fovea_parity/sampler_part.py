@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fovea.vision.vision_family import image_margin
-from fovea_parity.documents import SIZES, Maker, PlacedImage, picture
+from fovea_parity.documents import SIZES, DocumentMaker, PlacedImage, picture
 from fovea_parity.finding import Finding
 from fovea_services.sampler.engine.vllm_launch import check_model, prepare_environment, read_config, register_eagerly
 from fovea_services.sampler.settings import SamplerSettings
@@ -37,7 +37,7 @@ def check(directory: Path) -> Finding:
     adapts = supports_lora(model_class)
     adapters = "with adapters" if adapts else "full parameters only: vLLM has no LoRA for it"
     check_model(str(directory))
-    maker = Maker(directory)
+    maker = DocumentMaker(directory)
     if maker.family is not None and maker.family.takes_adapters != adapts:
         return Finding("sampler", False, f"{adapters}; takes_adapters of {type(maker.family).__name__} says otherwise")
     if maker.family is not None and (problem := _image_problem(maker, config)):
@@ -46,7 +46,7 @@ def check(directory: Path) -> Finding:
     return Finding("sampler", True, f"vLLM has {architecture}, {adapters}{same}")
 
 
-def _image_problem(maker: Maker, config: Any) -> str:
+def _image_problem(maker: DocumentMaker, config: Any) -> str:
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing.context import TimingContext
     from vllm.multimodal.processing.inputs import ProcessorInputs

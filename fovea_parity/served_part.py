@@ -17,7 +17,7 @@ from fovea.runtime.model_files import read_json
 from fovea_demo.up import NotReady, running_fovea
 from fovea_parity import adapter_kinds, refusals
 from fovea_parity.adapter_kinds import MOST_NAT
-from fovea_parity.documents import Maker, picture
+from fovea_parity.documents import DocumentMaker, picture
 from fovea_parity.finding import Finding, last_line, reason
 from fovea_parity.learning_part import learn
 from fovea_parity.prompts import API_KEY, Prompt, scores, trained_scores
@@ -45,7 +45,7 @@ def check(directory: Path) -> Finding:
     os.environ["TINKER_TELEMETRY"] = "0"
     adapts_tower = bool(family_of(str(read_json(directory / "config.json")["model_type"])).tower_roles)
     os.environ["FOVEA_GATEWAY_TRAIN_VISION"] = str(adapts_tower).lower()
-    maker = Maker(directory)
+    maker = DocumentMaker(directory)
     prompts = [Prompt(maker, ["Some words about nothing in particular."])]
     if maker.family is not None:
         wide, high = picture((140, 90), 1), picture((60, 110), 2)
@@ -61,7 +61,7 @@ def check(directory: Path) -> Finding:
         return Finding("served", False, f"does not start: {last_line(chr(10).join(lines)) or reason(error)}")
 
 
-def _compared(state: dict[str, Any], maker: Maker, prompts: list[Prompt]) -> Finding:
+def _compared(state: dict[str, Any], maker: DocumentMaker, prompts: list[Prompt]) -> Finding:
     figures: dict[str, float] = {}
     problems: list[str] = []
     adapts = maker.family is None or maker.family.takes_adapters
@@ -122,7 +122,7 @@ def _refusal_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -> li
         return [f"refusals: {reason(error)}"]
 
 
-def _note_lesson(state: dict[str, Any], maker: Maker, figures: dict[str, float], is_full: bool) -> list[str]:
+def _note_lesson(state: dict[str, Any], maker: DocumentMaker, figures: dict[str, float], is_full: bool) -> list[str]:
     """Teaches the model colours, adds the measurements to `figures`, and returns the problems."""
     try:
         with _client(state) as service:
@@ -177,7 +177,7 @@ def _differences(
     return [float(np.abs(scores(sampling, prompt) - trained).max()) for prompt, trained in both]
 
 
-def _change(service: tinker.ServiceClient, model: str, maker: Maker) -> float:
+def _change(service: tinker.ServiceClient, model: str, maker: DocumentMaker) -> float:
     """Returns the largest change of a log-probability after an image, in nat, if the image is replaced by another."""
     sampling = service.create_sampling_client(base_model=model).result(300)
     prompts = [Prompt(maker, [picture((140, 90), seed), "What is this?"]) for seed in (1, 2)]

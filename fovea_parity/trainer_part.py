@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Batc
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.features import tensors_sha256
 from fovea.wire.rendered_input import ImageSpan
-from fovea_parity.documents import Document, Maker, Piece, picture
+from fovea_parity.documents import Content, Document, DocumentMaker, picture
 from fovea_parity.finding import Finding
 from fovea_parity.mixed_batch import fullness
 from fovea_services.trainer.batches.datum_decoding import Datum
@@ -41,8 +41,8 @@ class _Case:
 
 def check(directory: Path) -> Finding:
     """Compares log-probabilities and gradients of packed documents with no, one and two images of various sizes."""
-    maker = Maker(directory)
-    cases = [_Case(maker.splice(pieces), maker.own(pieces)) for pieces in _documents(maker.family is not None)]
+    maker = DocumentMaker(directory)
+    cases = [_Case(maker.splice(contents), maker.own(contents)) for contents in _documents(maker.family is not None)]
     packed, ours = _packed(directory, maker, [case.document for case in cases])
     own, theirs = _own(directory, maker.family is not None, cases)
     nat = max(float((a - b).abs().max()) for a, b in zip(packed, own, strict=True))
@@ -52,15 +52,15 @@ def check(directory: Path) -> Finding:
     return Finding("trainer", nat <= MOST_NAT and gradient <= MOST_GRADIENT, said, figures)
 
 
-def _documents(is_vision: bool) -> list[list[Piece]]:
-    text: list[list[Piece]] = [["Short."], [_LONG]]
+def _documents(is_vision: bool) -> list[list[Content]]:
+    text: list[list[Content]] = [["Short."], [_LONG]]
     if not is_vision:
         return [*text, ["A third document of middling length, to make three."]]
     wide, high = picture((140, 90), 1), picture((60, 110), 2)
     return [*text, [wide, "What is this?"], ["Two: ", high, " and ", wide, " differ."], [_LONG, high]]
 
 
-def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _packed(directory: Path, maker: DocumentMaker, documents: list[Document]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Returns the log-probabilities [N-1] of each document's tokens after the first, and the gradients of their sum."""
     settings = TrainerSettings(model=str(directory), device="cpu", dtype="float32", checkpoints=["unused"])
     family, _, model = load_model(settings, directory, _CPU)
@@ -75,7 +75,7 @@ def _packed(directory: Path, maker: Maker, documents: list[Document]) -> tuple[l
     return [part.detach() for part in parts], _gradients(model.hf)
 
 
-def datum_of(maker: Maker, index: int, document: Document) -> Datum:
+def datum_of(maker: DocumentMaker, index: int, document: Document) -> Datum:
     """Returns a document as a datum of the trainer. Each token predicts the next, the last one the first."""
     spans = tuple(
         ImageSpan(

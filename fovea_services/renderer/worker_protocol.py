@@ -67,7 +67,7 @@ class SharedMemory:
         self.positions.clear()
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Allocates a tensor behind the earlier ones and adds it to `positions`, which `copy` needs at the other end."""
+        """Allocates a tensor behind the earlier ones and adds it to `positions`, for `copy` at the other end."""
         end = self.positions[-1].offset + self.positions[-1].size_bytes if self.positions else 0
         self.positions.append(TensorPosition(name, np.dtype(dtype).name, shape, -(-end // _ALIGNMENT) * _ALIGNMENT))
         return self._view(self.positions[-1])

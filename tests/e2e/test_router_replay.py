@@ -31,7 +31,7 @@ from fovea.runtime.secret import VARIABLE
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from fovea.wire.features import tensors_sha256
-from fovea_parity.documents import Maker, Piece, picture
+from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.trainer_part import datum_of
 from fovea_services.trainer.batches.datum_decoding import Datum
 from fovea_services.trainer.batches.micro_batch import BatchLayout
@@ -239,9 +239,13 @@ def test_the_official_sdk_replays(replaying: Stack) -> None:
 def test_a_vision_model_follows_what_documents_with_images_were_given() -> None:
     """Packed with text, and computed again in the backward pass: its own choice given back changes nothing."""
     directory = ensure_family("qwen3_vl_moe")
-    model, maker = load(directory), Maker(directory)
-    pieces: list[list[Piece]] = [["Short."], [picture((60, 110), 1), "What is this?"], ["A third document of words."]]
-    documents = [maker.splice(some) for some in pieces]
+    model, maker = load(directory), DocumentMaker(directory)
+    contents: list[list[Content]] = [
+        ["Short."],
+        [picture((60, 110), 1), "What is this?"],
+        ["A third document of words."],
+    ]
+    documents = [maker.splice(some) for some in contents]
     images = {tensors_sha256(image.tensors): image.tensors for document in documents for image in document.images}
     datums = [datum_of(maker, index, document) for index, document in enumerate(documents)]
     taken: list[torch.Tensor] = []

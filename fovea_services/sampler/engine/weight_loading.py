@@ -35,7 +35,7 @@ from fovea.random_weights import random_slices
 from fovea.wire.manifest import layout_of, padded_bytes
 from fovea_services.sampler.engine.snapshot_receiver import Arrival
 from fovea_services.sampler.vllm_patches import kernels_cpu
-from fovea_services.sampler.vllm_patches.lora_slots import LoraSlots, FlatView, PlannedAdapter, SlotPlan, request_of
+from fovea_services.sampler.vllm_patches.lora_slots import FlatView, LoraSlots, PlannedAdapter, SlotPlan, request_of
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"

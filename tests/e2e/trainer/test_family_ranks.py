@@ -14,8 +14,8 @@ import pytest
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
 from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
-from fovea_parity.documents import Maker, Piece, picture
-from fovea_parity.refusals import own_renderer
+from fovea_parity.documents import Content, DocumentMaker, picture
+from fovea_parity.refusals import running_renderer
 from fovea_services.trainer.model.lora import LoraSettings
 from fovea_services.trainer.model.optimizer import Adam
 from fovea_tinyvlm.families import ensure_family
@@ -30,16 +30,16 @@ SETTINGS = {"keep_gathered": "never", "recompute": "always", "dtype": "float32"}
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl_moe"])
 def test_two_ranks_are_one(name: str, tmp_path: Path) -> None:
     directory = ensure_family(name)
-    maker = Maker(directory)
-    pieces: list[list[Piece]] = [
+    maker = DocumentMaker(directory)
+    contents: list[list[Content]] = [
         ["Some words about nothing in particular."],
         [picture((60, 110), 1), "What is this?"],
         ["Short."],
         ["Two: ", picture((100, 37), 2), " and ", picture((60, 110), 1), " differ."],
         ["One document more."],
     ]
-    with own_renderer() as (address, held):
-        inputs = [rendered(maker, one, address, held) for one in pieces]
+    with running_renderer() as (address, held):
+        inputs = [rendered(maker, one, address, held) for one in contents]
         datums = [
             datum(one, seed, target_tokens=np.roll(tensors.decode_tokens(one.tokens), -1).astype(np.int64))
             for seed, one in enumerate(inputs)
@@ -61,10 +61,10 @@ def test_two_ranks_are_one(name: str, tmp_path: Path) -> None:
 
 
 def rendered(
-    maker: Maker, pieces: list[Piece], address: str, held: dict[str, FeatureTensors]
+    maker: DocumentMaker, contents: list[Content], address: str, held: dict[str, FeatureTensors]
 ) -> model_input_pb2.RenderedInput:
-    """What a renderer makes of the pieces; it gives the tensors out under `address`."""
-    document = maker.splice(pieces)
+    """What a renderer makes of the contents; it gives the tensors out under `address`."""
+    document = maker.splice(contents)
     found = model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(document.ids.astype(np.int32)))
     for image in document.images:
         digest = hashlib.sha256(tensors_sha256(image.tensors).encode()).hexdigest()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fovea_parity.adapter_kinds import LEAST_MOVED, MOST_NAT, Moved, differ
+from fovea_parity.adapter_kinds import LEAST_MOVED, MOST_NAT, AdapterEffect, differ
 
 BASE = [np.array([-1.0, -2.0]), np.array([-3.0])]
 TRAINED = [np.array([-1.0, -2.1]), np.array([-3.0])]
@@ -11,15 +11,15 @@ TRAINED = [np.array([-1.0, -2.1]), np.array([-3.0])]
 
 def test_a_sampler_that_applies_an_adapter() -> None:
     sampled = [scores + 1e-6 for scores in TRAINED]
-    assert not Moved(differ(sampled, TRAINED), differ(TRAINED, BASE)).problem
+    assert not AdapterEffect(differ(sampled, TRAINED), differ(TRAINED, BASE)).problem
 
 
 def test_a_sampler_that_ignores_an_adapter() -> None:
-    found = Moved(differ(BASE, TRAINED), differ(TRAINED, BASE))
+    found = AdapterEffect(differ(BASE, TRAINED), differ(TRAINED, BASE))
     assert found.problem == "differs by 1.0e-01 nat between sampler and trainer; it changes 1.0e-01 nat"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
 def test_an_adapter_whose_absence_nobody_would_see(share: float) -> None:
-    assert "too little to prove" in Moved(0.0, share * LEAST_MOVED).problem
+    assert "too little to prove" in AdapterEffect(0.0, share * LEAST_MOVED).problem
     assert LEAST_MOVED > MOST_NAT

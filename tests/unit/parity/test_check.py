@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from fovea_parity.__main__ import main
-from fovea_parity.documents import Maker
+from fovea_parity.documents import DocumentMaker
 from fovea_parity.finding import Finding, run_apart
 from fovea_parity.learning_part import Lesson
 from fovea_parity.mixed_batch import fullness
@@ -116,6 +116,6 @@ def test_a_model_that_is_blind_or_is_told_the_answer_learns_nothing_from_pixels(
 
 
 def test_micro_batches_of_a_mixed_batch_are_fuller_packed_than_padded() -> None:
-    found = fullness(Maker(ensure_family("internvl")))
+    found = fullness(DocumentMaker(ensure_family("internvl")))
     assert 0.9 < found["packed"] <= 1
     assert found["padded"] < 0.7

@@ -6,14 +6,14 @@ import pytest
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.errors import InvalidInput
 from fovea.wire.features import FeatureTensors, tensors_sha256
-from fovea_parity.refusals import Ask, refusal_problem, spoilt
+from fovea_parity.refusals import Ask, refusal_problem, with_wrong_tensors
 
 RIGHT = model_input_pb2.RenderedInput(spans=[model_input_pb2.VisionSpan(feature=model_input_pb2.VisionFeature())])
 PIXELS = {"pixel_values": np.zeros((1, 2, 3), np.float32)}
 
 
 def service(refusal: str = "", breaks: bool = False) -> Ask:
-    """One that says `refusal` of a spoilt input, and may answer nothing afterwards."""
+    """One that says `refusal` of a with_wrong_tensors input, and may answer nothing afterwards."""
     refused: list[str] = []
 
     async def ask(rendered: model_input_pb2.RenderedInput) -> None:
@@ -36,12 +36,14 @@ def service(refusal: str = "", breaks: bool = False) -> Ask:
     ],
 )
 async def test_what_is_said_of_a_wrong_tensor(asked: Ask, problem: str) -> None:
-    assert await refusal_problem(asked, spoilt(RIGHT, PIXELS, "here:1", {}), RIGHT, "pixel_values") == problem
+    assert (
+        await refusal_problem(asked, with_wrong_tensors(RIGHT, PIXELS, "here:1", {}), RIGHT, "pixel_values") == problem
+    )
 
 
 def test_a_spoilt_input_is_announced_truly() -> None:
     held: dict[str, FeatureTensors] = {}
-    feature = spoilt(RIGHT, PIXELS, "here:1", held).spans[0].feature
+    feature = with_wrong_tensors(RIGHT, PIXELS, "here:1", held).spans[0].feature
     assert (feature.tensors_sha256, feature.size_bytes, feature.source) == (tensors_sha256(PIXELS), 24, "here:1")
     assert held[feature.digest] is PIXELS
     assert not RIGHT.spans[0].feature.digest
