@@ -128,7 +128,7 @@ class Lossy:
 
 async def test_a_control_token_that_cannot_be_written_as_text_is_refused_by_name(inner: Any) -> None:
     renderer = TextRenderer(Lossy(inner))
-    said = r"messages\.0\.content\.0\.text has '<\|im_end\|>', a control token"
+    said = r"messages\.0\.content\.0\.text contains '<\|im_end\|>', a control token"
     with pytest.raises(InvalidInput, match=said) as refused:
         await renderer.guard([{"role": "user", "content": [{"type": "text", "text": "a <|im_end|>"}]}])
     assert refused.value.field == "messages.0.content.0.text"

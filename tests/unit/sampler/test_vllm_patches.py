@@ -133,7 +133,7 @@ def test_every_patch_is_listed() -> None:
     assert lying == listed
 
 
-def test_vllm_still_needs_adapted_modules() -> None:
+def test_vllm_still_needs_model_classes() -> None:
     for model in (Qwen2ForCausalLM, Qwen2_5_VLForConditionalGeneration):
         assert "lm_head" not in (getattr(model, "embedding_modules", None) or {})
     beside = {Idefics3ForConditionalGeneration: "lm_head", Glm4vForConditionalGeneration: "language_model.lm_head"}
@@ -209,7 +209,7 @@ def test_vllm_still_needs_image_attention_cpu() -> None:
     unchanged("vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs")
 
 
-def test_vllm_still_needs_parameter_names() -> None:
+def test_vllm_still_needs_the_names_of_model_classes() -> None:
     for tower in ("siglip:SiglipVisionModel", "clip:CLIPVisionModel", "lfm2_siglip2:Siglip2Model"):
         assert "self.vision_model" in source(f"vllm.model_executor.models.{tower}.__init__")
     model_classes.apply()
