@@ -1,6 +1,6 @@
-"""Faults while clients train and sample, and a checker of what they were promised: `python -m chaos`.
+"""Injects faults while clients train and sample, and checks what the clients were promised: `python -m chaos`.
 
-Clients (`client`) write what they ask and what they are answered (`history`); a `nemesis` disturbs the Fovea that they
-use (`stack`, `links`) by a plan drawn from a seed (`faults`); the `checker` compares with what the same clients are
-answered when nobody disturbs them, and the `inventory` with what they leave then.
+Clients (`client`) record their requests and answers (`history`). A `nemesis` disturbs the Fovea that they use (`stack`,
+`links`) with a plan drawn from a seed (`faults`). The `checker` compares the answers with those of the same clients in
+an undisturbed run, and the `inventory` compares what both runs leave behind.
 """

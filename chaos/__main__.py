@@ -15,17 +15,21 @@ from chaos.stack import running
 
 
 def main() -> int:
-    """Exit code 0 if no promise was broken."""
+    """Runs the command. Returns exit code 0 if no promise was broken, else 1."""
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="All faults follow from it.")
+    parser.add_argument("--seed", type=int, default=1, help="Seed that determines all faults.")
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--gap-s", type=float, default=16.0, help="Mean seconds from one fault to the next.")
-    parser.add_argument("--replay", type=Path, help="Make the faults of this faults.jsonl again, whatever --seed says.")
+    parser.add_argument("--gap-s", type=float, default=16.0, help="Mean seconds between faults.")
+    parser.add_argument("--replay", type=Path, help="Repeat the faults of this faults.jsonl and ignore --seed.")
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--disk-mib", type=int, help="Where all saves stay; by default 512, and 10 for each fault.")
-    parser.add_argument("--pause-s", type=float, default=1.0, help="Between rounds of a client while it is disturbed.")
+    parser.add_argument(
+        "--disk-mib", type=int, help="Size of the disk for saves in MiB. Default: 512, plus 10 per fault."
+    )
+    parser.add_argument(
+        "--pause-s", type=float, default=1.0, help="Seconds between a client's rounds in the disturbed run."
+    )
     parser.add_argument("--without", action="append", default=[], help="Leave out faults of this kind or target.")
-    parser.add_argument("--folder", type=Path, help="For histories and logs; by default one in the temporary folder.")
+    parser.add_argument("--folder", type=Path, help="Folder for histories and logs. Default: a new temporary folder.")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fovea-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Every promise, checked against what clients saw: each function returns what breaks one, in words; nothing if none."""
+"""Checks every promise against the answers of clients. Each function returns the violations that it found."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,19 +9,22 @@ from chaos.history import Command, History
 from chaos.inventory import Finish, Inventory
 
 SAMPLE_TOLERANCE = 2e-5
-"""Between log-probabilities of a sampler that batches with others and one that does not; see docs/lab/robustness.md."""
+"""Tolerance between log-probabilities of a sampler that batches other requests and one that does not.
+
+See docs/lab/robustness.md.
+"""
 ANSWERED_WITHIN_S = 120.0
 TRAINING = ("create_model", "forward_backward", "optim_step", "load_state", "save_state", "snapshot")
-"""What takes a seq_id of its model, and is answered in order."""
+"""Operations that have a seq_id of their model and are answered in order."""
 _EXACT = ("forward_backward", "optim_step")
-_LINES, _LONGEST_LINE = 6, 400  # of each promise
+_LINES, _LONGEST_LINE = 6, 400  # shown per promise
 _SAMPLED = ("sample", "score")
 _ALARM = "gave another answer when it ran again"
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A promise that was not kept, and what shows it."""
+    """A broken promise, and the evidence."""
 
     promise: str
     what: str
@@ -31,8 +34,8 @@ class Violation:
 
 
 def answered_once(history: History) -> list[Violation]:
-    """Each command has one answer, which is no error and not before it was sent."""
-    found = [f"{name} was answered and never asked" for name in history.unasked]
+    """Checks that each command has exactly one answer, that it is not an error, and that it came after the request."""
+    found = [f"{name} was answered but never requested" for name in history.unasked]
     for one in history.commands.values():
         if len(one.answers) != 1:
             found.append(f"{one.name} was answered {len(one.answers)} times")
@@ -42,7 +45,7 @@ def answered_once(history: History) -> list[Violation]:
 
 
 def in_order(history: History, ledger: Iterable[Finish]) -> list[Violation]:
-    """The gateway took each training command of a client once, and ended them in the order of their numbers."""
+    """Checks that the gateway has each training command of a client once, and finished them in order of seq_id."""
     found = []
     by_scope: dict[str, list[Finish]] = {}
     for finish in ledger:
@@ -52,7 +55,7 @@ def in_order(history: History, ledger: Iterable[Finish]) -> list[Violation]:
         model = _model(commands)
         finishes = sorted(by_scope.get(model, []), key=lambda one: one.seq_id)
         if len(finishes) != len(commands):
-            found.append(f"{client} sent {len(commands)} commands, the gateway has {len(finishes)} of {model}")
+            found.append(f"{client} sent {len(commands)} commands, but the gateway has {len(finishes)} of {model}")
         if repeated := [seq for seq, count in Counter(one.seq_id for one in finishes).items() if count > 1]:
             found.append(f"{client}: {model} has seq_id {repeated} twice")
         for before, after in pairwise(finishes):
@@ -64,7 +67,7 @@ def in_order(history: History, ledger: Iterable[Finish]) -> list[Violation]:
 
 
 def same_results(history: History, undisturbed: History) -> list[Violation]:
-    """Losses, log-probabilities and gradient norms of training are the undisturbed run's to the bit."""
+    """Checks that losses, log-probabilities and gradient norms equal those of the undisturbed run bit for bit."""
     found: list[str] = []
     for one, other in _pairs(history, undisturbed, found):
         if one.operation in _EXACT and _value(one) != _value(other):
@@ -73,12 +76,17 @@ def same_results(history: History, undisturbed: History) -> list[Violation]:
 
 
 def no_alarm(log: str) -> list[Violation]:
-    """The gateway has told of no command that was run again and came to another answer than its client has."""
+    """Checks that the gateway logged no repeated command with an answer different from the client's."""
     return _violations("same results", [line.strip() for line in log.splitlines() if _ALARM in line])
 
 
 def same_weights(saved: dict[str, dict[str, str]], undisturbed: dict[str, dict[str, str]]) -> list[Violation]:
-    """What was saved is the undisturbed run's to the bit: digests of tensors, by the name of what was saved."""
+    """Checks that saved tensors equal those of the undisturbed run bit for bit.
+
+    Args:
+        saved: Digests of tensors, keyed by save and tensor.
+        undisturbed: The same of the undisturbed run.
+    """
     found = []
     for name in sorted(saved.keys() | undisturbed.keys()):
         ours, theirs = saved.get(name, {}), undisturbed.get(name, {})
@@ -89,10 +97,10 @@ def same_weights(saved: dict[str, dict[str, str]], undisturbed: dict[str, dict[s
 
 
 def named_snapshot(history: History, undisturbed: History) -> list[Violation]:
-    """Samples have the undisturbed run's tokens and log-probabilities; and no two snapshots could be taken for another.
+    """Checks that samples have the tokens and log-probabilities of the undisturbed run.
 
-    Each client scores the same prompt with each of its snapshots: if two of those agreed within the tolerance, a
-    sample from the wrong one would go unnoticed.
+    Also checks that snapshots are distinguishable. Each client scores the same prompt with each of its snapshots: if
+    two of them agreed within the tolerance, a sample from the wrong one would go unnoticed.
     """
     found: list[str] = []
     for one, other in _pairs(history, undisturbed, found):
@@ -109,12 +117,12 @@ def named_snapshot(history: History, undisturbed: History) -> list[Violation]:
         for before, after in pairwise(scores):
             difference = _difference(_value(before)["logprobs"], _value(after)["logprobs"])
             if difference < 10 * SAMPLE_TOLERANCE:
-                found.append(f"snapshots before {before.name} and {after.name} cannot be told apart: {difference:.1e}")
+                found.append(f"snapshots before {before.name} and {after.name} are indistinguishable: {difference:.1e}")
     return _violations("named snapshot", found)
 
 
 def in_time(history: History, last_fault_s: float, within_s: float = ANSWERED_WITHIN_S) -> list[Violation]:
-    """After the last fault nothing takes longer than a bound, whatever was in flight."""
+    """Checks that after the last fault no command takes longer than a bound, even if it was in flight."""
     found = []
     for one in history.commands.values():
         for answer in one.answers:
@@ -125,7 +133,7 @@ def in_time(history: History, last_fault_s: float, within_s: float = ANSWERED_WI
 
 
 def nothing_left(growth: Inventory, undisturbed: Inventory, stopped: Sequence[str] = ()) -> list[Violation]:
-    """The run has left as much as an undisturbed one, and nothing is there when everything has been stopped."""
+    """Checks that the run left as much behind as an undisturbed one, and that nothing remains after the stop."""
     found = [
         f"{name}: {growth[name]:+d}, undisturbed {undisturbed[name]:+d}"
         for name in sorted(growth.keys() | undisturbed.keys())
@@ -135,7 +143,7 @@ def nothing_left(growth: Inventory, undisturbed: Inventory, stopped: Sequence[st
 
 
 def told(violations: Sequence[Violation]) -> str:
-    """For a terminal: one that stopped halfway breaks many promises after the first."""
+    """Formats violations for a terminal. Shortens the list, because a run that stopped halfway breaks many promises."""
     lines = []
     for promise, count in Counter(one.promise for one in violations).items():
         lines += [str(one)[:_LONGEST_LINE] for one in violations if one.promise == promise][:_LINES]
@@ -148,7 +156,7 @@ def _violations(promise: str, found: Iterable[str]) -> list[Violation]:
 
 
 def _pairs(history: History, undisturbed: History, found: list[str]) -> list[tuple[Command, Command]]:
-    """Each command beside the same one of the undisturbed run; notes those that have none."""
+    """Yields each command with the same command of the undisturbed run. Adds commands without a partner to `found`."""
     pairs = []
     for key in sorted(history.commands.keys() | undisturbed.commands.keys()):
         one, other = history.commands.get(key), undisturbed.commands.get(key)
@@ -166,7 +174,7 @@ def _model(commands: Sequence[Command]) -> str:
 
 
 def _is_told(command: Command) -> bool:
-    """Whether it has an answer that is no error; the others break another promise."""
+    """Returns whether a command has an answer that is not an error. Other answers break another promise."""
     return bool(command.answers) and not command.answers[0].error
 
 

@@ -1,5 +1,7 @@
-"""One client that trains and samples, text and images, through the official SDK; all that it does follows from its
-name: `python -m chaos.client --base-url URL --model NAME --name NAME --history FILE --stop FILE`."""
+"""A client that trains and samples text and images through the official SDK. Its name determines all that it does.
+
+`python -m chaos.client --base-url URL --model NAME --name NAME --history FILE --stop FILE`.
+"""
 
 import argparse
 import io
@@ -18,34 +20,34 @@ from PIL import Image
 from chaos.history import Recorder, digest
 
 LEARNING_RATE = 2e-2
-"""So large that no two snapshots can be taken for each other."""
+"""Learning rate, so large that all snapshots are clearly different."""
 VOCABULARY = 200
 IMAGE_SIZE = (224, 224)
 IMAGE_TOKENS = 64  # patches of 16 x 16, merged 2 x 2
 SNAPSHOT_EACH, SAVE_EACH, LOAD_EACH = 4, 6, 12
-"""Rounds from one to the next."""
+"""Number of rounds between two such operations."""
 LONGEST_S = 900.0
-"""No answer takes that long, whatever happens: a client gives up, and the checker says what was not answered."""
+"""Timeout in seconds, longer than any answer should take. Then the client gives up, and the checker reports it."""
 
 Result = TypeVar("Result", covariant=True)
 
 
 class Future(Protocol[Result]):
-    """What all futures of the SDK have."""
+    """The interface that all futures of the SDK share."""
 
     def result(self, timeout: float | None = None) -> Result:
-        """Waits for the answer."""
+        """Waits for the answer and returns it."""
 
 
 class Client:
-    """A model of its own, trained in rounds: each is sent before the one before it is answered."""
+    """A client with its own model. It sends each round before the previous one is answered."""
 
     def __init__(self, service: tinker.ServiceClient, base_model: str, name: str, recorder: Recorder) -> None:
         self._service = service
         self._base_model = base_model
         self._name = name
         self._recorder = recorder
-        self._samples = "samples" in name  # those who do not go on while there is no sampler
+        self._samples = "samples" in name  # such clients stop while there is no sampler
         self._random = random.Random(name)
         self._waiting: list[tuple[int, Future[Any], Callable[[Any], dict[str, Any]]]] = []
         self._samplers: list[tuple[int, tinker.SamplingClient]] = []
@@ -58,7 +60,9 @@ class Client:
         self._training = self._answer(number, creating, lambda training: {"model_id": training.model_id})
 
     def round(self, number: int) -> None:
-        """Two batches and a step; at times also samples from new and old weights, a saved state, or one loaded."""
+        """Sends two batches and a step; in some rounds also samples from new and old weights, saves a state or loads
+        one.
+        """
         before, self._waiting = self._waiting, []
         try:
             self._begin(number)
@@ -85,15 +89,18 @@ class Client:
             self._send("load_state", loading, lambda _: {}, round=number)
 
     def save(self, name: str, number: int) -> None:
-        """Saves weights and moments, when all before is answered."""
+        """Saves weights and optimizer moments after all earlier commands are answered."""
         self.finish()
         command = self._recorder.invoked("save_state", round=number, name=name)
         path = self._answer(command, self._training.save_state(name), lambda saved: {"path": saved.path}).path
         self._saved.append(path)
 
     def end(self, number: int) -> None:
-        """Saves, and samples from the weights as they are: a part that was restarted meanwhile has then opened all that
-        it opens when it is first used, such as the port over which weights are sent."""
+        """Saves, and samples from the current weights.
+
+        After a restart, services open some resources on first use, such as the port for weight pushes. This makes sure
+        that all of them are open before the inventory.
+        """
         self.save("final", number)
         if self._samples:
             command = self._recorder.invoked("snapshot", round=number)
@@ -102,7 +109,7 @@ class Client:
             self._sample(number)
 
     def finish(self) -> None:
-        """Waits for everything."""
+        """Waits for all answers."""
         waiting, self._waiting = self._waiting, []
         self._wait(waiting)
 
@@ -114,7 +121,7 @@ class Client:
         self._send("score", score, lambda logprobs: {"logprobs": logprobs[1:]}, round=number, snapshot=number)
 
     def _sample(self, number: int) -> None:
-        """From the newest weights or those before, an image in the prompt or not."""
+        """Samples from the newest or earlier weights, with or without an image in the prompt."""
         snapshot, sampler = self._random.choice(self._samplers[-2:])
         greedy = tinker.SamplingParams(max_tokens=8, temperature=0.0, seed=number)
         sampling = sampler.sample(self._datum().model_input, num_samples=1, sampling_params=greedy)
@@ -126,14 +133,14 @@ class Client:
         self._waiting.append((self._recorder.invoked(operation, **arguments), future, told))
 
     def _wait(self, waiting: list[tuple[int, Future[Any], Callable[[Any], dict[str, Any]]]]) -> None:
-        """All at once: each answer has the time at which it came."""
+        """Waits for several futures at once, so that each answer is recorded at the time it arrives."""
         with ThreadPoolExecutor(max_workers=max(len(waiting), 1)) as pool:
             answers = [pool.submit(self._answer, number, future, told) for number, future, told in waiting]
             for answer in answers:
                 answer.result()
 
     def _answer(self, number: int, future: Future[Result], told: Callable[[Result], dict[str, Any]]) -> Result:
-        """Waits for one, and notes what came, be it an error."""
+        """Waits for a future and records its answer or error."""
         try:
             value = future.result(timeout=LONGEST_S)
         except Exception as error:
@@ -143,7 +150,7 @@ class Client:
         return value
 
     def _datum(self) -> tinker.Datum:
-        """Tokens, one time in three around an image; every position is scored."""
+        """Returns tokens, one time in three around an image. Every position is scored."""
         tokens = [self._random.randrange(VOCABULARY) for _ in range(self._random.randint(8, 40))]
         chunks: list[Any] = [tinker.EncodedTextChunk(tokens=tokens)]
         if self._random.random() < 1 / 3:
@@ -184,7 +191,7 @@ def _sequence(output: tinker.SampleResponse) -> dict[str, Any]:
 
 
 def _rounds(given: int | None, stop: Path) -> Iterator[int]:
-    """As many as were asked for, or until a file appears."""
+    """Yields round numbers up to a given count, or until a file appears."""
     for number in itertools.count():
         if number == given or (given is None and stop.exists()):
             return
@@ -199,10 +206,16 @@ def train(
     rounds: Iterable[int],
     pause_s: float = 0.0,
 ) -> None:
-    """A client from its first command to its last. If one fails, those sent before it have their answers noted.
+    """Runs a client from its first command to its last. If one fails, the answers of earlier commands are still
+    recorded.
 
     Args:
-        pause_s: Between rounds.
+        service: Client of the SDK.
+        base_model: Name of the base model.
+        name: Name of the client, which determines its commands.
+        recorder: Receives commands and answers.
+        rounds: Numbers of the rounds.
+        pause_s: Seconds between rounds.
     """
     client = Client(service, base_model, name, recorder)
     number = -1
@@ -216,14 +229,16 @@ def train(
 
 
 def main() -> None:
-    """Trains until told to stop, saves, and ends its session."""
+    """Trains until stopped, saves, and ends the session."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-url", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--history", type=Path, required=True)
-    parser.add_argument("--stop", type=Path, required=True, help="It ends its last round once this file exists.")
-    parser.add_argument("--rounds", type=int, help="Rounds to make, whatever --stop says.")
+    parser.add_argument(
+        "--stop", type=Path, required=True, help="File that ends the client after its current round once it exists."
+    )
+    parser.add_argument("--rounds", type=int, help="Number of rounds; --stop is then ignored.")
     parser.add_argument("--pause-s", type=float, default=0.0, help="Between rounds.")
     given = parser.parse_args()
     with (

@@ -1,4 +1,4 @@
-"""A small disk for one Fovea, which can be full, and shared memory of its own: mounted for its processes alone."""
+"""A small disk that can fill up, and private shared memory, mounted only for the processes of one Fovea."""
 
 import pathlib
 import subprocess
@@ -12,7 +12,9 @@ LEAST_MIB = 512
 
 @cache
 def _namespace() -> tuple[str, ...]:
-    """What begins a mount namespace: as root, or as a user who is root in it. Empty if neither is allowed here."""
+    """Returns the command that starts a mount namespace, as root or as a user mapped to root. Empty if not allowed
+    here.
+    """
     for namespace in (("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")):
         with tempfile.TemporaryDirectory() as folder, suppress(FileNotFoundError):
             trial = [*namespace, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
@@ -22,22 +24,25 @@ def _namespace() -> tuple[str, ...]:
 
 
 def is_possible() -> bool:
-    """Whether this machine lets us mount one."""
+    """Returns whether this machine allows such mounts."""
     return bool(_namespace())
 
 
 def limits() -> list[str]:
-    """What cannot be done on this machine, or is done in another way."""
-    lines = ["partitions and delays are made by proxies between the parts: all parts listen on 127.0.0.1"]
+    """Returns what this machine cannot do, or does in another way."""
+    lines = ["proxies between the services simulate partitions and delays, because all services listen on 127.0.0.1"]
     if not is_possible():
-        lines.append("no full disks: this user may not mount a file system (unshare --mount, unshare --user --mount)")
+        lines.append(
+            "no full disks, because this user may not mount a file system (unshare --mount, unshare --user --mount)"
+        )
     return lines
 
 
 class Disk:
-    """Mounted at `path` in a mount namespace, which a process keeps until `close`, or until this one ends.
+    """A tmpfs mounted at `path` in a mount namespace. A process holds the namespace until `close` or until this process
+    ends.
 
-    It is memory, and takes what its files take.
+    It uses as much memory as its files need.
     """
 
     def __init__(self, path: pathlib.Path, size_mib: int = LEAST_MIB) -> None:
@@ -49,27 +54,27 @@ class Disk:
         )
         assert self._keeper.stdout
         if self._keeper.stdout.readline() != b"mounted\n":
-            raise OSError(f"no disk could be mounted at {path}")
+            raise OSError(f"could not mount a disk at {path}")
 
     @property
     def path(self) -> pathlib.Path:
-        """As processes outside of the namespace see it."""
+        """The mount point as seen from outside the namespace."""
         return pathlib.Path(f"/proc/{self._keeper.pid}/root{self._path}")
 
     @property
     def shared_memory(self) -> pathlib.Path:
-        """As processes outside of the namespace see it."""
+        """The shared memory as seen from outside the namespace."""
         return pathlib.Path(f"/proc/{self._keeper.pid}/root/dev/shm")
 
     @property
     def entering(self) -> list[str]:
-        """What begins the command of a process that is to have it mounted."""
+        """Prefix for the command of a process that should see the mounts."""
         as_user = ["--user", "--preserve-credentials"] if "--user" in _namespace() else []
         return ["nsenter", "--target", str(self._keeper.pid), *as_user, "--mount", f"--wd={pathlib.Path.cwd()}"]
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """Not a byte is free meanwhile."""
+        """Fills the disk completely inside the context."""
         filler = self.path / "filler"
         try:
             for size in (2**20, 1):
@@ -81,5 +86,5 @@ class Disk:
             filler.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """The disk goes with all that is on it once nobody has it mounted."""
+        """Ends the namespace. The disk disappears when no process uses it any more."""
         self._keeper.communicate(timeout=10.0)

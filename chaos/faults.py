@@ -1,4 +1,4 @@
-"""What goes wrong and when: a plan that follows from a seed, and the log of what was done, which is a plan again."""
+"""Plans of faults, drawn from a seed, and logs of the faults that were made. A log can be replayed as a plan."""
 
 import json
 import random
@@ -15,11 +15,11 @@ class Fault:
     """One fault.
 
     Attributes:
-        at_s: Seconds from the beginning of the run.
+        at_s: Seconds since the start of the run.
         kind: kill, terminate, stop, full-disk, or a Trouble of links.
-        target: One of TARGETS or LINKS; the disk.
-        for_s: How long it lasts; 0 for a process that ends.
-        delay_s: By how much a slow link delays each piece.
+        target: An entry of TARGETS or LINKS, or the disk.
+        for_s: Duration in seconds; 0 for a process that ends.
+        delay_s: Delay of each chunk on a slow link, in seconds.
     """
 
     at_s: float
@@ -35,11 +35,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Happened:
-    """A fault that was made. Times are of `time.monotonic`.
+    """A fault that was made. Times are from `time.monotonic`.
 
     Attributes:
-        begun_s, healed_s: When it was made, and when nothing of it was left to be undone.
-        back_s: When all services served again; None if that was not waited for.
+        fault: The planned fault.
+        begun_s, healed_s: When it started, and when it was fully undone.
+        back_s: When all services served again; None if that was not awaited.
         note: What could not be done.
     """
 
@@ -55,11 +56,13 @@ KILLED = ("sampler", "sampler.engine", "trainer", "trainer.rank0", "trainer.rank
 STOPPED = ("gateway", "renderer", "renderer.worker", "sampler", "sampler.engine", "trainer", "trainer.rank0",
            "trainer.rank1")  # fmt: skip
 PAIRS = 0.25
-"""Share of faults that the next one joins at once."""
+"""Fraction of faults that the next one joins immediately."""
 
 
 def deck(*, disk: bool, machine: bool) -> list[tuple[str, str]]:
-    """(kind, target) of each fault that is made before one is made again; the shorter a recovery, the more often."""
+    """Returns (kind, target) of the faults that are made before any is repeated. Faults with fast recovery occur more
+    often.
+    """
     cards = [("kill", target) for target in (*KILLED, *KILLED_OFTEN, *KILLED_OFTEN)]
     cards += [("terminate", target) for target in ("gateway", "renderer", "sampler", "trainer")]
     cards += [("stop", target) for target in STOPPED]
@@ -70,7 +73,9 @@ def deck(*, disk: bool, machine: bool) -> list[tuple[str, str]]:
 
 
 def brief_deck(*, disk: bool) -> list[tuple[str, str]]:
-    """Twenty for a run of a minute: each kind, each part, each link at least once, few that take long to recover."""
+    """Returns twenty faults for a run of a minute: each kind, service and link at least once, few of them slow to
+    recover.
+    """
     return [
         *(("kill", target) for target in ("trainer", "gateway", "renderer", "sampler.engine", "trainer.rank1")),
         *(("terminate", target) for target in ("gateway", "renderer.worker")),
@@ -83,7 +88,9 @@ def brief_deck(*, disk: bool) -> list[tuple[str, str]]:
 
 
 def plan(seed: int, count: int, cards: list[tuple[str, str]], mean_gap_s: float) -> list[Fault]:
-    """`count` faults, the cards shuffled again and again; some in pairs, the others apart by random times."""
+    """Returns `count` faults from a deck that is shuffled repeatedly. Some come in pairs, the others at random
+    intervals.
+    """
     chance = random.Random(seed)
     faults: list[Fault] = []
     at_s = 0.0
@@ -100,7 +107,7 @@ def plan(seed: int, count: int, cards: list[tuple[str, str]], mean_gap_s: float)
 
 
 def write_log(path: Path, happened: Iterable[Happened], start_s: float) -> None:
-    """One line each, with the times at which they were really made."""
+    """Writes one line per fault, with the actual times."""
     with path.open("w") as file:
         for one in happened:
             fault = asdict(one.fault) | {"at_s": round(one.begun_s - start_s, 2)}
@@ -109,7 +116,7 @@ def write_log(path: Path, happened: Iterable[Happened], start_s: float) -> None:
 
 
 def read_log(path: Path) -> list[Fault]:
-    """The plan that makes the faults of a log again."""
+    """Reads a log as a plan that repeats its faults."""
     return list(_faults(path.read_text().splitlines()))
 
 

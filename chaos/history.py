@@ -1,4 +1,4 @@
-"""What a client asked and was answered, in a file that is only added to: a line for each question and each answer."""
+"""The requests and answers of clients, in append-only files with one line per event."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import IO, Any
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, or the error that came in its place. `at_s` is of `time.monotonic`, which all processes share."""
+    """An answer, or the error in its place. `at_s` is from `time.monotonic`, which all processes share."""
 
     at_s: float
     value: dict[str, Any]
@@ -23,12 +23,12 @@ class Command:
     """One command of one client.
 
     Attributes:
-        client: Who asked.
-        number: Rises by one from one command of a client to its next.
-        operation: Such as forward_backward or sample.
-        invoked_s: When it was sent, of `time.monotonic`.
-        arguments: What is needed to tell it from others, such as the snapshot that it samples from.
-        answers: One, if the promises hold.
+        client: Name of the client.
+        number: Number of the command, which rises by one per command of a client.
+        operation: Operation, such as forward_backward or sample.
+        invoked_s: When it was sent, from `time.monotonic`.
+        arguments: Arguments that distinguish it, such as the sampled snapshot.
+        answers: Answers; exactly one if the promises hold.
     """
 
     client: str
@@ -40,33 +40,33 @@ class Command:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return f"{self.client} #{self.number} {self.operation}"
 
 
 @dataclass
 class History:
-    """The commands of all clients by (client, number), and answers to what was never asked."""
+    """The commands of all clients, keyed by (client, number), and answers to commands that were never sent."""
 
     commands: dict[tuple[str, int], Command] = field(default_factory=dict)
     unasked: list[str] = field(default_factory=list)
 
     def of(self, client: str) -> list[Command]:
-        """One client's commands in the order in which it sent them."""
+        """Returns one client's commands in the order in which they were sent."""
         return sorted((one for one in self.commands.values() if one.client == client), key=lambda one: one.number)
 
     @property
     def clients(self) -> list[str]:
-        """Their names."""
+        """Returns the names of all clients."""
         return sorted({client for client, _ in self.commands})
 
     def rounds(self, client: str) -> int:
-        """How many rounds a client has begun."""
+        """Returns how many rounds a client has started."""
         return 1 + max((one.arguments.get("round", -1) for one in self.of(client)), default=-1)
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> "History":
-        """From the files of all clients."""
+        """Reads the files of all clients."""
         history = cls()
         for path in paths:
             for line in path.read_text().splitlines():
@@ -74,7 +74,7 @@ class History:
         return history
 
     def add(self, event: dict[str, Any]) -> None:
-        """Takes one line of a file."""
+        """Adds the event of one line."""
         key = (event["client"], event["number"])
         if "operation" in event:
             self.commands[key] = Command(**event)
@@ -94,18 +94,18 @@ class Recorder:
         self._count = 0
 
     def invoked(self, operation: str, **arguments: Any) -> int:
-        """Notes that a command is being sent, and returns its number."""
+        """Records that a command is being sent. Returns its number."""
         number = self._count
         self._count += 1
         self._write(number, operation=operation, invoked_s=time.monotonic(), arguments=arguments)
         return number
 
     def answered(self, number: int, **value: Any) -> None:
-        """Notes an answer."""
+        """Records an answer."""
         self._write(number, at_s=time.monotonic(), value=value)
 
     def failed(self, number: int, error: str) -> None:
-        """Notes an error in the place of an answer."""
+        """Records an error in place of an answer."""
         self._write(number, at_s=time.monotonic(), error=error)
 
     def _write(self, number: int, **event: Any) -> None:
@@ -114,5 +114,5 @@ class Recorder:
 
 
 def digest(value: Any) -> str:
-    """Of a JSON value, floats to the last bit."""
+    """Returns a digest of a JSON value that depends on every bit of its floats."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

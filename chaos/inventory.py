@@ -1,4 +1,4 @@
-"""What a Fovea has: rows, files, processes, listening ports. Runs that nobody disturbed say how much of it is right."""
+"""Counts the database rows, files, processes and listening ports of a Fovea; undisturbed runs give the right counts."""
 
 import hashlib
 import re
@@ -18,12 +18,12 @@ from chaos.stack import Stack
 from fovea.api.v1 import weights_pb2
 
 _NUMBERS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+")
-"""Of what is made anew each time: UUIDs, the names that `tempfile` draws, digests, counts."""
+"""Matches names that differ in each run: UUIDs, names from `tempfile`, digests and counts."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """What the gateway's database says of one command: `number` rises from each that ended to the next."""
+    """The gateway's database entry of one command. `number` is its position in the order of completion."""
 
     scope: str
     seq_id: int
@@ -33,11 +33,11 @@ class Finish:
 
 
 Inventory = Counter[str]
-"""How many there are of each kind of thing, such as `rows of futures`."""
+"""Counts of each kind of object, such as `rows of futures`."""
 
 
 def take(stack: Stack) -> Inventory:
-    """What there is now."""
+    """Returns the current counts."""
     found: Inventory = Counter()
     with _database(stack) as database:
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
@@ -56,14 +56,14 @@ def take(stack: Stack) -> Inventory:
 
 
 def growth(before: Inventory, after: Inventory) -> Inventory:
-    """What has become more, and less, with a sign."""
+    """Returns the signed differences of two inventories."""
     return Counter(
         {name: after[name] - before[name] for name in before.keys() | after.keys() if after[name] != before[name]}
     )
 
 
 def left_after_stop(stack: Stack) -> list[str]:
-    """What is there still when everything has been stopped."""
+    """Returns what remains after everything was stopped."""
     left = [f"process {process.pid} {role(process)}" for process in stack.marked()]
     left += [f"port {port}" for port in stack.ports if _is_taken(port)]
     left += [f"folder {folder}" for folder in stack.temporary[1:] if folder.exists()]
@@ -71,14 +71,14 @@ def left_after_stop(stack: Stack) -> list[str]:
 
 
 def ledger(stack: Stack, scopes: Iterable[str]) -> list[Finish]:
-    """The commands of these models."""
+    """Returns the entries of these models' commands."""
     query = "SELECT scope, seq_id, kind, state, finish_number FROM futures WHERE scope = ? ORDER BY seq_id"
     with _database(stack) as database:
         return [Finish(*row) for scope in scopes for row in database.execute(query, (scope,))]
 
 
 def snapshots(stack: Stack, model_id: str) -> list[str]:
-    """Digests of the weights of a model's snapshots, in the order in which they were taken."""
+    """Returns digests of the weights of a model's snapshots, in the order of creation."""
     query = "SELECT identity FROM snapshots WHERE model_id = ? ORDER BY created_at"
     with _database(stack) as database:
         rows = database.execute(query, (model_id,)).fetchall()
@@ -86,13 +86,13 @@ def snapshots(stack: Stack, model_id: str) -> list[str]:
 
 
 def saved_tensors(stack: Stack, path: str) -> dict[str, str]:
-    """Digest of each tensor of a saved state, tinker://..., by file and name."""
+    """Returns the digest of each tensor of a saved state, tinker://..., keyed by file and tensor."""
     with _database(stack) as database:
         (uri,) = database.execute("SELECT uri FROM checkpoints WHERE path = ?", (path,)).fetchone()
     folder, digests = stack.local(uri), {}
     for file in sorted(folder.rglob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 tensor = tensors.get_tensor(name).contiguous()
                 data = tensor.view(-1).numpy().tobytes() if tensor.numel() else b""
                 digests[f"{file.relative_to(folder)}:{name}"] = hashlib.sha256(data).hexdigest()[:16]
@@ -101,7 +101,7 @@ def saved_tensors(stack: Stack, path: str) -> dict[str, str]:
 
 @contextmanager
 def _database(stack: Stack) -> Iterator[sqlite3.Connection]:
-    """A copy of it: SQLite itself would look for what /proc/PID/root links to, which is another place here."""
+    """Opens a copy of the database, because SQLite would resolve the link /proc/PID/root to another folder here."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("gateway.db", "gateway.db-wal"):
             shutil.copy(stack.folder / name, folder)
@@ -110,17 +110,17 @@ def _database(stack: Stack) -> Iterator[sqlite3.Connection]:
 
 
 def _roots(stack: Stack) -> list[Path]:
-    """Where it has files: of the state first, which stays; then temporary ones."""
+    """Returns the folders with files: first the state folder, which is kept, then temporary ones."""
     return [stack.folder, *stack.temporary, *([stack.disk.shared_memory] if stack.disk else [])]
 
 
 def _files(root: Path) -> list[Path]:
-    """Those that are there when looked for, sockets too: a file may go meanwhile."""
+    """Returns the files that exist now, sockets included. A file may vanish meanwhile."""
     return [path for path in root.rglob("*") if not path.is_dir()] if root.exists() else []
 
 
 def role(process: psutil.Process) -> str:
-    """What a process is, alike after each start."""
+    """Returns a description of a process that is the same after each start."""
     words = process.cmdline()
     if "-m" in words:
         module = words[words.index("-m") + 1]

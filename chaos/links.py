@@ -1,4 +1,4 @@
-"""Connections between parts that can be cut, slowed or left hanging: a TCP proxy for each link."""
+"""TCP proxies between services. Each link can be cut, slowed or left hanging."""
 
 import asyncio
 from contextlib import suppress
@@ -8,19 +8,19 @@ _CHUNK_BYTES = 64 * 2**10
 
 
 class Trouble(StrEnum):
-    """What a link does to its connections."""
+    """Effects of a link on its connections."""
 
     NONE = "none"
-    CUT = "cut"  # connections are reset, new ones too: a machine that is down
-    HANG = "hang"  # nothing passes, and nobody is told: a partition
-    SLOW = "slow"  # each piece takes longer
+    CUT = "cut"  # resets existing and new connections, like a machine that is down
+    HANG = "hang"  # drops everything silently, like a network partition
+    SLOW = "slow"  # delays each chunk
 
 
 class Link:
     """Forwards connections to a port of this machine.
 
     Args:
-        name: Such as gateway-trainer.
+        name: Name such as gateway-trainer.
         upstream: Port to forward to.
     """
 
@@ -37,12 +37,12 @@ class Link:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def open(self, port: int = 0) -> None:
-        """Listens at a port of 127.0.0.1."""
+        """Listens on a port of 127.0.0.1."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", port, limit=_CHUNK_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def disturb(self, trouble: Trouble, delay_s: float = 0.0) -> None:
-        """From now on, until it is disturbed otherwise; NONE heals it."""
+        """Applies a trouble until the next call; NONE heals the link."""
         self._trouble, self._delay_s = trouble, delay_s
         if trouble is Trouble.HANG:
             self._passing.clear()
@@ -53,7 +53,7 @@ class Link:
                 writer.transport.abort()
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         if self._server:
             self._server.close()
         for task in self._connections:
@@ -65,7 +65,7 @@ class Link:
         assert task
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        with suppress(OSError):  # either side has gone, and so does the other
+        with suppress(OSError):  # one side closed the connection; close the other too
             await self._forward(reader, writer)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,7 +82,7 @@ class Link:
                     both.create_task(self._copy(reader, inner_writer))
                     both.create_task(self._copy(inner_reader, writer))
             except* OSError:
-                pass  # either side has gone, and so does the other
+                pass  # one side closed the connection; close the other too
             finally:
                 inner_writer.close()
                 self._writers.discard(inner_writer)

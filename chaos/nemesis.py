@@ -1,4 +1,4 @@
-"""Makes the faults of a plan, each at its time, and notes what was done and how long the parts took to be back."""
+"""Makes the faults of a plan on time, and records them and how long recovery took."""
 
 import asyncio
 import signal
@@ -14,13 +14,14 @@ from chaos.stack import Stack
 
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _BACK_WITHIN_S = 300.0
-_TARGET_WITHIN_S = 90.0  # one that is just being started again is waited for
+_TARGET_WITHIN_S = 90.0  # includes the time of a restart in progress
 
 
 class Nemesis:
     """Disturbs a stack.
 
     Args:
+        stack: The stack.
         on_fault: Called with each fault as it is made.
     """
 
@@ -30,12 +31,12 @@ class Nemesis:
         self._whole = asyncio.Lock()
 
     async def run(self, plan: Sequence[Fault]) -> list[Happened]:
-        """Returns once all is healed and all services serve again."""
+        """Makes all faults. Returns when all are undone and all services serve again."""
         start = time.monotonic()
         making: list[asyncio.Task[Happened]] = []
         for fault in plan:
             await asyncio.sleep(max(start + fault.at_s - time.monotonic(), 0.0))
-            async with self._whole:  # while everything is started again nothing else is to be disturbed
+            async with self._whole:  # while everything restarts, no other fault may happen
                 making.append(asyncio.create_task(self._make(fault)))
                 await asyncio.sleep(0)
         return [await one for one in making]
@@ -102,7 +103,7 @@ class Nemesis:
 
 
 async def until(holds: Callable[[], bool | Awaitable[bool]], timeout_s: float) -> None:
-    """Returns when it holds, or when the time is over."""
+    """Waits until a condition holds or the timeout passes."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         answer = holds()

@@ -1,4 +1,4 @@
-"""One run: clients while the nemesis disturbs them, the same clients undisturbed, and every promise checked."""
+"""One run: clients with faults, the same clients without faults, and a check of every promise."""
 
 import asyncio
 import json
@@ -20,16 +20,16 @@ from chaos.nemesis import Nemesis, until
 from chaos.stack import MODEL_NAME, READY_S, Stack
 
 _LEAVES_WITHIN_S = 60.0
-"""Sessions that their clients ended are gone after some seconds, and with them what was theirs."""
+"""Seconds after which sessions ended by their clients, and everything that belongs to them, must be gone."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run of all clients has shown.
+    """Observations of a run of all clients.
 
     Attributes:
-        saved: Digests of the tensors of each saved state, by client and name; of a snapshot, of all its weights.
-        grown: What it has left.
+        saved: Digests of tensors, keyed by client and saved state; for a snapshot, one digest of all its weights.
+        grown: Inventory of what it left behind.
         exits: Exit code of each client.
     """
 
@@ -43,7 +43,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a whole run."""
+    """Result of a complete run."""
 
     happened: list[Happened]
     disturbed: Seen
@@ -51,7 +51,7 @@ class Result:
     violations: list[Violation]
 
     def summary(self) -> str:
-        """Some lines for a terminal."""
+        """Returns a summary of a few lines for a terminal."""
         commands = self.disturbed.history.commands.values()
         counts = {kind: sum(one.fault.kind == kind for one in self.happened) for kind in _kinds(self.happened)}
         back = [one.back_s - one.healed_s for one in self.happened if one.back_s is not None]
@@ -60,7 +60,7 @@ class Result:
             + ", ".join(f"{count} {kind}" for kind, count in counts.items()),
             f"{len(commands)} commands of {len(self.disturbed.history.clients)} clients; undisturbed they take "
             f"{self.undisturbed.seconds:.0f} s",
-            f"all parts serve again after a fault: median {statistics.median(back):.1f} s, at most {max(back):.1f} s"
+            f"all services serve again after a fault: median {statistics.median(back):.1f} s, at most {max(back):.1f} s"
             if back
             else "no fault",
         ]
@@ -70,15 +70,17 @@ class Result:
 async def run(
     stack: Stack, folder: Path, clients: Sequence[str], plan: Sequence[Fault], pause_s: float = 0.0
 ) -> Result:
-    """Histories, the nemesis' log and what was violated go to `folder`.
+    """Runs the clients twice and checks the promises. Histories, faults and violations are written to `folder`.
 
     Args:
-        clients: Names; all that a client does follows from its name.
+        stack: The Fovea under test.
+        folder: Folder for the results.
+        clients: Names of clients; each name determines all that its client does.
         plan: The faults.
-        pause_s: Between rounds of a client while it is disturbed.
+        pause_s: Seconds between a client's rounds in the disturbed run.
     """
     stop = _folder(folder) / "stop"
-    # What stays open from the first command on, such as the group in which weights are sent, is no leftover.
+    # Resources that stay open after the first command, such as the transfer group for weights, are not leftovers.
     await run_clients(stack, folder / "before", ["samples-before"], stop, rounds={"samples-before": 2})
     at_first = await _settled(stack, Counter())
     disturbed = asyncio.create_task(run_clients(stack, folder / "disturbed", clients, stop, pause_s=pause_s))
@@ -91,7 +93,7 @@ async def run(
     seconds = time.monotonic() - start
     history = _history(folder / "disturbed")
     rounds = {client: history.rounds(client) for client in clients}
-    # What the run leaves is looked at when the undisturbed one has left as much, or has had the time for it.
+    # Take the inventory when the run has left as little as the undisturbed one, or after the same time.
     seen_first = await _settled(stack, at_first)
     first = _seen(stack, history, seen_first, at_first, exits, seconds)
     begun = time.monotonic()
@@ -124,7 +126,7 @@ async def run_clients(
     stack: Stack, folder: Path, names: Sequence[str], stop: Path, *, rounds: dict[str, int] | None = None,
     pause_s: float = 0.0,
 ) -> dict[str, int]:  # fmt: skip
-    """Runs all clients to their ends, each a process of its own; their exit codes."""
+    """Runs all clients to their end, each in its own process. Returns their exit codes."""
     processes = {}
     _folder(folder)
     for name in names:
@@ -150,13 +152,13 @@ async def run_clients(
 
 
 async def _begun(folder: Path, names: Sequence[str], clients: asyncio.Task[dict[str, int]]) -> None:
-    """Returns once each client has sent a command: faults before that would meet nobody."""
+    """Waits until each client has sent a command; faults before that would affect no client."""
     files = [folder / f"{name}.jsonl" for name in names]
     await until(lambda: clients.done() or all(file.exists() and file.stat().st_size for file in files), READY_S)
 
 
 async def _settled(stack: Stack, before: Inventory) -> Inventory:
-    """What there is when it stays the same for some seconds, or when the time is over."""
+    """Returns the inventory once it has not changed for some seconds, or after the timeout."""
     deadline, found, same = time.monotonic() + _LEAVES_WITHIN_S, before, 0
     while same < 3 and time.monotonic() < deadline:
         await asyncio.sleep(1.0)
@@ -197,7 +199,7 @@ def _kinds(happened: Sequence[Happened]) -> list[str]:
 
 
 def recoveries(happened: Sequence[Happened]) -> str:
-    """Seconds until all served again, by what was killed: JSON, for the record."""
+    """Returns, as JSON for the record, the seconds until all services served again, by killed target."""
     by_target: dict[str, list[float]] = {}
     for one in happened:
         if one.fault.kind in ("kill", "terminate") and one.back_s is not None:
@@ -206,5 +208,5 @@ def recoveries(happened: Sequence[Happened]) -> str:
 
 
 def client_names(seed: int, count: int) -> list[str]:
-    """Every second one samples too."""
+    """Returns the names of clients. Every second client also samples."""
     return [f"{('samples', 'trains')[number % 2]}-{seed}-{number}" for number in range(count)]

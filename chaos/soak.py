@@ -1,5 +1,7 @@
-"""Hours of ordinary work: the memory of every process must stay flat, and answers as quick at the end as at the start:
-`python -m chaos.soak --hours 2`."""
+"""Hours of ordinary work: the memory of every process must stay flat, and answers must not become slower.
+
+`python -m chaos.soak --hours 2`.
+"""
 
 import argparse
 import asyncio
@@ -24,14 +26,15 @@ from chaos.stack import Stack, running
 SAMPLE_S = 5.0
 _MIB_AN_HOUR = 4096
 WARM, FULL = 0.25, 0.5
-"""Shares of the run after which latencies are taken, and slopes: caches of a gigabyte fill for 48 minutes."""
+"""Fractions of the run after which latencies and slopes are measured. Caches of a gigabyte take 48 minutes to fill."""
 Samples = dict[str, list[tuple[float, float]]]
 
 
 async def watch(stack: Stack, folder: Path, stop: Path, seconds: float) -> Samples:
-    """(seconds, MiB resident) of the processes of each role together; then has the clients end.
+    """Samples resident memory until the time is over, then stops the clients.
 
-    They stand in ``folder``'s memory.jsonl too, a line a look, so that hours are not lost with this process.
+    Returns (seconds, MiB) of all processes of each role. Also writes each sample to memory.jsonl in `folder`, so that
+    hours of data are not lost if this process dies.
     """
     samples: Samples = defaultdict(list)
     begun = time.monotonic()
@@ -50,7 +53,7 @@ async def watch(stack: Stack, folder: Path, stop: Path, seconds: float) -> Sampl
 
 
 def memory_lines(samples: Samples, seconds: float) -> list[str]:
-    """MiB at the end, and the slope in MiB per hour once caches are full."""
+    """Returns the final MiB, and the slope in MiB per hour after caches are full."""
     lines = []
     for name, points in sorted(samples.items()):
         full = [point for point in points if point[0] >= FULL * seconds]
@@ -61,7 +64,7 @@ def memory_lines(samples: Samples, seconds: float) -> list[str]:
 
 
 def latency_lines(history: History, begun_s: float, seconds: float) -> list[str]:
-    """Median and p99 of each operation in the first and in the last third after warming up."""
+    """Returns median and p99 of each operation, in the first and the last third after warming up."""
     warm_s = begun_s + WARM * seconds
     third_s = (1 - WARM) * seconds / 3
     lines = []
@@ -81,7 +84,7 @@ def _p99(values: Sequence[float]) -> float:
 
 
 async def soak(seconds: float, clients: int, folder: Path) -> int:
-    """Prints the figures; returns 0 if every command was answered."""
+    """Runs the clients and prints the figures. Returns 0 if every command was answered, else 1."""
     disk_mib = LEAST_MIB + round(_MIB_AN_HOUR * seconds / 3600)
     async with running(folder, fovea_tinyvlm.ensure(), disk_mib=disk_mib) as stack:
         stop, begun_s = folder / "stop", time.monotonic()
@@ -96,7 +99,7 @@ async def soak(seconds: float, clients: int, folder: Path) -> int:
 
 
 def main() -> int:
-    """Exit code 0 if every command was answered."""
+    """Runs the command. Returns exit code 0 if every command was answered, else 1."""
     parser = argparse.ArgumentParser(prog="python -m chaos.soak", description=__doc__)
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--clients", type=int, default=8)

@@ -1,5 +1,4 @@
-"""The Fovea that is disturbed: a supervisor of its own as `fovea up` has it, a link between any two parts, and where
-the machine allows it a disk of its own, which can be full."""
+"""The Fovea under test: a supervisor as in `fovea up`, links between services, and a small disk if possible."""
 
 import asyncio
 import json
@@ -30,36 +29,36 @@ from fovea.runtime.hosts import free_ports
 
 MODEL_NAME = "tiny"
 MARK = "FOVEA_CHAOS"
-"""In the environment of everything that such a Fovea starts."""
+"""Variable in the environment of every process of this Fovea."""
 READY_S = 300.0
 SERVICES = ("gateway", "renderer", "sampler", "trainer")
 TARGETS = (*SERVICES, "renderer.worker", "sampler.engine", "trainer.rank0", "trainer.rank1", "everything")
-"""What may be killed or stopped; a service alone is its own process, without what that has started."""
+"""Targets that can be killed or stopped. A service alone means its main process, without its children."""
 LINKS = (
     "client-gateway", "gateway-renderer", "gateway-sampler", "gateway-trainer", "sampler-renderer", "trainer-renderer",
 )  # fmt: skip
 
 
 class NotReady(Exception):
-    """It did not come up; the message names its log."""
+    """The Fovea did not start. The message names its log."""
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the supervisor's process is told."""
+    """The configuration passed to the supervisor's process."""
 
     options: dict[str, Any]
     specs: list[dict[str, Any]]
 
 
 class Stack:
-    """Starts, finds and stops the parts. Its ports stay the same when everything is started again.
+    """Starts, finds and stops the services. Their ports stay the same when everything restarts.
 
     Args:
-        folder: Of logs; also the disk, where the machine allows no disk of its own.
-        model: The checkpoint's directory.
-        environment: Added to that of all parts.
-        disk_mib: Size of the disk; what clients save stays there.
+        folder: Folder for logs, and for the disk's files if this machine cannot mount a disk.
+        model: Folder of the checkpoint.
+        environment: Variables added for all services.
+        disk_mib: Size of the disk, on which clients' saves stay.
     """
 
     def __init__(
@@ -89,43 +88,43 @@ class Stack:
 
     @property
     def base_url(self) -> str:
-        """Where clients go: over the link before the gateway."""
+        """The base URL for clients, which leads over the link in front of the gateway."""
         return f"http://127.0.0.1:{self.links['client-gateway'].port}"
 
     @property
     def pid(self) -> int:
-        """The supervisor's process."""
+        """Process id of the supervisor."""
         assert self._process
         return self._process.pid
 
     @property
     def ports(self) -> set[int]:
-        """Where its services are told to listen."""
+        """Ports on which its services listen."""
         grpc = {int(spec.address.rpartition(":")[2]) for spec in self.specs.values()}
         return grpc | {spec.metrics_port for spec in self.specs.values()} | {self._options.port}
 
     @property
     def folder(self) -> pathlib.Path:
-        """Of its database, checkpoints and `up.json`."""
+        """Folder with its database, checkpoints and `up.json`."""
         return (self.disk.path if self.disk else self._place) / "state"
 
     @property
     def temporary(self) -> tuple[pathlib.Path, pathlib.Path]:
-        """Of temporary files: the supervisor's, its services'."""
+        """Folders with temporary files of the supervisor and of its services."""
         return self._folder / "tmp", temporary_dir(self._options.state_dir)
 
     @property
     def state(self) -> dict[str, Any]:
-        """Its `up.json`."""
+        """Contents of its `up.json`."""
         state: dict[str, Any] = json.loads((self.folder / "up.json").read_text())
         return state
 
     def local(self, path: str) -> pathlib.Path:
-        """A path that one of its processes names, as it is seen from here."""
+        """Converts a path in one of its processes to a path in this process."""
         return self.folder / pathlib.Path(path.removeprefix("file://")).relative_to(self._place / "state")
 
     async def start(self) -> None:
-        """Starts everything, and returns once it is ready. Raises NotReady."""
+        """Starts everything and waits until it is ready. Raises NotReady."""
         for link in self.links.values():
             if not link.port:
                 await link.open()
@@ -141,16 +140,16 @@ class Stack:
         await self.wait_ready()
 
     async def wait_ready(self) -> None:
-        """Returns once all services serve, and `up.json` says so."""
+        """Waits until all services serve and `up.json` says so."""
         assert self._process
         deadline = time.monotonic() + READY_S
         while not await self.is_serving():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise NotReady(f"it is not up after {READY_S:.0f} s, or has ended: see {self.log}")
+                raise NotReady(f"Fovea did not start within {READY_S:.0f} s, or ended; see {self.log}")
             await asyncio.sleep(0.2)
 
     async def is_serving(self, *names: str) -> bool:
-        """Whether these services serve; by default all."""
+        """Returns whether these services serve; all services by default."""
         if not (self.folder / "up.json").exists():
             return False
         for spec in self.specs.values():
@@ -160,7 +159,7 @@ class Stack:
         return True
 
     def find(self, target: str) -> list[psutil.Process]:
-        """The processes of a target of TARGETS that run now: at most one, but for everything."""
+        """Returns the running processes of an entry of TARGETS: at most one, except for everything."""
         name, _, part = target.partition(".")
         with suppress(psutil.NoSuchProcess):
             supervisor = psutil.Process(self.pid)
@@ -173,9 +172,9 @@ class Stack:
         return []
 
     def marked(self) -> list[psutil.Process]:
-        """Every process of this Fovea, whoever is its parent by now.
+        """Returns every process of this Fovea, even if its parent has died.
 
-        vLLM's engine writes its title over its environment: it is known by its session, which its sampler leads.
+        vLLM's engine overwrites its environment with its title, so it is found by its session, which its sampler leads.
         """
         alive = [one for one in psutil.process_iter(["status"]) if one.info["status"] != psutil.STATUS_ZOMBIE]
         marked = {one.pid for one in alive if self._is_marked(one)}
@@ -190,7 +189,7 @@ class Stack:
         return False
 
     async def kill(self) -> None:
-        """Power loss without the loss of what was written: all processes at once. `start` begins again."""
+        """Kills all processes at once, like a power cut that loses no written data. `start` starts them again."""
         for process in self.find("everything"):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -198,7 +197,7 @@ class Stack:
         await asyncio.to_thread(self._process.wait, 60.0)
 
     async def stop(self) -> bool:
-        """As Ctrl-C does. Returns whether it has ended by itself, which a supervisor that was killed has not."""
+        """Stops the Fovea as Ctrl-C does. Returns whether it ended by itself; a supervisor that was killed did not."""
         for link in self.links.values():
             link.disturb(Trouble.NONE)
         if self._process and self._process.poll() is None:
@@ -218,7 +217,7 @@ class Stack:
         return int(self.specs[service].address.rpartition(":")[2])
 
     def _linked(self, spec: ServiceSpec) -> ServiceSpec:
-        """A service that reaches others over links."""
+        """Returns a service that connects to others through links."""
         arguments = list(spec.arguments)
         for name, link in self.links.items():
             source, _, service = name.partition("-")
@@ -250,10 +249,10 @@ async def running(
     environment: dict[str, str] | None = None,
     disk_mib: int = disk.LEAST_MIB,
 ) -> AsyncIterator[Stack]:
-    """One that runs while inside."""
+    """Runs a stack inside the context."""
     stack = Stack(folder, model, environment, disk_mib)
     make_certificates(folder / "tls")
-    os.environ[tls.VARIABLE] = str(folder / "tls")  # of its services, and of this process, which asks for their health
+    os.environ[tls.VARIABLE] = str(folder / "tls")  # for the services, and for this process, which checks their health
     try:
         await stack.start()
         yield stack
@@ -265,7 +264,7 @@ async def running(
 
 
 def main(parts: pathlib.Path) -> int:
-    """The supervisor's process. It ends with whoever disturbs it, and all parts with it."""
+    """Runs the supervisor's process. It ends with its parent, and all services end with it."""
     die_with_parent()
     told = json.loads(parts.read_text())
     paths = {"state_dir": pathlib.Path(told["options"].pop("state_dir"))}

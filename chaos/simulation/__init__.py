@@ -1,3 +1,5 @@
-"""The real gateway, on a machine that is made up: its clock, its chance, its network, its disk and the ends of its
-processes follow from a seed, so that a run which breaks a promise can be had again.
+"""The real gateway on a simulated machine.
+
+A seed determines its clock, randomness, network, disk and process crashes, so a run that breaks a promise can be
+repeated.
 """

@@ -1,11 +1,11 @@
-"""`python -m chaos.simulation --seeds 10000`, or `--seed N...` for some, with their logs."""
+"""Runs simulations: `python -m chaos.simulation --seeds 10000`, or `--seed N...` for some seeds with their logs."""
 
 import os
 import sys
 
 
 def main() -> int:
-    """Prints what was found; 1 if a promise was broken."""
+    """Prints the results. Returns 1 if a promise was broken, else 0."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
             sys.executable,
@@ -15,7 +15,7 @@ def main() -> int:
     from chaos.simulation import surroundings
 
     surroundings.install()
-    from chaos.simulation.command import run  # not before: modules keep the functions that they import
+    from chaos.simulation.command import run  # after install(): modules keep references to functions they import
 
     return run(sys.argv[1:])
 

@@ -1,5 +1,7 @@
-"""A client that trains and samples as the Tinker SDK does: numbered commands sent ahead of their answers, each answer
-asked for until it is there, everything sent again that may have been lost.
+"""A client that trains and samples like the Tinker SDK.
+
+It sends numbered commands ahead of their answers, polls each answer until it arrives, and resends whatever may have
+been lost.
 """
 
 import asyncio
@@ -21,19 +23,19 @@ MODEL = "simulated"
 RATE = 1e-3
 WRONG_LOSS = "no_such_loss"
 _SPOILT = 0.1
-"""The share of steps before which a batch fails."""
+"""Fraction of steps before which a batch fails."""
 _REFUSED: dict[str, Any] = {"refused": "user"}
 _LEAVING = 0.2
-"""The share of clients that end their session while commands wait."""
+"""Fraction of clients that end their session while commands wait."""
 _RETRIED = (408, 409, 429)
 _LONGEST_PAUSE_S = 10.0
 _HEARTBEAT_S = 10.0
 _CALL_S = 60.0
 _ABSENCES, _AWAY_S = 0.05, (60.0, 200.0)
-"""After so many rounds it is silent for so long: its session may be parked meanwhile."""
+"""Number of rounds after which the client pauses, and seconds of the pause; its session may be parked meanwhile."""
 
 Post = Callable[[str, dict[str, str], bytes], Awaitable[HttpAnswer]]
-"""Sends a body to a path, with headers. Raises ConnectionError."""
+"""A function that posts a body to a path, with headers. Raises ConnectionError."""
 
 
 class CommandFailed(Exception):
@@ -41,13 +43,13 @@ class CommandFailed(Exception):
 
 
 class Client:
-    """One model of one session, trained in rounds. All that it asks follows from its name and the seed.
+    """One model in one session, trained in rounds. The name and the seed determine all requests.
 
     Args:
-        post: Its way to the gateway.
-        history: Gets what it asks and is answered.
-        undisturbed: Gets the same with the answers that it should be given.
-        rounds: How many.
+        post: Sends a request to the gateway.
+        history: Receives the requests and answers.
+        undisturbed: Receives the requests with the expected answers.
+        rounds: Number of rounds.
     """
 
     def __init__(
@@ -62,14 +64,14 @@ class Client:
         self._is_away = False
         self._waiting: list[asyncio.Task[None]] = []
         self.last_seq_id = 0
-        """Of the commands that it waited for."""
+        """Largest seq_id among the commands that it waited for."""
         self._samplers: list[tuple[int, str, str]] = []
         self.saved: dict[str, str] = {}
         self.saved_for_samplers: dict[str, str] = {}
-        """Weights of each saved state and each named snapshot, by its path."""
+        """Weights of each saved state and named snapshot, keyed by path."""
 
     async def run(self) -> None:
-        """All of it: a session, a model, rounds, a last save. Raises CommandFailed."""
+        """Runs a session with a model, all rounds and a final save. Raises CommandFailed."""
         answer = await self._ask("create_session", {"tags": [], "type": "create_session"}, key=f"{self.name}-session")
         self._session_id = answer["session_id"]
         heartbeat = asyncio.create_task(self._heartbeat())
@@ -102,7 +104,7 @@ class Client:
         await self._finish()
 
     async def _round(self, number: int) -> None:
-        """Two batches and a step, sent before the last round is answered; at times more."""
+        """Sends two batches and a step before the previous round is answered; sometimes more."""
         before, self._waiting = self._waiting, []
         for _ in range(self._chance.randint(1, 2)):
             await self._forward_backward(number)
@@ -136,7 +138,7 @@ class Client:
         await self._command("forward_backward", "forward_backward", body, should, _losses, round=number)
 
     async def _spoil(self, number: int) -> None:
-        """A batch that fails: the next step is refused, and the gradients are dropped."""
+        """Sends a batch that fails, so that the next step is rejected and the gradients are discarded."""
         body = self._batch([self._tokens()], WRONG_LOSS, backward=True)
         await self._command("forward_backward", "forward_backward", body, _REFUSED, _losses, round=number)
 
@@ -161,7 +163,7 @@ class Client:
         await self._command("optim_step", "optim_step", body, should, lambda answer: answer, round=number)
 
     async def _snapshot(self, number: int) -> None:
-        """Freezes the weights, and opens a sampling session on them."""
+        """Takes a snapshot of the weights and opens a sampling session on it."""
         weights = self._weights.weights
         body = {"model_id": self.model_id, "seq_id": self._next(), "kind": "snapshot"}
 
@@ -175,7 +177,7 @@ class Client:
         await self._waiting[-1]
 
     async def _named_snapshot(self, number: int) -> None:
-        """Saves the weights for samplers under a name, and opens a sampling session on that."""
+        """Saves the weights for sampling under a name and opens a sampling session on them."""
         weights, path = self._weights.weights, f"tinker://{self.model_id}/sampler_weights/named-{number}"
         body = {"model_id": self.model_id, "seq_id": self._next(), "path": f"named-{number}", "kind": "snapshot"}
         self.saved_for_samplers[path] = weights
@@ -189,7 +191,7 @@ class Client:
         self._samplers.append((number, opened["sampling_session_id"], weights))
 
     async def _sample(self, number: int) -> None:
-        """From the newest weights or those before."""
+        """Samples from the newest or earlier weights."""
         snapshot, sampling_session_id, weights = self._chance.choice(self._samplers[-2:])
         prompt, seed = self._tokens(), self._chance.randrange(2**31)
         body = {
@@ -214,7 +216,7 @@ class Client:
         await self._command("load_state", "load_weights", body, {}, lambda _: {}, round=number)
 
     async def _leave_work_behind(self) -> None:
-        """Sends commands whose answers it does not wait for: its session ends while they wait, or run."""
+        """Sends commands without waiting for their answers. The session ends while they wait or run."""
         step = {"model_id": self.model_id, "adam_params": {"learning_rate": RATE}}
         snapshot = {"model_id": self.model_id, "kind": "snapshot", "sampling_session_seq_id": self._sampler_number + 1}
         for route, body in (
@@ -249,7 +251,7 @@ class Client:
         told: Callable[[dict[str, Any]], dict[str, Any]],
         **arguments: Any,
     ) -> None:
-        """Sends a command; a task waits for its answer. Submissions keep their order as far as the network does."""
+        """Sends a command and starts a task that waits for its answer. The network may reorder submissions."""
         number, self._count = self._count, self._count + 1
         key = {"client": self.name, "number": number}
         for history in (self._history, self._undisturbed):
@@ -283,7 +285,7 @@ class Client:
                 await asyncio.sleep(1.0)
 
     async def _ask(self, route: str, body: dict[str, Any] | bytes, key: str = "") -> dict[str, Any]:
-        """A call that is sent again until it is answered."""
+        """Makes a call and repeats it until it is answered."""
         headers = {"X-Idempotency-Key": key} if key else {}
         if isinstance(body, bytes):
             headers["Content-Type"] = "application/x-protobuf"
@@ -295,7 +297,7 @@ class Client:
         return _checked(route, answer)
 
     async def _try(self, route: str, headers: dict[str, str], body: bytes) -> HttpAnswer | None:
-        """None if it must be sent again."""
+        """Makes a call once. Returns None if it must be repeated."""
         try:
             async with asyncio.timeout(_CALL_S):
                 answer = await self._post(route, headers, body)

@@ -1,4 +1,4 @@
-"""The command line: many seeds, or some with their logs."""
+"""The command line: many seeds, or some seeds with their logs."""
 
 import argparse
 import logging
@@ -16,11 +16,11 @@ _TOLD_EACH = 500
 
 
 def run(arguments: list[str]) -> int:
-    """Runs what the arguments say; 1 if a promise was broken."""
+    """Runs the simulations that the arguments ask for. Returns 1 if a promise was broken, else 0."""
     parser = argparse.ArgumentParser(prog="python -m chaos.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="How many, from --first on.")
+    parser.add_argument("--seeds", type=int, default=200, help="Number of seeds, starting at --first.")
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, nargs="+", help="Only these, with their logs.")
+    parser.add_argument("--seed", type=int, nargs="+", help="Run only these seeds, with their logs.")
     given = parser.parse_args(arguments)
     with scratch_folder() as folder:
         template = make_template(folder / "template.db")

@@ -1,4 +1,4 @@
-"""The database of one world: real SQLite, in files that outlive the gateway, on a disk that may be full."""
+"""The database of one world: real SQLite files that outlive the gateway, on a disk that may be full."""
 
 import asyncio
 import shutil
@@ -18,11 +18,11 @@ _PAGE_LIMIT = 2**30
 
 
 class DatabaseFiles:
-    """The files, and how much more they may take.
+    """The database files, and the space left for them.
 
     Args:
-        folder: Empty.
-        template: A database that has its tables already.
+        folder: An empty folder.
+        template: A database that already has its tables.
     """
 
     def __init__(self, folder: Path, template: Path) -> None:
@@ -33,19 +33,19 @@ class DatabaseFiles:
         shutil.copy(template, self.path)
 
     def fill(self) -> None:
-        """Leaves no room but the reserve's."""
+        """Fills the disk except for the reserve."""
         self._is_full = True
 
     def make_room(self) -> None:
-        """Ends that."""
+        """Frees the disk."""
         self._is_full = False
 
     def free_bytes(self) -> int:
-        """What `statvfs` tells."""
+        """Free bytes, as `statvfs` reports them."""
         return 0 if self._is_full else _ROOMY
 
     def limit(self, connection: sa.Connection) -> None:
-        """Before each transaction: SQLite itself then says that the disk is full."""
+        """Limits a connection before each transaction, so that SQLite itself reports a full disk."""
         is_limited = self._is_full and self._reserve.exists()
         if is_limited or "is_limited" in connection.info:
             pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one() if is_limited else _PAGE_LIMIT
@@ -53,23 +53,23 @@ class DatabaseFiles:
             connection.info["is_limited"] = True
 
     def ledger(self, scopes: Iterable[str]) -> list[Finish]:
-        """How the commands of these models ended."""
+        """Returns how the commands of these models ended."""
         query = "SELECT scope, seq_id, kind, state, finish_number FROM futures WHERE scope = ? ORDER BY seq_id"
         return [Finish(*row) for scope in scopes for row in self.read(query, scope)]
 
     def rows(self) -> Inventory:
-        """How many each table has."""
+        """Returns the number of rows of each table."""
         tables = [name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")]
         return Inventory({f"rows of {table}": self.read(f'SELECT count(*) FROM "{table}"')[0][0] for table in tables})
 
     def read(self, query: str, *values: str) -> list[Any]:
-        """Rows of a query of the checker."""
+        """Returns the rows of a query of the checker."""
         with closing(sqlite3.connect(self.path)) as database:
             return database.execute(query, values).fetchall()
 
 
 def make_template(path: Path) -> Path:
-    """Makes a database with its tables."""
+    """Creates a database with its tables."""
 
     async def make() -> None:
         database = Database(f"sqlite:///{path}")

@@ -1,7 +1,7 @@
-"""An event loop whose time passes only when nothing is left to do, and processes in it that end as by SIGKILL.
+"""An event loop with virtual time, which advances only when nothing is left to do, and processes that can be killed.
 
-What is ready runs in the order in which it became ready, as asyncio promises; what a seed decides is how long messages,
-threads and services take.
+Ready callbacks run in the order in which they became ready, as asyncio guarantees. The seed determines how long
+messages, threads and services take.
 """
 
 import asyncio
@@ -18,19 +18,20 @@ from typing import Any, TypeVar, TypeVarTuple
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _MOST_STEPS = 3_000_000
-"""Of one run: above, it goes round in circles."""
+"""Maximum number of steps in one run; more means an endless loop."""
 
 
 class Stuck(Exception):
-    """Nothing can happen any more, or the same happens for ever."""
+    """Nothing can happen any more, or the same happens forever."""
 
 
 class Process:
-    """Whoever ends at once: what it had running or waiting never runs again, and nothing is cleaned up.
+    """A process that can end abruptly, as with SIGKILL: its running and waiting work never continues, without any
+    cleanup.
 
     Attributes:
-        is_alive: Until it is killed.
-        frozen: What waits while it is stopped, as by SIGSTOP; None while it runs.
+        is_alive: True until it is killed.
+        frozen: Work that waits while the process is stopped, as with SIGSTOP; None while it runs.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,24 +43,24 @@ class Process:
         self.context.run(PROCESS.set, self)
 
     def start(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-        """Begins something in it."""
+        """Starts a task in this process."""
         loop = asyncio.get_running_loop()
         return loop.create_task(work, name=name or self.name, context=self.context.copy())
 
     def call_later(self, delay_s: float, callback: Callable[..., Any], *arguments: Any) -> None:
-        """Calls something in it later."""
+        """Schedules a callback in this process."""
         asyncio.get_running_loop().call_later(delay_s, callback, *arguments, context=self.context)
 
     def kill(self) -> None:
-        """Ends it."""
+        """Kills the process."""
         self.is_alive = False
 
     def freeze(self) -> None:
-        """Stops it until `thaw`: time goes on for all others."""
+        """Stops the process until `thaw`, while time passes for all others."""
         self.frozen = []
 
     def thaw(self) -> None:
-        """Lets it go on with all that has become due."""
+        """Resumes the process, with everything that has become due."""
         waiting, self.frozen = self.frozen or [], None
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
@@ -70,7 +71,7 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class _Task(asyncio.Task[T]):
-    """A task that sets hold in the order in which tasks were begun, not by where memory happened to be free."""
+    """A task with a hash by creation order, so that the order in sets does not depend on memory addresses."""
 
     _numbers = itertools.count()
 
@@ -83,10 +84,10 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """The part of an event loop that work without sockets and threads uses.
+    """The methods of an event loop that work without sockets and threads needs.
 
     Args:
-        thread_delay_s: How long a thread takes before its work, and how long the loop takes to learn of its end.
+        thread_delay_s: Returns the delay of a thread's start, and of the notification of its end.
     """
 
     def __init__(self, thread_delay_s: Callable[[], float]) -> None:
@@ -97,13 +98,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._numbers = itertools.count()
         self.steps = 0
         self.complaints: list[str] = []
-        """What was reported to the loop as an error that nobody caught."""
+        """Errors reported to the loop because no code caught them."""
 
     def time(self) -> float:
         return self._now
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Runs until `main` ends. Raises what it raises, and Stuck if nothing can happen any more."""
+        """Runs until `main` ends and returns its result. Raises its errors, and Stuck if nothing more can happen."""
         asyncio._set_running_loop(self)
         old_hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=self._close_generator)
@@ -119,10 +120,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _step(self) -> None:
         self.steps += 1
         if self.steps > _MOST_STEPS:
-            raise Stuck(f"{_MOST_STEPS} steps, and {self._now:.0f} s on the clock: it goes round in circles")
+            raise Stuck(f"{_MOST_STEPS} steps, and {self._now:.0f} s on the clock: an endless loop")
         if not self._ready:
             if not self._timers:
-                raise Stuck("everybody waits and nothing is to come")
+                raise Stuck("every task waits, and no event is scheduled")
             self._now = max(self._now, self._timers[0][0])
             while self._timers and self._timers[0][0] <= self._now:
                 self._ready.append(heapq.heappop(self._timers)[2])
@@ -136,7 +137,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             handle._run()
 
     def resume(self, handles: list[asyncio.Handle]) -> None:
-        """Has what was put off run now."""
+        """Runs deferred callbacks now."""
         self._ready.extend(handles)
 
     def call_soon(
@@ -168,14 +169,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         task: _Task[T] = _Task(coro, loop=self, name=name, context=context)
         process = (context or copy_context()).get(PROCESS)
         if process is not None:
-            # Held, as asyncio holds tasks weakly: those of a killed process must not be collected, and so closed.
+            # Keep a reference, because asyncio holds tasks weakly: those of a killed process must not be collected and
+            # closed.
             process.tasks[hash(task)] = task
             task.add_done_callback(lambda done: process.tasks.pop(hash(done), None))
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Runs a function at some time soon, at one go. A process that is killed before has not run it; one that is
-        killed right after has, and never knew.
+        """Runs a function a little later, in one step.
+
+        A process that is killed before has not run it. A process that is killed directly after has run it without
+        learning the result.
         """
         done = self.create_future()
         self.call_later(self._thread_delay_s(), self._run_function, done, func, args)
@@ -191,7 +195,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.call_later(self._thread_delay_s(), _settle, done, result, error)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its time comes."""
+        """Does nothing; a cancelled timer is skipped when it is due."""
 
     def get_debug(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""A sampler and a renderer, as their protos describe them, for text."""
+"""A sampler and a renderer for text that follow their protos."""
 
 # ruff: noqa: N802 - gRPC names the methods.
 
@@ -19,18 +19,18 @@ VOCABULARY = 1000
 
 
 class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
-    """One instance: its tokens follow from the weights that it was given under the snapshot's name."""
+    """A sampler instance. Its tokens are a function of the weights pushed under the snapshot's name."""
 
     def __init__(self, instance_id: str, chance: random.Random) -> None:
         self._instance_id, self._chance = instance_id, chance
         self.adapters: dict[str, str] = {}
 
     def begin(self, listener: Listener, process: Process) -> None:
-        """Answers."""
+        """Starts to answer."""
         sampler_pb2_grpc.add_SamplerServiceServicer_to_server(self, listener)  # type: ignore[no-untyped-call]
 
     def receive(self, snapshot_id: str, weights: str) -> None:
-        """As a trainer pushes it."""
+        """Stores weights, as if a trainer had pushed them."""
         self.adapters[snapshot_id] = weights
 
     async def GetSamplerInfo(self, request: Any, context: Any) -> sampler_pb2.GetSamplerInfoResponse:
@@ -66,10 +66,10 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
 
 
 class FakeRenderer(renderer_pb2_grpc.RendererServiceServicer):
-    """Says what it serves: text needs no more."""
+    """A renderer that only describes itself, which is enough for text."""
 
     def begin(self, listener: Listener, process: Process) -> None:
-        """Answers."""
+        """Starts to answer."""
         renderer_pb2_grpc.add_RendererServiceServicer_to_server(self, listener)  # type: ignore[no-untyped-call]
 
     async def GetRendererInfo(self, request: Any, context: Any) -> renderer_pb2.GetRendererInfoResponse:

@@ -1,7 +1,7 @@
-"""A trainer that keeps recovery, as trainer.proto describes it: fake weights, real order.
+"""A trainer with recovery that follows trainer.proto, with fake weights but the real order of commands.
 
-Numbered commands go through the trainer's own reply cache. What steps and loads leave is written in the background, by
-one writer, to a disk that outlives the process.
+Numbered commands use the trainer's own reply cache. One background writer stores the results of steps and loads on a
+disk that outlives the process.
 """
 
 # ruff: noqa: N802 - gRPC names the methods.
@@ -29,7 +29,7 @@ CONTEXT = 4096
 
 @dataclass
 class Frozen:
-    """A snapshot: who it is, and its weights."""
+    """A snapshot: its identity and its weights."""
 
     identity: weights_pb2.Snapshot
     weights: str
@@ -46,8 +46,10 @@ class Point:
 
 @dataclass
 class TrainerDisk:
-    """What outlives a trainer: durable points by model, snapshots kept for recovery; and what all parts share, saved
-    states and named snapshots by folder.
+    """Data that outlives a trainer: durable points by model, snapshots for recovery, and saved states and named
+    snapshots.
+
+    The latter two are keyed by folder and visible to all services.
     """
 
     points: dict[str, Point] = field(default_factory=dict)
@@ -56,13 +58,13 @@ class TrainerDisk:
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """One instance of it.
+    """A trainer instance.
 
     Args:
-        samplers: By address, those that are there now.
-        chance: How long things take.
-        slowness: Factor of the writer's time.
-        is_disk_full: Whether storage takes nothing now.
+        samplers: Running samplers, keyed by address.
+        chance: Random source of durations.
+        slowness: Factor on the writer's durations.
+        is_disk_full: Returns whether storage is full.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._is_idle.set()
 
     def begin(self, listener: Listener, process: Process) -> None:
-        """Answers, and writes in the background."""
+        """Starts to answer, and to write in the background."""
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, listener)  # type: ignore[no-untyped-call]
         process.start(self._write_forever())
 
@@ -99,7 +101,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         )  # fmt: skip
 
     def _kept(self) -> set[str]:
-        """Models of which something is on the disk, if only a snapshot: it is written before the first point."""
+        """Returns the models with data on the disk. A snapshot counts, because it is written before the first point."""
         return {*self._disk.points, *(frozen.identity.model_id for frozen in self._disk.snapshots.values())}
 
     async def CreateModel(self, request: Any, context: Any) -> trainer_pb2.CreateModelResponse:
@@ -265,7 +267,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         await asyncio.sleep(self._chance.uniform(0.001, most_s))
 
     def _keep(self, model_id: str, seq_id: int, answer: Any) -> None:
-        """Has a state written; one that still waits is replaced."""
+        """Schedules the writing of a state. A state that still waits is replaced."""
         self._waiting.pop((model_id, ""), None)
         self._write_soon((model_id, ""), Point(seq_id, self.models[model_id].copy(), answer))
 
@@ -282,7 +284,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 what = self._waiting[key]
                 await asyncio.sleep(self._slowness * self._chance.uniform(0.01, 1.0))
                 if self._waiting.get(key) is not what or self._is_disk_full():
-                    continue  # replaced, its model was deleted, or it is tried again
+                    continue  # it was replaced, its model was deleted, or it will be retried
                 del self._waiting[key]
                 if isinstance(what, Point):
                     self._disk.points[key[0]] = what

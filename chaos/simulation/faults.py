@@ -1,4 +1,4 @@
-"""What befalls a world: faults at random moments, alone and in pairs, each healed after a while."""
+"""Faults of a simulated world: at random times, alone and in pairs, each undone after a while."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ logger = logging.getLogger("faults")
 _MOST_FAULTS = 5
 _PAUSE_S = 6.0
 _PAIRS = 0.3
-"""The share of faults that come while another one lasts."""
+"""Fraction of faults that occur during another one."""
 _LOSSES = (0.0, 0.02, 0.1)
 
 
@@ -19,8 +19,8 @@ class Nemesis:
     """Makes faults while clients work.
 
     Attributes:
-        count: How many it has made.
-        last_s: When the last one was healed.
+        count: Number of faults made.
+        last_s: When the last one was undone.
     """
 
     def __init__(self, world: World) -> None:
@@ -34,7 +34,7 @@ class Nemesis:
         world.network.losses = self._chance.choice(_LOSSES)
 
     async def run(self) -> None:
-        """All of them; returns once everything is healed."""
+        """Makes all faults. Returns when all are undone."""
         planned = self._chance.randint(1, _MOST_FAULTS)
         under_way: list[asyncio.Task[None]] = []
         while self.count < planned:
@@ -51,7 +51,7 @@ class Nemesis:
         number, name = self.count, fault.__name__.strip("_").replace("_", " ")
         logger.info("fault %d: %s", number, name)
         await fault()
-        logger.info("fault %d is healed", number)
+        logger.info("fault %d is undone", number)
 
     async def _for_a_while(self, most_s: float) -> None:
         await asyncio.sleep(self._chance.choice((0.01, 0.3, 1.0)) * self._chance.uniform(0.0, most_s))
@@ -69,7 +69,7 @@ class Nemesis:
         await self._kill(RENDERER, 20.0)
 
     async def _kill(self, address: str, most_s: float) -> None:
-        if address in self._world.processes:  # else another fault has it
+        if address in self._world.processes:  # otherwise another fault already killed it
             self._world.kill(address)
             await self._for_a_while(most_s)
             self._world.start(address)
@@ -81,7 +81,7 @@ class Nemesis:
             self._world.start(GATEWAY)
 
     async def _freeze(self) -> None:
-        """As by SIGSTOP."""
+        """Stops a process, as with SIGSTOP."""
         process = self._world.processes.get(self._chance.choice(ADDRESSES))
         if process is not None and process.frozen is None:
             process.freeze()
@@ -89,7 +89,7 @@ class Nemesis:
             process.thaw()
 
     async def _cut(self) -> None:
-        """Calls to one part fail at once."""
+        """Makes calls to one service fail at once."""
         address = self._chance.choice(ADDRESSES)
         self._world.network.cut.add(address)
         self._world.network.break_off(address)
@@ -97,7 +97,7 @@ class Nemesis:
         self._world.network.cut.discard(address)
 
     async def _hang(self) -> None:
-        """Messages to and from one part wait."""
+        """Delays all messages to and from one service."""
         address, event = self._chance.choice(ADDRESSES), asyncio.Event()
         self._world.network.hanging[address] = event
         await self._for_a_while(20.0)
@@ -112,7 +112,7 @@ class Nemesis:
         self._world.network.slow.pop(address, None)
 
     async def _break_off(self) -> None:
-        """Ends the connections to one part."""
+        """Breaks the connections to one service."""
         self._world.network.break_off(self._chance.choice(ADDRESSES))
 
     async def _fill_disk(self) -> None:
@@ -121,5 +121,5 @@ class Nemesis:
         self._world.files.make_room()
 
     async def _evict(self) -> None:
-        """A sampler forgets all adapters, as by lack of memory."""
+        """Makes a sampler drop all adapters, as for lack of memory."""
         self._world.samplers[self._chance.choice(SAMPLERS)].adapters.clear()

@@ -1,4 +1,4 @@
-"""Messages between processes: late, lost or cut off as a seed says; gRPC and HTTP as their callers know them."""
+"""A simulated network: a seed decides whether messages are late, lost or cut off. Carries gRPC and HTTP."""
 
 import asyncio
 import itertools
@@ -15,18 +15,18 @@ from fovea.wire.errors import STATUS_DETAILS, FoveaError, to_status
 
 _USUAL_S = (0.0005, 0.01)
 _RESET_S = (0.001, 0.3)
-"""How long it takes to learn that a peer is gone."""
+"""Seconds until a caller learns that a peer is gone."""
 
 
 class Network:
-    """Who listens where, and what is on its way.
+    """Listeners and messages in transit.
 
     Attributes:
-        cut: Addresses that nobody reaches, and whose messages reach nobody.
-        hanging: Addresses whose messages wait until the event is set.
-        slow: Addresses, each with the most seconds that one more message takes.
-        losses: The share of HTTP requests that are late, and of those whose answer is lost, while callers think both
-            lost.
+        cut: Addresses that cannot be reached and cannot reach others.
+        hanging: Addresses with messages that wait until the event is set.
+        slow: Maximum extra seconds of a message, by address.
+        losses: Fraction of HTTP requests that arrive late, and of requests with lost answers, while callers believe
+            that both were lost.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -39,7 +39,7 @@ class Network:
         self._late: set[asyncio.Task[Any]] = set()
 
     async def travel(self, address: str) -> None:
-        """The way of one message to or from an address. Raises ConnectionError if it is cut."""
+        """Waits for the transit of one message to or from an address. Raises ConnectionError if the address is cut."""
         delay_s = self.chance.uniform(*_USUAL_S)
         if address in self.slow:
             delay_s += self.chance.uniform(0.0, self.slow[address])
@@ -50,31 +50,31 @@ class Network:
             raise ConnectionError(address)
 
     async def reset(self) -> None:
-        """The time until a caller learns that nobody answers."""
+        """Waits until a caller learns that there is no answer."""
         await asyncio.sleep(self.chance.uniform(*_RESET_S))
 
     def break_off(self, address: str) -> None:
-        """Ends all calls that are under way there; whoever called knows no more than that."""
+        """Breaks all calls in progress at an address; their callers learn nothing more."""
         if listener := self.listeners.get(address):
             listener.break_off()
 
     def listen(self, address: str, process: Process) -> "Listener":
-        """Has a process answer at an address."""
+        """Registers a process as the listener at an address."""
         listener = self.listeners[address] = Listener(process)
         return listener
 
     def close(self, address: str) -> None:
-        """The process there has ended."""
+        """Removes the listener of a process that has ended."""
         if listener := self.listeners.pop(address, None):
             listener.break_off()
 
     def drop_caller(self, process: Process) -> None:
-        """A process that called others has ended."""
+        """Drops the calls made by a process that has ended."""
         for listener in self.listeners.values():
             listener.drop_caller(process)
 
     async def post(self, address: str, work: Callable[[], Awaitable["HttpAnswer"]]) -> "HttpAnswer":
-        """An HTTP request. It may arrive and its caller not know, be sent again, and arrive later than that.
+        """Sends an HTTP request. It may arrive without the caller knowing, be resent, and arrive after the repeat.
 
         Raises ConnectionError.
         """
@@ -105,15 +105,15 @@ class Network:
     def _forget(self, late: asyncio.Task[Any]) -> None:
         self._late.discard(late)
         if not late.cancelled():
-            late.exception()  # nobody waits for it
+            late.exception()  # no caller waits for it
 
     def open_channel(self, address: str) -> "Channel":
-        """What `grpc.aio.insecure_channel` gives."""
+        """Stands in for `grpc.aio.insecure_channel`."""
         return Channel(self, address)
 
 
 class Call(NamedTuple):
-    """One call that is under way: who made it, who waits for what, and the work on it."""
+    """A call in progress: the calling process, the future of the answer, and the task that works on it."""
 
     caller: Process | None
     answer: asyncio.Future[Any]
@@ -121,7 +121,7 @@ class Call(NamedTuple):
 
 
 class Listener:
-    """A process that answers, its gRPC methods by path, and the calls under way in it."""
+    """A listening process: its gRPC methods by path, and the calls in progress."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -130,14 +130,16 @@ class Listener:
         self.calls: dict[int, Call] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """As of `grpc.aio.Server`: what generated code calls. The next call has them all."""
+        """Ignored method of `grpc.aio.Server`, called by generated code; the next one receives all handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """As of `grpc.aio.Server`."""
+        """Registers handlers, as `grpc.aio.Server` does."""
         self.methods |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     async def call(self, work: Awaitable[Any], is_stopped_with_caller: bool) -> Any:
-        """What the process makes of `work`. Raises ConnectionError if it ends or the connection breaks before."""
+        """Returns the result of `work` in this process. Raises ConnectionError if the process or the connection ends
+        first.
+        """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         async def run() -> None:
@@ -169,21 +171,21 @@ class Listener:
                 call.answer.set_exception(ConnectionError("broken off"))
 
     def drop_caller(self, process: Process) -> None:
-        """A process that called has ended: work that only it waited for is given up."""
+        """Cancels work that only an ended process waited for."""
         for call in self.calls.values():
             if call.caller is process and not call.work.done():
                 self.process.call_later(0.0, call.work.cancel)
 
 
 class Channel:
-    """A `grpc.aio.Channel` as generated stubs use it."""
+    """A `grpc.aio.Channel` for generated stubs."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
         self._callers: set[asyncio.Task[Any]] = set()
 
     def unary_unary(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
-        """A method that takes one message and gives one."""
+        """Returns a method with one request and one response."""
 
         def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Awaitable[Any]:
             return self._one(path, request_serializer(request), response_deserializer, timeout)
@@ -191,7 +193,7 @@ class Channel:
         return call
 
     def unary_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
-        """A method that takes one message and gives several."""
+        """Returns a method with one request and a stream of responses."""
 
         def call(request: Any, timeout: float | None = None, metadata: Any = None) -> "_Stream":
             async def requests() -> list[bytes]:
@@ -202,7 +204,7 @@ class Channel:
         return call
 
     def stream_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
-        """A method that takes several messages and gives several."""
+        """Returns a method with a stream of requests and a stream of responses."""
 
         def call(given: AsyncIterator[Any], timeout: float | None = None, metadata: Any = None) -> "_Stream":
             async def requests() -> list[bytes]:
@@ -213,10 +215,10 @@ class Channel:
         return call
 
     stream_unary = unary_unary
-    """No service behind the gateway has one that it calls."""
+    """Services behind the gateway have no such method that it calls."""
 
     async def close(self, grace: float | None) -> None:
-        """Cancels the calls that are under way."""
+        """Cancels the calls in progress."""
         for caller in list(self._callers):
             caller.cancel()
 
@@ -228,7 +230,7 @@ class Channel:
         return read(answer)
 
     async def _answers(self, path: str, requests: Awaitable[list[bytes]], timeout_s: float | None) -> list[bytes]:
-        """All messages of an answer. Raises AioRpcError."""
+        """Returns all messages of an answer. Raises AioRpcError."""
         sent, caller = await requests, asyncio.current_task()
         assert caller is not None
         self._callers.add(caller)
@@ -279,7 +281,7 @@ async def _each(messages: list[Any]) -> AsyncIterator[Any]:
 
 
 class _Stream:
-    """The call object of a method that gives several messages."""
+    """The call object of a method with a stream of responses."""
 
     def __init__(self, ask: Callable[[], Awaitable[list[bytes]]], read: Callable[[bytes], Any]) -> None:
         self._ask, self._read = ask, read
@@ -289,7 +291,7 @@ class _Stream:
             yield self._read(answer)
 
     def cancel(self) -> None:
-        """Whoever leaves the iterator has cancelled the call."""
+        """Does nothing: leaving the iterator has already cancelled the call."""
 
 
 def _failure(code: grpc.StatusCode, details: str, trailing: Metadata | None = None) -> AioRpcError:
@@ -297,14 +299,14 @@ def _failure(code: grpc.StatusCode, details: str, trailing: Metadata | None = No
 
 
 class HttpAnswer:
-    """Status and body."""
+    """Status and body of an HTTP answer."""
 
     def __init__(self, status: int, body: bytes) -> None:
         self.status, self.body = status, body
 
 
 async def ask_app(app: ASGIApp, path: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
-    """POSTs to an ASGI application, as its server would hand it a request."""
+    """Sends a POST request to an ASGI application."""
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",

@@ -1,4 +1,4 @@
-"""One seed from beginning to end: parts start, clients work, faults happen, and every promise is checked."""
+"""The run of one seed: services start, clients work, faults happen, and every promise is checked."""
 
 import asyncio
 import gc
@@ -26,10 +26,10 @@ _LOOK_S = 2.0
 
 @dataclass
 class Outcome:
-    """Of one seed.
+    """Result of one seed.
 
     Attributes:
-        trace: What happened, for people and to compare two runs.
+        trace: Events, for readers and for the comparison of two runs.
     """
 
     seed: int
@@ -42,7 +42,7 @@ class Outcome:
 
 
 class _Alarms(logging.Handler):
-    """What the gateway logs as an error: no fault here is one that it may not bear."""
+    """Collects the gateway's error logs: it must tolerate all faults of a simulation without an error."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -56,11 +56,11 @@ class _Alarms(logging.Handler):
 
 
 _EXPECTED = ("the disk of ",)
-"""Alarms that a fault here is meant to raise."""
+"""Errors that a fault causes on purpose."""
 
 
 def run_seed(seed: int, template: Path) -> Outcome:
-    """All of one seed."""
+    """Runs one seed."""
     with scratch_folder() as folder, _quiet():
         return _run(World(seed, DatabaseFiles(folder, template)))
 
@@ -105,7 +105,7 @@ async def _live(world: World, outcome: Outcome) -> None:
 
 
 async def _settle(world: World, outcome: Outcome) -> None:
-    """Waits until what ended sessions owned is gone."""
+    """Waits until everything that belonged to ended sessions is gone."""
     deadline = world.now() + _LEAVES_WITHIN_S
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -122,7 +122,7 @@ def _found(world: World) -> Inventory:
     found["models in the trainer"] = len(world.trainer.models)
     found["durable points"] = len(world.trainer_disk.points)
     found["snapshots kept for recovery"] = len(world.trainer_disk.snapshots)
-    # Named ones may be sampled again, and leave for others when a sampler is full.
+    # Named snapshots may be sampled again, and are evicted only when a sampler is full.
     named = {snapshot_id for (snapshot_id,) in world.files.read("SELECT snapshot_id FROM snapshots WHERE uri <> ''")}
     found["adapters in samplers"] = sum(len(sampler.adapters.keys() - named) for sampler in world.samplers.values())
     found["pending futures"] = world.parts.futures.pending_count
@@ -133,7 +133,7 @@ _ROWS = ("rows of journal", "rows of journal_requests", "rows of sessions", "row
 
 
 def _should(world: World) -> Inventory:
-    """What clients that ended their sessions leave: results and names, which they may still ask for."""
+    """Returns what clients that ended their sessions leave: results and names, which they may still request."""
     clients = len(world.clients)
     return Inventory({"rows of sessions": clients, "rows of models": clients})
 
@@ -163,10 +163,12 @@ def _check(world: World, last_fault_s: float) -> list[Violation]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No collection while a seed runs, which would come at other moments the next time; and no word of what is
-    collected afterwards: processes that were killed had not ended."""
+    """Disables garbage collection while a seed runs, so that its timing is reproducible.
+
+    Also silences warnings about objects collected later: tasks of killed processes never ended.
+    """
     hook = sys.unraisablehook
-    gc.freeze()  # what the imports left is not looked at again
+    gc.freeze()  # objects from imports are not scanned again
     gc.disable()
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the operating system and the network give a process, made up: to be installed before the gateway is imported.
+"""Replaces the functions of the operating system and network. Must be installed before the gateway is imported.
 
-Modules keep what they import, such as `field(default_factory=time.time)`: so functions are put in place once, and ask
-whichever world is current. Outside a world they are the real ones.
+Modules keep references to what they import, such as `field(default_factory=time.time)`. Therefore the functions are
+replaced once, and delegate to the current world. Outside a world they call the originals.
 """
 
 import os
@@ -15,7 +15,7 @@ import grpc
 import sqlalchemy as sa
 
 EPOCH_S = 1_800_000_000.0
-"""When each world begins."""
+"""Start time of each world."""
 _TIMES: dict[str, Callable[[float], float]] = {
     "time": lambda now: EPOCH_S + now,
     "time_ns": lambda now: int((EPOCH_S + now) * 1e9),
@@ -25,26 +25,26 @@ _TIMES: dict[str, Callable[[float], float]] = {
 
 
 class Surroundings(Protocol):
-    """One world, as its processes see it."""
+    """A world as its processes see it."""
 
     def now(self) -> float:
-        """Seconds since it began."""
+        """Returns seconds since its start."""
         ...
 
     def entropy(self, count: int) -> bytes:
-        """Bytes that follow from its seed."""
+        """Returns bytes drawn from its seed."""
         ...
 
     def open_channel(self, address: str) -> Any:
-        """What gRPC would give for an address."""
+        """Returns a channel in place of gRPC's."""
         ...
 
     def free_bytes(self) -> int:
-        """Of its disk."""
+        """Returns the free bytes of its disk."""
         ...
 
     def limit(self, connection: sa.Connection) -> None:
-        """Before each transaction: lets the database take no more than there is."""
+        """Limits the database to the free space, before each transaction."""
         ...
 
 
@@ -55,7 +55,7 @@ _current: list[Surroundings] = []
 def inside(world: Surroundings) -> Iterator[None]:
     """Makes a world the current one."""
     _current.append(world)
-    random.seed(world.entropy(16))  # what modules draw without a generator of their own
+    random.seed(world.entropy(16))  # for modules that use the global generator
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ def inside(world: Surroundings) -> Iterator[None]:
 
 
 def install() -> None:
-    """Puts the functions in place, for the rest of this process."""
+    """Installs the functions for the rest of this process."""
     for name, told in _TIMES.items():
         setattr(time, name, _timed(getattr(time, name), told))
     real_clock, real_entropy = time.clock_gettime, os.urandom
@@ -88,7 +88,7 @@ def install() -> None:
     for module, name, made_up in (
         (time, "clock_gettime", clock),
         (os, "urandom", entropy),
-        (random, "_urandom", entropy),  # of SystemRandom, and so of `secrets`
+        (random, "_urandom", entropy),  # used by SystemRandom and by `secrets`
         (grpc.aio, "insecure_channel", open_channel),
         (os, "statvfs", disk),
         (os, "posix_fallocate", allocate),
@@ -102,7 +102,7 @@ def install() -> None:
 
 
 class _Disk:
-    """What `os.statvfs` tells."""
+    """The result of `os.statvfs`."""
 
     f_frsize = 1
 

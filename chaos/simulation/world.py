@@ -1,4 +1,4 @@
-"""One seed's world: the parts of a Fovea, those who use it, and what befalls them."""
+"""The world of one seed: the services of a Fovea, its clients, and the state that faults act on."""
 
 import asyncio
 import logging
@@ -35,17 +35,17 @@ _DRAIN_S = 5.0
 
 
 class World:
-    """The parts and the network between them. To be used inside its loop.
+    """The services and the network between them. Use it inside its event loop.
 
     Args:
-        seed: All follows from it.
+        seed: Determines everything.
         files: The database, which outlives gateways.
 
     Attributes:
-        clients: Whoever uses it.
-        history: What clients asked and were answered.
-        undisturbed: What they should have been answered.
-        parts: Of the present gateway, None while there is none.
+        clients: The clients.
+        history: Requests and answers of clients.
+        undisturbed: Requests and expected answers.
+        parts: Components of the running gateway; None while there is none.
     """
 
     def __init__(self, seed: int, files: DatabaseFiles) -> None:
@@ -74,32 +74,32 @@ class World:
         self.clients = [self._client(number) for number in range(self.chance.randint(1, 3))]
 
     def now(self) -> float:
-        """Seconds since it began."""
+        """Returns seconds since the start."""
         return self.loop.time()
 
     def entropy(self, count: int) -> bytes:
-        """For names that are drawn."""
+        """Returns random bytes, for generated names."""
         return self._entropy.randbytes(count)
 
     def open_channel(self, address: str) -> Any:
-        """What the gateway's clients call through."""
+        """Returns a channel for the gateway's clients."""
         return self.network.open_channel(address)
 
     def free_bytes(self) -> int:
-        """Of the disk of the state."""
+        """Returns the free bytes of the state's disk."""
         return self.files.free_bytes()
 
     def limit(self, connection: sa.Connection) -> None:
-        """Lets the database take no more than there is."""
+        """Limits the database to the free space."""
         self.files.limit(connection)
 
     async def start_all(self) -> None:
-        """The parts, in no order that matters."""
+        """Starts all services; their order does not matter."""
         for address in (TRAINER, RENDERER, *SAMPLERS, GATEWAY):
             self.start(address)
 
     def start(self, address: str) -> None:
-        """Begins a new process at an address, where none is."""
+        """Starts a new process at an address without one."""
         self._instances += 1
         process = self.processes[address] = Process(f"{address.partition(':')[0]}#{self._instances}")
         instance_id = process.name
@@ -124,7 +124,7 @@ class World:
     def kill(self, address: str) -> None:
         """Ends a process as SIGKILL does."""
         process = self.processes.pop(address)
-        logger.info("%s is killed", process.name)
+        logger.info("killed %s", process.name)
         process.kill()
         self.dead.append(process)
         self.network.close(address)
@@ -135,11 +135,11 @@ class World:
             self.parts = None
 
     async def stop_gateway(self) -> list[str]:
-        """Ends the gateway as SIGTERM does; returns the names of tasks that go on all the same."""
+        """Ends the gateway as SIGTERM does. Returns the names of tasks that continue anyway."""
         process, upkeep, beginning = self.processes.pop(GATEWAY), self._upkeep, self._beginning
         assert upkeep is not None
         assert beginning is not None
-        logger.info("%s is told to stop", process.name)
+        logger.info("stopping %s", process.name)
 
         async def end() -> None:
             beginning.cancel()
@@ -149,7 +149,7 @@ class World:
             await upkeep.end()
 
         await process.start(end())
-        await asyncio.sleep(0.0)  # for what is called when a task is done
+        await asyncio.sleep(0.0)  # lets the done callbacks of tasks run
         left = [task.get_name() for task in process.tasks.values()]
         process.kill()
         self.dead.append(process)
@@ -175,7 +175,7 @@ class World:
         return Client(f"client-{number}", chance, self._post, self.history, self.undisturbed, rounds)
 
     async def _post(self, route: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
-        """One HTTP request of a client."""
+        """Sends one HTTP request of a client."""
         return await self.network.post(
             GATEWAY, lambda: ask_app(self._app, f"/api/v1/{route}", {"X-API-Key": "tml-local", **headers}, body)
         )
@@ -183,7 +183,7 @@ class World:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder in memory."""
+    """Returns a folder in memory."""
     folder = Path(tempfile.mkdtemp(prefix="fovea-simulation-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     try:
         yield folder
