@@ -1,6 +1,6 @@
 """Writes checkpoints whose safetensors file is a header and a hole: as large as a model, and no room on the disk.
 
-With a seed trainer and sampler draw its weights (`fovea.random_weights`); without one they read zeros, as from
+With a seed trainer and sampler draw its weights (`fovea_services.random_weights`); without one they read zeros, as from
 files in the page cache, which is for `benchmarks.loading`. Run as a program it makes one of another checkpoint, with
 its shapes, configuration and tokenizer: `python -m benchmarks.random_checkpoint CHECKPOINT DIRECTORY --seed 0`.
 """
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fovea.random_weights import SEED_ENTRY
+from fovea_services.random_weights import SEED_ENTRY
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

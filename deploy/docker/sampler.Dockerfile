@@ -22,7 +22,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
 COPY --from=build /opt/fovea /opt/fovea
 WORKDIR /app
 COPY fovea fovea
-COPY fovea_services/__init__.py fovea_services/__init__.py
+COPY fovea_services/__init__.py fovea_services/weight_transfer.py fovea_services/random_weights.py fovea_services/
 COPY fovea_services/sampler fovea_services/sampler
 RUN python -m compileall -q fovea fovea_services
 # Not a secret: hadolint finds "token" in TOKENIZERS_PARALLELISM.

@@ -24,7 +24,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp fovea \
     && install --directory --owner fovea --group fovea /checkpoints /models
 WORKDIR /app
 COPY fovea fovea
-COPY fovea_services/__init__.py fovea_services/__init__.py
+COPY fovea_services/__init__.py fovea_services/weight_transfer.py fovea_services/random_weights.py fovea_services/
 COPY fovea_services/trainer fovea_services/trainer
 RUN python -m compileall -q fovea fovea_services
 # Not a secret: hadolint finds "token" in TOKENIZERS_PARALLELISM.

@@ -20,10 +20,9 @@ import torch
 import torch.distributed
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.device_digest import device_digest
-from fovea.shared_card import SharedCardGroup
 from fovea.wire.manifest import buckets, padded_bytes, sender_groups, tensor_bytes
 from fovea_services.sampler.engine.engine_arguments import WORKING_BYTES
+from fovea_services.weight_transfer import SharedGpuGroup, device_digest
 
 # The type stubs of torch.distributed omit half of its exports.
 dist: Any = torch.distributed
@@ -320,7 +319,7 @@ def _open(
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # listens on that address only
         return dist.ProcessGroupGloo(store, rank, world_size, options)
     if backend == "cuda_ipc":
-        return SharedCardGroup.meet(store, rank, world_size, timeout, device)
+        return SharedGpuGroup.meet(store, rank, world_size, timeout, device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # NCCL connects its members at the first broadcast, not here.

@@ -246,7 +246,7 @@ def launch(config: "VllmConfig") -> "AsyncLLM":
 def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
-    from fovea.random_weights import is_random
+    from fovea_services.random_weights import is_random
     from fovea_services.sampler.engine.weight_loading import BACKEND as TRANSFER_BACKEND
     from fovea_services.sampler.engine.weight_loading import RANDOM_FORMAT
     from fovea_services.sampler.vllm_patches.grammar_budget import BACKEND

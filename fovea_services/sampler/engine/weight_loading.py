@@ -31,15 +31,15 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from fovea.api.v1 import weights_pb2
-from fovea.random_weights import random_slices
 from fovea.wire.manifest import layout_of, padded_bytes
+from fovea_services.random_weights import random_slices
 from fovea_services.sampler.engine.snapshot_receiver import Arrival
 from fovea_services.sampler.vllm_patches import kernels_cpu
 from fovea_services.sampler.vllm_patches.lora_slots import FlatView, LoraSlots, PlannedAdapter, SlotPlan, request_of
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
-"""The `load_format` of a checkpoint that has shapes but no values; see `fovea.random_weights`."""
+"""The `load_format` of a checkpoint that has shapes but no values; see `fovea_services.random_weights`."""
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 """Backends with kernels that read the weights of experts in the form in which vLLM loads them.
 

@@ -34,9 +34,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from fovea import vision
-from fovea.random_weights import random_slices
 from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
+from fovea_services.random_weights import random_slices
 from fovea_services.trainer.batches.micro_batch import Batch, TowerInput
 from fovea_services.trainer.batches.vision_cache import VisionOutput, split_output
 from fovea_services.trainer.model.expert_routing import ExpertLoads, is_experts

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
-from fovea.device_digest import device_digest
 from fovea.wire.manifest import buckets, padded_bytes, tensor_bytes
 from fovea_services.trainer.model.sharding import dtype_name
+from fovea_services.weight_transfer import device_digest
 
 _DIGEST_BYTES = 256 * 2**20
 PACKED = "packed"

@@ -11,7 +11,6 @@ from google.protobuf import json_format
 from torch import Tensor
 
 from fovea.api.v1 import weights_pb2
-from fovea.device_digest import device_digest
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EXPERTS_NOTE, PEFT_READS_EXPERTS_OF, SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists, FoveaError, InvalidInput, NotFound
 from fovea.wire.manifest import padded_bytes
@@ -34,6 +33,7 @@ from fovea_services.trainer.weights.snapshot_store import (
     specs_of,
     unpacked,
 )
+from fovea_services.weight_transfer import device_digest
 
 LORA = "fovea_lora.json"
 

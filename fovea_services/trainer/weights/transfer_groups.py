@@ -1,7 +1,7 @@
 """Groups over which weights are broadcast to samplers.
 
 They are private torch process groups, never the default group. Between processes on one GPU NCCL does not work, so they
-share GPU memory instead (`fovea.shared_card`).
+share GPU memory instead (`fovea_services.weight_transfer`).
 
 The sender is rank 0 of a group; sampler worker i is rank_offset + i. The trainer's rank 0 hosts the rendezvous store.
 Full weights have several senders, which are ranks of the trainer, each with its own process group. `sender_count` of
@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore  # type: ignore[attr-defined]
 
 from fovea.runtime.hosts import WILDCARDS, listening
-from fovea.shared_card import SharedCardGroup
 from fovea.wire.errors import FailedPrecondition, Unavailable
 from fovea.wire.manifest import buckets, sender_groups
 from fovea_services.trainer.command_queue import BroadcastFull, OpenGroup
@@ -40,6 +39,7 @@ from fovea_services.trainer.settings import TrainerSettings
 from fovea_services.trainer.weights import weight_files
 from fovea_services.trainer.weights.snapshot_store import packed
 from fovea_services.trainer.weights.snapshot_taker import SnapshotTaker
+from fovea_services.weight_transfer import SharedGpuGroup
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class SenderGroup:
         self._store = store
         prefixed = PrefixStore(sender_groups(group_id, sender + 1)[sender], store)
         join = timedelta(seconds=join_timeout_s)
-        self._group: ProcessGroup | SharedCardGroup
+        self._group: ProcessGroup | SharedGpuGroup
         if backend == "gloo":
             self._device = torch.device("cpu")
             untyped: Any = ProcessGroupGloo
@@ -106,7 +106,7 @@ class SenderGroup:
             raise FailedPrecondition(f"the samplers receive over {backend}, but this trainer has no GPU")
         self._device = torch.device("cuda", torch.cuda.current_device())
         if backend == "cuda_ipc":
-            self._group = SharedCardGroup.meet(prefixed, 0, world_size, join, self._device)
+            self._group = SharedGpuGroup.meet(prefixed, 0, world_size, join, self._device)
             return
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=broadcast_timeout_s)

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fovea_tinyvlm
 from benchmarks import random_checkpoint
-from fovea.random_weights import random_slices
+from fovea_services.random_weights import random_slices
 from fovea_services.trainer.model.packed_model import build_model, file_names, load_model, read_weights
 from fovea_services.trainer.model.sharding import ShardedModel
 from fovea_services.trainer.settings import TrainerSettings

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from fovea.shared_card import SharedCardGroup
+from fovea_services.weight_transfer import SharedGpuGroup
 
 MEMBERS = 3
 
@@ -22,14 +22,14 @@ def options(seconds: float) -> dist.BroadcastOptions:
 
 
 @pytest.fixture
-def groups() -> list[SharedCardGroup]:
+def groups() -> list[SharedGpuGroup]:
     host = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     stores = [
         host,
         *(TCPStore("127.0.0.1", host.port, None, False, wait_for_workers=False) for _ in range(MEMBERS - 1)),
     ]
     memory = torch.zeros(100, dtype=torch.uint8)
-    return [SharedCardGroup(store, rank, MEMBERS, memory) for rank, store in enumerate(stores)]
+    return [SharedGpuGroup(store, rank, MEMBERS, memory) for rank, store in enumerate(stores)]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_every_receiver_gets_all_of_what_is_larger_than_the_memory(
-    groups: list[SharedCardGroup], threads: ThreadPoolExecutor
+    groups: list[SharedGpuGroup], threads: ThreadPoolExecutor
 ) -> None:
     for size in (1, 99, 100, 101, 1234):
         sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
@@ -54,7 +54,7 @@ def test_every_receiver_gets_all_of_what_is_larger_than_the_memory(
 
 @pytest.mark.parametrize("leaver", range(MEMBERS))
 def test_who_leaves_ends_the_wait_of_the_others(
-    groups: list[SharedCardGroup], threads: ThreadPoolExecutor, leaver: int
+    groups: list[SharedGpuGroup], threads: ThreadPoolExecutor, leaver: int
 ) -> None:
     """Two thirds of them have begun, and the leaver itself may be in the middle."""
     waiting = [
@@ -71,7 +71,7 @@ def test_who_leaves_ends_the_wait_of_the_others(
 
 
 def test_who_waits_in_a_broadcast_can_be_told_to_leave(
-    groups: list[SharedCardGroup], threads: ThreadPoolExecutor
+    groups: list[SharedGpuGroup], threads: ThreadPoolExecutor
 ) -> None:
     waiting = threads.submit(groups[1].broadcast, [torch.zeros(8, dtype=torch.uint8)], options(60))
     groups[1].abort()
@@ -79,6 +79,6 @@ def test_who_waits_in_a_broadcast_can_be_told_to_leave(
         waiting.result(20)
 
 
-def test_a_broadcast_ends_with_its_time(groups: list[SharedCardGroup]) -> None:
+def test_a_broadcast_ends_with_its_time(groups: list[SharedGpuGroup]) -> None:
     with pytest.raises(RuntimeError, match="timed out"):
         groups[0].broadcast([torch.zeros(8, dtype=torch.uint8)], options(0.05))
