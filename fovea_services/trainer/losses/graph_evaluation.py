@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fovea.wire import custom_loss, loss_operations
+from fovea.wire import custom_loss
 from fovea.wire.custom_loss import Argument, Constant, Graph, Node, Ref
 from fovea.wire.errors import InvalidInput
 from fovea_services.trainer.losses import costs
@@ -21,7 +21,7 @@ _MAX_INTEGER = 2**63 - 1
 _ROOTS: dict[str, Any] = {"torch": torch, "operator": operator, "math": math}
 _CONSTANTS: dict[tuple[str, str], Any] = {
     (kind, text): torch.device(text) if kind == "device" else getattr(torch, text)
-    for kind, texts in loss_operations.CONSTANTS.items()
+    for kind, texts in custom_loss.CONSTANTS.items()
     for text in texts
 }
 
@@ -38,13 +38,13 @@ def _named(target: str) -> Callable[..., Resolved]:
     return found
 
 
-# The callables behind the names of fovea/wire/loss_operations.py, built once. A name from a client is only used as a
+# The callables behind the names of fovea/wire/custom_loss.py, built once. A name from a client is only used as a
 # key.
 FUNCTIONS: dict[str, Callable[..., Resolved]] = {
-    **{target: _named(target) for target in loss_operations.FUNCTIONS - {loss_operations.GETATTR}},
-    loss_operations.GETATTR: _getattr,
+    **{target: _named(target) for target in custom_loss.FUNCTIONS - {custom_loss.GETATTR}},
+    custom_loss.GETATTR: _getattr,
 }
-METHODS: dict[str, Callable[..., Resolved]] = {name: getattr(Tensor, name) for name in loss_operations.METHODS}
+METHODS: dict[str, Callable[..., Resolved]] = {name: getattr(Tensor, name) for name in custom_loss.METHODS}
 
 
 @dataclass(frozen=True)

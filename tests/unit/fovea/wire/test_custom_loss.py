@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from fovea.api.v1 import trainer_pb2
-from fovea.wire import loss_operations
+from fovea.wire import custom_loss
 from fovea.wire.custom_loss import Constant, Ref, parse
 from fovea.wire.errors import InvalidInput
 from tests.unit.trainer.losses.traced import graph, message, node, output, ref, square_loss, traced
@@ -120,7 +120,7 @@ def test_duplicate_inputs_are_refused() -> None:
 
 
 def test_the_lists_hold_nothing_that_writes_or_draws() -> None:
-    operations = loss_operations
+    operations = custom_loss
     assert not [name for name in operations.METHODS if name.endswith("_") or "random" in name or "rand" in name]
     assert not [name for name in operations.FUNCTIONS if name.endswith("_") and name not in _OPERATOR_NAMES]
     assert not operations.METHODS & {"item", "numpy", "tolist", "backward", "apply_", "map_", "register_hook", "cuda"}

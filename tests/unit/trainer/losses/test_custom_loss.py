@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from fovea.api.v1 import trainer_pb2
-from fovea.wire import loss_operations
+from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
 from fovea_services.trainer.losses import LossValue, Sandbox, graph_evaluation, loss_of
 from tests.unit.trainer.losses.traced import graph, node, output, ref, square_loss, traced
@@ -108,8 +108,8 @@ def test_forward_only_needs_no_gradient(sandbox: Sandbox) -> None:
 
 
 def test_every_allowed_operation_can_be_called() -> None:
-    assert set(graph_evaluation.FUNCTIONS) == loss_operations.FUNCTIONS
-    assert set(graph_evaluation.METHODS) == loss_operations.METHODS
+    assert set(graph_evaluation.FUNCTIONS) == custom_loss.FUNCTIONS
+    assert set(graph_evaluation.METHODS) == custom_loss.METHODS
     assert all(callable(one) for one in (*graph_evaluation.FUNCTIONS.values(), *graph_evaluation.METHODS.values()))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fovea.api.v1 import trainer_pb2
-from fovea.wire import loss_operations
+from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
 from fovea_services.trainer.losses import Loss, LossValue, Sandbox, loss_of
 from fovea_services.trainer.losses.frames import Answer, Failure, FrameError, Request, read_answer
@@ -208,8 +208,8 @@ def test_no_operation_takes_memory_before_it_is_refused(roomy: Sandbox, seed: in
         node("call_function", "mask", "operator.gt", ref("wide"), -5),
         node("call_function", "one", "operator.getitem", X, 0),
     ]
-    targets = [("call_function", one) for one in sorted(loss_operations.FUNCTIONS - {"getattr"})]
-    targets += [("call_method", one) for one in sorted(loss_operations.METHODS)]
+    targets = [("call_function", one) for one in sorted(custom_loss.FUNCTIONS - {"getattr"})]
+    targets += [("call_method", one) for one in sorted(custom_loss.METHODS)]
     done = 0
     for op, target in draw.sample(targets, 80):
         args = [_any_argument(draw) for _ in range(draw.choice([1, 1, 2, 3]))]
