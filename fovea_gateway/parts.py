@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from fovea.runtime.cautious_clock import CautiousClock
+from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import ServerPaths
 from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.owners import Owners
@@ -64,7 +64,7 @@ class Parts:
         self.database = Database(settings.store_url, on_superseded)
         self.keys = KeyRing(self.database, settings.given_keys, settings.host, settings.allowed_host)
         self.owners = Owners(self.database, settings.owner_limits)
-        self._clock = clock = CautiousClock()
+        self._clock = clock = ExpiryClock()
         self.paths = ServerPaths([settings.checkpoint_root, str(settings.state_dir.absolute())])
         result_room = ResultRoom(self.database, settings.max_result_bytes)
         self.activity = Activity()

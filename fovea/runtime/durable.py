@@ -1,8 +1,14 @@
-"""Durable writes: fsync of files, folders and names, so that they survive a power cut; and errors for full disks."""
+"""Protects stored data: fsync of files and folders, errors for full disks, and a clock for deleting expired data.
+
+Files, folders and names survive a power cut after fsync. The clock ignores jumps of the wall clock, so that a wrong time
+deletes nothing permanently.
+"""
 
 import errno
+import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,3 +89,48 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+logger = logging.getLogger(__name__)
+
+_JUMP_S = 60.0
+_BELIEVED_AFTER_S = 86400.0
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # includes time asleep and cannot be set
+
+
+class ExpiryClock:
+    """A wall clock that ignores jumps ahead: after one, it continues from the old time until the jump has lasted a day.
+
+    Args:
+        wall: Returns seconds since the epoch; may jump.
+        steady: Returns seconds since an arbitrary moment; never jumps.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot) -> None:
+        self._wall, self._steady = wall, steady
+        self._offset_s = wall() - steady()
+        self._jumped_at: float | None = None
+
+    def now(self) -> float:
+        """Returns seconds since the epoch, never later than what is known to be true."""
+        steady = self._steady()
+        own, wall = self._offset_s + steady, self._wall()
+        if wall - own <= _JUMP_S:
+            self._jumped_at = None
+            if own - wall <= _JUMP_S:  # small corrections, such as those of NTP
+                self._offset_s = wall - steady
+            return min(own, wall)
+        if self._jumped_at is None:
+            self._jumped_at = steady
+            logger.error(
+                "the system clock jumped ahead by %.0f s; for one day nothing expires because of it; set "
+                "the clock right",
+                wall - own,
+            )
+        elif steady - self._jumped_at > _BELIEVED_AFTER_S:
+            self._offset_s, self._jumped_at = wall - steady, None
+            return wall
+        return own

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from fovea.runtime.cautious_clock import CautiousClock
+from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import (
@@ -186,7 +186,7 @@ class KeptRows:
         database: Database,
         capacity_bytes: int,
         ttl_s: float,
-        clock: CautiousClock,
+        clock: ExpiryClock,
         remove_folder: Callable[[str], Awaitable[None]],
     ) -> None:
         self._database, self._ttl_s, self._clock, self._remove_folder = database, ttl_s, clock, remove_folder

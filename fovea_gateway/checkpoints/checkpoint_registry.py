@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from cachetools import LRUCache
 
 from fovea.api.v1 import weights_pb2
-from fovea.runtime.cautious_clock import CautiousClock
+from fovea.runtime.durable import ExpiryClock
 from fovea.wire.conventions import ADAPTER_WEIGHTS
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
 from fovea_gateway.access.owners import Owners
@@ -83,7 +83,7 @@ class Checkpoints:
     """Checkpoints by `tinker://` path. Their owner has full access; others may read the published ones."""
 
     def __init__(
-        self, database: Database, storage: Storage, owners: Owners, clock: CautiousClock, rows: KeptRows
+        self, database: Database, storage: Storage, owners: Owners, clock: ExpiryClock, rows: KeptRows
     ) -> None:
         self._database, self._owners, self._rows = database, owners, rows
         self.storage = storage

@@ -14,7 +14,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from fovea.runtime.cautious_clock import CautiousClock
+from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.owners import Owners, exceeded
@@ -53,7 +53,7 @@ class Futures:
         result_ttl_s: float,
         quota: Quota,
         owners: Owners,
-        clock: CautiousClock,
+        clock: ExpiryClock,
         result_room: ResultRoom,
         on_end: Callable[[Pending, Outcome], None] = lambda pending, outcome: None,
         on_ask: Callable[[str], None] = lambda session_id: None,

@@ -10,7 +10,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
-from fovea.runtime.cautious_clock import CautiousClock
+from fovea.runtime.durable import ExpiryClock
 from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import FoveaError
 from fovea_gateway import gateway_metrics as metrics
@@ -155,7 +155,7 @@ class Suspension:
         ttl_s: float,
         most_bytes: int,
         weight_of: Callable[[str], float],
-        clock: CautiousClock,
+        clock: ExpiryClock,
     ) -> None:
         self._futures, self._sessions, self._models, self._training = futures, sessions, models, training
         self._residencies, self._base_models = residencies, base_models

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from fovea.runtime.cautious_clock import CautiousClock
+from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, InvalidInput, NotFound
 from fovea_gateway.access.owners import Owners
 from fovea_gateway.database.database import Database
@@ -38,7 +38,7 @@ class Store:
         await self.database.open()
         quota = Quota("max_pending", 20_000, "unfinished requests")
         room = ResultRoom(self.database, self.result_bytes)
-        return Futures(self.database, self.result_ttl_s, quota, Owners(self.database), CautiousClock(), room)
+        return Futures(self.database, self.result_ttl_s, quota, Owners(self.database), ExpiryClock(), room)
 
     async def submit(self, futures: Futures, work: Submission) -> bool:
         return await futures.submit(work, b"request", self._start)

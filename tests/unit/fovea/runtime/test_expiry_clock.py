@@ -1,6 +1,6 @@
 """Jumps of the wall's clock, ahead and back, against one that nobody can set."""
 
-from fovea.runtime.cautious_clock import CautiousClock
+from fovea.runtime.durable import ExpiryClock
 
 DAY_S = 86400.0
 YEAR_S = 365 * DAY_S
@@ -11,13 +11,13 @@ class Clocks:
 
     def __init__(self) -> None:
         self.wall_s, self.steady_s = 1.8e9, 5.0
-        self.cautious = CautiousClock(lambda: self.wall_s, lambda: self.steady_s)
+        self.expiry = ExpiryClock(lambda: self.wall_s, lambda: self.steady_s)
 
     def passes(self, seconds: float) -> float:
         """Time goes on; what it is then."""
         self.wall_s += seconds
         self.steady_s += seconds
-        return self.cautious.now()
+        return self.expiry.now()
 
 
 def test_time_goes_on() -> None:
