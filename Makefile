@@ -94,6 +94,7 @@ chart: setup ## After a change of settings, metrics or chart: write its schema, 
 	$(BIN)/python -m deploy.helm.schema
 	$(BIN)/python -m deploy.settings_page
 	$(BIN)/python -m deploy.metrics_page
+	$(BIN)/python -m deploy.cli_page
 	$(BIN)/python -m tests.unit.deploy.chart
 
 format: setup ## Format the code and fix what the linter can

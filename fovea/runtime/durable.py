@@ -1,7 +1,7 @@
 """Protects stored data: fsync of files and folders, errors for full disks, and a clock for deleting expired data.
 
-Files, folders and names survive a power cut after fsync. The clock ignores jumps of the wall clock, so that a wrong time
-deletes nothing permanently.
+Files, folders and names survive a power cut after fsync. The clock ignores jumps of the wall clock, so that a wrong
+time deletes nothing permanently.
 """
 
 import errno

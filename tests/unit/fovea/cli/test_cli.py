@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import fovea
-from fovea.cli import reference_page
+from deploy import cli_page
 from fovea.cli.local_fovea import (
     DEFAULT_STATE_DIR,
     folder_in_use,
@@ -89,7 +89,7 @@ def test_a_group_without_a_command_prints_its_help_alone() -> None:
 
 
 def test_the_reference_page_is_what_the_commands_say() -> None:
-    assert reference_page.PAGE.read_text() == reference_page.page(), "run python -m fovea.cli.reference_page"
+    assert cli_page.PAGE.read_text() == cli_page.page(), "run python -m deploy.cli_page"
 
 
 HOLDER = """

@@ -1,4 +1,4 @@
-"""Generates docs/reference/cli.md from the commands: `python -m fovea.cli.reference_page`."""
+"""Generates docs/reference/cli.md from the commands: `python -m deploy.cli_page`."""
 
 import json
 import os
@@ -13,10 +13,10 @@ import typer
 
 from fovea.cli.main import PASSED_ON_TO, app
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 _HEAD = """# The `fovea` command
 
-`python -m fovea.cli.reference_page` generates this page from the commands, and a test compares the two. Errors are one
+`python -m deploy.cli_page` generates this page from the commands, and a test compares the two. Errors are one
 line. Exit code 2 means that the command line is wrong or cannot work here; 1 means that the command failed or that a
 service is unhealthy. Commands find the Fovea that was started in the same folder or with the same `--state-dir`.
 """
