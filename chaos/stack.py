@@ -24,8 +24,8 @@ from fovea.cli.supervisor import Supervisor
 from fovea.cli.up_command import make_certificates
 from fovea.client.channel import ServiceClient
 from fovea.runtime import tls
-from fovea.runtime.children import die_with_parent
 from fovea.runtime.hosts import free_ports
+from fovea.runtime.processes import die_with_parent
 
 MODEL_NAME = "tiny"
 MARK = "FOVEA_CHAOS"

@@ -3,7 +3,7 @@
 import asyncio
 import resource
 
-from fovea.runtime import logs
+from fovea.runtime.processes import configure_logging
 from fovea.wire.errors import FoveaError
 from fovea_gateway.app import Gateway
 from fovea_gateway.settings import GatewaySettings
@@ -19,7 +19,7 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = GatewaySettings.from_command_line("python -m fovea_gateway")
-    logs.configure("gateway", settings.log_level)
+    configure_logging("gateway", settings.log_level)
     try:
         asyncio.run(_run(settings))
     except (FoveaError, OSError) as error:

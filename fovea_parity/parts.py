@@ -8,7 +8,7 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
-from fovea.runtime.children import importing
+from fovea.runtime.processes import importing
 from fovea_parity.finding import Finding, reason
 
 PARTS = ("renderer", "trainer", "sampler")

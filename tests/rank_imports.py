@@ -1,6 +1,6 @@
 """What ranks of tests have imported when they begin, without what the trainer's own ranks do without."""
 
-from fovea.runtime.children import importing
+from fovea.runtime.processes import importing
 
 with importing("scipy", "sklearn"):
     import fovea_services.trainer.trainer_process  # noqa: F401

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fovea.runtime.children import die_with_parent
+from fovea.runtime.processes import die_with_parent
 from fovea.runtime.tasks import Backoff
 
 STEADY_S = 60.0

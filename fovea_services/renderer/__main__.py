@@ -2,7 +2,7 @@
 
 import asyncio
 
-from fovea.runtime import logs
+from fovea.runtime.processes import configure_logging
 from fovea.wire.errors import FoveaError
 from fovea_services.renderer.renderer_service import serve
 from fovea_services.renderer.settings import RendererSettings
@@ -11,7 +11,7 @@ from fovea_services.renderer.settings import RendererSettings
 def main() -> None:
     """Reads the settings and serves; exits with a one-line reason if the model cannot be served."""
     settings = RendererSettings.from_command_line("renderer")
-    logs.configure("renderer", settings.log_level)
+    configure_logging("renderer", settings.log_level)
     try:
         asyncio.run(serve(settings))
     except (ValueError, FoveaError) as error:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from fovea.runtime.children import importing, leave
+from fovea.runtime.processes import importing, leave
 
 with importing():
     import numpy as np

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fovea.runtime import tracing
-from fovea.runtime.children import bare_environment
+from fovea.runtime.processes import bare_environment
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Internal, ResourceExhausted, Unavailable
 from fovea.wire.features import FeatureTensors
 from fovea_services.renderer import renderer_metrics

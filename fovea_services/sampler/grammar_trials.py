@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 from weakref import WeakValueDictionary
 
-from fovea.runtime.children import bare_environment, die_with_parent
+from fovea.runtime.processes import bare_environment, die_with_parent
 from fovea.wire.errors import InvalidInput, Unavailable
 
 FIELD = "params.structured_outputs"

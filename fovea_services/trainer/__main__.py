@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from fovea.runtime.children import die_with_parent, importing
+from fovea.runtime.processes import die_with_parent, importing
 from fovea_services.trainer.ranks.rank_launcher import RankEnvironment, check_checkpoint, launch
 from fovea_services.trainer.settings import TrainerSettings
 
@@ -22,9 +22,9 @@ def main() -> None:
             raise SystemExit(f"trainer: {error}") from None
         sys.exit(launch(settings))
     die_with_parent(rank_env.launcher)
-    from fovea.runtime import logs
+    from fovea.runtime.processes import configure_logging
 
-    logs.configure("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
+    configure_logging("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
     logging.getLogger("torch").setLevel("WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with importing("scipy", "sklearn"):  # transformers needs them only for features unused here; a fifth of all imports

@@ -12,8 +12,8 @@ from typing import NoReturn
 from transformers.utils import logging as transformers_logging
 
 from fovea.api.v1 import trainer_pb2_grpc
-from fovea.runtime.children import leave
 from fovea.runtime.hosts import WILDCARDS
+from fovea.runtime.processes import leave
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import Unavailable

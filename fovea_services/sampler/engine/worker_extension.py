@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.runtime.children import die_with_parent
+from fovea.runtime.processes import die_with_parent
 from fovea_services.sampler import vllm_patches
 from fovea_services.sampler.engine import weight_loading
 from fovea_services.sampler.engine.manifest_check import ExpertSizes, ManifestChecker, check_biases, checkpoint_shapes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
-from fovea.runtime.children import bare_environment
+from fovea.runtime.processes import bare_environment
 from fovea.wire import custom_loss
 from fovea.wire.errors import Internal, InvalidInput
 from fovea_services.trainer.losses.frames import (

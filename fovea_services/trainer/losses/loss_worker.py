@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn
 
-from fovea.runtime.children import die_with_parent, importing
+from fovea.runtime.processes import die_with_parent, importing
 
 with importing():
     import numpy as np

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from fovea.client import TrainerClient
-from fovea.runtime import logs
-from fovea.runtime.children import die_with_parent
 from fovea.runtime.hosts import free_ports, interface_of
+from fovea.runtime.processes import configure_logging, die_with_parent
 from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
 from fovea_services.trainer.settings import TrainerSettings
 from tests.e2e.trainer.trainer_process import checkpoints, until_serving
@@ -90,5 +89,5 @@ def _be_rank(rank_env: RankEnvironment, command: list[str], environment: dict[st
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of("127.0.0.1") or "lo"
     settings = TrainerSettings.from_command_line("trainer", command)
     torch.set_num_threads(settings.threads)  # the launcher says so to OpenMP, which has begun here
-    logs.configure("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
+    configure_logging("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
     leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)

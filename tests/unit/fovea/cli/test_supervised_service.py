@@ -107,7 +107,7 @@ async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest
     [
         ("raise ValueError('no such folder')", "code 1 (ValueError: no such folder)"),
         (
-            "import logging, sys\nfrom fovea.runtime.logs import configure\nconfigure('x')\n"
+            "import logging, sys\nfrom fovea.runtime.processes import configure_logging\nconfigure_logging('x')\n"
             "logging.getLogger('loader').error('the file is short')\nprint('bye')\nsys.exit(4)",
             "code 4 (loader: the file is short)",
         ),

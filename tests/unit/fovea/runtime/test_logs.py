@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fovea.runtime import logs
+from fovea.runtime.processes import configure_logging
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def root() -> object:
 def test_a_message_is_one_line_and_holds_no_control_character(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs.configure("test")
+    configure_logging("test")
     forged = "\r\n12:00:00.000 test     INFO    root: forged\x1b[2J\x9b\u2028\u202e\ud800\0"
     try:
         raise ValueError(forged)

@@ -11,7 +11,8 @@ import pytest
 
 from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
 from fovea.client import RendererClient
-from fovea.runtime import logs, tracing
+from fovea.runtime import tracing
+from fovea.runtime.processes import configure_logging
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.conventions import RENDERER_SERVICE
@@ -100,7 +101,7 @@ def test_the_trace_is_in_the_log(collector: Collector, capsys: pytest.CaptureFix
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
-        logs.configure("test")
+        configure_logging("test")
         logger = logging.getLogger("somewhere")
         logger.info("before")
         with tracing.span("work"):

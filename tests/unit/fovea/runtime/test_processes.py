@@ -10,11 +10,11 @@ from importlib.util import find_spec
 
 import pytest
 
-from fovea.runtime.children import importing
+from fovea.runtime.processes import importing
 
 _CHILD = """
 import os, time
-from fovea.runtime.children import die_with_parent
+from fovea.runtime.processes import die_with_parent
 die_with_parent(os.getppid())
 print("up", flush=True)
 time.sleep(60)
@@ -35,7 +35,7 @@ def test_a_child_dies_with_a_parent_that_is_killed() -> None:
 
 
 def test_a_child_whose_parent_has_died_already_ends_at_once() -> None:
-    code = "from fovea.runtime.children import die_with_parent; die_with_parent(1 << 22); print('lives')"
+    code = "from fovea.runtime.processes import die_with_parent; die_with_parent(1 << 22); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 
