@@ -9,7 +9,7 @@ from typing import Annotated, Any, BinaryIO
 import httpx
 import typer
 
-from fovea.cli.local_fovea import (
+from fovea.cli.state_folder import (
     DEFAULT_STATE_DIR,
     PUBLISHED_KEY,
     ApiKey,

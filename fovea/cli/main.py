@@ -20,20 +20,20 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 import fovea
-from fovea.cli import checkpoints_command, kept_log, status_report
-from fovea.cli.local_fovea import (
+from fovea.cli import checkpoints_command, state_folder, status_report
+from fovea.cli.state_folder import (
     DEFAULT_STATE_DIR,
     MISUSED,
     PUBLISHED_KEY,
     ApiKey,
     StateDir,
+    StateFolder,
     complain,
     folder_in_use,
     name_database,
     others_run,
     read_state,
 )
-from fovea.cli.supervisor import StateFolder
 from fovea.cli.up_command import up
 from fovea.client import GatewayClient
 from fovea.wire.errors import FoveaError
@@ -138,18 +138,18 @@ def logs(
 ) -> None:
     """Show the output of the services, also after they have ended. The newest 32 MiB are stored."""
     state_dir = folder_in_use(state_dir)
-    folder = kept_log.log_folder(state_dir)
+    folder = state_folder.log_folder(state_dir)
     if not (folder / "fovea.log").exists():
         words = f"--state-dir: {state_dir.resolve()} has no log; no Fovea has run there{others_run(state_dir)}"
         raise typer.Exit(complain(words, MISUSED))
-    shown = kept_log.newest_lines(folder, service, lines)
+    shown = state_folder.newest_lines(folder, service, lines)
     if service and not shown and lines and not follow:
-        there = ", ".join(kept_log.services_in(folder))
+        there = ", ".join(state_folder.services_in(folder))
         raise typer.Exit(
             complain(f"SERVICE: the log has no lines from {service!r}; it has lines from {there}", MISUSED)
         )
     coming: Iterable[str] = (
-        kept_log.follow(folder, service, lambda: StateFolder(state_dir).holder() is None) if follow else ()
+        state_folder.follow(folder, service, lambda: StateFolder(state_dir).holder() is None) if follow else ()
     )
     with suppress(BrokenPipeError, KeyboardInterrupt):
         for line in chain(shown, coming):

@@ -16,7 +16,7 @@ from typing import Any
 
 from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import ServedModel, Setting
-from fovea.cli.supervisor import StateFolder
+from fovea.cli.state_folder import StateFolder
 from fovea.runtime import tls
 from fovea.runtime.hosts import listening
 from fovea.runtime.machine_memory import host_free_bytes

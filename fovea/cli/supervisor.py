@@ -1,24 +1,20 @@
 """The supervisor of `fovea up`: runs all services on one machine, with one log and one Ctrl-C."""
 
 import asyncio
-import fcntl
-import json
 import math
 import os
-import pathlib
 import signal
 import time
 from contextlib import suppress
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import fovea
-from fovea.cli.kept_log import KeptLog, log_folder
 from fovea.cli.service import KILLS, Service, ServiceFailed, ServiceSpec, kind_of
 from fovea.cli.service_specs import UpOptions, base_url, service_specs
+from fovea.cli.state_folder import FolderTaken, ServiceLog, StateFolder, log_folder
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret, tls
 from fovea.runtime.hosts import is_loopback
@@ -47,7 +43,7 @@ class Supervisor:
         self._has_served = {spec.name: asyncio.Event() for spec in self._specs}
         self._folder = StateFolder(options.state_dir)
         self._returning: dict[str, asyncio.Task[None]] = {}
-        self._kept: KeptLog | None = None  # set once the folder is locked
+        self._log: ServiceLog | None = None  # set once the folder is locked
         self._started_at = time.time()
 
     async def run(self) -> int:
@@ -58,12 +54,12 @@ class Supervisor:
             self._print("fovea", str(error))
             return 1
         with suppress(OSError):  # Fovea runs even if the log cannot be written
-            self._kept = KeptLog(log_folder(self._options.state_dir))
+            self._log = ServiceLog(log_folder(self._options.state_dir))
         try:
             return await self._run_all()
         finally:
-            if self._kept is not None:
-                self._kept.close()
+            if self._log is not None:
+                self._log.close()
 
     async def _run_all(self) -> int:
         start = time.monotonic()
@@ -189,75 +185,6 @@ class Supervisor:
         with suppress(OSError, SystemExit):
             color = COLORS[kind_of(service)]
             self._console.print(Text.assemble((f"{service:>8} ", color), "│ ", line), soft_wrap=True)
-        if self._kept is not None:
+        if self._log is not None:
             with suppress(OSError, ValueError):  # ValueError: the file was closed after a failed write
-                self._kept.write(service, line)
-
-
-class FolderTaken(Exception):
-    """Another `fovea up` runs in the folder."""
-
-
-class StateFolder:
-    """The folder of one `fovea up`: its state in `up.json`, and a lock that is released when the process ends.
-
-    Only the holder of the lock writes and removes `up.json`.
-    """
-
-    LOCK = "up.lock"
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
-        self._file = path / "up.json"
-        self._lock: int | None = None
-
-    def hold(self, base_url: str) -> None:
-        """Locks the folder until this process ends. Raises FolderTaken, which names the current holder."""
-        lock = os.open(self._path / self.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(lock, 1000, 0).decode(errors="replace").strip()
-            os.close(lock)
-            raise FolderTaken(
-                f"another `fovea up` runs in {self._path}: {owner or 'it is just starting'}. Stop it, or start this "
-                "one with its own folder and ports: --state-dir, --port, --grpc-port"
-            ) from None
-        self._lock = lock
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()}, {base_url}\n".encode(), 0)
-
-    def holder(self) -> int | None:
-        """Returns the id of the process that holds the folder; None if there is none, even if a killed one left files
-        there.
-        """
-        try:
-            lock = os.open(self._path / self.LOCK, os.O_RDWR)
-        except FileNotFoundError:
-            return None
-        with open(lock) as file:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                said = file.read()
-                # The holder has the lock but has not written its id yet.
-                return int(said.split()[1].rstrip(",")) if said else None
-        return None
-
-    def write(self, state: dict[str, Any]) -> None:
-        """Writes `up.json` atomically."""
-        temporary = self._file.with_suffix(".tmp")
-        with open(temporary, "w", opener=_for_its_user_alone) as file:
-            json.dump(state, file, indent=2)
-        temporary.rename(self._file)
-
-    def release(self) -> None:
-        """Removes `up.json` and releases the lock."""
-        self._file.unlink(missing_ok=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def _for_its_user_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+                self._log.write(service, line)

@@ -18,9 +18,9 @@ from rich.console import Console
 
 import fovea
 from fovea.cli import gpu_layout, start_checks
-from fovea.cli.local_fovea import DEFAULT_STATE_DIR, MISUSED, StateDir, complain, make_first_key, may_have_keys
 from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
 from fovea.cli.start_checks import StartRefused
+from fovea.cli.state_folder import DEFAULT_STATE_DIR, MISUSED, StateDir, complain, make_first_key, may_have_keys
 from fovea.cli.supervisor import Supervisor
 from fovea.runtime import tls
 from fovea.runtime.hosts import free_ports, is_loopback

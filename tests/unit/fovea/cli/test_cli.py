@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 import fovea
 from deploy import cli_page
-from fovea.cli.local_fovea import (
+from fovea.cli.main import app
+from fovea.cli.state_folder import (
     DEFAULT_STATE_DIR,
+    StateFolder,
     folder_in_use,
     make_first_key,
     may_have_keys,
@@ -23,8 +25,6 @@ from fovea.cli.local_fovea import (
     others_run,
     running_folders,
 )
-from fovea.cli.main import app
-from fovea.cli.supervisor import StateFolder
 from tests.copies import run_copies
 
 
@@ -94,7 +94,7 @@ def test_the_reference_page_is_what_the_commands_say() -> None:
 
 HOLDER = """
 import pathlib, signal, sys
-from fovea.cli.supervisor import StateFolder
+from fovea.cli.state_folder import StateFolder
 folder = StateFolder(pathlib.Path(sys.argv[1]))
 folder.hold("http://127.0.0.1:1")
 signal.signal(signal.SIGTERM, lambda *_: (folder.release(), sys.exit(7)))

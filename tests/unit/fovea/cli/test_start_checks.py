@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fovea.cli.supervisor import StateFolder
+from fovea.cli.state_folder import StateFolder
 from fovea.runtime.hosts import free_ports
 
 pytestmark = pytest.mark.slow  # a process each

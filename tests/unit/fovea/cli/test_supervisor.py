@@ -20,7 +20,8 @@ from fovea.cli import service as service_module
 from fovea.cli import supervisor as supervisor_module
 from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import NO_GPU, ServedModel, Setting, UpOptions, base_url, service_specs
-from fovea.cli.supervisor import StateFolder, Supervisor
+from fovea.cli.state_folder import StateFolder
+from fovea.cli.supervisor import Supervisor
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
 

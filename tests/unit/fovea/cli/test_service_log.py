@@ -7,8 +7,8 @@ import threading
 
 from typer.testing import CliRunner
 
-from fovea.cli.kept_log import KeptLog, follow, log_folder, newest_lines, services_in
 from fovea.cli.main import app
+from fovea.cli.state_folder import ServiceLog, follow, log_folder, newest_lines, services_in
 
 
 def texts(lines: list[str]) -> list[str]:
@@ -16,7 +16,7 @@ def texts(lines: list[str]) -> list[str]:
 
 
 def test_the_newest_lines_stay_and_the_folder_stays_small(tmp_path: pathlib.Path) -> None:
-    log = KeptLog(tmp_path / "logs", most_bytes=10_000)
+    log = ServiceLog(tmp_path / "logs", most_bytes=10_000)
     for number in range(1000):
         log.write("trainer", f"line {number}")
     log.close()
@@ -28,7 +28,7 @@ def test_the_newest_lines_stay_and_the_folder_stays_small(tmp_path: pathlib.Path
 
 
 def test_services_are_told_apart_by_name_and_kind(tmp_path: pathlib.Path) -> None:
-    log = KeptLog(log_folder(tmp_path))
+    log = ServiceLog(log_folder(tmp_path))
     for name in ("sampler", "sampler2", "sampler-teacher", "gateway"):
         log.write(name, f"{name} says │ sampler")
     log.close()
@@ -48,14 +48,14 @@ def test_services_are_told_apart_by_name_and_kind(tmp_path: pathlib.Path) -> Non
 
 def test_a_start_goes_on_where_the_last_one_ended(tmp_path: pathlib.Path) -> None:
     for word in ("first", "second"):
-        log = KeptLog(tmp_path / "logs")
+        log = ServiceLog(tmp_path / "logs")
         log.write("fovea", word)
         log.close()
     assert texts(newest_lines(tmp_path / "logs", "fovea", 9)) == ["first", "second"]
 
 
 def test_it_is_followed_over_its_replacement_until_nothing_comes(tmp_path: pathlib.Path) -> None:
-    log = KeptLog(tmp_path, most_bytes=2_000)
+    log = ServiceLog(tmp_path, most_bytes=2_000)
     log.write("trainer", "before")
     is_over = threading.Event()
     following = follow(tmp_path, "trainer", is_over.is_set)
