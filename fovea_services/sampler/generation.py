@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 
 from fovea.api.v1 import model_input_pb2
-from fovea.client.feature_cache import FeatureCache
-from fovea.client.renderer import RendererClient
+from fovea.client.renderer import FeatureCache, RendererClient
 from fovea.runtime import tracing
 from fovea.runtime.tasks import SingleFlight, run_to_end
 from fovea.vision.vision_family import VisionFamily
