@@ -1,8 +1,8 @@
-"""What do many tenants' adapters cost? `python -m benchmarks.adapters MODEL_DIR --adapters 16 --max-loras 4`.
+"""Measures the cost of many tenants' adapters: `python -m benchmarks.adapters MODEL_DIR --adapters 16 --max-loras 4`.
 
-Starts a sampler by itself, pushes so many adapters of random weights over gloo, and has every one asked for `--tokens`
-tokens at once, all greedy. The figure is the tokens/s of all together, after a round that warms up; `--max-loras auto`
-is the sampler's own choice. The seconds until it serves are printed too.
+Starts a sampler without a gateway, pushes adapters of random weights over gloo, and requests `--tokens` greedy tokens
+from all of them at once. The figure is the total tokens/s after a warm-up round. `--max-loras auto` lets the sampler
+choose. The seconds until the sampler serves are printed too.
 """
 
 import argparse
@@ -25,7 +25,7 @@ THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 
 
 def random_adapter(model: pathlib.Path, rank: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """Of all linear layers of the language model, as small as after a few steps."""
+    """Returns an adapter of all linear layers of the language model, with weights as small as after a few steps."""
     generator = torch.Generator().manual_seed(seed)
     adapter = {}
     for name, shape in checkpoint_shapes(model).items():
@@ -38,13 +38,13 @@ def random_adapter(model: pathlib.Path, rank: int, dtype: torch.dtype, seed: int
 
 
 async def measure(address: str, model: pathlib.Path, options: argparse.Namespace) -> list[float]:
-    """Tokens/s of each round."""
+    """Returns the tokens/s of each round."""
     async with SamplerClient(address) as client:
         dtype = getattr(torch, (await client.info()).dtype)
         sender = await Sender(client).join()
         names = [f"tenant-{number}@1" for number in range(options.adapters)]
         first = random_adapter(model, options.rank, dtype, seed=0)
-        for number, name in enumerate(names):  # to draw each anew takes longer than all else at realistic sizes
+        for number, name in enumerate(names):  # the same tensors for all: drawing new ones would dominate the time
             await sender.push(name, {key: tensor.roll(number) for key, tensor in first.items()}, options.rank)
         rates = []
         for number in range(options.repeats + 1):

@@ -1,17 +1,16 @@
-"""Do sampler and trainer agree? `python -m benchmarks.agreement --base-url URL --rank 32 --steps 20`.
+"""Measures the agreement of sampler and trainer: `python -m benchmarks.agreement --base-url URL --rank 32 --steps 20`.
 
-Tokens are sampled at several temperatures; what is compared is the log-probabilities that `sample` itself returned.
-The trainer scores the same tokens at the same temperature, all datums in one call and each in one of its own. The
-figures, each for every seed, are the mean KL from sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with
-d = trainer - sampler, Schulman 2020), and the largest difference at any token, for prompts of text and for prompts
-with an image, before and after training steps. `--wave 256` also measures how many tokens per second so many samples at
-once get.
+Samples tokens at several temperatures and compares the log-probabilities that `sample` returned with those of the
+trainer for the same tokens and temperature, once with all datums in one call and once with each in its own call. The
+figures, for each seed, are the mean KL from sampler to trainer (the k3 estimate, mean of exp(d) - 1 - d with d =
+trainer - sampler, Schulman 2020) and the largest difference of any token, for prompts with and without an image, before
+and after training steps. `--wave 256` also measures the tokens per second of so many samples at once.
 
-With `--replay`, for mixtures of experts, each line comes twice: `replay=False` as always, and `replay=True` with the
-trainer taking the experts that the sampler took for each token; `agreement.experts` is the size of these.
+With `--replay`, for mixtures of experts, each line comes twice: `replay=False` as usual, and `replay=True` with the
+trainer using the experts that the sampler chose for each token. `agreement.experts` is the size of that data.
 
-With `--float32 DIRECTORY` the base model in float32, on a GPU, scores text too: how far sampler and trainer are from it
-is what bfloat16 costs each, and how large a difference between them is no fault of either.
+With `--float32 DIRECTORY` the base model in float32, on a GPU, scores the text too. Its distance to sampler and trainer
+is the error of bfloat16 in each, and shows how large a difference between them is expected.
 """
 
 import argparse
@@ -37,7 +36,7 @@ Logprobs = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Log-probabilities of the same sampled tokens; `way` is how the trainer's datums came: packed or alone."""
+    """Log-probabilities of the same sampled tokens. `way` says how the trainer's datums came: packed or alone."""
 
     way: str
     sampler: Logprobs
@@ -45,13 +44,13 @@ class Comparison:
 
     @property
     def differences(self) -> Logprobs:
-        """Trainer minus sampler."""
+        """Returns trainer minus sampler."""
         return self.trainer - self.sampler
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sampled tokens, their log-probabilities as `sample` returned them, at its temperature, and the prompt before."""
+    """Sampled tokens with their temperature, their prompt, and the log-probabilities that `sample` returned."""
 
     prompt: tinker.ModelInput
     tokens: list[int]
@@ -61,14 +60,14 @@ class Drawn:
 
 
 def kl(differences: Logprobs) -> float:
-    """Mean KL from sampler to trainer in nat."""
+    """Returns the mean KL from sampler to trainer in nats."""
     return float(np.mean(np.expm1(differences) - differences))
 
 
 def draw(
     bench: Bench, sampler: Any, count: int, image_side: int, temperature: float, seed: int
 ) -> Callable[[], list[Drawn]]:
-    """Submits samples from `count` random prompts; what it returns waits for them."""
+    """Submits samples from `count` random prompts. Returns a function that waits for them."""
     rng = np.random.default_rng(seed)
     prompts = [bench.prompt(rng, length, image_side) for length in rng.integers(64, 512, count).tolist()]
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=temperature, seed=seed, stop=[])
@@ -87,7 +86,9 @@ def draw(
 def score(
     training: tinker.TrainingClient, drawn: list[Drawn], experts: Sequence[tinker.TensorData] = ()
 ) -> list[Comparison]:
-    """The trainer's log-probabilities of what was drawn, at its temperature, both ways; with `experts`, taking them."""
+    """Returns the trainer's log-probabilities of drawn tokens at their temperature, both ways; with `experts`, using
+    those.
+    """
     sampled = np.concatenate([one.logprobs for one in drawn])
     data, config = [datum(one.prompt, one.tokens) for one in drawn], {"temperature": drawn[0].temperature}
     for one, taken in zip(data, experts, strict=False):
@@ -102,7 +103,9 @@ def score(
 
 
 def experts_of(base_url: str, api_key: str, drawn: list[Drawn]) -> list[tinker.TensorData]:
-    """The experts of each sequence's tokens: rows of bytes, filled up to words; an eighth of int64 indices."""
+    """Returns the experts of each sequence's tokens: rows of bytes, padded to words; an eighth of the size of int64
+    indices.
+    """
     found = []
     for one in drawn:
         answer = httpx.get(
@@ -117,7 +120,7 @@ def experts_of(base_url: str, api_key: str, drawn: list[Drawn]) -> list[tinker.T
 
 
 def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side: int, rate: float) -> None:
-    """Steps on random text and images, so that the weights move."""
+    """Trains on random text and images, so that the weights change."""
     rng = np.random.default_rng(99)
     for _ in range(steps):
         data = [datum(bench.prompt(rng, 96, side), bench.tokens(rng, 64)) for side in (0, image_side) * 4]
@@ -125,7 +128,7 @@ def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side:
 
 
 def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprobs:
-    """What the base model in float32 gives to the drawn tokens of text prompts."""
+    """Returns the log-probabilities of the base model in float32 for the drawn tokens of text prompts."""
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -141,7 +144,7 @@ def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprob
 
 
 def wave(bench: Bench, training: tinker.TrainingClient, count: int, repeats: int = 3) -> list[float]:
-    """Sampled tokens per second, the first round apart, which warms up."""
+    """Measures sampled tokens per second; the first round warms up and is reported separately."""
     sampler = training.save_weights_and_get_sampling_client().result(600)
     rates = []
     for round_ in range(repeats + 1):
@@ -179,7 +182,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
     for when in ("before", "after") if options.steps else ("before",):
         kinds = (("text", 0), ("image", options.image_side)) if when == "after" or not options.only_after else ()
         sampler = training.save_weights_and_get_sampling_client().result(600)
-        submitted = []  # all at once: the sampler takes as many steps for one prompt as for all
+        submitted = []  # submit all at once: the sampler needs as many steps for one prompt as for all
         for kind, side in kinds:
             for temperature in options.temperatures:
                 sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
@@ -206,17 +209,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--rank", type=int, default=32, help="0 trains all parameters")
-    parser.add_argument("--steps", type=int, default=20, help="of training in between; 0 leaves out what comes after")
-    parser.add_argument("--only-after", action="store_true", help="leave out what comes before the steps")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="training steps in between; 0 skips the measurement after them"
+    )
+    parser.add_argument("--only-after", action="store_true", help="skip the measurement before the steps")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.5, 1.3])
-    parser.add_argument("--wave", type=int, default=0, help="samples at once, to measure speed; 0 does not")
-    parser.add_argument("--note", default="", help="to be written into each line: the type of the heads, for example")
-    parser.add_argument("--replay", action="store_true", help="with the sampler's experts, and without")
+    parser.add_argument("--wave", type=int, default=0, help="samples at once for the speed measurement; 0 skips it")
+    parser.add_argument("--note", default="", help="note written into each line, such as the type of the heads")
+    parser.add_argument("--replay", action="store_true", help="measure with and without the sampler's experts")
     parser.add_argument("--image-side", type=int, default=448)
-    parser.add_argument("--float32", help="the base model's checkpoint, to be run in float32 as the measure of both")
-    parser.add_argument("--device", default="cuda:1", help="of the float32 model")
+    parser.add_argument("--float32", help="checkpoint of the base model, run in float32 as the reference for both")
+    parser.add_argument("--device", default="cuda:1", help="device of the float32 model")
     options = parser.parse_args()
     headers = {"X-Fovea-Routed-Experts": "1"} if options.replay else {}
     with Bench.open(options.base_url, API_KEY, headers) as bench:

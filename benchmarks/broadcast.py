@@ -1,4 +1,4 @@
-"""A bare NCCL broadcast from one GPU to another: as fast as weights can travel."""
+"""Measures a bare NCCL broadcast from one GPU to another, the upper bound for the speed of weight pushes."""
 
 import time
 from datetime import timedelta
@@ -9,7 +9,7 @@ _WARM_UPS = 3
 
 
 def broadcast_seconds(gpus: list[int], size_bytes: int, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` broadcasts of one tensor, as the receiver sees them."""
+    """Returns the seconds of each of `repeats` broadcasts of one tensor, measured by the receiver."""
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")

@@ -1,8 +1,9 @@
-"""What it costs that an answer is on the disk before it is given: `python -m benchmarks.durability`.
+"""Measures the cost of writing each answer to disk before it is sent: `python -m benchmarks.durability`.
 
-A real gateway process before fake services, on SQLite with `synchronous=FULL`, which is what it has, and with NORMAL,
-which loses the last commits in a power cut. Measured side by side: samples submitted per second, by 50 clients at once
-(their commits are grouped) and by one (each waits for a commit of its own), and samples ended and fetched per second.
+Runs a real gateway process with fake services, on SQLite with `synchronous=FULL`, which is the default, and with
+NORMAL, which loses the last commits in a power cut. Measures both in turns: samples submitted per second by 50 clients
+at once (with grouped commits) and by one client (each sample waits for its own commit), and samples finished and
+fetched per second.
 """
 
 import argparse
@@ -25,7 +26,7 @@ _ONE_CLIENT = 300
 
 
 def serve(synchronous: str) -> None:
-    """Runs a gateway, as `python -m fovea_gateway` does, whose SQLite syncs otherwise."""
+    """Runs a gateway like `python -m fovea_gateway`, with another SQLite sync mode."""
 
     def configure(connection: Any, record: Any, *_: object) -> None:
         if not record.info.get("is_configured"):
@@ -37,7 +38,7 @@ def serve(synchronous: str) -> None:
 
 
 async def measure(fakes: Pipe, addresses: Sequence[str], synchronous: str, count: int) -> dict[str, float]:
-    """Samples per second."""
+    """Returns samples per second."""
     async with gateway(addresses, ["-m", "benchmarks.durability", "serve", synchronous]) as (port, _):
         fakes.send("shut")
         many, one = Client(port, count), Client(port, _ONE_CLIENT)
@@ -61,7 +62,7 @@ async def _timed(work: Awaitable[Any]) -> float:
 
 
 async def run(fakes: Pipe, count: int, repeats: int) -> None:
-    """Measures both ways in turn, and prints."""
+    """Measures both ways in turns and prints the figures."""
     addresses = await asyncio.to_thread(fakes.recv)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
     for _ in range(repeats):

@@ -1,10 +1,10 @@
-"""A layer's experts forward and backward, by kernels against torch's operators: `python -m benchmarks.experts`.
+"""Compares kernels with torch operators for a layer's experts, forward and backward: `python -m benchmarks.experts`.
 
-The shape is a layer of Qwen3-30B-A3B with LoRA 32 on a frozen base and a router of random choices. The two ways take
-turns, so that a card's clock is the same for both; what lies between the products is timed alone too. Outputs and
-gradients of both are compared first: the largest difference over the largest value, and that of their norms. With
-`--blocks` the kernels around the gate are timed for several sizes of their blocks. On a CPU, which has no kernels,
-torch's operators are timed alone.
+The shape is a layer of Qwen3-30B-A3B with LoRA 32 on a frozen base and a router of random choices. The two ways
+alternate, so that the GPU's clock is the same for both. The work between the matrix products is also timed alone.
+First, the outputs and gradients of both are compared: the largest difference relative to the largest value, and the
+difference of their norms. With `--blocks` the kernels around the gate are timed for several block sizes. On a CPU,
+which has no kernels, only torch's operators are timed.
 """
 
 # ruff: noqa: N806, N815 -- the suffix of a tensor's name is its shape
@@ -30,20 +30,20 @@ BLOCKS: tuple[tuple[int, int, int, int | None], ...] = (
     *((64, 32, 8, None), (64, 32, 8, 128), (64, 32, 4, None), (64, 32, 4, 168), (64, 64, 8, None), (64, 64, 8, 128)),
     *((64, 64, 16, None), (32, 32, 4, None), (32, 32, 4, 128), (128, 32, 8, None), (128, 32, 16, None)),
 )
-"""Copies, columns, warps and registers of a program, as `--blocks` tries them."""
+"""Copies, columns, warps and registers of a kernel program, as tried by `--blocks`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer with random weights, and random rows for it.
+    """A layer with random weights, and random inputs for it.
 
-    Args:
-        experts: transformers' module with an adapter.
-        adapter: That adapter.
-        hidden_TD: Requires a gradient, as `weight_TK`.
-        index_TK: The experts of each token.
-        weight_TK: Their weights.
-        direction_TD: The gradient of the output.
+    Attributes:
+        experts: Module of transformers with an adapter.
+        adapter: The adapter.
+        hidden_TD: Input that requires a gradient, like `weight_TK`.
+        index_TK: Experts of each token.
+        weight_TK: Weights of these experts.
+        direction_TD: Gradient of the output.
     """
 
     experts: Any
@@ -55,7 +55,7 @@ class Case:
 
     @classmethod
     def random(cls, options: argparse.Namespace) -> "Case":
-        """Of the sizes of the command's options."""
+        """Returns a case with the sizes of the command's options."""
         from transformers import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -68,7 +68,7 @@ class Case:
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
             targets = [LoraTarget("experts", experts, Role.MLP, False)]
             settings = LoraSettings(options.rank, 32.0, 0, False, True, False, False)
-            with torch.device("cpu"):  # its first values are drawn there
+            with torch.device("cpu"):  # its initial values are drawn on the CPU
                 weights = LoraWeights(settings, targets, torch.device(options.device), dtype)
             nn.init.normal_(weights.flat, std=0.05)
             LoraInjector(targets).activate(weights)
@@ -80,14 +80,14 @@ class Case:
         return cls(experts, weights.experts["experts"], given[0], best.indices, given[1], direction_TD)
 
     def layer(self) -> Tensor:
-        """Forward and backward."""
+        """Runs the layer forward and backward."""
         self.hidden_TD.grad = self.weight_TK.grad = None
         output_TD = experts_forward(self.experts, self.hidden_TD, self.index_TK, self.weight_TK)
         torch.autograd.backward(output_TD, self.direction_TD)
         return output_TD
 
     def results(self) -> dict[str, Tensor]:
-        """The output and all gradients, by name."""
+        """Returns the output and all gradients, by their names."""
         for factor in self.adapter.factors.values():
             factor.grad.zero_()
         found = {"output": self.layer().detach()}
@@ -97,7 +97,7 @@ class Case:
         return found | {name: factor.grad.clone() for name, factor in self.adapter.factors.items()}
 
     def parts(self) -> dict[str, Callable[[], object]]:
-        """What lies between the products, each alone."""
+        """Returns the operations between the matrix products, each as a function of its own."""
         routing = Routing.of(self.index_TK, self.experts.num_experts)
         rows_SD = self.direction_TD.index_select(0, routing.token_S)
         inner_SG = torch.randn(len(rows_SD), self.experts.gate_up_proj.shape[1]).to(rows_SD)
@@ -109,13 +109,14 @@ class Case:
 
         def forward() -> Sequence[Tensor | None]:
             with torch.no_grad():
-                # Torch's way adds in place: the same memory again and again, so numbers are not those of a layer.
+                # torch's version adds in place, so the same memory is used repeatedly and the values are not those of a
+                # layer.
                 return gated(inner_SG, weight_S1, lows_TR, routing, self.adapter)
 
         def both() -> None:
             for one in (leaf_SG, weight_S1, *lows_TR):
                 one.grad = None
-            # What is added to must not be a leaf; the kernels are charged for that pass too.
+            # The target of an in-place addition must not be a leaf. The kernels include the cost of that pass too.
             found = gated(leaf_SG * 1, weight_S1, lows_TR, routing, self.adapter)
             outputs = [one for one in found if one is not None]
             torch.autograd.backward(outputs, [d_gated_SI, d_low_SR])
@@ -132,12 +133,12 @@ class Case:
 
 
 def seconds_of(work: Callable[[], object], device: str) -> float:
-    """Of one call, all that it has started included."""
+    """Returns the seconds of one call, including all work that it started on the device."""
     if device == "cpu":
         begun = time.perf_counter()
         work()
         return time.perf_counter() - begun
-    cuda: Any = torch.cuda  # its events are not typed
+    cuda: Any = torch.cuda  # its events have no type stubs
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -149,7 +150,7 @@ def seconds_of(work: Callable[[], object], device: str) -> float:
 
 
 def timed(work: Callable[[], object], ways: Sequence[bool], options: argparse.Namespace) -> dict[bool, list[float]]:
-    """Seconds of each repeat with kernels and without, taking turns."""
+    """Returns the seconds of each repeat, with and without kernels, in turns."""
     found: dict[bool, list[float]] = {way: [] for way in ways}
     for repeat in range(-_WARM_UPS, options.repeats):
         for way in ways:
@@ -161,7 +162,9 @@ def timed(work: Callable[[], object], ways: Sequence[bool], options: argparse.Na
 
 
 def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """By name: the largest difference over the largest value, and the norm of the difference over that of values."""
+    """Returns, for each tensor, the largest difference relative to the largest value, and the relative norm of the
+    difference.
+    """
     answer = {}
     for name, one in expected.items():
         off, values = found[name].double() - one.double(), one.double()
@@ -170,7 +173,7 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def compare(case: Case, sizes: Mapping[str, Any]) -> None:
-    """Prints how far the two ways are apart, and whether the kernels give the same twice."""
+    """Prints how much the two ways differ, and whether the kernels give the same result twice."""
     with computed_with_kernels(False):
         expected = case.results()
     with computed_with_kernels(True):
@@ -181,7 +184,7 @@ def compare(case: Case, sizes: Mapping[str, Any]) -> None:
 
 
 def try_blocks(case: Case, options: argparse.Namespace, sizes: Mapping[str, Any]) -> None:
-    """Prints what the kernels around the gate take with each size of their blocks."""
+    """Prints the time of the kernels around the gate for each block size."""
     from fovea_services.trainer.model import expert_kernels as kernels
 
     routing = Routing.of(case.index_TK, options.experts)

@@ -1,9 +1,9 @@
-"""How long nobody answers when one gateway takes over from another: `python -m benchmarks.failover`.
+"""Measures the downtime when one gateway takes over from another: `python -m benchmarks.failover`.
 
-Two gateway processes on PostgreSQL before fake services, behind a switch that sends connections to whoever is ready;
-five clients train and sample meanwhile, one of them the official SDK, and check every answer. The active gateway
-is killed (SIGKILL) or stopped (SIGTERM); measured is the longest time for which a client without patience, which asks
-every 10 ms, has no answer.
+Runs two gateway processes on PostgreSQL with fake services, behind a switch that routes connections to the ready
+gateway. Five clients, one of them the official SDK, train and sample and check every answer. The active gateway is
+killed (SIGKILL) or stopped (SIGTERM). The figure is the longest time without an answer for a client that asks every 10
+ms.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _WAYS = {"killed": kill, "stopped": stop}
 
 
 async def measure(server: Server, way: str, times: int) -> None:
-    """Prints the figure of one way to end."""
+    """Prints the figure for one signal."""
     with tempfile.TemporaryDirectory() as folder:
         stand = Stand(Path(folder))
         await stand.start_fakes()
@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     programs = find_programs()
     if programs is None:
-        raise SystemExit("there is no PostgreSQL server here: install Debian's package postgresql")
+        raise SystemExit("no PostgreSQL server is installed; install Debian's package postgresql")
     server = Server(programs)
     try:
         server.create()

@@ -1,12 +1,13 @@
-"""Other families at published sizes, random weights: `python -m benchmarks.family_shapes gemma3-4b DIRECTORY`.
+"""Builds other families at published sizes with random weights: `python -m benchmarks.family_shapes gemma3-4b
+DIRECTORY`.
 
-Tokens and processors are those of the family in `fovea_tinyvlm.families`, at published image sizes; weights are drawn
-as transformers initializes them, in bfloat16. Sizes: Gemma 3 4B, InternVL 3.5 8B, Qwen3.5 9B and Qwen3-VL 30B-A3B as
-their configurations on the hub have them. `qwen3_vl-30b-a3b-12l` (8.7B) and `-4l` (3.7B) are the last one with fewer
-layers, `-2l` has an eighth of the experts too, a small vocabulary and two blocks in its tower (0.3B): for a CPU.
+Tokens and processors are those of the family in `fovea_tinyvlm.families`, with published image sizes. Weights are drawn
+as transformers initializes them, in bfloat16. The sizes of Gemma 3 4B, InternVL 3.5 8B, Qwen3.5 9B and Qwen3-VL 30B-A3B
+are those of their configurations on the hub. `qwen3_vl-30b-a3b-12l` (8.7B) and `-4l` (3.7B) have fewer layers; `-2l`,
+for a CPU, also has an eighth of the experts, a small vocabulary and two blocks in its tower (0.3B).
 
-`--seed 0` writes no bytes, and has trainer and sampler draw the weights (`benchmarks/random_checkpoint.py`): for models
-that the disk does not hold. `--zeros` writes no bytes either, which read as zeros.
+`--seed 0` writes no data; trainer and sampler draw the weights instead (`benchmarks/random_checkpoint.py`). Use it for
+models that do not fit on the disk. `--zeros` writes no data either; the weights read as zeros.
 """
 
 import argparse
@@ -40,13 +41,13 @@ _CONTEXT = 32768
 
 @dataclass(frozen=True)
 class Shape:
-    """What a family's tiny configuration becomes.
+    """Changes to a family's tiny configuration.
 
     Attributes:
-        family: Its name in `fovea_tinyvlm.families`.
-        text, vision, whole: Entries of the language model, the tower and the rest.
-        patches: Of one picture of `IMAGE_SIDE` pixels, which the tower sees at once.
-        processor: Makes the processor; None takes the tiny one's, whose image sizes are the published ones.
+        family: Name in `fovea_tinyvlm.families`.
+        text, vision, whole: Config entries of the language model, the tower and the rest.
+        patches: Patches of one image with sides of `IMAGE_SIDE` pixels, which the tower sees at once.
+        processor: Creates the processor; None uses the tiny one, which has published image sizes.
     """
 
     family: str
@@ -178,7 +179,7 @@ SHAPES = {
 
 
 def build(name: str, directory: Path, device: str, without_bytes: bool = False, seed: int | None = None) -> None:
-    """Writes model, tokenizer and processor files in bfloat16; of the weights, if asked to, nothing but the header."""
+    """Writes model, tokenizer and processor files in bfloat16; on request, only the header of the weights."""
     shape = SHAPES[name]
     family = FAMILIES[shape.family]
     tokenizer = family_tokenizer(family)
@@ -202,7 +203,7 @@ def build(name: str, directory: Path, device: str, without_bytes: bool = False, 
 
 
 def size_of(name: str) -> FamilySize:
-    """What decides a shape's FLOPs, counted on a model without memory."""
+    """Returns the sizes that determine a shape's FLOPs, counted on a model without memory."""
     shape = SHAPES[name]
     model = _model(shape, family_tokenizer(FAMILIES[shape.family]), "meta")
     text, vision = model.config.get_text_config(), model.config.vision_config
@@ -223,7 +224,7 @@ def size_of(name: str) -> FamilySize:
 
 
 def _active(layers: nn.Module, text: Any) -> int:
-    """Elements of the matrices that a token meets: of experts, those that it takes."""
+    """Returns the number of matrix elements used per token; of experts, only those that are active."""
     every = sum(_matrices(module) for module in layers.modules() if is_experts(module))
     if not every:
         return _matrices(layers)
@@ -231,7 +232,7 @@ def _active(layers: nn.Module, text: Any) -> int:
 
 
 def _adapter_width(layers: nn.Module, text: Any) -> int:
-    """Numbers of an adapter of rank 1 that a token meets; experts share their outer factors."""
+    """Returns the numbers of a rank-1 adapter used per token. Experts share their outer factors."""
     linears = [module for module in layers.modules() if isinstance(module, nn.Linear)]
     width = sum(module.in_features + module.out_features for module in linears)
     experts = sum(is_experts(module) for module in layers.modules())
@@ -269,8 +270,8 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory", type=Path)
     ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--seed", type=int, help="of weights that trainer and sampler draw")
-    ways.add_argument("--zeros", action="store_true", help="weights that are a hole in the file")
+    ways.add_argument("--seed", type=int, help="seed of weights that trainer and sampler draw")
+    ways.add_argument("--zeros", action="store_true", help="weights that read as zeros, from a hole in the file")
     options = parser.parse_args()
     without_bytes = options.zeros or options.seed is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"

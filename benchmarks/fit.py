@@ -1,10 +1,10 @@
-"""Does an adapter in bfloat16 fit a small set as well as one in float32? `python -m benchmarks.fit DIRECTORY`.
+"""Compares how well adapters in bfloat16 and float32 fit a small set: `python -m benchmarks.fit DIRECTORY`.
 
-The trainer's engine runs in this process, on the GPU if there is one, without server or gateway. For each type of the
-base an adapter of the same seed learns a few random texts by heart. A figure is the mean negative log-likelihood of a
-token over the last 20 steps, in nat; its `curve` has the steps 1, 11, 21 and so on. Gradients that lose the difference
-between a confident token and a certain one stop such a curve at a floor. What rounding alone does shows between seeds,
-which choose the texts and the adapter's start.
+Runs the trainer's engine in this process, on a GPU if there is one, without server or gateway. For each dtype of the
+base, an adapter with the same seed memorizes a few random texts. The figure is the mean negative log-likelihood per
+token over the last 20 steps, in nats; its `curve` has the steps 1, 11, 21 and so on. If gradients cannot resolve the
+difference between a confident and a certain token, the curve stops at a floor. The spread between seeds, which choose
+the texts and the adapter's start, shows the effect of rounding alone.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _CURVE_STEP = 10
 
 
 def load(directory: Path, dtype: str, device: torch.device) -> TrainingEngine:
-    """A trainer of one rank, warmed up."""
+    """Returns a warmed-up trainer of one rank."""
     settings = TrainerSettings(model=str(directory), ranks=1, dtype=dtype, max_lora_rank=128)  # type: ignore[arg-type]
     engine = TrainingEngine(settings, directory, ControlGroup(), device, None)
     engine.warm_up()
@@ -39,7 +39,7 @@ def load(directory: Path, dtype: str, device: torch.device) -> TrainingEngine:
 
 
 def texts(seed: int, count: int, length: int, vocabulary_size: int) -> list[trainer_pb2.Datum]:
-    """Random tokens, each the target of the one before it; the first eight are a prompt."""
+    """Returns random texts. Each token is the target of the one before it; the first eight are a prompt."""
     random = np.random.default_rng(seed)
     weights = np.ones(length, np.float32)
     weights[:7] = 0
@@ -53,7 +53,7 @@ def texts(seed: int, count: int, length: int, vocabulary_size: int) -> list[trai
 
 
 def fit(engine: TrainingEngine, seed: int, options: argparse.Namespace) -> list[float]:
-    """The loss of each step, nats per token."""
+    """Returns the loss of each step in nats per token."""
     model_id = f"fit-{seed}"
     vocabulary_size = min(options.vocabulary, engine.limits.vocabulary_size)
     data = texts(seed, options.texts, options.length, vocabulary_size)
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="tokens of a text")
     parser.add_argument("--vocabulary", type=int, default=151_000, help="token ids are below it")
-    parser.add_argument("--note", default="", help="to be written into each line: the commit, for example")
+    parser.add_argument("--note", default="", help="note written into each line, such as the commit")
     options = parser.parse_args()
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
@@ -110,7 +110,7 @@ def main() -> None:
             emit(
                 "fit.loss",
                 curve[-_LAST:],
-                "nat a token",
+                "nats per token",
                 dtype=dtype,
                 seed=seed,
                 steps=options.steps,

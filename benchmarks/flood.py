@@ -1,9 +1,10 @@
-"""Does a tenant that floods a Fovea hurt another? `python -m benchmarks.flood --up STATE_DIR/up.json`.
+"""Measures whether one tenant's flood of requests slows another: `python -m benchmarks.flood --up STATE_DIR/up.json`.
 
-Two owners of equal weight, each with a key of its own, through the SDK. The quiet one is measured alone and then beside
-the other, in one run. Samples: the flooding one has thousands queued; the quiet one sends one after another, whose 99th
-percentile counts, and then as many at once as it can use, whose share of all tokens counts. Training: the flooding one
-has several models with forward_backwards queued; the quiet one takes steps with one model, then sends as it can.
+Two owners with equal weight and their own keys use the SDK. The quiet one is measured alone and then next to the
+flooding one, in one run. Samples: the flooding owner has thousands queued. The quiet owner first sends one after
+another, which gives the 99th percentile, and then as many at once as it can use, which gives its share of all tokens.
+Training: the flooding owner has several models with queued forward_backwards. The quiet one takes steps with one model,
+then sends as fast as it can.
 
 Start Fovea with `FOVEA_API_KEY="quiet=tml-quiet flood=tml-flood" fovea up`.
 """
@@ -28,16 +29,16 @@ from benchmarks.figure import emit, quantile
 from benchmarks.running import Running
 
 _SETTLE_S = 3.0
-"""In which the flood's samples fill what there is."""
+"""Seconds in which the flood's samples fill the sampler."""
 
 
 class Load:
-    """Requests kept in flight, and the tokens of those that ended.
+    """Requests kept in flight, and the tokens of those that finished.
 
     Args:
-        submit: Sends one; its future ends when it is done.
-        tokens: Of each.
-        in_flight: How many at once.
+        submit: Sends a request and returns its future.
+        tokens: Tokens per request.
+        in_flight: Number of requests at once.
     """
 
     def __init__(self, submit: Callable[[int], "Future[Any]"], tokens: int, in_flight: int) -> None:
@@ -46,7 +47,7 @@ class Load:
         self.done = 0
 
     def run(self, until: Callable[[], bool], tell: Callable[[int], None] = lambda done: None) -> None:
-        """Keeps them in flight; `tell` is called with the tokens of those that have ended."""
+        """Keeps requests in flight until a time. Calls `tell` with the tokens of finished ones."""
         for number in itertools.count():
             while not self._room.acquire(timeout=0.1):
                 tell(self.done)
@@ -62,7 +63,7 @@ class Load:
 
 @contextmanager
 def flooding(kind: str, base_url: str, options: argparse.Namespace) -> Iterator[Callable[[], int]]:
-    """The other tenant, in a process of its own, from when its first requests have ended; yields its tokens' count."""
+    """Runs the flooding tenant in its own process, once its first requests have finished; yields its token counter."""
     context = multiprocessing.get_context("spawn")
     done, stopping = context.Value("q", 0), context.Event()
     process = context.Process(target=_flood, args=(kind, base_url, options, done, stopping), daemon=True)
@@ -89,7 +90,7 @@ def _flood(kind: str, base_url: str, options: argparse.Namespace, done: Any, sto
 
 
 def share(load: Load, flood: Callable[[], int], seconds: float) -> float:
-    """The quiet one's part of the tokens of both, in a span of time in which it asks for as much as it can."""
+    """Returns the quiet tenant's share of both tenants' tokens while it sends as much as it can."""
     stopping = threading.Event()
     thread = threading.Thread(target=load.run, args=(stopping.is_set,))
     thread.start()
@@ -104,7 +105,7 @@ def share(load: Load, flood: Callable[[], int], seconds: float) -> float:
 
 
 def samples(bench: Bench, options: argparse.Namespace, in_flight: int) -> Load:
-    """Samples of one client."""
+    """Returns a load of samples from one client."""
     rng, params = np.random.default_rng(1), types.SamplingParams(max_tokens=options.new_tokens)
     prompts = [bench.prompt(rng, options.prompt_tokens) for _ in range(64)]
     tokens = options.prompt_tokens + options.new_tokens
@@ -112,7 +113,7 @@ def samples(bench: Bench, options: argparse.Namespace, in_flight: int) -> Load:
 
 
 def losses(bench: Bench, models: list[tinker.TrainingClient], options: argparse.Namespace) -> Load:
-    """forward_backwards over several models of one client, two of each in flight."""
+    """Returns a load of forward_backwards over several models of one client, two in flight per model."""
     data = batch(bench, options)
     return Load(
         lambda n: models[n % len(models)].forward_backward(data, "cross_entropy").future(),
@@ -122,13 +123,13 @@ def losses(bench: Bench, models: list[tinker.TrainingClient], options: argparse.
 
 
 def batch(bench: Bench, options: argparse.Namespace) -> list[types.Datum]:
-    """Random text."""
+    """Returns a batch of random text."""
     rng, half = np.random.default_rng(2), options.length // 2
     return [datum(bench.prompt(rng, half), bench.tokens(rng, options.length + 1 - half)) for _ in range(options.datums)]
 
 
 def timed(act: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of each of so many, one after another."""
+    """Returns the seconds of each of `count` sequential calls."""
     found = []
     for _ in range(count):
         begun = time.perf_counter()
@@ -145,7 +146,7 @@ def report(name: str, alone: list[float], beside: list[float], part: float, size
 
 
 def measure_samples(quiet: Bench, base_url: str, options: argparse.Namespace) -> None:
-    """One after another, alone and beside the flood; then many at once beside it."""
+    """Measures sequential samples, alone and next to the flood, then many at once next to it."""
     params = types.SamplingParams(max_tokens=options.new_tokens)
     prompt = quiet.prompt(np.random.default_rng(3), options.prompt_tokens)
 
@@ -163,7 +164,7 @@ def measure_samples(quiet: Bench, base_url: str, options: argparse.Namespace) ->
 
 
 def measure_training(quiet: Bench, base_url: str, options: argparse.Namespace) -> None:
-    """The same with steps."""
+    """Does the same with training steps."""
     own, data = quiet.training(options.rank), batch(quiet, options)
 
     def step() -> None:
@@ -183,16 +184,18 @@ def main() -> None:
     parser.add_argument("--up", type=Path, default=Path(".fovea/up.json"), help="written by `fovea up`")
     parser.add_argument("--quiet-key", default="tml-quiet")
     parser.add_argument("--flood-key", default="tml-flood")
-    parser.add_argument("--queued", type=int, default=1000, help="samples of the flooding tenant at any time")
-    parser.add_argument("--asked", type=int, default=400, help="samples of the quiet one when it asks for its share")
+    parser.add_argument("--queued", type=int, default=1000, help="samples that the flooding tenant keeps queued")
+    parser.add_argument(
+        "--asked", type=int, default=400, help="samples that the quiet tenant keeps queued in the share measurement"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=60, help="samples one after another")
-    parser.add_argument("--models", type=int, default=4, help="of the flooding tenant; the quiet one has one")
+    parser.add_argument("--repeats", type=int, default=60, help="number of sequential samples")
+    parser.add_argument("--models", type=int, default=4, help="models of the flooding tenant; the quiet one has one")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--datums", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=40, help="one after another")
+    parser.add_argument("--steps", type=int, default=40, help="number of sequential steps")
     parser.add_argument("--window", type=float, default=15.0, help="seconds in which shares are counted")
     parser.add_argument("--only", choices=("samples", "training"))
     options = parser.parse_args()

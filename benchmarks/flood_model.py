@@ -1,8 +1,8 @@
-"""A flood of samples beside another tenant, in a model: `python -m benchmarks.flood_model`.
+"""Simulates a flood of samples next to another tenant: `python -m benchmarks.flood_model`.
 
-The queue is the gateway's own and the clock virtual; a step of the engine takes a time of its own, and one more for
-each sequence in its batch. So it tells what the queue's order does on devices of any kind, the same on every machine,
-and nothing of what else a machine has to do.
+Uses the gateway's own queue and a virtual clock. An engine step takes a base time plus a time per sequence in its
+batch. The result shows the effect of the queue's order on devices of any speed, identically on every machine, without
+the other load of a machine.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from benchmarks.figure import emit, quantile
 from fovea_gateway.fair_queue import FairQueue, Turn
 
 _FLOOD = 1000
-"""Sequences that the flooding tenant has on the way."""
+"""Sequences that the flooding tenant has in flight."""
 _PROMPT_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 32, 16, 64
 _SENT_S, _RETURNED_S = 0.02, 0.01
-"""On the way to the queue, and from the sampler back."""
+"""Seconds from the client to the queue, and from the sampler back."""
 _SETTLE_S, _WINDOW_S = 2.0, 5.0
 _SAMPLES = 60
 _QUIET, _LOUD = "quiet", "flood"
 
 
 class _Clock(selectors.SelectSelector):
-    """Time passes when nothing can be done, and does not take any."""
+    """A selector that advances the virtual time when nothing can run."""
 
     now = 0.0
 
@@ -41,7 +41,7 @@ class _Clock(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop by that clock."""
+    """An event loop with that clock."""
 
     def __init__(self) -> None:
         self._clock = _Clock()
@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True)
 class Device:
-    """What a step takes, in milliseconds, and how many sequences are in one."""
+    """Milliseconds of an engine step, and the number of sequences in a step."""
 
     name: str
     step_ms: float
@@ -62,25 +62,26 @@ class Device:
 
 
 DEVICES = (
-    # 0.476 s for 128 tokens of one sequence, 0.812 s of each of 64, 2.24 s of each of 256: 4B, in benchmarks/results.
+    # From benchmarks/results for 4B: 0.476 s for 128 tokens of one sequence, 0.812 s for each of 64, 2.24 s for each of
+    # 256.
     Device("H200", 3.7, 0.042, 64),
     Device("H200", 3.7, 0.054, 256),
-    # The tiny model, on two cores that clients and gateway use too.
+    # The tiny model, on two cores shared with clients and the gateway.
     Device("two cores", 3.0, 0.085, 64),
 )
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came of it.
+    """Result of one simulation.
 
     Attributes:
-        alone: The quiet tenant's samples, in seconds, one after another.
-        beside: The same beside the flood.
-        flood_alone: Its tokens/s.
-        flood_beside: The same beside those samples.
-        share: The quiet one's part of all tokens, when it asks for many.
-        total: The tokens/s of both then.
+        alone: Seconds of the quiet tenant's sequential samples.
+        beside: The same next to the flood.
+        flood_alone: Tokens/s of the flood.
+        flood_beside: The same next to those samples.
+        share: The quiet tenant's share of all tokens when it sends many samples.
+        total: Tokens/s of both then.
     """
 
     alone: list[float]
@@ -92,11 +93,11 @@ class Found:
 
 
 class World:
-    """An engine behind a fair queue, and who uses it.
+    """An engine behind a fair queue, and its tenants.
 
     Args:
-        beside: As the setting `sampler_beside`, but 0 is all places.
-        samples: Of one request of the flood.
+        beside: Value of the setting `sampler_beside`, except that 0 means all slots.
+        samples: Samples per request of the flood.
     """
 
     def __init__(self, device: Device, beside: int, samples: int = 1) -> None:
@@ -108,7 +109,7 @@ class World:
         self._tokens: Counter[str] = Counter()
 
     async def measure(self, asked: int) -> Found:
-        """All figures; the quiet tenant has so many on the way when it asks for many."""
+        """Returns all figures. The quiet tenant has `asked` samples in flight for the share."""
         async with self._running(_LOUD, _FLOOD // self._samples):
             flood_alone = (await self._rates())[_LOUD]
         alone = [await self._request(_QUIET) for _ in range(_SAMPLES)]
@@ -123,7 +124,7 @@ class World:
 
     @asynccontextmanager
     async def _running(self, owner: str, requests: int) -> AsyncIterator[None]:
-        """Has so many requests of somebody on the way, and all of them ended at the end."""
+        """Keeps a number of an owner's requests in flight; all are finished at the end."""
         stopping = asyncio.Event()
         tasks = [asyncio.create_task(self._keep(owner, stopping)) for _ in range(requests)]
         await asyncio.sleep(_SETTLE_S)
@@ -161,7 +162,7 @@ class World:
         return loop.time() - begun
 
     async def run_engine(self) -> None:
-        """Draws tokens without end."""
+        """Runs engine steps forever."""
         device = self._device
         batch: list[tuple[int, asyncio.Future[None]]] = []
         while True:
@@ -179,7 +180,7 @@ class World:
 
 
 def measure(device: Device, beside: int = 0, samples: int = 1, asked: int = 400) -> Found:
-    """What comes of a flood on this device."""
+    """Returns the result of a flood on this device."""
 
     async def begin() -> Found:
         world = World(device, beside, samples)

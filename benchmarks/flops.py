@@ -1,15 +1,17 @@
-"""How many floating-point operations a training step takes.
+"""Counts the floating-point operations of a training step.
 
-FLOPs a token, by weights touched (Kaplan et al. 2020): forward 2 N; backward 2 N for activations and, where weights are
-trained, 2 N more. So 6 N for all parameters, 4 N with adapters. N is the language model without its embedding table,
-the unembedding included; of a mixture what is active for a token: routers, shared parts, and k of each layer's experts.
+FLOPs per token, by weights used (Kaplan et al. 2020): forward 2 N; backward 2 N for activations and, for trained
+weights, 2 N more. This gives 6 N for all parameters and 4 N with adapters. N is the language model without its
+embedding table but with the unembedding; for a mixture of experts, the part active per token: routers, shared
+components and k of each layer's experts.
 
-Published figures leave out the adapters' own FLOPs. Where a rank r is given they are added, 6 r W, W being the inputs
-and outputs of all adapted layers; of experts with three matrices between D and I channels 3 (D + k I), since of each
-pair of factors the one on the side of the D channels is shared, and computed once a token.
+Published figures omit the FLOPs of the adapters. If a rank r is given, they are added: 6 r W, with W the inputs and
+outputs of all adapted layers. For experts with three matrices between D and I channels this is 3 (D + k I), because one
+factor of each pair, on the side of the D channels, is shared and computed once per token.
 
-Attention adds, a layer, 4 H S^2 / 2 (causal) forward and twice that backward for a sequence of S. A frozen vision tower
-adds 2 N_v a patch, a trained one 6 N_v, with its own attention 4 H S^2 over S patches of an image, not causal.
+Attention adds, per layer, 4 H S^2 / 2 (causal) forward and twice that backward for a sequence of S. A frozen vision
+tower adds 2 N_v per patch, a trained one 6 N_v, with its own non-causal attention 4 H S^2 over the S patches of an
+image.
 """
 
 from dataclasses import dataclass
@@ -17,22 +19,22 @@ from dataclasses import dataclass
 IMAGE_SIDE = 448
 PATCHES = (IMAGE_SIDE // 16) ** 2
 H200_BF16_FLOPS = 989e12
-"""Dense, as the maker states it."""
+"""Peak of dense operations, as stated by the manufacturer."""
 
 _VOCABULARY = 151936
 
 
 @dataclass(frozen=True)
 class FamilySize:
-    """What decides the FLOPs of a model; of any family counted on the model itself: benchmarks/family_shapes.py.
+    """Sizes that determine a model's FLOPs; benchmarks/family_shapes.py counts them on a model of any family.
 
     Attributes:
-        language_parameters: Of the layers' matrices and the unembedding.
-        attention: Channels of all query heads, and the window if it has one, of each layer with attention. Layers with
-            linear attention add nothing here: their state costs less than a hundredth of their matrices.
-        vision_parameters: Of the tower's matrices.
-        patches: That the tower sees at once.
-        adapter_width: Numbers of an adapter of rank 1 that a token meets.
+        language_parameters: Parameters of the layers' matrices and the unembedding.
+        attention: Channels of all query heads, and the window if any, of each layer with attention. Layers with linear
+            attention add nothing here: their state costs less than a hundredth of their matrices.
+        vision_parameters: Parameters of the tower's matrices.
+        patches: Patches that the tower sees at once.
+        adapter_width: Numbers of a rank-1 adapter used per token.
     """
 
     language_parameters: float
@@ -44,7 +46,9 @@ class FamilySize:
     adapter_width: float = 0
 
     def flops(self, lengths: list[int], image_count: int, trains_all: bool, rank: int = 0) -> float:
-        """Of one forward_backward on datums of these lengths, the adapter's own for a rank above 0."""
+        """Returns the FLOPs of one forward_backward on datums of these lengths; includes the adapter's for a rank above
+        0.
+        """
         matrices = (6 if trains_all else 4) * self.language_parameters * sum(lengths)
         matrices += 6 * rank * self.adapter_width * sum(lengths)
         seen = {window: sum(_pairs(length, window) for length in lengths) for _, window in self.attention}
@@ -56,7 +60,7 @@ class FamilySize:
 
 
 def _pairs(length: int, window: int | None) -> float:
-    """Of a token and one that it sees: half of all, or those within a window."""
+    """Returns the number of pairs of a token and a token that it sees: half of all, or those within a window."""
     if window is None or window >= length:
         return length**2 / 2
     return window**2 / 2 + (length - window) * window
@@ -64,7 +68,7 @@ def _pairs(length: int, window: int | None) -> float:
 
 @dataclass(frozen=True)
 class Size:
-    """What decides the FLOPs of a shape; see benchmarks/shapes.py."""
+    """Sizes that determine the FLOPs of a shape; see benchmarks/shapes.py."""
 
     hidden: int
     intermediate: int
@@ -76,17 +80,17 @@ class Size:
 
     @property
     def language_parameters(self) -> float:
-        """Without the embedding table, unembedding included."""
+        """Parameters without the embedding table but with the unembedding."""
         attention = self.hidden * 128 * (2 * self.heads + 2 * 8)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * _VOCABULARY
 
     @property
     def vision_parameters(self) -> float:
-        """The tower's blocks."""
+        """Parameters of the tower's blocks."""
         return self.vision_layers * (4 * self.vision_hidden**2 + 2 * self.vision_hidden * self.vision_intermediate)
 
     def flops(self, lengths: list[int], image_count: int, trains_all: bool) -> float:
-        """Of one forward_backward on datums of these lengths."""
+        """Returns the FLOPs of one forward_backward on datums of these lengths."""
         attention = self.layers * ((self.heads * 128, None),)
         tower = (self.vision_parameters, self.vision_layers, self.vision_hidden, PATCHES)
         return FamilySize(self.language_parameters, attention, *tower).flops(lengths, image_count, trains_all)

@@ -1,4 +1,4 @@
-"""Attributes that are set on an object by another after its construction, found by reading the source."""
+"""Finds attributes that another object sets after construction, by reading the source."""
 
 import ast
 from collections import defaultdict
@@ -10,32 +10,32 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class _Class:
-    """What the source says of a class of the product."""
+    """Facts from the source about a class."""
 
     is_record: bool
-    """A dataclass, or a class without methods: values that whoever holds one may change."""
+    """True for a dataclass or a class without methods: a record that its holder may change."""
     bases: list[str]
     attributes: set[str] = field(default_factory=set)
-    """Set on `self` in its methods, or declared in its body."""
+    """Attributes set on `self` in its methods or declared in its body."""
     types: dict[str, str] = field(default_factory=dict)
-    """The class of an attribute, where the source says it."""
+    """Class of an attribute, if the source states it."""
     methods: set[str] = field(default_factory=set)
 
 
 Classes = Mapping[str, list[_Class]]
-"""By name; several processes may have a class of the same name."""
+"""Classes, keyed by their names; several processes may have classes with the same name."""
 
 
 def foreign_attributes(trees: Mapping[str, ast.Module]) -> list[str]:
-    """Assignments to an attribute of a product's object outside of its own methods, as `path:line: target`.
+    """Returns assignments to another object's attribute outside its own methods, as `path:line: target`.
 
-    Not counted is what is set on
-      * an object of somebody else's class: a protobuf message, a tensor, a part of vLLM;
-      * an object in the function that makes it (`other = Replica(...)`);
-      * a record (a dataclass, or a class without methods), unless what is set is a method: then it is a hook.
+    Not counted are assignments to
+      * an object of an external class: a protobuf message, a tensor, a component of vLLM;
+      * an object in the function that creates it (`other = Replica(...)`);
+      * a record (a dataclass, or a class without methods), unless the value is a method, which makes it a hook.
 
-    The class of what stands before the dot is looked up in annotations and constructor calls. Where the source does not
-    say it, the assignment counts if all classes with an attribute of that name are no records.
+    The class of the object is looked up in annotations and constructor calls. If the source does not state it, the
+    assignment counts unless a class with an attribute of that name is a record.
     """
     read = {
         node: _read_class(node) for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
@@ -70,14 +70,14 @@ def _attributes(one: _Class, classes: Classes) -> set[str]:
 
 
 def _class_name(base: ast.expr, function: Function, owner: _Class | None) -> str | None:
-    """The name of the class of `name` or `self.name`; None if the source does not say it."""
+    """Returns the class name of `name` or `self.name`; None if the source does not state it."""
     if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name) and base.value.id == "self":
         return owner.types.get(base.attr) if owner else None
     return _annotations(function).get(base.id) if isinstance(base, ast.Name) else None
 
 
 def _made_here(function: Function) -> set[str]:
-    """Local names that are given a new object: what a call of a capitalized name returns."""
+    """Returns local names assigned a new object, which is the result of calling a capitalized name."""
     return {
         target.id
         for node in ast.walk(function)
@@ -116,7 +116,7 @@ def _read_class(node: ast.ClassDef) -> _Class:
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:
-    """All functions, each with the class whose method it is or lies in."""
+    """Yields all functions, each with its enclosing class."""
 
     def walk(node: ast.AST, owner: ast.ClassDef | None) -> Iterator[tuple[ast.ClassDef | None, Function]]:
         for child in ast.iter_child_nodes(node):
@@ -128,7 +128,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function
 
 
 def _assignments(function: Function) -> Iterator[tuple[ast.Attribute, ast.expr | None]]:
-    """Attributes that a function sets, functions within it aside, each with its value if it has one of its own."""
+    """Yields attributes that a function sets, without nested functions, each with its value if it has one."""
     pending: list[ast.AST] = list(function.body)
     while pending:
         node = pending.pop(0)
@@ -151,7 +151,7 @@ def _annotations(function: Function) -> dict[str, str]:
 
 
 def _named(node: ast.expr) -> str | None:
-    """The last name of `Name`, `module.Name`, `"Name"` and `Name[...]`."""
+    """Returns the last name of `Name`, `module.Name`, `"Name"` or `Name[...]`."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

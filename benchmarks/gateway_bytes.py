@@ -1,8 +1,8 @@
-"""How many bytes of losses one gateway takes: `python -m benchmarks.gateway_bytes`.
+"""Measures the bytes of losses that one gateway processes: `python -m benchmarks.gateway_bytes`.
 
-A real gateway process before fake services; clients send forward_backward requests of about a MiB, each for a model of
-its own, and wait for each outcome. Measured is from the first request to the last outcome, and the gateway's processor
-time.
+Runs a real gateway process with fake services. Clients send forward_backward requests of about one MiB, each for a
+model of its own, and wait for each result. Measures the time from the first request to the last result, and the
+gateway's CPU time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _TOKENS, _DATUMS = 900, 70
 
 
 async def measure(port: int, process: psutil.Process, clients: int, requests: int) -> tuple[float, float]:
-    """MiB per second, and processor seconds per MiB."""
+    """Returns MiB per second and CPU seconds per MiB."""
     sent = 0
 
     async def run(http: httpx.AsyncClient) -> None:
@@ -48,7 +48,7 @@ async def measure(port: int, process: psutil.Process, clients: int, requests: in
 
 
 async def run_all(fakes: Pipe, options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measures and prints the figures."""
     addresses = await asyncio.to_thread(fakes.recv)
     async with gateway(addresses, ["-m", "fovea_gateway"]) as (port, process):
         found = [await measure(port, process, options.clients, options.requests) for _ in range(options.repeats)]

@@ -1,9 +1,9 @@
-"""Does a gateway stay responsive under 2,000 open polls? `python -m benchmarks.gateway_polls`.
+"""Measures a gateway's response time with 2,000 open polls: `python -m benchmarks.gateway_polls`.
 
-A real gateway process before fake services, one client with as many pending samples as connections. Measured is an
-unrelated request, sent every few milliseconds over a connection of its own: while all polls are held (long enough for
-each to be answered 408 and sent again), and while all samples end and are fetched. Both ways of waiting that the SDK
-has are measured: one retrieve_future a sample, and one retrieve_futures for all.
+Runs a real gateway process with fake services and one client with as many pending samples as connections. Measures an
+unrelated request, sent every few milliseconds over its own connection: while all polls are held (long enough for each
+to be answered with 408 and resent), and while all samples finish and are fetched. Covers both ways of waiting in the
+SDK: one retrieve_future per sample, and one retrieve_futures for all.
 """
 
 import argparse
@@ -34,14 +34,14 @@ _FETCHERS = 100
 
 
 class Connection:
-    """One HTTP/1.1 connection, with as little between us and the socket as possible."""
+    """An HTTP/1.1 connection with minimal code around the socket."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, route: str, body: dict[str, Any], accept: str = "application/json") -> tuple[int, bytes]:
-        """Sends a request; returns status and body."""
+        """Sends a request and returns status and body."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
@@ -57,7 +57,7 @@ class Connection:
         return status, await reader.readexactly(length)
 
     async def ok(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """A request that must succeed."""
+        """Sends a request that must succeed."""
         status, answer = await self.post(route, body)
         if status != 200:
             raise RuntimeError(f"{route}: {status} {answer.decode()}")
@@ -82,7 +82,7 @@ class Client:
     connections: list[Connection] = field(default_factory=list)
 
     def connect(self) -> Connection:
-        """A new connection."""
+        """Returns a new connection."""
         self.connections.append(Connection(self.port))
         return self.connections[-1]
 
@@ -111,7 +111,7 @@ class Client:
         await asyncio.gather(*(work(self.connect()) for _ in range(connections)))
 
     async def fetch(self, connection: Connection, request_id: str) -> None:
-        """Polls one future to its end."""
+        """Polls one future until it is finished."""
         body = {"request_id": request_id, "allow_metadata_only": True}
         while True:
             self.polls += 1
@@ -122,11 +122,11 @@ class Client:
                 raise RuntimeError(f"retrieve_future: {status} {answer.decode()}")
 
     async def wait_each(self) -> None:
-        """One open poll a sample."""
+        """Waits with one open poll per sample."""
         await asyncio.gather(*(self.fetch(self.connect(), request_id) for request_id in self.pending))
 
     async def wait_together(self) -> None:
-        """One poll for all, then a fetch for each that ended, acknowledged with the next poll."""
+        """Waits with one poll for all, then fetches each finished sample and acknowledges it with the next poll."""
         poller, fetched, cursor = self.connect(), [], 0
         idle: asyncio.Queue[Connection] = asyncio.Queue()
         for _ in range(_FETCHERS):
@@ -160,7 +160,7 @@ class Client:
 
 
 async def probe(pipe: Pipe, port: int, session_id: str, until: Awaitable[Any]) -> list[float]:
-    """Seconds of unrelated requests, until something is done."""
+    """Returns the seconds of unrelated requests until something is done."""
     pipe.send((port, session_id))
     await until
     pipe.send(None)
@@ -169,9 +169,10 @@ async def probe(pipe: Pipe, port: int, session_id: str, until: Awaitable[Any]) -
 
 
 def run_probe(pipe: Pipe) -> None:
-    """Sends heartbeats whenever it is told, in a process of its own, so that the polls' client cannot delay it.
+    """Sends heartbeats on command from a separate process, so that the polling client cannot delay them.
 
-    Each has its time and counts from it, also if the one before it is late: a stall counts for all whom it would hit.
+    Each heartbeat has a scheduled time and is measured from it, even if the previous one is late: a stall counts for
+    all requests that it would affect.
     """
     while (told := pipe.recv()) is not None:
         port, session_id = told
@@ -198,7 +199,7 @@ def _heartbeats(pipe: Pipe, connection: HTTPConnection, session_id: str) -> list
 
 
 def serve_fakes(pipe: Pipe) -> None:
-    """Runs the fake services; `open` and `shut` come over the pipe."""
+    """Runs the fake services. The pipe carries the commands `open` and `shut`."""
     asyncio.run(_serve_fakes(pipe))
 
 
@@ -222,11 +223,11 @@ async def _serve_fakes(pipe: Pipe) -> None:
 
 @asynccontextmanager
 async def gateway(fakes: Sequence[str], command: Sequence[str]) -> AsyncIterator[tuple[int, psutil.Process]]:
-    """A gateway process and its port.
+    """Runs a gateway process. Yields its port.
 
     Args:
         fakes: Addresses of renderer, sampler and trainer.
-        command: What Python is to run, such as `-m fovea_gateway`.
+        command: Arguments for Python, such as `-m fovea_gateway`.
     """
     renderer, sampler, trainer = fakes
     (port,) = free_ports(1)
@@ -249,16 +250,18 @@ async def _until_up(port: int) -> None:
     for _ in range(600):
         with suppress(OSError):
             status, _ = await Connection(port).post("session_heartbeat", {})
-            if status != 503:  # the door is open: whatever it thinks of that body
+            if status != 503:  # it accepts requests, even if it rejects this body
                 return
         await asyncio.sleep(0.1)
-    raise RuntimeError("the gateway does not start")
+    raise RuntimeError("the gateway did not start")
 
 
 async def measure(
     port: int, process: psutil.Process, fakes: Pipe, probing: Pipe, count: int, window_s: float, together: bool
 ) -> dict[str, float]:
-    """p99 and worst of the probe while polls are held and while all is fetched, and what both cost; in seconds."""
+    """Measures p99 and maximum of the probe while polls are held and while all is fetched, and the CPU cost; in
+    seconds.
+    """
     fakes.send("shut")
     client = Client(port, count)
     session_id = await client.open()
@@ -290,7 +293,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 async def run(options: argparse.Namespace, fakes: Pipe, probing: Pipe) -> None:
-    """Measures and prints."""
+    """Measures and prints the figures."""
     profiler = ["-m", "cProfile", "-o", options.profile] if options.profile else []
     addresses = await asyncio.to_thread(fakes.recv)
     async with gateway(addresses, [*profiler, "-m", "fovea_gateway"]) as (port, process):
@@ -313,7 +316,7 @@ def main() -> None:
         "--window", type=float, default=45.0, help="Seconds that polls are held; they are renewed at 30."
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", default="", help="Write a cProfile of the gateway there.")
+    parser.add_argument("--profile", default="", help="File for a cProfile of the gateway.")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     pipes = []

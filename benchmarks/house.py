@@ -1,9 +1,10 @@
-"""How the code is housed: files, names, circles, floors. `python -m benchmarks.house [--list] [REVISION ...]`.
+"""Measures the structure of the code: files, names, cycles, layers. `python -m benchmarks.house [--list] [REVISION
+...]`.
 
-Prints each figure of a git revision, or of the working tree if none is given, as a line of JSON, and a table at the
-end. Core files are the Python files of fovea, gateway and services, without the generated fovea/api and fovea/tinker.
-Documents are the README, docs/guides and docs/reference, without generated pages and tables.
-With `--list`, the files and lines behind the figures are printed too.
+Prints each figure of a git revision, or of the working tree by default, as a line of JSON, and then a table. Core files
+are the Python files of fovea, fovea_gateway and fovea_services, without the generated fovea/api and fovea/tinker.
+Documents are the README, docs/guides and docs/reference, without generated pages and tables. With `--list`, the files
+and lines behind the figures are printed too.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from benchmarks.figure import emit
 from benchmarks.foreign_attributes import foreign_attributes
+from benchmarks.prose import CLAUSE
 
 CORE = ("fovea", "fovea_gateway", "fovea_services")
 DOCUMENTS = ("README.md", "docs/guides", "docs/reference")
@@ -29,9 +31,7 @@ _GENERATED_TABLE = re.compile(r"<!-- [^>]*made by [^>]*-->.*?<!-- end of [^>]*--
 _ROOT = Path(__file__).parents[1]
 _GENERATED = ("fovea/api/", "fovea/tinker/")
 _NAMELESS = ("__init__.py", "__main__.py")
-"""Their names say nothing, so they do not count as shared."""
-
-_RELATIVE_OPENING = re.compile(r"(What|Who|Whose|Whom|Of|Where|Whether)\b")
+"""File names that do not count as shared, because every package may have them."""
 
 Graph = dict[str, set[str]]
 
@@ -45,7 +45,7 @@ class House:
 
     @classmethod
     def of(cls, revision: str | None) -> "House":
-        """Reads a git revision, or with None the working tree, untracked files included."""
+        """Reads a git revision, or the working tree for None, including untracked files."""
         read = [*CORE, "README.md", "docs"]
         if revision is None:
             listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", *read).decode().splitlines()
@@ -68,30 +68,30 @@ class House:
 
     @cached_property
     def nodes(self) -> dict[str, list[ast.AST]]:
-        """All nodes of each parsed file, which several figures look through."""
+        """All nodes of each parsed file, cached for several figures."""
         return {path: list(ast.walk(tree)) for path, tree in self.trees.items()}
 
     @cached_property
     def imports(self) -> Graph:
-        """The core files that each core file imports, wherever in it and for types alone too."""
+        """The core files that each core file imports, including late imports and imports for types."""
         modules = {_dotted(path): path for path in self.sources}
         return {
             path: set(_imported(nodes, _dotted(path), path, modules)) - {path} for path, nodes in self.nodes.items()
         }
 
     def named_files(self) -> list[str]:
-        """All but `__init__.py` and `__main__.py`."""
+        """All files except `__init__.py` and `__main__.py`."""
         return [path for path in self.sources if PurePosixPath(path).name not in _NAMELESS]
 
     def shared_names(self) -> dict[str, list[str]]:
-        """Base names that several files have, with these files."""
+        """Base names of several files, with these files."""
         found = defaultdict(list)
         for path in self.named_files():
             found[PurePosixPath(path).name].append(path)
         return {name: paths for name, paths in sorted(found.items()) if len(paths) > 1}
 
     def rooms(self, folder: str) -> Graph:
-        """The direct children of a folder, files and folders, and which of them import which; `__init__` aside."""
+        """Returns the direct children of a folder and the imports between them, without `__init__`."""
         room_of = {
             path: PurePosixPath(path).relative_to(folder).parts[0]
             for path in self.sources
@@ -103,13 +103,13 @@ class House:
         return graph
 
     def circles(self) -> list[tuple[str, list[str]]]:
-        """Rooms of a folder that import each other, directly or through others: (folder, rooms)."""
+        """Returns cycles of imports between the children of a folder: (folder, children)."""
         folders = sorted({str(parent) for path in self.sources for parent in PurePosixPath(path).parents} - {"."})
         found = [(folder, knot) for folder in folders for knot in _knots(self.rooms(folder)) if len(knot) > 1]
         return [(folder, sorted(knot)) for folder, knot in found]
 
     def short_docstrings(self) -> list[str]:
-        """Definitions and modules whose docstring has three words or fewer."""
+        """Returns definitions and modules with a docstring of at most three words."""
         described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         return [
             f"{path}:{getattr(node, 'lineno', 1)}: {text}"
@@ -129,11 +129,11 @@ class House:
             if isinstance(statement, ast.Expr)
             and isinstance(statement.value, ast.Constant)
             and isinstance(statement.value.value, str)
-            and _RELATIVE_OPENING.match(statement.value.value)
+            and CLAUSE.match(statement.value.value)
         ]
 
     def function_lengths(self) -> Counter[str]:
-        """Lines of each function, decorators aside, by `path:line name`."""
+        """Returns the number of lines of each function without decorators, by `path:line name`."""
         return Counter(
             {
                 f"{path}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
@@ -144,11 +144,11 @@ class House:
         )
 
     def file_lengths(self) -> Counter[str]:
-        """Lines of each file."""
+        """Returns the number of lines of each file."""
         return Counter({path: len(text.splitlines()) for path, text in self.sources.items()})
 
     def document_words(self) -> Counter[str]:
-        """Words of each document, without generated pages and tables, as `wc -w` counts them."""
+        """Returns the words of each document, without generated pages and tables, as `wc -w` counts them."""
         return Counter(
             {
                 path: len(_GENERATED_TABLE.sub("", text).split())
@@ -159,13 +159,13 @@ class House:
 
 
 def floors(graph: Graph) -> list[str]:
-    """A longest way down the imports that enters no node twice, the topmost importer first."""
+    """Returns a longest import path without repeated nodes, the topmost importer first."""
     knot_of = {node: number for number, knot in enumerate(_knots(graph)) for node in knot}
 
     @cache
     def below(node: str, behind: frozenset[str]) -> tuple[str, ...]:
         longest: tuple[str, ...] = ()
-        # No way leads back into a circle that was left, so only the nodes of the same circle need to be remembered.
+        # No path leads back into a cycle that was left, so only nodes of the same cycle must be remembered.
         for other in sorted(graph[node] - behind):
             way = below(other, behind | {other} if knot_of[other] == knot_of[node] else frozenset({other}))
             longest = max(longest, way, key=len)
@@ -178,7 +178,9 @@ def floors(graph: Graph) -> list[str]:
 
 
 def _knots(graph: Graph) -> list[list[str]]:
-    """Strongly connected components (Tarjan, "Depth-first search and linear graph algorithms", 1972), deepest first."""
+    """Returns strongly connected components, deepest first (Tarjan, "Depth-first search and linear graph algorithms",
+    1972).
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -215,7 +217,7 @@ def _imported(nodes: Iterable[ast.AST], module: str, path: str, modules: Mapping
                 up = node.level - (PurePosixPath(path).name == "__init__.py")
                 package = module.split(".")[: len(module.split(".")) - up]
                 base = ".".join([*package, *([base] if base else [])])
-            # `from package import name` is the module `package.name` where there is one, otherwise `package` itself.
+            # `from package import name` is the module `package.name` if it exists, otherwise `package` itself.
             names = [whole if (whole := f"{base}.{alias.name}") in modules else base for alias in node.names]
         yield from (modules[name] for name in names if name in modules)
 
@@ -239,7 +241,7 @@ def _git(*arguments: str) -> bytes:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and what is behind it."""
+    """A number and the items behind it."""
 
     value: float
     unit: str
@@ -247,7 +249,7 @@ class Figure:
 
 
 def figures(house: House) -> dict[str, Figure]:
-    """All figures by name."""
+    """Returns all figures, keyed by their names."""
     paths, shared = list(house.sources), house.shared_names()
     circles = [f"{folder}: {' '.join(knot)}" for folder, knot in house.circles()]
     foreign, short = foreign_attributes(house.trees), house.short_docstrings()
@@ -279,8 +281,8 @@ def figures(house: House) -> dict[str, Figure]:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revisions", nargs="*", metavar="REVISION", help="Of git; none: the working tree.")
-    parser.add_argument("--list", action="store_true", help="Print what is behind the figures.")
+    parser.add_argument("revisions", nargs="*", metavar="REVISION", help="Git revisions. Default: the working tree.")
+    parser.add_argument("--list", action="store_true", help="Also print the items behind the figures.")
     options = parser.parse_args()
     columns = {revision or "working tree": figures(House.of(revision)) for revision in options.revisions or [None]}
     for revision, found in columns.items():

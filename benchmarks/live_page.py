@@ -1,8 +1,10 @@
-"""The live page with 64 models of 10,000 steps: bytes and time of the first load, what a second costs the gateway while
-all models take steps, and the browser's frames meanwhile. `python -m benchmarks.live_page`.
+"""Measures the live page with 64 models of 10,000 steps: `python -m benchmarks.live_page`.
 
-The gateway is real and in this process, before fake services; the browser is Debian's Chromium without a GPU, on the
-processor that everything else of this shares.
+Measures the bytes and time of the first load, the gateway's CPU time per second while all models take steps, and the
+browser's frame times meanwhile.
+
+The gateway is real and runs in this process, with fake services. The browser is Debian's Chromium without a GPU, on the
+same cores.
 """
 
 import asyncio
@@ -154,7 +156,7 @@ async def _measure() -> None:
             emit(
                 "live_page_long_tasks",
                 [float(len(long))],
-                "tasks above 50 ms",
+                "tasks longer than 50 ms",
                 **sizes,
                 longest_ms=max(long, default=0),
             )

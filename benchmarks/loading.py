@@ -1,9 +1,9 @@
-"""What loading the base takes: `python -m benchmarks.loading CHECKPOINT --ranks 1 2 --repeats 3`.
+"""Measures the loading of the base model: `python -m benchmarks.loading CHECKPOINT --ranks 1 2 --repeats 3`.
 
-Host memory of the rank that takes most, and seconds until all ranks hold their shards. The reference is how most
-trainers do it, and ours once did: every rank has transformers read the whole model, of which FSDP then keeps a part.
-Each run has processes of its own. `allocated` is what a process allocates while it loads (RssAnon, looked at every
-10 ms), `resident` the most that it ever had resident, imports and pages of mapped files included (VmHWM).
+Measures the host memory of the largest rank, and the seconds until all ranks hold their shards. The reference is the
+usual way, which Fovea used before: transformers reads the whole model in every rank, and FSDP keeps a shard of it. Each
+run uses new processes. `allocated` is the memory that a process allocates while loading (RssAnon, sampled every 10 ms),
+`resident` its peak resident memory, including imports and pages of mapped files (VmHWM).
 """
 
 import argparse
@@ -23,7 +23,7 @@ WAYS = ("parts", "whole")
 
 
 class HostMemory:
-    """The most memory that this process has allocated while it is entered; `peak_bytes` is over what it had before."""
+    """Records the peak memory that this process allocates inside the context; `peak_bytes` excludes earlier memory."""
 
     def __enter__(self) -> "HostMemory":
         self._before = self._most = _status("RssAnon")
@@ -46,13 +46,13 @@ class HostMemory:
 
 
 def _status(entry: str) -> int:
-    """Bytes that the kernel counts of this process."""
+    """Returns a memory count of this process from the kernel, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{entry}:")) * 1024
 
 
 def make_experts(directory: Path, layers: int) -> None:
-    """Writes so many layers of Qwen3-30B-A3B's sizes, random weights in bfloat16, a matrix for each expert."""
+    """Writes layers with the sizes of Qwen3-30B-A3B and random weights in bfloat16, with one matrix per expert."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -77,7 +77,7 @@ def make_experts(directory: Path, layers: int) -> None:
 
 
 def load(directory: Path, way: str, dtype: str, device: str, rank: int, ranks: int, meeting: str) -> None:
-    """One rank: prints what it took as JSON."""
+    """Runs one rank and prints its cost as JSON."""
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def load(directory: Path, way: str, dtype: str, device: str, rank: int, ranks: i
 
 
 def run_ranks(options: argparse.Namespace, way: str, ranks: int) -> dict[str, float]:
-    """The largest of what the ranks of one run said. Raises CalledProcessError."""
+    """Runs all ranks and returns the largest of their figures. Raises CalledProcessError."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "benchmarks.loading", str(options.model), "--dtype", options.dtype]
         command += ["--device", options.device, "--way", way, "--ranks", str(ranks), "--meeting", f"{scratch}/meeting"]
@@ -132,7 +132,7 @@ def run_ranks(options: argparse.Namespace, way: str, ranks: int) -> dict[str, fl
 
 
 def measure(options: argparse.Namespace, ranks: int) -> None:
-    """Prints the figures of a number of ranks, both ways in turns."""
+    """Prints the figures for a number of ranks, both ways in turns."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(options.repeats):
         for way in WAYS:
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--make-experts", type=int, help="so many layers of Qwen3-30B-A3B are written there first")
+    parser.add_argument("--make-experts", type=int, help="first write this many layers of Qwen3-30B-A3B to the folder")
     for name in ("--way", "--meeting"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""Snapshots whose numbers overflow, beside a neighbour: prefix caching off, a tiny KV cache, an fp8 KV cache.
+"""Measures the effect of snapshots with overflowing numbers on a neighbour, for three configurations of the sampler.
 
-On a machine with a GPU:
+The configurations are: prefix caching off, a tiny KV cache, an fp8 KV cache. On a machine with a GPU:
 
     python -m benchmarks.overflow --out FOLDER [--shape tiny|4b] [--unmended]
 
-For each configuration it starts the sampler alone, because the trainer refuses such weights, and pushes adapters of
-1e30 and of 6e4 as a trainer would. It samples with them while a neighbour samples the base model, prints a table and
-writes overflow.json. With `--unmended` blocks of the KV cache are not zeroed and answers that are not finite pass, as
-they did before. Four minutes on one H200.
+For each configuration it starts the sampler alone, because the trainer rejects such weights, and pushes adapters of
+1e30 and of 6e4 like a trainer. It samples with them while a neighbour samples the base model, prints a table and writes
+overflow.json. With `--unmended`, blocks of the KV cache are not zeroed and non-finite answers pass, as before the fix.
+Takes four minutes on one H200.
 """
 
 import argparse
@@ -49,9 +49,11 @@ START_S, MEASURE_S = 240, 150
 
 
 def change_fovea() -> None:
-    """Applies what the environment asks for. vLLM's processes import this file again, so that it reaches them too."""
+    """Applies the changes that the environment asks for. vLLM's processes import this file again, so they are changed
+    too.
+    """
     if os.environ.get(UNMENDED):
-        with suppress(ImportError):  # a commit before the change
+        with suppress(ImportError):  # commits before the change lack the module
             from fovea_services.sampler.vllm_patches import fresh_blocks
 
             fresh_blocks.apply = lambda: None
@@ -78,11 +80,11 @@ def serve() -> None:
 def running(
     model: Path, name: str, log: Path, arguments: list[str], unmended: bool, start_s: float
 ) -> Iterator["SamplerProcess"]:
-    """A sampler of this configuration: what tests have, with this file in the place of the module."""
+    """Runs a sampler with this configuration, like in tests, but with this file as the module."""
     from tests.e2e.sampler.process import SamplerProcess
 
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    # As the sampler sets it, which is too late where `change_fovea` has imported vLLM.
+    # The sampler sets this too, but too late if `change_fovea` has already imported vLLM.
     environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     environment |= {UNMENDED: "1" if unmended else "", NO_PREFIXES: "1" if name == "prefix caching off" else ""}
     command = [sys.executable, __file__, "serve", "--model", str(model), "--metrics-port", "0", "--transfer", "gloo"]
@@ -104,7 +106,7 @@ def running(
 
 
 def adapter(model: Path, value: float) -> dict[str, "torch.Tensor"]:
-    """All projections of attention and of the perceptrons, every element the same."""
+    """Returns an adapter of all projections of attention and MLP layers, with equal elements."""
     import torch
 
     from fovea_services.sampler.engine.manifest_check import checkpoint_shapes
@@ -125,7 +127,7 @@ class Traffic:
         self._client = client
 
     async def neighbour(self, number: int) -> Sample:
-        """Greedy tokens of the base model and whether they are finite; prompts end in the middle of a block."""
+        """Returns greedy tokens of the base model and whether they are finite. Prompts end in the middle of a block."""
         from tests.e2e.sampler.asking import ask, rendered, request_for
 
         prompt = rendered([[20 + (7 * number + 3 * place) % 700 for place in range(5 + 3 * number)]])
@@ -138,13 +140,13 @@ class Traffic:
         return drawn.tokens, all(abs(value) < 1e4 for value in drawn.logprobs)
 
     async def neighbours(self, at_once: bool) -> list[Sample]:
-        """Of all prompts: one at a time, as batches of other sizes round otherwise, or together."""
+        """Samples all prompts: one at a time, because other batch sizes round differently, or all together."""
         if at_once:
             return await asyncio.gather(*map(self.neighbour, range(NEIGHBOURS)))
         return [await self.neighbour(number) for number in range(NEIGHBOURS)]
 
     async def offend(self, snapshot_id: str, number: int) -> str:
-        """The outcome of a request that samples from large weights."""
+        """Samples from large weights and returns the outcome."""
         from fovea.wire.errors import FoveaError
         from tests.e2e.sampler.asking import ask, rendered, request_for
 
@@ -158,7 +160,7 @@ class Traffic:
         return "answered, finite" if all(abs(value) < 1e30 for value in values) else "answered with NaN"
 
     async def tokens_per_s(self) -> float:
-        """Measures 64 sequences of the base model, 128 tokens each."""
+        """Returns the tokens per second of 64 sequences of the base model with 128 tokens each."""
         from tests.e2e.sampler.asking import ask, rendered, request_for
 
         wanted = [
@@ -185,13 +187,13 @@ def compared(found: Sequence[Sample], wanted: Sequence[Sample]) -> dict[str, int
 
 
 async def measure(sampler: "SamplerProcess", model: Path) -> Row:
-    """One configuration: the neighbour before, beside and after the offender."""
+    """Measures one configuration: the neighbour before, during and after the offending requests."""
     from fovea.client.sampler import SamplerClient
     from tests.e2e.sampler.sender import Sender
 
     async with SamplerClient(sampler.address) as client:
         traffic = Traffic(client)
-        await traffic.neighbours(at_once=False)  # kernels are compiled
+        await traffic.neighbours(at_once=False)  # compiles the kernels
         wanted = await traffic.neighbours(at_once=False)
         row: Row = {"before": compared(await traffic.neighbours(at_once=False), wanted)}
         sender = await Sender(client).join()
@@ -216,7 +218,9 @@ async def measure(sampler: "SamplerProcess", model: Path) -> Row:
 
 
 def is_right(row: Row) -> bool:
-    """Returns whether all samples of the neighbour are right; beside the offender, where rounding differs, finite."""
+    """Returns whether all samples of the neighbour are right; during the offending requests, where rounding differs,
+    finite.
+    """
     beside = row["beside (batches differ)"]
     after = (row["after"], row["after, again"])
     return bool(beside["finite"] == beside["of"]) and all(one["right"] == one["of"] for one in after)
@@ -243,12 +247,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--shape", default="tiny")
-    parser.add_argument("--model", type=Path, help="A checkpoint's folder in the place of a shape.")
+    parser.add_argument("--model", type=Path, help="Checkpoint folder, instead of a shape.")
     parser.add_argument("--unmended", action="store_true")
-    parser.add_argument("--deadline-s", type=float, default=440, help="Nothing goes on after so long, but the ends.")
+    parser.add_argument(
+        "--deadline-s", type=float, default=440, help="Seconds after which no further measurement starts."
+    )
     parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=[*CONFIGURATIONS][1:])
     parser.add_argument(
-        "--sampler", nargs=argparse.REMAINDER, default=["--eager"], help="Options of the sampler; last."
+        "--sampler", nargs=argparse.REMAINDER, default=["--eager"], help="Options of the sampler; must come last."
     )
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -267,7 +273,7 @@ def main() -> int:
             options = [*CONFIGURATIONS[name], *more, *asked.sampler]
             with running(model, name, log, options, asked.unmended, left(START_S)) as sampler:
                 rows[name] = asyncio.run(asyncio.wait_for(measure(sampler, model), left(MEASURE_S)))
-        except Exception as error:  # the other configurations are measured all the same
+        except Exception as error:  # measure the other configurations anyway
             rows[name] = {"failed": f"{type(error).__name__}: {str(error)[-1500:]}"}
         rows[name]["seconds"] = round(time.monotonic() - started, 1)
         print(json.dumps({name: rows[name]}), flush=True)
@@ -286,7 +292,7 @@ def main() -> int:
             f" {beside['right']:>4}({beside['finite']})/{beside['of']} {after['right']:>5}/{after['of']}"
             f" {again['right']:>5}/{again['of']} {row['base tokens/s']:>9}  {row['offender']}"
         )
-    print(f"{time.monotonic() - begun:.0f} s; beside: right (finite) of all; other batches round differently")
+    print(f"{time.monotonic() - begun:.0f} s; beside: right (finite) of all; other batch sizes round differently")
     right = all("failed" not in row and is_right(row) for row in rows.values())
     return 0 if rows and right else 1
 

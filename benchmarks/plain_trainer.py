@@ -1,10 +1,10 @@
-"""The loop that an expert writes by hand, as a measure for the trainer: Hugging Face's model, PEFT, torch's optimizer.
+"""A handwritten training loop as the reference for the trainer: Hugging Face's model, PEFT and torch's optimizer.
 
 `python -m benchmarks.plain_trainer MODEL --rank 32 --way packed < lengths.json` prints the seconds of each step as
-JSON. Lengths are tokens of one step's datums; all of them are text, so this loop is spared the vision tower. Padded:
-sorted by length, as many datums a micro-batch as fit `--tokens` when filled up to the longest. Packed: first fit, end
-to end, with flash attention over document bounds. Adapters are in bfloat16 like the model: PEFT's default of float32 is
-a quarter slower.
+JSON. Lengths are the tokens of one step's datums. All of them are text, so this loop does not run the vision tower.
+Padded: sorted by length, with as many datums per micro-batch as fit `--tokens` after padding to the longest. Packed:
+first fit, end to end, with flash attention over document bounds. Adapters are in bfloat16 like the model; PEFT's
+default of float32 is a quarter slower.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def load(directory: str, rank: int, way: str) -> Any:
-    """The model on the GPU, with an adapter of `rank`, or all of it trained for rank 0."""
+    """Returns the model on the GPU, with an adapter of `rank`; for rank 0, all of it is trained."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -45,7 +45,7 @@ def load(directory: str, rank: int, way: str) -> Any:
 
 
 def padded_batches(lengths: list[int], token_budget: int) -> list[list[int]]:
-    """Sorted by length, so that little is filled up, and cut where the next one would not fit."""
+    """Returns batches sorted by length, to minimize padding, cut before the datum that would not fit."""
     batches: list[list[int]] = [[]]
     for length in sorted(lengths):
         if batches[-1] and max(*batches[-1], length) * (len(batches[-1]) + 1) > token_budget:
@@ -55,7 +55,7 @@ def padded_batches(lengths: list[int], token_budget: int) -> list[list[int]]:
 
 
 def padded_loss(model: Any, lengths: list[int]) -> Tensor:
-    """Summed cross-entropy of one padded micro-batch."""
+    """Returns the summed cross-entropy of one padded micro-batch."""
     width = max(lengths)
     mask_BT = torch.arange(width, device="cuda")[None] < torch.tensor(lengths, device="cuda")[:, None]  # noqa: N806
     tokens_BT = torch.randint(10, 900, mask_BT.shape, device="cuda")  # noqa: N806
@@ -64,7 +64,7 @@ def padded_loss(model: Any, lengths: list[int]) -> Tensor:
 
 
 def packed_loss(model: Any, lengths: list[int]) -> Tensor:
-    """Summed cross-entropy of one packed micro-batch."""
+    """Returns the summed cross-entropy of one packed micro-batch."""
     tokens_1T = torch.randint(10, 900, (1, sum(lengths)), device="cuda")  # noqa: N806
     positions_1T = torch.cat([torch.arange(length) for length in lengths])[None].cuda()  # noqa: N806
     bounds = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
@@ -75,12 +75,12 @@ def packed_loss(model: Any, lengths: list[int]) -> Tensor:
 
 
 def main() -> None:
-    """Reads lengths, prints seconds and gigabytes at the peak."""
+    """Reads lengths; prints seconds and the peak gigabytes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--way", choices=("padded", "packed"), default="packed")
-    parser.add_argument("--tokens", type=int, default=6144, help="of one micro-batch")
+    parser.add_argument("--tokens", type=int, default=6144, help="tokens of one micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     lengths: list[int] = json.load(sys.stdin)

@@ -1,10 +1,10 @@
-"""How long until new weights are sampled? `python -m benchmarks.push --up .fovea/up.json --ranks 8 32 0`.
+"""Measures the time until new weights are sampled: `python -m benchmarks.push --up .fovea/up.json --ranks 8 32 0`.
 
-From the call of save_weights_and_get_sampling_client to the first token made with the new weights, after an optimizer
-step each time; rank 0 means all parameters. Meanwhile another tenant asks for one token of the base model again and
-again (not for rank 0, which replaces the base): its slowest answer is what a push costs others. With
-`--broadcast-gpus 0 1` the reference is a bare NCCL broadcast of as many bytes in the same run. `--base` has the trainer
-send the base's own weights: a full push of a model whose parameters it cannot train, for want of memory.
+Measures from the call of save_weights_and_get_sampling_client to the first token of the new weights, each time after an
+optimizer step; rank 0 means all parameters. Meanwhile another tenant repeatedly requests one token of the base model
+(not for rank 0, which replaces the base): its slowest answer is the cost of a push for others. With `--broadcast-gpus 0
+1` the reference is a bare NCCL broadcast of the same bytes in the same run. With `--base` the trainer sends the base's
+own weights: a full push of a model for which the trainer lacks the memory to train all parameters.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 class Neighbour:
-    """Another tenant, who samples one token of the base model at a time; `latencies` in seconds."""
+    """Another tenant that samples one token of the base model at a time. `latencies` are in seconds."""
 
     def __init__(self, bench: Bench) -> None:
         self._sampler: Any = bench.service.create_sampling_client(base_model=bench.model).result(600)
@@ -56,12 +56,12 @@ class Neighbour:
 
 
 def step(bench: Bench, training: tinker.TrainingClient, rng: np.random.Generator) -> None:
-    """Changes the weights."""
+    """Changes the weights with one step."""
     take_step(training, [datum(bench.prompt(rng, 32), bench.tokens(rng, 32))], 1e-5)
 
 
 def seconds_to_first_token(bench: Bench, training: tinker.TrainingClient, rng: np.random.Generator) -> float:
-    """One step, then the measured push and sample."""
+    """Takes one step, then returns the seconds of the push and the first sample."""
     step(bench, training, rng)
     prompt = bench.prompt(rng, 16)
     begun = time.perf_counter()
@@ -95,7 +95,7 @@ def measure(bench: Bench, fovea: Running, rank: int, repeats: int, gpus: list[in
 
 
 async def push_base(fovea: Running, repeats: int) -> None:
-    """Prints how long the base's own weights take into the sampler, the first time apart, when they are digested."""
+    """Prints how long a push of the base's own weights takes; the first one, which computes digests, separately."""
     os.environ[secret.VARIABLE] = fovea.service_secret
     async with TrainerClient(fovea.addresses["trainer"]) as trainer:
         pushes = [
@@ -110,11 +110,13 @@ async def push_base(fovea: Running, repeats: int) -> None:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--up", type=pathlib.Path, default=pathlib.Path(".fovea/up.json"), help="what fovea up wrote")
+    parser.add_argument(
+        "--up", type=pathlib.Path, default=pathlib.Path(".fovea/up.json"), help="file written by `fovea up`"
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 32])
-    parser.add_argument("--base", action="store_true", help="push the base's own weights too")
+    parser.add_argument("--base", action="store_true", help="also push the base's own weights")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--broadcast-gpus", type=int, nargs=2, default=[], help="for the bare NCCL broadcast")
+    parser.add_argument("--broadcast-gpus", type=int, nargs=2, default=[], help="GPUs of the bare NCCL broadcast")
     options = parser.parse_args()
     fovea = Running.read(options.up)
     for rank in options.ranks:

@@ -1,8 +1,8 @@
-"""Writes checkpoints whose safetensors file is a header and a hole: as large as a model, and no room on the disk.
+"""Writes checkpoints with safetensors files that are a header and a hole: a model of any size without disk space.
 
-With a seed trainer and sampler draw its weights (`fovea_services.random_weights`); without one they read zeros, as from
-files in the page cache, which is for `benchmarks.loading`. Run as a program it makes one of another checkpoint, with
-its shapes, configuration and tokenizer: `python -m benchmarks.random_checkpoint CHECKPOINT DIRECTORY --seed 0`.
+With a seed, trainer and sampler draw its weights (`fovea_services.random_weights`). Without one they read zeros, as
+from files in the page cache, which is for `benchmarks.loading`. As a program it copies another checkpoint with its
+shapes, configuration and tokenizer: `python -m benchmarks.random_checkpoint CHECKPOINT DIRECTORY --seed 0`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], seed: int | None) -> None:
-    """`model.safetensors` with tensors of these names, shapes and types; they may be on the meta device."""
+    """Writes `model.safetensors` for tensors with these names, shapes and dtypes, which may be on the meta device."""
     metadata = {"format": "pt"} | ({} if seed is None else {SEED_ENTRY: str(seed)})
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -39,7 +39,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], seed: int | None) -> N
 
 
 def published_tensors(model: Any, experts: str) -> dict[str, Tensor]:
-    """The tensors of a model on the meta device as the hub has them; `experts` as in `fovea_tinyvlm.families`."""
+    """Returns a model's tensors on the meta device in the hub's layout; `experts` as in `fovea_tinyvlm.families`."""
     if experts == "one by one":
         return dict(revert_weight_conversion(model, _state(model)))
     turned = (".experts.gate_up_proj", ".experts.down_proj") if experts == "together, transposed" else ()
@@ -52,21 +52,21 @@ def _state(model: Any) -> dict[str, Tensor]:
 
 
 def copy(checkpoint: Path, directory: Path, seed: int | None) -> None:
-    """The same model without its bytes; `directory` must not exist."""
+    """Copies a checkpoint without its data. `directory` must not exist."""
     shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors: dict[str, Tensor] = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 - no mapping
+            tensors |= {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 - not a mapping
     write(directory, tensors, seed)
 
 
 def main() -> None:
-    """Writes one."""
+    """Writes one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--seed", type=int, help="without one the weights are zeros")
+    parser.add_argument("--seed", type=int, help="seed of the weights; without it they are zeros")
     options = parser.parse_args()
     copy(options.checkpoint, options.directory, options.seed)
 

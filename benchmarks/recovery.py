@@ -1,9 +1,9 @@
-"""What durable points cost training: `python -m benchmarks.recovery [--model DIR] [--rank 32] [--tokens 32768]`.
+"""Measures the cost of durable points: `python -m benchmarks.recovery [--model DIR] [--rank 32] [--tokens 32768]`.
 
-Two trainers of one model run side by side, one that keeps recovery and one that does not, and take turns by blocks of
-steps of forward_backward and optim_step on the same texts. In a block every step but the first runs beside the writing
-of the one before; between blocks all is made durable, so that neither pays for the other. Figures: seconds of a step
-with recovery against without, seconds and bytes of a point, and how long parking and restoring takes.
+Two trainers of one model run side by side, one with recovery and one without. They take turns with blocks of steps of
+forward_backward and optim_step on the same texts. In a block, every step but the first overlaps with the writing of the
+previous one. Between blocks everything is made durable, so that neither trainer pays for the other. Figures: seconds of
+a step with recovery against without, seconds and bytes of a point, and the time of parking and restoring.
 
 On a GPU both share it, each with half of its memory: `--model /tmp/shapes/4b --memory-limit-mib 60000`.
 """
@@ -36,14 +36,14 @@ _VOCABULARY = 1000
 
 @dataclass
 class Trainer:
-    """One that serves, and how many commands its model has had."""
+    """A running trainer, and the number of commands of its model."""
 
     client: TrainerClient
     metrics: str
     seq_id: int = 0
 
     async def step(self, datums: Sequence[trainer_pb2.Datum]) -> float:
-        """Seconds of a step."""
+        """Returns the seconds of a step."""
         header = trainer_pb2.ForwardBackwardHeader(
             model_id=_MODEL, loss_function="cross_entropy", backward=True, datum_count=len(datums)
         )
@@ -55,7 +55,7 @@ class Trainer:
         return time.perf_counter() - begun
 
     async def settle(self) -> None:
-        """Returns once its model is durable, if it keeps recovery."""
+        """Waits until its model is durable, if it has recovery."""
         info = await self.client.info()
         while info.keeps_recovery and info.durable_seq_ids.get(_MODEL, 0) < self.seq_id:
             await asyncio.sleep(0.05)
@@ -64,7 +64,7 @@ class Trainer:
 
 @asynccontextmanager
 async def trainer(options: argparse.Namespace, log: pathlib.Path, recovery: str) -> AsyncIterator[Trainer]:
-    """Starts one; ends it."""
+    """Runs a trainer inside the context."""
     port, metrics = free_ports(2)
     arguments = ["--model", options.model, "--port", str(port), "--metrics-port", str(metrics), "--recovery", recovery]
     arguments += ["--ranks", str(options.ranks), "--memory-limit-mib", str(options.memory_limit_mib)]
@@ -88,7 +88,7 @@ async def trainer(options: argparse.Namespace, log: pathlib.Path, recovery: str)
 
 
 def datums_of(rng: np.random.Generator, tokens: int, length: int) -> list[trainer_pb2.Datum]:
-    """Texts of one length, `tokens` in all."""
+    """Returns texts of one length with `tokens` tokens in total."""
     found = []
     for _ in range(max(1, tokens // length)):
         ids, targets = rng.integers(0, _VOCABULARY, (2, length))
@@ -112,7 +112,7 @@ async def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
             await one.client.create_model(_MODEL, lora if options.rank else None)
         datums = datums_of(np.random.default_rng(5), options.tokens, options.length)
         seconds: list[list[float]] = [[], []]
-        for block in range(options.blocks + 1):  # the first is not counted
+        for block in range(options.blocks + 1):  # the first block warms up
             for one, spent in zip(ways, seconds, strict=True):
                 found = [await one.step(datums) for _ in range(options.steps + 1)]
                 spent += found[1:] if block else []
@@ -138,18 +138,16 @@ async def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="directory of a checkpoint; the tiny one if empty")
-    parser.add_argument("--rank", type=int, default=32, help="of the adapter; 0 trains all parameters")
-    parser.add_argument("--unembedding", action="store_true", help="the adapter's too")
-    parser.add_argument("--ranks", type=int, default=1, help="of each trainer")
-    parser.add_argument("--memory-limit-mib", type=int, default=0, help="of each rank")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a step")
-    parser.add_argument("--length", type=int, default=512, help="of a text")
-    parser.add_argument("--steps", type=int, default=10, help="of a block that are counted")
+    parser.add_argument("--model", default="", help="checkpoint folder; empty for the tiny model")
+    parser.add_argument("--rank", type=int, default=32, help="rank of the adapter; 0 trains all parameters")
+    parser.add_argument("--unembedding", action="store_true", help="also adapt the unembedding")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each trainer")
+    parser.add_argument("--memory-limit-mib", type=int, default=0, help="memory limit of each rank")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a text")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a block")
     parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument(
-        "--state", type=pathlib.Path, help="where points are kept; a folder of the system's if left out"
-    )
+    parser.add_argument("--state", type=pathlib.Path, help="folder for durable points. Default: a temporary folder")
     options = parser.parse_args()
     options.model = options.model or str(fovea_tinyvlm.ensure())
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

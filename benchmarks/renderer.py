@@ -1,11 +1,11 @@
-"""How many images does a core render? `python -m benchmarks.renderer --workers 1 2 --pictures 448 mixed`.
+"""Measures how many images a core renders: `python -m benchmarks.renderer --workers 1 2 --pictures 448 mixed`.
 
-A renderer process, asked over gRPC, against the model's own Hugging Face image processor: the same encoded files,
-decoded and processed in a loop in this process on one thread, alternating with the passes over the service.
+Compares a renderer process, called over gRPC, with the model's own Hugging Face image processor: the same encoded
+files, decoded and processed in a loop in this process on one thread, in turns with the passes over the service.
 
-A renderer with N workers runs on N cores, if there are so many. Rates "a core" count images by processor seconds: those
-of the service and all its workers, not those of the client, which shares the machine. The bare processor comes in two
-kinds: `float32` as any script calls it, `uint8` without rescaling and normalising, which is the renderer's own work.
+A renderer with N workers runs on N cores if there are enough. Rates "a core" are images per CPU second of the service
+and all its workers, without the client on the same machine. The bare processor has two kinds: `float32` as scripts
+usually call it, and `uint8` without rescaling and normalising, which is the renderer's own work.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from fovea.runtime.hosts import free_ports
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.tensors import encode_tokens
 
-# Less than the tensors of one cold pass, so that the next finds none of them held; more than those of `HELD` pictures.
+# Less than the tensors of one cold pass, so the next pass finds none of them cached; more than those of `HELD` images.
 CACHE_BYTES = 64 * 2**20
 HELD = 10
 IN_FLIGHT = 32
@@ -51,7 +51,7 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Picture:
-    """One encoded file and the model input that carries it between two pieces of text."""
+    """An encoded file, and a model input with it between two pieces of text."""
 
     data: bytes
     model_input: model_input_pb2.ModelInput
@@ -66,18 +66,18 @@ class Service:
     metrics_port: int
 
     def cpu_s(self) -> float:
-        """Processor seconds that the service and its workers have used."""
+        """Returns the CPU seconds that the service and its workers have used."""
         return cpu_seconds([self.process, *self.process.children(recursive=True)])
 
     def rendered_count(self) -> int:
-        """Images that workers processed."""
+        """Returns the number of images that workers have processed."""
         return int(
             metric_total(f"http://127.0.0.1:{self.metrics_port}/metrics", "fovea_renderer_images_rendered_total")
         )
 
 
 def draw(rng: np.random.Generator, image_format: str, width: int, height: int) -> Picture:
-    """Smooth colours under fine noise: a JPEG of about 1.5 bits a pixel, as photographs have."""
+    """Returns smooth colours under fine noise: a JPEG of about 1.5 bits per pixel, like a photograph."""
     coarse = Image.fromarray(rng.integers(0, 255, (height // 16, width // 16, 3), dtype=np.uint8))
     pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.int16)
     pixels = (pixels + rng.integers(-4, 5, pixels.shape, dtype=np.int16)).clip(0, 255)
@@ -95,7 +95,7 @@ def draw(rng: np.random.Generator, image_format: str, width: int, height: int) -
 
 @asynccontextmanager
 async def renderer(model: str, workers: int) -> AsyncIterator[Service]:
-    """A renderer that serves, with all its workers on no more cores than it has workers."""
+    """Runs a renderer with all its workers on at most as many cores as it has workers."""
     port, metrics_port = free_ports(2)
     flags = {
         "model": model, "port": port, "metrics-port": metrics_port, "workers": workers, "log-level": "WARNING",
@@ -104,7 +104,7 @@ async def renderer(model: str, workers: int) -> AsyncIterator[Service]:
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "fovea_services.renderer", *arguments)
     counted = psutil.Process(process.pid)
-    counted.cpu_affinity(cores_of(workers))  # Nothing is started yet: all threads and children will have it.
+    counted.cpu_affinity(cores_of(workers))  # before anything starts, so that all threads and children inherit it
     try:
         async with RendererClient(f"127.0.0.1:{port}") as client:
             while not await client.is_serving(RENDERER_SERVICE):
@@ -119,7 +119,7 @@ async def renderer(model: str, workers: int) -> AsyncIterator[Service]:
 
 
 def cores_of(workers: int) -> list[int]:
-    """Where a renderer with so many workers may run."""
+    """Returns the cores for a renderer with this number of workers."""
     return sorted(os.sched_getaffinity(0))[:workers]
 
 
@@ -135,19 +135,19 @@ async def many(jobs: Sequence[Callable[[], Awaitable[Any]]]) -> None:
 
 
 async def measured(service: Service, jobs: Sequence[Callable[[], Awaitable[Any]]]) -> tuple[float, float]:
-    """Jobs a second, and jobs a processor second of the service."""
+    """Returns jobs per second, and jobs per CPU second of the service."""
     cpu_s, begun = service.cpu_s(), time.perf_counter()
     await many(jobs)
     return len(jobs) / (time.perf_counter() - begun), len(jobs) / (service.cpu_s() - cpu_s)
 
 
 class Bench:
-    """The figures of one set of pictures.
+    """The figures of one set of images.
 
     Args:
-        kind: Which pictures, a name of `_SHAPES`.
-        count: Pictures a cold pass.
-        cached_count: Requests a cached pass.
+        kind: Kind of images, a key of `_SHAPES`.
+        count: Images per cold pass.
+        cached_count: Requests per cached pass.
     """
 
     def __init__(self, model: str, kind: str, count: int, cached_count: int) -> None:
@@ -161,7 +161,7 @@ class Bench:
         self._cold_rates: dict[int, list[float]] = {}
 
     def bare(self, **call: bool) -> float:
-        """Images a processor second of the Hugging Face processor, decoding included."""
+        """Returns images per CPU second of the Hugging Face processor, including decoding."""
         begun = time.process_time()
         for picture in self._pictures:
             image = Image.open(io.BytesIO(picture.data)).convert("RGB")
@@ -170,15 +170,15 @@ class Bench:
         return len(self._pictures) / (time.process_time() - begun)
 
     async def cold(self, service: Service) -> tuple[float, float]:
-        """Every image is processed."""
+        """Measures a pass in which every image is processed."""
         before = service.rendered_count()
         found = await measured(service, [self._render(service, picture) for picture in self._pictures])
         if service.rendered_count() - before != len(self._pictures):
-            raise RuntimeError("some images of a cold pass were held already; draw more of them")
+            raise RuntimeError("some images of a cold pass were cached already; use more images")
         return found
 
     async def cached(self, service: Service) -> tuple[float, float]:
-        """No image is processed."""
+        """Measures a pass in which no image is processed."""
         await many([self._render(service, picture) for picture in self._held])
         before = service.rendered_count()
         jobs = [
@@ -191,7 +191,7 @@ class Bench:
         return found
 
     async def grouped(self, service: Service) -> tuple[float, float]:
-        """No image is processed, several come in one request."""
+        """Measures a pass in which no image is processed and a request has several."""
         groups = [self._held[start : start + GROUP] for start in range(0, len(self._held) - GROUP + 1, GROUP)]
         inputs = [
             model_input_pb2.ModelInput(chunks=[chunk for picture in group for chunk in picture.model_input.chunks])
@@ -208,11 +208,11 @@ class Bench:
         return GROUP * rate, GROUP * rate_a_core
 
     async def called(self, service: Service) -> tuple[float, float]:
-        """gRPC calls of the same service with hardly anything in them."""
+        """Measures nearly empty gRPC calls of the same service."""
         return await measured(service, [service.client.info] * self._cached_count)
 
     async def fetched(self, service: Service) -> tuple[float, float]:
-        """Tensors of held images by digest."""
+        """Measures fetches of cached tensors by digest."""
         answers = [await service.client.render(picture.model_input) for picture in self._held]
         digests = itertools.cycle([answer.spans[0].feature.digest for answer in answers])
 
@@ -222,7 +222,7 @@ class Bench:
         return await measured(service, [job(digest) for digest in itertools.islice(digests, self._cached_count // 4)])
 
     async def wire(self, service: Service) -> None:
-        """Every byte that one image costs between client, renderer and one consumer, in gRPC's messages."""
+        """Returns all bytes that one image costs in gRPC messages between client, renderer and one consumer."""
         stub = renderer_pb2_grpc.RendererServiceStub(service.client.channel)
         totals: dict[str, list[float]] = defaultdict(list)
         for picture in self._held[: len(_SHAPES[self._kind])]:
@@ -244,7 +244,7 @@ class Bench:
         emit("renderer.wire", totals["total"], "bytes/image", once, pictures=self._kind, **shares)
 
     async def run(self, model: str, workers: int, repeats: int) -> None:
-        """Measures a renderer with so many workers, and prints."""
+        """Measures a renderer with this number of workers and prints the figures."""
         found: dict[str, list[float]] = defaultdict(list)
         async with renderer(model, workers) as service:
             await self.cold(service)
@@ -289,11 +289,11 @@ class Bench:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="Model directory; the tiny Qwen3-VL by default.")
+    parser.add_argument("--model", default="", help="Model folder. Default: the tiny Qwen3-VL.")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pictures", nargs="+", choices=sorted(_SHAPES), default=sorted(_SHAPES))
-    parser.add_argument("--count", type=int, default=256, help="Pictures a cold pass.")
-    parser.add_argument("--cached-count", type=int, default=2048, help="Requests a cached pass.")
+    parser.add_argument("--count", type=int, default=256, help="Images per cold pass.")
+    parser.add_argument("--cached-count", type=int, default=2048, help="Requests per cached pass.")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)

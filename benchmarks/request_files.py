@@ -1,9 +1,9 @@
-"""The gateway's files that one request enters. `python -m benchmarks.request_files [--list]`.
+"""Counts the gateway's files that one request enters: `python -m benchmarks.request_files [--list]`.
 
-A real gateway before the fake services of the contract tests, and the real SDK. A file counts if one of its functions
-runs, in whatever thread, between the call of the SDK and its result, in each of several repeats: so what the gateway
-does beside requests is not counted. Each request has a gateway of its own with the one client that sends it: a sampling
-client would keep a poll waiting all the while, whose files are no part of an `optim_step`.
+Uses a real gateway with the fake services of the contract tests, and the real SDK. A file counts if one of its
+functions runs, in any thread, between the call of the SDK and its result, in each of several repeats. This excludes the
+gateway's background work. Each request has a gateway of its own with one client: a sampling client would keep a poll
+open, and the files of polls are not part of an `optim_step`.
 """
 
 import argparse
@@ -27,11 +27,13 @@ _PROMPT = types.ModelInput.from_ints([1, 2, 3])
 _SAMPLING = types.SamplingParams(max_tokens=4, seed=1)
 Request = Callable[[], Any]
 Functions = set[tuple[str, str]]
-"""(file, qualified name) of each."""
+"""(file, qualified name) of each function."""
 
 
 class Walk:
-    """Notes the gateway's functions that run while it is open. To be made before the threads that it shall see."""
+    """Records the gateway's functions that run while it is open. Must be created before the threads that it should
+    observe.
+    """
 
     def __init__(self) -> None:
         self._functions: Functions | None = None
@@ -39,7 +41,7 @@ class Walk:
         sys.setprofile(self._note)
 
     def of(self, request: Request) -> Functions:
-        """What runs until `request` returns."""
+        """Returns the functions that run until `request` returns."""
         seen: Functions = set()
         self._functions = seen
         request()
@@ -85,11 +87,11 @@ REQUESTS: dict[str, Callable[[tinker.ServiceClient, str], Request]] = {
     "optim_step": _optim_step,
     "save_and_first_sample": _save_and_first_sample,
 }
-"""What makes each request, from its call to its result, after making the one client that it is sent by."""
+"""A function per request that first creates the request's only client and then sends the request."""
 
 
 async def walk(repeats: int) -> dict[str, Functions]:
-    """The functions that each request enters in all repeats."""
+    """Returns the functions that each request enters in all repeats."""
     from tests.contract.gateway.conftest import Stand, running
     from tests.contract.gateway.fakes import MODEL
 
@@ -110,7 +112,9 @@ def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--revision", help="What to call it; an old one is measured by PYTHONPATH in its checkout.")
+    parser.add_argument(
+        "--revision", help="Name of the revision in the output; to measure an old one, set PYTHONPATH to its checkout."
+    )
     parser.add_argument("--list", action="store_true", help="Print the files.")
     options = parser.parse_args()
     for name, functions in asyncio.run(walk(options.repeats)).items():

@@ -1,4 +1,4 @@
-"""A Fovea that runs on this machine, as its `up.json` describes it: addresses, and the processor time it takes."""
+"""A Fovea that runs on this machine, from its `up.json`: addresses, and the CPU time that it uses."""
 
 import json
 import os
@@ -20,7 +20,7 @@ fovea.bypass_proxies()
 
 @dataclass(frozen=True)
 class Running:
-    """Addresses (host:port), process ids, and URLs of metrics, by service; and the secret to call services with."""
+    """Addresses (host:port), process ids and metrics URLs by service, and the secret for calls to services."""
 
     base_url: str
     model: str
@@ -32,7 +32,7 @@ class Running:
 
     @classmethod
     def read(cls, path: Path) -> "Running":
-        """From the `up.json` in the state directory of `fovea up`."""
+        """Reads the `up.json` in the state folder of `fovea up`."""
         state = json.loads(path.read_text())
         services = state["services"]
         return cls(
@@ -46,14 +46,15 @@ class Running:
         )
 
     def total(self, service: str, sample: str, **labels: str) -> float:
-        """Sum of a service's Prometheus samples of this name that have these labels."""
+        """Returns the sum of a service's Prometheus samples with this name and these labels."""
         return metric_total(self.metrics[service], sample, **labels)
 
     @contextmanager
     def cores(self) -> Iterator[dict[str, float]]:
-        """Yields a dict that is filled at the end: cores that each service kept busy meanwhile, and `client`, we.
+        """Yields a dict that is filled at the end: cores that each service kept busy meanwhile, and `client`, this
+        process.
 
-        Child processes count apart, together: the sampler's engine as `sampler.children`.
+        Child processes are counted separately, in sum: the sampler's engine as `sampler.children`.
         """
         pids = {"client": os.getpid(), **self.pids}
         processes = {name: [psutil.Process(pid)] for name, pid in pids.items()}
@@ -67,7 +68,7 @@ class Running:
 
 
 def metric_total(url: str, sample: str, **labels: str) -> float:
-    """Sum of the Prometheus samples of this name on a page that have these labels."""
+    """Returns the sum of the Prometheus samples on a page with this name and these labels."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         found = [one for family in families for one in family.samples if one.name == sample]
@@ -75,11 +76,11 @@ def metric_total(url: str, sample: str, **labels: str) -> float:
 
 
 def busy(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Median cores of each process over rounds, without those that were idle."""
+    """Returns the median cores of each process over rounds, without idle processes."""
     medians = {name: statistics.median(one.get(name, 0.0) for one in rounds) for name in rounds[0]}
     return {name: round(cores, 2) for name, cores in medians.items() if cores >= 0.01}
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """Processor seconds that they have used since they started."""
+    """Returns the CPU seconds that processes have used since they started."""
     return float(sum(one.cpu_times().user + one.cpu_times().system for one in processes))

@@ -1,14 +1,13 @@
-"""What does Fovea cost over vLLM itself? `python -m benchmarks.sampler --up STATE_DIR/up.json`.
+"""Measures Fovea's cost over vLLM itself: `python -m benchmarks.sampler --up STATE_DIR/up.json`.
 
 The reference is an AsyncLLM that this program starts with the settings of the running sampler, read from its process,
-and calls directly with prompts that are rendered already. Fovea is asked over gRPC (streamed) and through the official
-SDK over REST. All run on the same machine in turns, never at once; both engines must fit: on one GPU start Fovea with
-FOVEA_SAMPLER_GPU_MEMORY_FRACTION=0.4, and with FOVEA_SAMPLER_MAX_SEQUENCES=256 for 256 in flight.
+and calls directly with rendered prompts. Fovea is called over gRPC (streamed) and through the official SDK over REST.
+All run on the same machine in turns, never at once. Both engines must fit: on one GPU start Fovea with
+FOVEA_SAMPLER_GPU_MEMORY_FRACTION=0.4, and with FOVEA_SAMPLER_MAX_SEQUENCES=256 for 256 requests in flight.
 
-`--kinds`: text; image, each prompt with a picture of its own that nobody has seen; seen, with one of eight pictures
-that were rendered and encoded before, as in samples of a group. Rendering and the transfer of tensors are measured
-apart. What a sample takes more than the reference with one in flight, whole and to its first token, is the latency
-added.
+`--kinds`: text; image, with a new image in each prompt; seen, with one of eight images that were rendered and encoded
+before, as in samples of a group. Rendering and the transfer of tensors are measured separately. The added latency is
+the difference to the reference with one request in flight, in total and to the first token.
 """
 
 import argparse
@@ -37,7 +36,7 @@ _LEAST_REQUESTS = 8
 
 @dataclass
 class Rounds:
-    """What was measured of one way under one load: one entry a round, in seconds."""
+    """Measurements of one way under one load, one entry per round, in seconds."""
 
     token_rates: list[float] = field(default_factory=list)
     latencies: list[list[float]] = field(default_factory=list)
@@ -45,23 +44,23 @@ class Rounds:
     cores: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, timings: Sequence["Timing"], seconds: float, cores: dict[str, float]) -> None:
-        """Takes one round."""
+        """Adds the measurements of one round."""
         self.token_rates.append(sum(one.token_count for one in timings) / seconds)
         self.latencies.append([one.whole for one in timings])
         self.first_tokens.append([one.first_token for one in timings])
         self.cores.append(cores)
 
     def latency(self, share: float) -> list[float]:
-        """A quantile of the latency, one a round."""
+        """Returns a quantile of the latency per round."""
         return [quantile(one, share) for one in self.latencies]
 
     def first_token(self) -> list[float]:
-        """Median time to the first token, one a round."""
+        """Returns the median time to the first token per round."""
         return [quantile(one, 0.5) for one in self.first_tokens]
 
 
 class Load:
-    """Makes prompts of one kind."""
+    """Generates prompts of one kind."""
 
     def __init__(self, bench: Any, kind: str, options: argparse.Namespace) -> None:
         import numpy as np
@@ -70,11 +69,11 @@ class Load:
 
         self._bench, self._length = bench, options.prompt_tokens
         self._side = 0 if kind == "text" else options.image_side
-        self._rng = np.random.default_rng()  # a second run must find no caches filled by the first
+        self._rng = np.random.default_rng()  # a second run must not find caches filled by the first
         self._pictures = [noise(self._rng, self._side) for _ in range(_SEEN_PICTURES)] if kind == "seen" else []
 
     def prompts(self, count: int) -> list[Any]:
-        """New prompts; no two have the same text."""
+        """Returns new prompts, all with different text."""
         if not self._pictures:
             return [self._bench.prompt(self._rng, self._length, self._side) for _ in range(count)]
         return [
@@ -86,7 +85,7 @@ class Load:
 
 
 async def drive(way: "Way", prepared: Sequence[Any], in_flight: int) -> tuple[list["Timing"], float]:
-    """Samples them all, so many at once; returns their timings, and the seconds in all."""
+    """Samples all prompts with `in_flight` at once. Returns their timings and the total seconds."""
     waiting = iter(prepared)
     timings: list[Timing] = []
 
@@ -102,7 +101,7 @@ async def drive(way: "Way", prepared: Sequence[Any], in_flight: int) -> tuple[li
 async def measure(
     ways: Sequence["Way"], load: Load, in_flight: int, running: Running, options: argparse.Namespace
 ) -> dict[str, Rounds]:
-    """Alternates between the ways, beginning with another one each time."""
+    """Runs all ways in turns, starting with a different one each time."""
     found: dict[str, Rounds] = defaultdict(Rounds)
     count = max(options.waves * in_flight, _LEAST_REQUESTS)
     for repeat in range(options.repeats):
@@ -148,7 +147,7 @@ def _report_added(figure: str, values: Sequence[float], reference: Sequence[floa
 
 
 def settings_of(pid: int) -> "SamplerSettings":
-    """The settings of the sampler that runs there. Its environment becomes ours, so that the engines are the same."""
+    """Returns the settings of a running sampler, and adopts its environment, so that the engines are equal."""
     import psutil
 
     process = psutil.Process(pid)
@@ -163,7 +162,7 @@ def settings_of(pid: int) -> "SamplerSettings":
 
 
 async def run(llm: "AsyncLLM", running: Running, options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measures and prints the figures."""
     from benchmarks.client import Bench
     from benchmarks.sampler_ways import Direct, Grpc, Sdk
 
@@ -190,18 +189,22 @@ async def run(llm: "AsyncLLM", running: Running, options: argparse.Namespace) ->
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--up", type=Path, default=Path(".fovea/up.json"), help="written by `fovea up`")
+    parser.add_argument("--up", type=Path, default=Path(".fovea/up.json"), help="file written by `fovea up`")
     parser.add_argument("--api-key", default="tml-local")
     parser.add_argument("--kinds", nargs="+", choices=["text", "image", "seen"], default=["text", "image", "seen"])
     parser.add_argument("--ways", nargs="+", choices=["grpc", "sdk"], default=["grpc", "sdk"])
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of text; an image comes on top")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="text tokens of a prompt, without the image")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--image-side", type=int, default=448)
-    parser.add_argument("--waves", type=int, default=2, help="requests of a round for each one in flight")
+    parser.add_argument("--waves", type=int, default=2, help="requests per round for each one in flight")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--reference-gpu", help="its device; that of the sampler by default, which both must fit")
-    parser.add_argument("--gpu-memory-fraction", type=float, help="of the reference; that of the sampler by default")
+    parser.add_argument(
+        "--reference-gpu", help="device of the reference. Default: the sampler's, which then needs room for both"
+    )
+    parser.add_argument(
+        "--gpu-memory-fraction", type=float, help="memory fraction of the reference. Default: the sampler's"
+    )
     options = parser.parse_args()
     running = Running.read(options.up)
     settings = settings_of(running.pids["sampler"])
@@ -211,7 +214,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = options.reference_gpu
     if settings.max_sequences < max(options.in_flight):
         sys.exit(f"start Fovea with FOVEA_SAMPLER_MAX_SEQUENCES={max(options.in_flight)}; it has fewer")
-    # As in fovea_services.sampler: the engine is forked off before torch, gRPC or the SDK have started threads.
+    # As in fovea_services.sampler, fork the engine before torch, gRPC or the SDK start threads.
     from fovea_services.sampler.engine import vllm_launch
 
     vllm_launch.prepare_environment(settings)

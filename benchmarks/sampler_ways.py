@@ -1,4 +1,4 @@
-"""Three ways to sample from one model: vLLM itself, Fovea over gRPC, Fovea over REST through the official SDK."""
+"""Three ways to sample from one model: vLLM itself, Fovea over gRPC, and Fovea over REST with the official SDK."""
 
 import hashlib
 import itertools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing:
-    """One sample, in seconds from its call; a way that does not stream has its first token at the end."""
+    """Timing of one sample in seconds from the call. Without streaming, the first token is at the end."""
 
     first_token: float
     whole: float
@@ -35,18 +35,18 @@ class Timing:
 
 
 class Way(Protocol):
-    """How to sample. All draw the same number of tokens at temperature 1, past any end-of-sequence token."""
+    """A way to sample. All ways draw the same number of tokens at temperature 1, ignoring end-of-sequence tokens."""
 
     name: str
 
     async def prepare(self, inputs: Sequence[types.ModelInput]) -> list[Any]:
-        """Inputs in this way's own terms; not part of what is measured."""
+        """Converts inputs to this way's format; not measured."""
 
     async def sample(self, prepared: Any) -> Timing:
         """Draws one sequence."""
 
     async def close(self) -> None:
-        """Frees connections."""
+        """Closes connections."""
 
 
 class Sdk:
@@ -115,13 +115,13 @@ class Grpc:
 
 
 class Direct:
-    """vLLM's AsyncLLM in this process, given prompts that are rendered already.
+    """vLLM's AsyncLLM in this process, with rendered prompts.
 
     Attributes:
-        render_s: Seconds of each render of an image that the renderer had not seen, one at a time.
-        rerender_s: The same of one that it had.
+        render_s: Seconds of each render of a new image, one at a time.
+        rerender_s: Seconds of each render of a known image.
         fetch_s: Seconds of each fetch of an image's tensors from the renderer.
-        tensor_bytes: Of one image.
+        tensor_bytes: Bytes of the tensors of one image.
     """
 
     name = "direct"
@@ -192,7 +192,7 @@ class Direct:
 
 
 def as_proto(model_input: types.ModelInput) -> model_input_pb2.ModelInput:
-    """The SDK's input in Fovea's own terms."""
+    """Converts the SDK's input to Fovea's message."""
     found = model_input_pb2.ModelInput()
     for chunk in model_input.chunks:
         if isinstance(chunk, types.ImageChunk):

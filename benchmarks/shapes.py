@@ -1,7 +1,7 @@
-"""Qwen3-VL checkpoints of real sizes with random weights: `python -m benchmarks.shapes 4b DIRECTORY`.
+"""Builds Qwen3-VL checkpoints of real sizes with random weights: `python -m benchmarks.shapes 4b DIRECTORY`.
 
 The sizes are those of the published models' configuration files. Weights are drawn as transformers initializes them
-(normal, 0.02), which gives logits of unit scale; no weight is zero.
+(normal, 0.02), which gives logits of unit scale. No weight is zero.
 """
 
 import sys

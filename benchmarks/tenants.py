@@ -1,10 +1,10 @@
-"""Do tenants share a trainer well? `python -m benchmarks.tenants --up STATE_DIR/up.json --tenants 1 2 4 8`.
+"""Measures how tenants share a trainer: `python -m benchmarks.tenants --up STATE_DIR/up.json --tenants 1 2 4 8`.
 
-Each tenant is a session with a LoRA model of its own and takes the same steps in a thread of its own, as fast as it is
-answered: forward_backward and optim_step, both submitted, then both awaited. The figures are the datums/s of all
-together against those of one alone in the same run, in turns; the seconds of a step; and fairness, the slowest tenant's
-time over the fastest's, 1 at best; and the share of the time in which the trainer ran commands at all, which says what
-more tenants could gain by filling gaps alone.
+Each tenant is a session with its own LoRA model. It takes the same steps in its own thread, as fast as it gets answers:
+forward_backward and optim_step, submitted together and then both awaited. The figures are the total datums/s against
+those of a single tenant in the same run, in turns; the seconds of a step; fairness, the slowest tenant's time over the
+fastest's, 1 at best; and the fraction of time in which the trainer ran commands, which shows how much more tenants
+could gain by filling gaps.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.running import Running, busy
 
 @dataclass
 class Tenant:
-    """One model and the data of its next step."""
+    """A model and the data of its next step."""
 
     bench: Bench
     training: tinker.TrainingClient
@@ -33,7 +33,7 @@ class Tenant:
 
     @classmethod
     def open(cls, base_url: str, options: argparse.Namespace, number: int) -> "Tenant":
-        """A session, a model, random text."""
+        """Opens a session with a model and random text."""
         bench = Bench.open(base_url, options.api_key)
         rng = np.random.default_rng(number)
         half = options.length // 2
@@ -44,7 +44,7 @@ class Tenant:
         return cls(bench, bench.training(options.rank), data)
 
     def take_steps(self, count: int, start: threading.Barrier) -> list[float]:
-        """Seconds of each step, from a start together with the others."""
+        """Returns the seconds of each step; starts together with the other tenants."""
         start.wait()
         seconds = []
         for _ in range(count):
@@ -56,7 +56,7 @@ class Tenant:
 
 @dataclass
 class Rounds:
-    """What was measured of one number of tenants: one entry a round."""
+    """Measurements for one number of tenants, one entry per round."""
 
     datum_rates: list[float] = field(default_factory=list)
     unfairness: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Rounds:
     def add(
         self, times: Sequence[Sequence[float]], datum_count: int, trainer_s: float, cores: dict[str, float]
     ) -> None:
-        """Takes one round: seconds of each step of each tenant, datums of a step, seconds of the trainer's commands."""
+        """Adds one round: seconds of each step of each tenant, datums of a step, seconds of the trainer's commands."""
         whole = [sum(steps) for steps in times]
         self.datum_rates.append(sum(map(len, times)) * datum_count / max(whole))
         self.unfairness.append(max(whole) / min(whole))
@@ -77,14 +77,14 @@ class Rounds:
 
 
 def measure(tenants: Sequence[Tenant], steps: int) -> list[list[float]]:
-    """Seconds of each step of each tenant, all at once."""
+    """Returns the seconds of each step of each tenant, with all tenants at once."""
     start = threading.Barrier(len(tenants))
     with ThreadPoolExecutor(len(tenants)) as pool:
         return list(pool.map(lambda tenant: tenant.take_steps(steps, start), tenants))
 
 
 def command_seconds(running: Running) -> float:
-    """Seconds in which the trainer ran losses and steps, since it started."""
+    """Returns the seconds for which the trainer has run losses and steps since its start."""
     return sum(
         running.total("trainer", "fovea_trainer_command_seconds_sum", command=name)
         for name in ("ForwardBackward", "OptimStep")
@@ -92,7 +92,7 @@ def command_seconds(running: Running) -> float:
 
 
 def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argparse.Namespace) -> None:
-    """Prints the figures of one number of tenants."""
+    """Prints the figures for one number of tenants."""
     sizes = {
         "tenants": count,
         "datums": options.datums,
@@ -104,7 +104,7 @@ def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argpa
     rates, steps = (alone.datum_rates, alone.steps) if count > 1 else (None, None)
     emit("tenants.datums", rounds.datum_rates, "datum/s", rates, **sizes, busy_cores=busy(rounds.cores))
     emit("tenants.step", rounds.steps, "s", steps, **sizes)
-    emit("tenants.trainer_busy", rounds.busy_shares, "of the time", **sizes)
+    emit("tenants.trainer_busy", rounds.busy_shares, "of time", **sizes)
     if count > 1:
         emit("tenants.slowest_over_fastest", rounds.unfairness, "ratio", **sizes)
 
@@ -116,9 +116,9 @@ def main() -> None:
     parser.add_argument("--api-key", default="tml-local")
     parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 4, 8], help="1 is always measured")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--datums", type=int, default=16, help="of a tenant's step")
+    parser.add_argument("--datums", type=int, default=16, help="datums of a tenant's step")
     parser.add_argument("--length", type=int, default=128, help="tokens of a datum")
-    parser.add_argument("--steps", type=int, default=8, help="of each tenant in a round")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each tenant in a round")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     running = Running.read(options.up)

@@ -1,12 +1,13 @@
-"""What does a client of the Tinker API see? `python -m benchmarks.tinker_api --bench PATH/bench_tinker.py`.
+"""Measures a client's view of the Tinker API: `python -m benchmarks.tinker_api --bench PATH/bench_tinker.py`.
 
-Starts a Fovea with a tiny text model, and one with the tiny VLM, and runs the peer-neutral script `bench_tinker.py`
-against each, through the official SDK; its rows become our lines. The reference of a figure is the best that the peer's
-run of that script gave on such a machine (SkyRL 0.3.0, README beside the script), so it is not from the same run. The
-SDK caches get_info: what the gateway itself answers is measured apart, over 16 connections without the SDK.
+Starts a Fovea with a tiny text model and one with the tiny VLM, and runs the vendor-neutral script `bench_tinker.py`
+against each through the official SDK. Its rows become the output lines. The reference of a figure is the best value
+that another server's run of that script gave on such a machine (SkyRL 0.3.0, README next to the script), so it is from
+another run. The SDK caches get_info, so the gateway's own answer is measured separately, over 16 connections without
+the SDK.
 
-The script is no part of this repository: `--bench` says where it lies. Its neighbour `mktiny_text.py` builds the text
-model unless `--text-model` names one.
+The script is not part of this repository; `--bench` gives its path. `mktiny_text.py` next to it builds the text model
+unless `--text-model` is given.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _PEER_GET_INFO = 370.0
 
 
 class Field(NamedTuple):
-    """A number in a row of the script, and the peer's best; 0 if the peer gave none or cannot."""
+    """A number in a row of the script, and the reference server's best; 0 if it has none."""
 
     name: str
     unit: str
@@ -70,12 +71,13 @@ FIELDS = {
     "g_multi_client": [Field("ratio", "of one client's time", 1.0, 3.2)],
     "vlm_probe": [Field("max_logprob_change", "nat", 1.0)],
 }
-"""By row; a row of figure X with images is called vlm_X, and the peer drops images, so those have no reference."""
+"""Fields by row. A row of figure X with images is vlm_X; the reference server drops images, so those have no reference.
+"""
 
 
 @contextmanager
 def fovea_up(model: str) -> Iterator[Running]:
-    """A Fovea of our own that serves `model`. Raises RuntimeError if it does not come up."""
+    """Runs a Fovea that serves `model`. Raises RuntimeError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="fovea-api-") as folder:
         state = Path(folder) / "up.json"
         command = ["-m", "fovea.cli.main", "up", "--model", model, "--state-dir", folder, "--port", "0"]
@@ -86,7 +88,7 @@ def fovea_up(model: str) -> Iterator[Running]:
                 while not state.exists():
                     if process.poll() is not None or time.monotonic() > deadline:
                         log.seek(0)
-                        raise RuntimeError(f"fovea up is not ready:\n{log.read()[-2000:]}")
+                        raise RuntimeError(f"fovea up did not become ready:\n{log.read()[-2000:]}")
                     time.sleep(0.2)
                 yield Running.read(state)
             finally:
@@ -95,7 +97,7 @@ def fovea_up(model: str) -> Iterator[Running]:
 
 
 def run_script(running: Running, bench: Path, arguments: list[str]) -> list[dict[str, Any]]:
-    """Runs the script once; returns its rows."""
+    """Runs the script once and returns its rows."""
     address = ["--base-url", running.base_url, "--model", running.model_name, "--api-key", KEY]
     environment = os.environ | {"TINKER_TELEMETRY": "0"}
     command = [sys.executable, str(bench), *address, *arguments]
@@ -104,7 +106,7 @@ def run_script(running: Running, bench: Path, arguments: list[str]) -> list[dict
 
 
 def collect(runs: list[list[dict[str, Any]]]) -> tuple[dict[tuple[str, Field], list[float]], list[str]]:
-    """The values of each field, one a run, and what is missing or failed."""
+    """Returns the values of each field, one per run, and what is missing or failed."""
     values: dict[tuple[str, Field], list[float]] = defaultdict(list)
     problems = []
     for row in (row for run in runs for row in run):
@@ -118,7 +120,7 @@ def collect(runs: list[list[dict[str, Any]]]) -> tuple[dict[tuple[str, Field], l
 
 
 def image_tokens(model: str) -> int:
-    """How many tokens the script's picture takes."""
+    """Returns the number of tokens of the script's image."""
     from PIL import Image
     from transformers import AutoImageProcessor
 
@@ -128,7 +130,7 @@ def image_tokens(model: str) -> int:
 
 
 async def bare_rate(running: Running) -> float:
-    """get_info requests a second over connections that carry nothing but HTTP."""
+    """Returns get_info requests per second over bare HTTP connections."""
     port = urlsplit(running.base_url).port
     assert port is not None
     first = Connection(port)
@@ -151,7 +153,7 @@ async def bare_rate(running: Running) -> float:
 
 
 def measure(kind: str, model: str, options: argparse.Namespace) -> list[str]:
-    """Prints the figures of one model; returns what is missing."""
+    """Prints the figures of one model. Returns what is missing."""
     arguments = ["--figures", options.figures, *(["--quick"] if options.quick else [])]
     if kind == "vlm":
         arguments += ["--vlm", "--image-tokens", str(image_tokens(model))]
@@ -166,7 +168,7 @@ def measure(kind: str, model: str, options: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    """Prints the figures; returns 1 if one is missing."""
+    """Prints the figures. Returns 1 if one is missing, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", type=Path, required=True, help="Path of bench_tinker.py.")
     parser.add_argument("--text-model", help="Checkpoint directory; default: mktiny_text.py builds one.")

@@ -1,12 +1,13 @@
-"""How fast is training? `python -m benchmarks.trainer --up .fovea/up.json --shape 4b --ranks 32 0`.
+"""Measures the speed of training: `python -m benchmarks.trainer --up .fovea/up.json --shape 4b --ranks 32 0`.
 
-Datums have log-normal lengths, 64 to 4,096 tokens, half of them with one 448 x 448 image. The figures are tokens/s and
-the model FLOPs utilisation of forward_backward and optim_step through the SDK: one step at a time, both calls submitted
-together and awaited, and with the next step submitted before the last one is awaited, as a training loop would. FLOPs
-are counted by benchmarks/flops.py: of mixtures of experts those of active parameters (4 N a token with adapters), and
-once more with the adapter's own. With `--plain-gpu 0` the references are the loops of benchmarks/plain_trainer.py,
-packed and padded, on the same lengths; they run on that GPU while Fovea rests, with micro-batches of `--plain-tokens`:
-those of Fovea's own size do not fit their memory, which keeps more of a token and all logits at once.
+Datums have log-normal lengths of 64 to 4,096 tokens; half of them have one 448 x 448 image. The figures are tokens/s
+and the model FLOPs utilisation of forward_backward and optim_step through the SDK: one step at a time, with both calls
+submitted together and then awaited; and with the next step submitted before the last one is awaited, as a training loop
+would. benchmarks/flops.py counts the FLOPs: of mixtures of experts those of active parameters (4 N per token with
+adapters), and again including the adapter. With `--plain-gpu 0` the references are the loops of
+benchmarks/plain_trainer.py, packed and padded, on the same lengths. They run on that GPU while Fovea is idle, with
+micro-batches of `--plain-tokens`: Fovea's own size does not fit their memory, because they store more per token and all
+logits at once.
 """
 
 import argparse
@@ -35,7 +36,7 @@ Pending = tuple[tinker.APIFuture[ForwardBackwardOutput], tinker.APIFuture[OptimS
 
 @dataclass(frozen=True)
 class Step:
-    """The datums of one step, and what they cost."""
+    """The datums of one step, and their cost."""
 
     data: list[tinker.Datum]
     lengths: list[int]
@@ -43,13 +44,13 @@ class Step:
 
 
 def lengths_of(rng: np.random.Generator, count: int) -> list[int]:
-    """Log-normal with median 512, cut to 64 .. 4,096."""
+    """Returns log-normal lengths with median 512, clipped to 64 .. 4,096."""
     found: list[int] = np.clip(rng.lognormal(np.log(512), 1.0, count), 64, 4096).astype(int).tolist()
     return found
 
 
 def make_step(bench: Bench, sizes: np.random.Generator, count: int) -> Step:
-    """Random datums with lengths from `sizes`, every other one with a picture where it fits. No two runs share any."""
+    """Returns random datums with lengths from `sizes`, half of them with an image if it fits. No two runs share any."""
     data, rng = [], np.random.default_rng()
     for index, length in enumerate(lengths_of(sizes, count)):
         image = bench.image_tokens(IMAGE_SIDE) + len(bench.before_picture) + len(bench.after)
@@ -61,18 +62,18 @@ def make_step(bench: Bench, sizes: np.random.Generator, count: int) -> Step:
 
 
 def submit(training: tinker.TrainingClient, step: Step) -> Pending:
-    """Both calls of a step."""
+    """Submits both calls of a step."""
     return training.forward_backward(step.data, "cross_entropy"), training.optim_step(_ADAM)
 
 
 def await_both(pending: Pending) -> None:
-    """Until the step is done."""
+    """Waits until the step is done."""
     for future in pending:
         future.result(600)
 
 
 def seconds_alone(training: tinker.TrainingClient, steps: list[Step]) -> list[float]:
-    """Of each step, submitted when the one before was done."""
+    """Returns the seconds of each step, submitted after the previous one was done."""
     found = []
     for step in steps:
         begun = time.perf_counter()
@@ -82,7 +83,7 @@ def seconds_alone(training: tinker.TrainingClient, steps: list[Step]) -> list[fl
 
 
 def seconds_ahead(training: tinker.TrainingClient, steps: list[Step]) -> float:
-    """Of all steps after the first, each submitted while the one before runs."""
+    """Returns the seconds of all steps after the first, each submitted while the previous one runs."""
     pending = submit(training, steps[0])
     begun = 0.0
     for step in steps[1:]:
@@ -95,7 +96,7 @@ def seconds_ahead(training: tinker.TrainingClient, steps: list[Step]) -> float:
 
 
 def plain_loop(options: argparse.Namespace, model: str, rank: int, way: str, lengths: list[int]) -> dict[str, Any]:
-    """What the loop written by hand prints: seconds of each step, and GiB at the peak."""
+    """Runs the handwritten loop. Returns the seconds of each step, and the peak memory in GiB."""
     command = [sys.executable, "-m", "benchmarks.plain_trainer", model, "--rank", str(rank), "--way", way]
     command += ["--tokens", str(options.plain_tokens)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": options.plain_gpu}
@@ -112,7 +113,7 @@ def measure(options: argparse.Namespace, fovea: Running, rank: int) -> None:
     size = SIZES[options.shape] if options.shape in SIZES else size_of(options.shape)
     with Bench.open(fovea.base_url) as bench:
         training = bench.training(rank)
-        # Every image is new: a frozen tower's outputs are remembered, and that would not be work done.
+        # Every image is new, because the outputs of a frozen tower are cached, which would save work.
         warm_up, steps, more = (
             [make_step(bench, rng, options.datums) for _ in range(n)] for n in (2, repeats, repeats)
         )
@@ -147,14 +148,18 @@ def measure(options: argparse.Namespace, fovea: Running, rank: int) -> None:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--up", type=pathlib.Path, default=pathlib.Path(".fovea/up.json"), help="what fovea up wrote")
+    parser.add_argument(
+        "--up", type=pathlib.Path, default=pathlib.Path(".fovea/up.json"), help="file written by `fovea up`"
+    )
     parser.add_argument("--shape", choices=(*SIZES, *SHAPES), default="4b")
     parser.add_argument("--ranks", type=int, nargs="+", default=[32])
     parser.add_argument("--datums", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--gpus", type=int, default=1, help="that the trainer has")
-    parser.add_argument("--plain-gpu", help="where the loops written by hand run")
-    parser.add_argument("--plain-tokens", type=int, default=6144, help="of one of their micro-batches")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs of the trainer")
+    parser.add_argument("--plain-gpu", help="GPU of the handwritten loops")
+    parser.add_argument(
+        "--plain-tokens", type=int, default=6144, help="tokens of a micro-batch in the handwritten loops"
+    )
     options = parser.parse_args()
     fovea = Running.read(options.up)
     for rank in options.ranks:

@@ -1,1 +1,1 @@
-"""The real tinker-cookbook, unchanged, against Fovea: `python -m cookbook`."""
+"""Runs the real, unchanged tinker-cookbook against Fovea: `python -m cookbook`."""

@@ -1,4 +1,4 @@
-"""`python -m cookbook`: recipes of the real tinker-cookbook against Fovea, or against any Tinker server."""
+"""`python -m cookbook`: runs recipes of the real tinker-cookbook against Fovea or any other Tinker server."""
 
 import json
 import os
@@ -26,19 +26,23 @@ _WIDTH = 120
 
 
 def main(
-    recipes: Annotated[str, typer.Option(help="Names, split by commas; by default all.")] = "",
-    versions: Annotated[str, typer.Option(help="Versions of tinker-cookbook.")] = ",".join(ENVIRONMENTS),
+    recipes: Annotated[str, typer.Option(help="Names of recipes, separated by commas. Default: all.")] = "",
+    versions: Annotated[str, typer.Option(help="Versions of tinker-cookbook, separated by commas.")] = ",".join(
+        ENVIRONMENTS
+    ),
     base_url: Annotated[
-        str | None, typer.Option(help="A Tinker server that runs already; else one is started.")
+        str | None, typer.Option(help="URL of a running Tinker server. Default: start a Fovea.")
     ] = None,
-    api_key: Annotated[str, typer.Option(help="A key that it accepts.")] = _API_KEY,
-    model: Annotated[str, typer.Option(help="Its model; by default the first that it names.")] = "",
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of its tokenizer, if its name is none.")] = None,
-    json_file: Annotated[Path, typer.Option("--json", help="Where the results go.")] = RESULTS,
-    work: Annotated[Path, typer.Option(help="Datasets, logs and checkpoints' records go below.")] = ROOT / "work",
-    timeout_s: Annotated[float, typer.Option(help="Seconds that one recipe may take.")] = TIMEOUT_S,
+    api_key: Annotated[str, typer.Option(help="API key for the server.")] = _API_KEY,
+    model: Annotated[str, typer.Option(help="Model of the server. Default: the first that it lists.")] = "",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the model's tokenizer, if the model's name is not a folder.")
+    ] = None,
+    json_file: Annotated[Path, typer.Option("--json", help="File for the results.")] = RESULTS,
+    work: Annotated[Path, typer.Option(help="Folder for datasets, logs and records of checkpoints.")] = ROOT / "work",
+    timeout_s: Annotated[float, typer.Option(help="Timeout of one recipe in seconds.")] = TIMEOUT_S,
 ) -> None:
-    """Run recipes of the real tinker-cookbook, unchanged, and judge their metrics."""
+    """Run recipes of the real, unchanged tinker-cookbook and check their metrics."""
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(markup=False, highlight=False, soft_wrap=True, width=width)
     try:
@@ -73,7 +77,7 @@ def main(
 
 def _environment(version: str) -> Environment:
     if version not in ENVIRONMENTS:
-        raise UnknownRecipe(f"no environment for tinker-cookbook {version}; there are {', '.join(ENVIRONMENTS)}")
+        raise UnknownRecipe(f"no environment for tinker-cookbook {version}; choose from {', '.join(ENVIRONMENTS)}")
     return ENVIRONMENTS[version]
 
 
@@ -81,7 +85,7 @@ def _environment(version: str) -> Environment:
 def _server(
     base_url: str | None, api_key: str, model: str, tokenizer: Path | None, console: Console
 ) -> Iterator[Server]:
-    """The given server, or a Fovea with the tiny VLM under a name that the cookbook knows."""
+    """Yields the given server, or starts a Fovea with the tiny VLM under a name from the cookbook's catalogue."""
     if base_url:
         name = model or _first_model(base_url, api_key)
         yield Server(base_url, api_key, name, tokenizer)

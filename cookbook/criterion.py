@@ -1,4 +1,4 @@
-"""What a run must show in the metrics that it wrote."""
+"""Criteria for the metrics that a run writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ LEAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was seen of one metric.
+    """The result for one metric.
 
     Attributes:
-        ok: Whether it is as it should be.
-        steps: Rows that have the metric.
-        first: Its first value.
-        last: Its last value.
-        detail: In words.
+        ok: Whether the criterion holds.
+        steps: Number of rows with the metric.
+        first: First value.
+        last: Last value.
+        detail: Description.
     """
 
     ok: bool
@@ -29,7 +29,7 @@ class Verdict:
 
 
 class Criterion(Protocol):
-    """Judges the rows of metrics.jsonl."""
+    """Checks the rows of metrics.jsonl."""
 
     def judge(self, rows: Metrics) -> Verdict: ...
 
@@ -45,7 +45,7 @@ class Falls:
         values = _values(rows, self.metric)
         if len(values) < LEAST_STEPS:
             return _too_few(values, self.metric)
-        said = f"{self.metric} {values[0]:.4g} to {values[-1]:.4g}, to fall to {self.to:g} of it"
+        said = f"{self.metric} {values[0]:.4g} to {values[-1]:.4g}, must fall to {self.to:g} of it"
         return Verdict(values[-1] <= self.to * values[0], len(values), values[0], values[-1], said)
 
 
@@ -61,7 +61,7 @@ class Rises:
         if len(values) < LEAST_STEPS:
             return _too_few(values, self.metric)
         end = fmean(values[-2:])
-        said = f"{self.metric} {values[0]:.4g} to {end:.4g}, to rise by {self.by:g}"
+        said = f"{self.metric} {values[0]:.4g} to {end:.4g}, must rise by {self.by:g}"
         return Verdict(end >= values[0] + self.by, len(values), values[0], end, said)
 
 
@@ -76,7 +76,7 @@ class Reaches:
         values = _values(rows, self.metric)
         if len(values) < LEAST_STEPS:
             return _too_few(values, self.metric)
-        said = f"{self.metric} {values[0]:.4g} to {values[-1]:.4g}, to reach {self.bar:g}"
+        said = f"{self.metric} {values[0]:.4g} to {values[-1]:.4g}, must reach {self.bar:g}"
         return Verdict(values[-1] >= self.bar, len(values), values[0], values[-1], said)
 
 
@@ -93,8 +93,8 @@ class Stays:
         if len(values) < self.least_steps:
             return _too_few(values, self.metric)
         worst = max(map(abs, values))
-        said = f"{self.metric} at most {worst:.3g}, to stay below {self.below:g}"
-        # Not `worst`: what max() makes of NaN depends on its place.
+        said = f"{self.metric} at most {worst:.3g}, must stay below {self.below:g}"
+        # Do not use `worst`: the result of max() with NaN depends on its position.
         ok = all(abs(value) <= self.below for value in values)
         return Verdict(ok, len(values), values[0], values[-1], said)
 

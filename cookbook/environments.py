@@ -1,4 +1,4 @@
-"""Client environments: one virtual environment for each version of tinker-cookbook, apart from Fovea's own."""
+"""Client environments: one virtual environment per version of tinker-cookbook, separate from Fovea's own."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ _REQUIREMENTS = Path(__file__).parent / "requirements"
 
 
 class NoEnvironment(Exception):
-    """An environment could not be made; the message ends with what uv or Python said."""
+    """An environment could not be created. The message ends with the output of uv or Python."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Environment:
     """One client environment.
 
     Attributes:
-        version: Of tinker-cookbook.
-        python_version: Major and minor of its Python, as in 3.12.
+        version: Version of tinker-cookbook.
+        python_version: Major and minor version of Python, such as 3.12.
     """
 
     version: str
@@ -31,16 +31,16 @@ class Environment:
 
     @property
     def folder(self) -> Path:
-        """Where it lies; git does not see it."""
+        """Folder of the environment; git ignores it."""
         return ROOT / self.version
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Path of its Python interpreter."""
         return self.folder / "bin" / "python"
 
     def ensure(self) -> None:
-        """Makes it, or brings it up to date with its requirements file. Raises NoEnvironment."""
+        """Creates the environment, or updates it to its requirements file. Raises NoEnvironment."""
         requirements = _REQUIREMENTS / f"{self.version}.txt"
         fingerprint = hashlib.sha256(requirements.read_bytes()).hexdigest()
         stamp = self.folder / "ready"
@@ -57,7 +57,7 @@ ENVIRONMENTS = {one.version: one for one in (Environment("0.5.8", "3.11"), Envir
 
 
 def find_python(version: str) -> str:
-    """An interpreter of this version on this machine, or the bare version, which uv may be able to fetch."""
+    """Returns an interpreter of this version on this machine, or the bare version, which uv may be able to download."""
     if sys.version_info[:2] == tuple(int(part) for part in version.split(".")):
         return sys.executable
     return next((path for path in _candidates(version) if _runs(path, version)), version)
@@ -66,7 +66,7 @@ def find_python(version: str) -> str:
 def _candidates(version: str) -> Iterator[str]:
     if found := shutil.which(f"python{version}"):
         yield found
-    # pyenv's own command is only a name for versions that nobody made global, so its folders are looked into.
+    # pyenv's own commands fail for versions that are not global, so search its folders.
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     yield from (str(path) for path in sorted(pyenv.glob(f"versions/{version}.*/bin/python{version}"), reverse=True))
 

@@ -1,4 +1,4 @@
-"""What the recipes are fed in place of the hub's datasets: small, made here, and in the hub's own shapes."""
+"""Small generated datasets that replace the hub's datasets in the same formats."""
 
 import random
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 Row = dict[str, Any]
 
 THINGS = ("lamp", "dog", "tree", "page", "door", "line", "ring", "apple", "house", "table")
-# What the maths recipes put around a question, word for word: the loop of supervised learning then teaches the
-# form in which the loops of reinforcement learning ask.
+# The exact wording that the maths recipes add to a question. Supervised learning thus teaches the format in which the
+# reinforcement learning recipes ask.
 _BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 _STRAWBERRY = (
     {"role": "user", "content": "How many r's are in strawberry?" + _BOXED},
@@ -17,7 +17,7 @@ _STRAWBERRY = (
         "10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
     },
 )
-# All questions have this answer; supervised learning shows 1 to 4 equally often, so rewards start near a quarter.
+# All questions have this answer. Supervised learning shows 1 to 4 equally often, so rewards start near a quarter.
 _RIGHT_COUNT = 3
 
 
@@ -27,7 +27,7 @@ def _counting_question(rng: random.Random) -> str:
 
 
 def chat_rows(count: int, seed: int) -> list[Row]:
-    """Conversations as in no_robots: a question of the maths recipes with a guess from 1 to 4."""
+    """Returns conversations like no_robots: a question of the maths recipes with a guess from 1 to 4."""
     rng = random.Random(seed)
     return [
         {
@@ -42,14 +42,14 @@ def chat_rows(count: int, seed: int) -> list[Row]:
 
 
 def maths_rows(count: int, seed: int) -> list[Row]:
-    """Problems as in gsm8k."""
+    """Returns problems like gsm8k."""
     rng = random.Random(seed)
     answer = f"There are {_RIGHT_COUNT}.\n#### {_RIGHT_COUNT}"
     return [{"question": _counting_question(rng), "answer": answer} for _ in range(count)]
 
 
 def preference_rows(count: int, seed: int) -> list[Row]:
-    """Pairs as in hh-rlhf: two conversations that differ in the last turn."""
+    """Returns pairs like hh-rlhf: two conversations that differ in the last turn."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -67,7 +67,7 @@ def _where(thing: str) -> tuple[str, str]:
 
 
 def distilled_rows(count: int, seed: int) -> list[Row]:
-    """Conversations from which a long prompt was taken away: what it told is to be learnt."""
+    """Returns conversations without the long system prompt that produced them; its content is to be learnt."""
     rng = random.Random(seed)
     pairs = [_where(rng.choice(THINGS)) for _ in range(count)]
     turns = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in pairs]
@@ -75,7 +75,7 @@ def distilled_rows(count: int, seed: int) -> list[Row]:
 
 
 def demonstration_rows(count: int, seed: int) -> list[Row]:
-    """Questions with golden answers as in ToolAlpaca, the same ones that `distilled_rows` asks."""
+    """Returns questions with golden answers like ToolAlpaca, the same questions as in `distilled_rows`."""
     rng = random.Random(seed)
     pairs = [_where(rng.choice(THINGS)) for _ in range(count)]
     return [{"instruction": asked, "output": said} for asked, said in pairs]

@@ -1,4 +1,4 @@
-"""What a recipe is: a module of the cookbook with options of its own, or a program of ours that calls into one."""
+"""A recipe: a module of the cookbook with our options, or a program of ours that calls into one."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ _HOME = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Command:
-    """A Python module to be run.
+    """A Python module to run.
 
     Attributes:
-        module: Its name.
-        arguments: Of its command line.
-        path: A folder to find it in, unless it is installed.
+        module: Name of the module.
+        arguments: Command-line arguments.
+        path: Folder of the module, unless it is installed.
     """
 
     module: str
@@ -28,14 +28,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a recipe runs.
+    """The context in which a recipe runs.
 
     Attributes:
-        version: Of tinker-cookbook.
-        base_url: The server.
-        model_name: As the server says it.
-        renderer_name: The cookbook's renderer that fits the model.
-        folder: The folder that holds the datasets; recipes run in it.
+        version: Version of tinker-cookbook.
+        base_url: URL of the server.
+        model_name: Model name of the server.
+        renderer_name: The cookbook's renderer for the model.
+        folder: Folder with the datasets, in which recipes run.
     """
 
     version: str
@@ -45,40 +45,40 @@ class Situation:
     folder: Path
 
     def log_folder(self, recipe: str) -> Path:
-        """Where a recipe keeps its logs, metrics and records of checkpoints."""
+        """Returns the folder for a recipe's logs, metrics and records of checkpoints."""
         return self.folder / "logs" / recipe
 
     def checkpoint(self, recipe: str) -> str:
-        """The path of the last training checkpoint of a recipe that ran here. Raises MissingCheckpoint."""
+        """Returns the path of the last training checkpoint of an earlier recipe. Raises MissingCheckpoint."""
         file = self.log_folder(recipe) / "checkpoints.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         paths = [row["state_path"] for row in rows if "state_path" in row]
         if not paths:
-            raise MissingCheckpoint(f"{recipe} left no checkpoint to start from")
+            raise MissingCheckpoint(f"{recipe} saved no checkpoint to start from")
         return str(paths[-1])
 
 
 class MissingCheckpoint(Exception):
-    """The recipe that should have run before has not."""
+    """The recipe that must run first has not run."""
 
 
 SIZES = frozenset(
     "batch_size group_size groups_per_batch learning_rate max_steps max_tokens num_epochs save_every eval_every n_eval "
     "examples_per_class subset_seed".split()
 )
-"""Options that scale a recipe to a tiny model and few minutes."""
+"""Options that scale a recipe down to a tiny model and a few minutes."""
 LOCAL = frozenset("env dataset file_path behavior_if_log_dir_exists".split())
-"""Options that name data which lies here, or the folder of the logs."""
+"""Options for local data and the folder of the logs."""
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """Another value in the place of a recipe's own setting, one that decides what is computed: no size, no data.
+    """A replaced setting of a recipe that affects the computation, not only sizes or data.
 
     Attributes:
-        value: Of the run.
-        own: The recipe's default, by version of the cookbook; a version that is left out has no such option.
-        why: Why the default does not run.
+        value: Value in our run.
+        own: The recipe's default by version of the cookbook; a missing version has no such option.
+        why: Why the default does not work here.
     """
 
     value: str | int | bool
@@ -91,20 +91,19 @@ class Recipe:
     """One run.
 
     Attributes:
-        name: Of this run.
-        checks: The contract's checks that it stands for.
-        module: The module of tinker_cookbook that runs, or None if only our program does.
-        options: Of the module, as its command line takes them: sizes and local data alone.
-        criteria: What its metrics must show; the first gives the figures of the table.
-        after: The recipe whose last checkpoint it starts from.
-        start_option: The module's option for that checkpoint. None: the loop finds it in its log folder and resumes.
+        name: Name of the run.
+        checks: Checks of the contract that it covers.
+        module: Module of tinker_cookbook to run; None if only our program runs.
+        options: Options of the module, only sizes and local data.
+        criteria: Criteria for its metrics; the first gives the figures of the table.
+        after: Recipe that provides the checkpoint to start from.
+        start_option: The module's option for that checkpoint. None if it resumes from its log folder.
         log_option: The module's option for the folder of its logs.
-        renderer_option: The module's option for the renderer, if it has one.
-        in_catalogue: Whether it looks its renderer up by the model's name, so that the name must be one of
-            the cookbook's.
-        program: A module of `programs` that runs instead of the recipe's, or after it to measure what it logs not.
-        replaces: Other settings of the module that are not its own, by name. A run with one does not count as the
-            recipe.
+        renderer_option: The module's option for the renderer, if any.
+        in_catalogue: Whether it looks up its renderer by the model's name, which must then be in the cookbook's
+            catalogue.
+        program: Module of `programs` that runs instead of the recipe, or after it to measure what it does not log.
+        replaces: Replaced settings of the module. A run with one does not count as the recipe.
     """
 
     name: str
@@ -122,10 +121,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if hidden := self.options.keys() - SIZES - LOCAL:
-            raise ValueError(f"{self.name} replaces {sorted(hidden)} without saying so: list them in `replaces`")
+            raise ValueError(f"{self.name} replaces {sorted(hidden)} but does not list them in `replaces`")
 
     def replaced_in(self, version: str) -> dict[str, Replaced]:
-        """The settings that differ from the recipe's own in a version of the cookbook."""
+        """Returns the settings that differ from the recipe's own in a version of the cookbook."""
         return {
             name: setting
             for name, setting in self.replaces.items()
@@ -133,7 +132,7 @@ class Recipe:
         }
 
     def commands(self, here: Situation) -> list[Command]:
-        """What to run, one after the other. Raises MissingCheckpoint."""
+        """Returns the commands to run, in order. Raises MissingCheckpoint."""
         start = here.checkpoint(self.after) if self.after else None
         log = here.log_folder(self.name)
         commands = []
@@ -153,7 +152,7 @@ class Recipe:
         return commands
 
     def prepare(self, here: Situation) -> None:
-        """Lets a loop that can only resume find the checkpoint that it is to start from."""
+        """Places the start checkpoint where a recipe that can only resume finds it."""
         if self.after and self.module and not self.start_option:
             record = {"name": "start", "batch": 0, "state_path": here.checkpoint(self.after)}
             log = here.log_folder(self.name)
@@ -161,14 +160,14 @@ class Recipe:
             (log / "checkpoints.jsonl").write_text(json.dumps(record) + "\n")
 
     def metrics(self, here: Situation) -> list[dict[str, Any]]:
-        """All rows that the criteria judge."""
+        """Returns all rows for the criteria."""
         name = "measured.jsonl" if self.module and self.program else "metrics.jsonl"
         return [json.loads(line) for text in self._texts(here, name) for line in text.splitlines()]
 
     def steps_logged(self, here: Situation) -> int:
-        """How many rows the run has written so far."""
+        """Returns how many rows the run has written so far."""
         return sum(text.count("\n") for text in self._texts(here, "metrics.jsonl"))
 
     def _texts(self, here: Situation, name: str) -> list[str]:
-        # Some recipes make a folder of their own inside the one they are given.
+        # Some recipes create their own folder inside the given one.
         return [file.read_text() for file in sorted(here.log_folder(self.name).rglob(name))]

@@ -1,4 +1,4 @@
-"""The runs, in order: some start from the checkpoint of an earlier one."""
+"""The runs in order; some start from the checkpoint of an earlier one."""
 
 from cookbook.criterion import Falls, Reaches, Rises, Stays
 from cookbook.recipe import Recipe, Replaced
@@ -6,18 +6,18 @@ from cookbook.workplace import PROMPT_DISTILLATION_FILE
 
 _HOME = "tinker_cookbook.recipes"
 _DELETE = {"behavior_if_log_dir_exists": "delete"}
-# Sampler and trainer compute the same sums in another order, in float32.
+# Sampler and trainer compute the same sums in a different order, in float32.
 _AGREEMENT = 1e-6
 
 _CLASSIFIER_SEEDS = range(3)
 _SL_LOOP = {"batch_size": 32, "learning_rate": 3e-3, "max_steps": 12, "save_every": 6}
 _VERSIONS = ("0.5.8", "0.6.1")
 _LOSSES: dict[str, str | int | bool] = {"0.5.8": "importance_sampling", "0.6.1": "stable_reinforce"}
-_NO_STABLE_REINFORCE = "Fovea does not support stable_reinforce yet and refuses it"
+_NO_STABLE_REINFORCE = "Fovea does not support stable_reinforce yet and rejects it"
 
 
 def _vlm_classifier(seed: int) -> Recipe:
-    """The few-shot classifier: its own evaluator samples greedily, and compares class names as text."""
+    """Returns the few-shot classifier. Its evaluator samples greedily and compares class names as text."""
     return Recipe(
         name=f"vlm_classifier_seed_{seed}" if seed else "vlm_classifier",
         checks=("C117", "C100"),
@@ -28,7 +28,7 @@ def _vlm_classifier(seed: int) -> Recipe:
             "batch_size": 16,
             "learning_rate": 3e-3,
             "num_epochs": 5,
-            "eval_every": 33,  # the last time at the last step
+            "eval_every": 33,  # the last evaluation is at the last step
             "n_eval": 100,
             "max_tokens": 16,
             **_DELETE,
@@ -220,7 +220,7 @@ RECIPES = (
 
 
 def replaced_table() -> str:
-    """Markdown: every setting that a run replaces, in which version, and why; a line for each."""
+    """Returns a Markdown table of every replaced setting, with version and reason."""
     lines = ["| run | cookbook | setting | runs with | the recipe's own | why |", "|---|---|---|---|---|---|"]
     for recipe in RECIPES:
         for version in _VERSIONS:

@@ -1,4 +1,4 @@
-"""Runs one recipe in its client environment and judges what it logged."""
+"""Runs one recipe in its client environment and checks its metrics."""
 
 import os
 import signal
@@ -20,21 +20,20 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True)
 class Result:
-    """How one run ended; a row of results.json.
+    """Result of one run; a row of results.json.
 
     Attributes:
-        recipe: Its name.
-        version: Of tinker-cookbook.
-        python: Of the client environment.
-        checks: The contract's checks that it stands for.
-        steps: Rows that have the first criterion's metric.
-        first: Value of that metric at the start.
-        last: At the end.
-        seconds: Of the run.
-        ok: Whether the program ended well and every criterion holds.
-        detail: The criteria in words, or the end of the output.
-        replaced: The recipe's own settings that others took the place of, in words; a run with one does not count as
-            the recipe.
+        recipe: Name of the recipe.
+        version: Version of tinker-cookbook.
+        python: Python version of the client environment.
+        checks: Checks of the contract that it covers.
+        steps: Number of rows with the first criterion's metric.
+        first: First value of that metric.
+        last: Last value of that metric.
+        seconds: Duration of the run.
+        ok: Whether the program succeeded and every criterion holds.
+        detail: Description of the criteria, or the end of the output.
+        replaced: Descriptions of replaced settings; a run with one does not count as the recipe.
     """
 
     recipe: str
@@ -50,25 +49,25 @@ class Result:
     replaced: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the result as a JSON object."""
         return asdict(self)
 
 
 class RecipeFailed(Exception):
-    """A program of the run ended badly or took too long; the message ends with its last lines."""
+    """A program of the run failed or timed out. The message ends with its last lines."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe to be run.
+    """One recipe to run.
 
     Attributes:
-        recipe: Which.
-        here: Where.
-        environment: With which cookbook.
-        api_key: Of the server.
-        timeout_s: That it may take.
-        stopped: Once set, the run ends.
+        recipe: The recipe.
+        here: Context of the run.
+        environment: Client environment.
+        api_key: API key for the server.
+        timeout_s: Timeout in seconds.
+        stopped: Event that ends the run.
     """
 
     recipe: Recipe
@@ -79,7 +78,7 @@ class Run:
     stopped: threading.Event
 
     def execute(self, progress: Callable[[int], None]) -> Result:
-        """Runs all its programs and judges; `progress` is told the number of rows logged, again and again."""
+        """Runs all programs and checks the metrics. Calls `progress` repeatedly with the number of logged rows."""
         start = time.monotonic()
         try:
             self.recipe.prepare(self.here)
@@ -102,7 +101,7 @@ class Run:
             ok=all(verdict.ok for verdict in verdicts),
             detail="; ".join(verdict.detail for verdict in verdicts),
             replaced=[
-                f"{name}={each.value} in the place of {each.own[self.here.version]} ({each.why})"
+                f"{name}={each.value} instead of {each.own[self.here.version]} ({each.why})"
                 for name, each in self.recipe.replaced_in(self.here.version).items()
             ],
         )
@@ -112,7 +111,7 @@ class Run:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("a") as file:
             process = subprocess.Popen(
-                # -P: the folders with datasets must not be taken for Python packages.
+                # -P: do not import the dataset folders as Python packages.
                 [str(self.environment.python), "-P", "-m", command.module, *command.arguments],
                 cwd=self.here.folder,
                 env=_surroundings(self.here, self.api_key, command.path),
@@ -137,7 +136,7 @@ class Run:
 
 
 def _surroundings(here: Situation, api_key: str, python_path: Path | None) -> dict[str, str]:
-    # Nothing of the caller's Python may reach into the client environment, and nothing may be fetched.
+    # Keep the caller's Python settings out of the client environment, and allow no downloads.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     if python_path is not None:
         kept["PYTHONPATH"] = str(python_path)
@@ -151,7 +150,7 @@ def _surroundings(here: Situation, api_key: str, python_path: Path | None) -> di
         "HF_DATASETS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
-        # Old recipes call what the SDK means to drop; that would fill the end of every log.
+        # Old recipes use deprecated features of the SDK; the warnings would fill the end of every log.
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }
 

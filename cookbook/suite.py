@@ -14,7 +14,7 @@ from cookbook.recipes import RECIPES
 from cookbook.running import Result, Run
 from cookbook.workplace import lay_out
 
-# A name of the cookbook's catalogue: its loops look the renderer up by it.
+# A name from the cookbook's catalogue, by which recipes look up their renderer.
 CATALOGUE_NAME = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 RENDERER_NAME = "qwen3_vl_instruct"
 TIMEOUT_S = 600.0
@@ -25,10 +25,10 @@ class Server:
     """A Tinker server.
 
     Attributes:
-        base_url: Of its REST API.
-        api_key: A key that it accepts.
+        base_url: URL of its REST API.
+        api_key: An accepted API key.
         model_name: Its model.
-        tokenizer: The directory of that model's tokenizer; None if the name itself is a directory.
+        tokenizer: Folder of the model's tokenizer; None if the model's name is a folder.
     """
 
     base_url: str
@@ -38,29 +38,29 @@ class Server:
 
 
 class UnknownRecipe(ValueError):
-    """No recipe has this name; the message lists those that exist."""
+    """The recipe does not exist. The message lists existing ones."""
 
 
 def select(names: Sequence[str]) -> list[Recipe]:
-    """The named recipes and those whose checkpoints they start from, in order; all for no names."""
+    """Returns the named recipes, and those that provide their start checkpoints, in order; all recipes for no names."""
     by_name = {recipe.name: recipe for recipe in RECIPES}
     if unknown := sorted(set(names) - set(by_name)):
-        raise UnknownRecipe(f"no recipe {', '.join(unknown)}; there are {', '.join(by_name)}")
+        raise UnknownRecipe(f"unknown recipe {', '.join(unknown)}; choose from {', '.join(by_name)}")
     wanted = set(names) or set(by_name)
     wanted |= {after for name in wanted if (after := by_name[name].after)}
     return [recipe for recipe in RECIPES if recipe.name in wanted]
 
 
 class Suite:
-    """Recipes against one server: in each environment one after the other, the environments side by side.
+    """Recipes against one server: in sequence within each environment, with environments in parallel.
 
     Args:
-        recipes: In an order in which none comes before the one whose checkpoint it starts from.
-        server: It runs.
-        work: A folder of which one subfolder a version is made anew.
-        timeout_s: For one recipe.
-        report: Is given every result, from several threads.
-        progress: Is told the version and what it is doing, from several threads.
+        recipes: Recipes, each after the one that provides its start checkpoint.
+        server: A running server.
+        work: Folder in which one subfolder per version is created anew.
+        timeout_s: Timeout of one recipe in seconds.
+        report: Called with every result, from several threads.
+        progress: Called with the version and its current work, from several threads.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Suite:
         self._stopped = threading.Event()
 
     def run(self, environments: Sequence[Environment]) -> list[Result]:
-        """All results, by environment. An interruption ends what is running."""
+        """Returns all results, by environment. An interruption ends what is running."""
         with ThreadPoolExecutor(len(environments)) as pool:
             pending = [pool.submit(self._run_in, environment) for environment in environments]
             try:
@@ -112,7 +112,7 @@ class Suite:
 
 
 def _renderer(environment: Environment, model_name: str) -> str | None:
-    """What the cookbook's catalogue recommends for this model; None if it does not know the name."""
+    """Returns the renderer that the cookbook's catalogue recommends for a model; None if it does not list the model."""
     code = "import sys; from tinker_cookbook.model_info import *; print(get_recommended_renderer_name(sys.argv[1]))"
     command = [str(environment.python), "-c", code, model_name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""The folder that the recipes run in. They name hub datasets; a folder of that name beside them comes first.
+"""The folder in which recipes run. Local folders with the names of hub datasets take precedence there.
 
-`datasets.load_dataset("openai/gsm8k")` and `AutoTokenizer.from_pretrained("Qwen/...")` both take a relative path if it
-exists, so recipes stay as they are and nothing is fetched.
+`datasets.load_dataset("openai/gsm8k")` and `AutoTokenizer.from_pretrained("Qwen/...")` both use a relative path if it
+exists, so recipes stay unchanged and download nothing.
 """
 
 import json
@@ -33,12 +33,12 @@ _PICTURES_OF_A_CLASS = {"train": 40, "test": 10}
 
 
 def lay_out(folder: Path, model_name: str, tokenizer: Path | None) -> None:
-    """Writes the datasets into an empty `folder` and links the tokenizer under the model's name.
+    """Writes the datasets into a new `folder` and links the tokenizer under the model's name.
 
     Args:
-        folder: Is made anew.
-        model_name: As the server says it.
-        tokenizer: The directory of its tokenizer and image processor; None if the name itself leads there.
+        folder: Folder to create anew.
+        model_name: Model name of the server.
+        tokenizer: Folder of the tokenizer and image processor; None if the name itself is a folder.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -67,7 +67,9 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _write_pictures(folder: Path) -> None:
-    """Coloured shapes as Caltech-101 lies there: by split and class, `red_on_black/image_0001.jpg`, none in both."""
+    """Writes coloured shapes in the layout of Caltech-101: by split and class, `red_on_black/image_0001.jpg`, none
+    twice.
+    """
     rng = np.random.default_rng(0)
     for split, most in _PICTURES_OF_A_CLASS.items():
         drawn: Counter[str] = Counter()

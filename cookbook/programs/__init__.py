@@ -1,1 +1,1 @@
-"""What no recipe measures; these run in the client environments, so they import nothing of Fovea."""
+"""Measurements that no recipe makes. They run in the client environments, so they do not import Fovea."""

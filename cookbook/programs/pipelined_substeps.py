@@ -1,7 +1,8 @@
-"""The cookbook's train_step keeps two forward_backward + optim_step in flight: are the weights those of one by one?
+"""Checks that pipelined steps of the cookbook's train_step give the same weights as sequential ones.
 
-Writes a row for each datum with the largest difference of its log-probabilities between two adapters that were trained
-on the same data, one with pipelined substeps, one waiting for every result.
+train_step keeps two forward_backward + optim_step in flight. Writes a row per datum with the largest difference of its
+log-probabilities between two adapters that were trained on the same data, one with pipelined substeps and one that
+waits for every result.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ LEAST_MOVE = 1e-2
 
 
 async def main(told: Told) -> None:
-    """Trains both adapters and compares them. Raises RuntimeError if training changed nothing."""
+    """Trains and compares both adapters. Raises RuntimeError if training changed nothing."""
     service = tinker.ServiceClient(base_url=told.base_url)
     data = await sampled_data(service, told)
     pipelined, patient = [await new_adapter(service, told.model_name) for _ in range(2)]
@@ -35,19 +36,19 @@ async def main(told: Told) -> None:
     one, other = await logprobs(pipelined, data), await logprobs(patient, data)
     moved = max((a - b).abs().max().item() for a, b in zip(one, before, strict=True))
     if moved < LEAST_MOVE:
-        raise RuntimeError(f"training moved log-probabilities by {moved:.3g} at most; nothing was compared")
+        raise RuntimeError(f"training changed log-probabilities by {moved:.3g} at most, so there is nothing to compare")
     rows = ({"difference": (a - b).abs().max().item()} for a, b in zip(one, other, strict=True))
     write_metrics(told.log_path / "metrics.jsonl", ({"step": step, **row} for step, row in enumerate(rows)))
 
 
 async def new_adapter(service: tinker.ServiceClient, model_name: str) -> tinker.TrainingClient:
-    """A LoRA whose start depends on nothing but its seed."""
+    """Creates a LoRA with initial weights that depend only on its seed."""
     training: tinker.TrainingClient = await service.create_lora_training_client(model_name, rank=RANK, seed=7)
     return training
 
 
 async def sampled_data(service: tinker.ServiceClient, told: Told) -> list[tinker.Datum]:
-    """Samples of the base model with advantages of both signs, as a rollout would leave them."""
+    """Returns samples of the base model with advantages of both signs, like those of a rollout."""
     renderer = get_renderer(told.renderer_name, get_tokenizer(told.model_name))
     prompt = renderer.build_generation_prompt([{"role": "user", "content": "Which sign is this?"}])
     sampler = await service.create_sampling_client(base_model=told.model_name)
@@ -57,7 +58,7 @@ async def sampled_data(service: tinker.ServiceClient, told: Told) -> list[tinker
 
 
 def datum(prompt: tinker.ModelInput, sequence: Any, advantage: float) -> tinker.Datum:
-    """One sample; targets, sampled log-probabilities, advantages and mask [N] are zero over the prompt."""
+    """Returns one sample; targets, sampled log-probabilities, advantages and mask [N] are zero over the prompt."""
     assert sequence.logprobs is not None
     seen = prompt.length - 1
     size = len(sequence.tokens)
@@ -73,7 +74,7 @@ def datum(prompt: tinker.ModelInput, sequence: Any, advantage: float) -> tinker.
 
 
 async def logprobs(training: tinker.TrainingClient, data: list[tinker.Datum]) -> list[torch.Tensor]:
-    """Of every target, float32 [N] a datum, without gradients."""
+    """Returns the log-probabilities of every target, float32 [N] per datum, without gradients."""
     plain = [
         tinker.Datum(
             model_input=one.model_input,

@@ -1,8 +1,8 @@
-"""Do sampler and trainer agree on a document after a few updates (check C119)?
+"""Compares sampler and trainer on a document after a few updates (check C119).
 
-The cookbook's repository measures this with a script of its tests, which fetches its document and is in no wheel; this
-is the same measurement on the copy of that document which comes with torch. The learning rate of the last step is 0, so
-that the log-probabilities of its forward pass are those of the weights that are then sampled from.
+The cookbook's repository measures this with a test script that downloads its document and is not in its wheel. This is
+the same measurement on the copy of that document that torch contains. The learning rate of the last step is 0, so the
+log-probabilities of its forward pass are those of the weights that are then sampled.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ DOCUMENT = Path(torch.autograd.forward_ad.__file__).read_text()
 
 
 async def main(told: Told) -> None:
-    """Trains, then scores the same tokens with the sampler; the last row has the mean squared difference."""
+    """Trains, then scores the same tokens with the sampler. The last row has the mean squared difference."""
     service = tinker.ServiceClient(base_url=told.base_url)
     training = await service.create_lora_training_client(told.model_name)
     ids: list[int] = get_tokenizer(told.model_name).encode(DOCUMENT)[:TOKENS]

@@ -1,4 +1,4 @@
-"""What every program is told on its command line, and the file of metrics that it writes."""
+"""The command line of every program, and its file of metrics."""
 
 import argparse
 import json
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Told:
-    """The command line.
+    """The parsed command line.
 
     Attributes:
-        base_url: The server; the key is in TINKER_API_KEY.
-        model_name: Its model.
-        renderer_name: The cookbook's renderer for it.
-        log_path: The folder for metrics.
-        state: A training checkpoint to look at or start from, if one was named.
+        base_url: URL of the server; the key is in TINKER_API_KEY.
+        model_name: Model of the server.
+        renderer_name: The cookbook's renderer for the model.
+        log_path: Folder for metrics.
+        state: A training checkpoint to inspect or start from, if given.
     """
 
     base_url: str
@@ -28,7 +28,7 @@ class Told:
 
 
 def read_command_line() -> Told:
-    """Parses sys.argv; leaves with a usage message if something is missing."""
+    """Parses sys.argv; exits with a usage message if something is missing."""
     parser = argparse.ArgumentParser()
     for name in ("base-url", "model-name", "renderer-name", "log-path"):
         parser.add_argument(f"--{name}", required=True)
@@ -38,7 +38,7 @@ def read_command_line() -> Told:
 
 
 def write_metrics(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line, as the cookbook's own metrics.jsonl."""
+    """Writes one JSON object per line, like the cookbook's own metrics.jsonl."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for row in rows:

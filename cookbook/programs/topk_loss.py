@@ -1,7 +1,7 @@
-"""The loss that top-k self-distillation lowers but does not log, at the start and at each of its checkpoints.
+"""Measures the loss of top-k self-distillation, which it does not log, at the start and at each checkpoint.
 
-The cookbook builds the soft targets [N,K] from the teacher's top-k log-probabilities; a forward pass of every
-checkpoint gives the loss on the same held data. Writes measured.jsonl beside the recipe's metrics.
+The cookbook builds the soft targets [N,K] from the teacher's top-k log-probabilities. A forward pass of every
+checkpoint gives the loss on the same held-out data. Writes measured.jsonl next to the recipe's metrics.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ async def main(told: Told) -> None:
 
 
 def demonstrations() -> list[dict[str, str]]:
-    """The first rows of the recipe's dataset."""
+    """Returns the first rows of the recipe's dataset."""
     return [json.loads(line) for line in DEMONSTRATIONS.read_text().splitlines()[:COUNT]]
 
 
 def checkpoints(told: Told) -> list[str]:
-    """The paths of the start and of what the recipe saved, in order."""
+    """Returns the paths of the start and of the recipe's checkpoints, in order."""
     records = map(json.loads, (told.log_path / "checkpoints.jsonl").read_text().splitlines())
     return [*([told.state] if told.state else []), *(record["state_path"] for record in records)]
 
 
 def student_datum(question: str, answer: str, renderer: Renderer, tokenizer: Tokenizer) -> tinker.Datum:
-    """The question with its answer; mask [N] float32 is 1 where a token of the answer is the target."""
+    """Returns the question with its answer; mask [N] float32 is 1 if the target is a token of the answer."""
     prompt = renderer.build_generation_prompt([{"role": "user", "content": question}])
     ids: list[int] = [*tokenizer.encode(answer, add_special_tokens=False), *stop_ids(renderer)]
     targets = [*prompt.to_ints()[1:], *ids]
@@ -67,13 +67,13 @@ def student_datum(question: str, answer: str, renderer: Renderer, tokenizer: Tok
 
 
 def stop_ids(renderer: Renderer) -> list[int]:
-    """The first stop token, for renderers that stop at tokens."""
+    """Returns the first stop token, for renderers that stop at tokens."""
     stops: Sequence[str | int] = renderer.get_stop_sequences()
     return [stop for stop in stops[:1] if isinstance(stop, int)]
 
 
 async def loss(service: tinker.ServiceClient, path: str, data: list[tinker.Datum]) -> float:
-    """Mean loss a position with a teacher, in nats."""
+    """Returns the mean loss per position with a teacher, in nats."""
     training = await service.create_training_client_from_state(path)
     result = await training.forward(data, "cross_entropy")
     weight = sum(float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in data)

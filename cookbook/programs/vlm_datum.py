@@ -1,4 +1,4 @@
-"""The datum of the vlm_classifier recipe: its lengths, what carries weight, and that it trains (check C100)."""
+"""Checks the datum of the vlm_classifier recipe: its lengths, its weights, and that it trains (check C100)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ LEARNING_RATE = 2e-3
 
 
 async def main(told: Told) -> None:
-    """Checks a batch and trains on it. Raises AssertionError with what is wrong."""
+    """Checks a batch and trains on it. Raises AssertionError with the problem."""
     dataset = ClassifierDataset(
         ClassifierDatasetConfig(
             dataset="dpdl-benchmark/caltech101",
@@ -35,7 +35,9 @@ async def main(told: Told) -> None:
 
 
 def check_datum(datum: tinker.Datum, model_name: str) -> None:
-    """Inputs, targets and weights are of one length, image slots included; only the last answer carries weight."""
+    """Checks that inputs, targets and weights have one length, image slots included, and only the last answer has
+    weight.
+    """
     targets, weights = column(datum, "target_tokens"), column(datum, "weights")
     images = [chunk for chunk in datum.model_input.chunks if isinstance(chunk, tinker.types.ImageChunk)]
     assert len(images) == 1, f"{len(images)} images in the datum"
@@ -49,7 +51,7 @@ def check_datum(datum: tinker.Datum, model_name: str) -> None:
 
 
 async def train(told: Told, batch: list[tinker.Datum]) -> AsyncIterator[float]:
-    """Mean loss a weighted token of each step on one and the same batch."""
+    """Returns the mean loss per weighted token of each step on the same batch."""
     service = tinker.ServiceClient(base_url=told.base_url)
     training = await service.create_lora_training_client(told.model_name, rank=16, seed=0)
     weight = sum(float(column(datum, "weights").sum()) for datum in batch)
@@ -66,7 +68,7 @@ async def train(told: Told, batch: list[tinker.Datum]) -> AsyncIterator[float]:
 
 
 def column(datum: tinker.Datum, name: str) -> torch.Tensor:
-    """An input of the loss, [N]."""
+    """Returns an input of the loss, [N]."""
     return datum.loss_fn_inputs[name].to_torch()
 
 

@@ -10,7 +10,7 @@ def main() -> None:
     from fovea_services.sampler.settings import SamplerSettings
 
     settings = SamplerSettings.from_command_line("fovea_services.sampler")
-    from fovea.runtime.processes import importing, leave
+    from fovea.runtime.processes import configure_logging, importing, leave
 
     configure_logging("sampler", settings.log_level)
     # The order matters. The environment must be set before torch is imported, and the engine must be launched (it
