@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from fovea.cli.main import PASSED_ON_TO, app
+from fovea.cli.main import PROGRAMS, app
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 _HEAD = """# The `fovea` command
@@ -50,7 +50,7 @@ def _sections(command: Any, name: str) -> Iterator[str]:
     children = getattr(command, "commands", {})
     if name != "fovea" and not children:
         yield f"\n## {name}\n\n{_text(command.help)}\n"
-        yield _theirs(name) if name in PASSED_ON_TO else _options(command)
+        yield _theirs(name) if name in PROGRAMS else _options(command)
     for child, inner in children.items():
         if not inner.hidden:
             yield from _sections(inner, f"{name} {child}")
@@ -90,7 +90,7 @@ def _text(words: str | None) -> str:
 
 def _theirs(name: str) -> str:
     """Returns the help text of a command that is a program of its own."""
-    module, _ = PASSED_ON_TO[name]
+    module, _ = PROGRAMS[name]
     words = _told()[name].strip().replace(f"{PAGE.parents[2]}/", "").replace(f"python -m {module}", name)
     return "\n```\n" + "\n".join(line.rstrip() for line in words.splitlines()) + "\n```\n"
 
@@ -99,9 +99,9 @@ def _theirs(name: str) -> str:
 def _told() -> dict[str, str]:
     """Returns the help text of each program, as printed on a terminal 100 characters wide, without colours."""
     environment = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "TYPER_USE_RICH": "0"}
-    command = [sys.executable, "-c", _ASK_ALL, json.dumps(list(PASSED_ON_TO.values()))]
+    command = [sys.executable, "-c", _ASK_ALL, json.dumps(list(PROGRAMS.values()))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return dict(zip(PASSED_ON_TO, json.loads(done.stdout), strict=True))
+    return dict(zip(PROGRAMS, json.loads(done.stdout), strict=True))
 
 
 if __name__ == "__main__":

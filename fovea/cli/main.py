@@ -28,11 +28,11 @@ from fovea.cli.state_folder import (
     ApiKey,
     StateDir,
     StateFolder,
-    complain,
     folder_in_use,
     name_database,
-    others_run,
+    print_error,
     read_state,
+    running_hint,
 )
 from fovea.cli.up_command import up
 from fovea.client import GatewayClient
@@ -50,8 +50,8 @@ app.add_typer(models_app, name="models")
 sessions_app = typer.Typer(help="Manage parked sessions, which wait for their clients to return.", no_args_is_help=True)
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(checkpoints_command.app, name="checkpoints")
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-PASSED_ON_TO: dict[str, tuple[str, tuple[str, ...]]] = {
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fovea keys": ("fovea_gateway.access.keys_command", ()),
     "fovea owners": ("fovea_gateway.access.owners_command", ("owners",)),
     "fovea usage": ("fovea_gateway.access.owners_command", ("usage",)),
@@ -108,11 +108,11 @@ def status(
     typer.echo(status_report.summary(report))
     table = Table("service", "gRPC", "pid", "memory", "up for", "restarts", "health")
     for name, item in report["services"].items():
-        up_for = status_report.words_of(time.time() - item["started_at"]) if item["pid"] else "-"
+        up_for = status_report.format_duration(time.time() - item["started_at"]) if item["pid"] else "-"
         memory = f"{item['memory_bytes'] / 2**30:.1f} GiB"
         memory += f" + GPU {item['gpu_memory_bytes'] / 2**30:.1f}" if item["gpu_memory_bytes"] else ""
         counts = (str(item["pid"] or "-"), memory, up_for, str(item["restarts"]))
-        table.add_row(name, item["address"], *counts, status_report.health_words(item, healthy[name]))
+        table.add_row(name, item["address"], *counts, status_report.describe_health(item, healthy[name]))
     Console().print(table)
     for name, item in report["services"].items():
         if item["last_end"]:
@@ -140,13 +140,13 @@ def logs(
     state_dir = folder_in_use(state_dir)
     folder = state_folder.log_folder(state_dir)
     if not (folder / "fovea.log").exists():
-        words = f"--state-dir: {state_dir.resolve()} has no log; no Fovea has run there{others_run(state_dir)}"
-        raise typer.Exit(complain(words, MISUSED))
+        words = f"--state-dir: {state_dir.resolve()} has no log; no Fovea has run there{running_hint(state_dir)}"
+        raise typer.Exit(print_error(words, MISUSED))
     shown = state_folder.newest_lines(folder, service, lines)
     if service and not shown and lines and not follow:
         there = ", ".join(state_folder.services_in(folder))
         raise typer.Exit(
-            complain(f"SERVICE: the log has no lines from {service!r}; it has lines from {there}", MISUSED)
+            print_error(f"SERVICE: the log has no lines from {service!r}; it has lines from {there}", MISUSED)
         )
     coming: Iterable[str] = (
         state_folder.follow(folder, service, lambda: StateFolder(state_dir).holder() is None) if follow else ()
@@ -167,12 +167,12 @@ def down(
     folder = StateFolder(state_dir)
     pid = folder.holder()
     if pid is None:
-        raise typer.Exit(complain(f"--state-dir: no Fovea runs in {state_dir.resolve()}{others_run(state_dir)}"))
+        raise typer.Exit(print_error(f"--state-dir: no Fovea runs in {state_dir.resolve()}{running_hint(state_dir)}"))
     os.kill(pid, signal.SIGTERM)
     begun = time.monotonic()
     while folder.holder() == pid:
         if time.monotonic() - begun > timeout_s:
-            raise typer.Exit(complain(f"process {pid} still runs after {timeout_s:.0f} s; see fovea logs"))
+            raise typer.Exit(print_error(f"process {pid} still runs after {timeout_s:.0f} s; see fovea logs"))
         time.sleep(0.1)
     typer.echo(f"stopped after {time.monotonic() - begun:.1f} s")
 
@@ -194,7 +194,7 @@ def restart(
     begun = time.monotonic()
     while not _is_back(read_state(state_dir), service, pid):
         if time.monotonic() - begun > timeout_s:
-            raise typer.Exit(complain(f"{service} does not serve {timeout_s:.0f} s after it was killed"))
+            raise typer.Exit(print_error(f"{service} does not serve {timeout_s:.0f} s after it was killed"))
         time.sleep(0.1)
     typer.echo(f"{service} serves again after {time.monotonic() - begun:.1f} s")
 
@@ -204,22 +204,22 @@ def _is_back(state: dict[str, Any], service: str, old_pid: int) -> bool:
     return pid not in (old_pid, None) and status_report.all_healthy(state)[service]
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def keys(context: typer.Context) -> None:
     """Create, list, expire and revoke the API keys of a gateway."""
-    _pass_on("fovea keys", *context.args)
+    _run_program("fovea keys", *context.args)
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def owners(context: typer.Context) -> None:
     """Show and set the shares and limits of each owner."""
-    _pass_on("fovea owners", *context.args)
+    _run_program("fovea owners", *context.args)
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def usage(context: typer.Context) -> None:
     """Show usage by owner, key and day."""
-    _pass_on("fovea usage", *context.args)
+    _run_program("fovea usage", *context.args)
 
 
 @sessions_app.command("list")
@@ -268,43 +268,43 @@ def _ask(
     try:
         return asyncio.run(call())
     except FoveaError as error:
-        raise typer.Exit(complain(error.message)) from None
+        raise typer.Exit(print_error(error.message)) from None
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def downgrade(context: typer.Context) -> None:
     """Migrate the database of a stopped gateway to the schema of an earlier version."""
-    _pass_on("fovea downgrade", *context.args)
+    _run_program("fovea downgrade", *context.args)
 
 
-@models_app.command(context_settings=PASSED_ON, add_help_option=False)
+@models_app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def check(context: typer.Context) -> None:
     """Check a model checkpoint on the CPU, component by component."""
-    _pass_on("fovea models check", *context.args)
+    _run_program("fovea models check", *context.args)
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def conformance(context: typer.Context) -> None:
     """Check a Tinker server against the contract of the Tinker API."""
-    _pass_on("fovea conformance", *context.args)
+    _run_program("fovea conformance", *context.args)
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def evaluate(context: typer.Context) -> None:
     """Evaluate a served model on your data: images by class, chats, or records."""
-    _pass_on("fovea evaluate", *context.args)
+    _run_program("fovea evaluate", *context.args)
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def export(context: typer.Context) -> None:
     """Export a checkpoint as a PEFT adapter or a merged model that other tools load."""
-    _pass_on("fovea export", *context.args)
+    _run_program("fovea export", *context.args)
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def demo(context: typer.Context) -> None:
     """Fine-tune a tiny vision-language model on real digit scans."""
-    _pass_on("fovea demo", *context.args)
+    _run_program("fovea demo", *context.args)
 
 
 @app.command()
@@ -313,12 +313,12 @@ def version() -> None:
     typer.echo(fovea.__version__)
 
 
-def _pass_on(command: str, *arguments: str) -> NoReturn:
-    module, first = PASSED_ON_TO[command]
+def _run_program(command: str, *arguments: str) -> NoReturn:
+    module, first = PROGRAMS[command]
     needed, extra = _NEEDS.get(module.partition(".")[0], ("typer", ""))
     if importlib.util.find_spec(needed) is None:
         words = f"{command}: {needed} is not installed; install fovea-vlm[{extra}]"
-        raise typer.Exit(complain(words, MISUSED))
+        raise typer.Exit(print_error(words, MISUSED))
     if module.startswith("fovea_gateway.") and not any(word.startswith("--state-dir") for word in arguments):
         name_database()
     raise typer.Exit(subprocess.run([sys.executable, "-m", module, *first, *arguments], check=False).returncode)
@@ -337,7 +337,7 @@ def main() -> NoReturn:
             code = MISUSED  # a command group without a command: its help has been printed
         else:
             context = getattr(error, "ctx", None)
-            code = complain(f"{context.command_path if context else 'fovea'}: {' '.join(message.split())}", MISUSED)
+            code = print_error(f"{context.command_path if context else 'fovea'}: {' '.join(message.split())}", MISUSED)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -24,30 +24,30 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _JITTER = 0.2
 
-_LAST_WORDS_S = 5.0
+_DESCENDANTS_S = 5.0
 """Seconds to wait for the descendants of a dead process after SIGKILL, which may take effect late on a busy machine."""
 _LAST_LINES = 200
 """Number of output lines in which the cause of a crash is searched."""
-_POINTS_UPWARDS = re.compile(r"\b[Ss]ee (the )?(root cause|stack trace|error|traceback)\b.*\babove\b")
+_REFERS_ABOVE = re.compile(r"\b[Ss]ee (the )?(root cause|stack trace|error|traceback)\b.*\babove\b")
 _LONGEST_LINE = 2**20
 _LONGEST_CAUSE = 200
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal)\b|^[\w.]*(Error|Exception|Taken|Failed): |: error: |^python\S* -m ")
-_AFTERTHOUGHT = "Exception ignored in"
+_IGNORED_EXCEPTION = "Exception ignored in"
 """Start of Python's message, with a traceback, about an exception in a destructor or similar. It is harmless."""
 _TIME_AND_LEVEL = re.compile(r"^[\d:.]+ (ERROR|CRITICAL) +")
-_SILENT_ENDS = (signal.SIGKILL, signal.SIGTERM)
+_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 """Signals sent from outside the process; its output does not explain them."""
-KILLS = frozenset(end.name for end in _SILENT_ENDS)
+KILL_NAMES = frozenset(end.name for end in _EXTERNAL_SIGNALS)
 """Names of these signals, as `Service.run` reports them."""
 
 
-OF_MODEL = "-"
+MODEL_SEPARATOR = "-"
 """Separates the kind of a service from its base model in the name of the service, except for the default model."""
 
 
 def kind_of(name: str) -> str:
     """Returns renderer, sampler, trainer or gateway for a service name such as `sampler2-teacher`."""
-    return name.partition(OF_MODEL)[0].rstrip("0123456789")
+    return name.partition(MODEL_SEPARATOR)[0].rstrip("0123456789")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Service:
             await asyncio.wait_for(process.wait(), timeout_s)
         except TimeoutError:
             self._on_line(self.spec.name, f"did not end within {timeout_s:.0f} s; killing it")
-        await self._clear_up(process)
+        await self._clean_up(process)
 
     async def _run_once(self, on_start: Callable[[], None]) -> str:
         """Runs the process once. Returns the signal or exit code with which it ended, and the cause if known."""
@@ -175,20 +175,20 @@ class Service:
             await self.stop(0.0)
         on_start()
         code = await process.wait()
-        await self._clear_up(process)
+        await self._clean_up(process)
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
-        return f"{how} ({cause})" if -code not in _SILENT_ENDS and (cause := self._cause()) else how
+        return f"{how} ({cause})" if -code not in _EXTERNAL_SIGNALS and (cause := self._cause()) else how
 
     def _cause(self) -> str:
         """Returns the last output line that reports an error, or else the last line; empty if there is no output."""
         lines = [line for line in self._last_lines if line.strip()]
-        of_errors, is_afterthought = [], False
+        of_errors, is_ignored = [], False
         for line in lines:
-            is_afterthought |= line.startswith(_AFTERTHOUGHT)
-            if _ERROR.search(line) and not _POINTS_UPWARDS.search(line):
-                if not is_afterthought:
+            is_ignored |= line.startswith(_IGNORED_EXCEPTION)
+            if _ERROR.search(line) and not _REFERS_ABOVE.search(line):
+                if not is_ignored:
                     of_errors.append(line)
-                is_afterthought = False
+                is_ignored = False
         found = (of_errors or lines or [""])[-1]
         return _TIME_AND_LEVEL.sub("", found).strip()[:_LONGEST_CAUSE]
 
@@ -237,18 +237,18 @@ class Service:
                 if len(rest) > _LONGEST_LINE:
                     lines, rest = [*lines, rest], b""
                 for line in lines:
-                    self._note_line(line)
+                    self._record_line(line)
             if rest:
-                self._note_line(rest)
+                self._record_line(rest)
 
-    async def _clear_up(self, process: asyncio.subprocess.Process) -> None:
+    async def _clean_up(self, process: asyncio.subprocess.Process) -> None:
         """Kills the descendants of an ended process, reads the rest of its output and removes its temporary files."""
         self._kill_group(process.pid)  # descendants that outlive the process would hold its ports
         await process.wait()
         assert self._reader is not None
         # The pipe reaches its end when all descendants have closed it. A descendant that left the group may hold it
         # much longer.
-        await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+        await asyncio.wait({self._reader}, timeout=_DESCENDANTS_S)
         await self._remove_temporary_dir()
 
     def _make_temporary_dir(self) -> None:
@@ -263,14 +263,14 @@ class Service:
         """Removes the folder. Retries for some seconds, because a process that is just ending may still create files
         there.
         """
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _DESCENDANTS_S
         while self.spec.temporary_dir and not _remove(Path(self.spec.temporary_dir)):
             if time.monotonic() > deadline:
                 self._on_line(self.spec.name, f"could not remove the temporary files in {self.spec.temporary_dir}")
                 return
             await asyncio.sleep(0.05)
 
-    def _note_line(self, line: bytes) -> None:
+    def _record_line(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()
         self._last_lines.append(text)
         self._on_line(self.spec.name, text)

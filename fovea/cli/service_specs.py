@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fovea.cli.service import OF_MODEL, ServiceSpec, kind_of
+from fovea.cli.service import MODEL_SEPARATOR, ServiceSpec, kind_of
 from fovea.runtime import secret
 from fovea.runtime.hosts import WILDCARDS, free_ports
 from fovea.wire import conventions
@@ -63,7 +63,7 @@ class ServedModel:
         return re.sub(r"[^A-Za-z0-9._]+", "_", self.name).strip("_")
 
     @property
-    def parts(self) -> list[tuple[str, ...]]:
+    def sampler_devices(self) -> list[tuple[str, ...]]:
         """The devices of each sampler."""
         if len(self.sampler_gpus) < 2:
             return [self.sampler_gpus] * self.sampler_count
@@ -150,7 +150,7 @@ class UpOptions:
         )
         return own, *self.further_models
 
-    def told(self, kind: str, name: str, *, further: bool = False) -> str:
+    def setting_value(self, kind: str, name: str, *, further: bool = False) -> str:
         """Returns the value that services will read for a setting; empty if its default applies.
 
         Args:
@@ -190,7 +190,7 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
     specs: list[ServiceSpec] = []
     addresses: list[dict[str, Any]] = []
     for number, served in enumerate(options.models):
-        of_model = f"{OF_MODEL}{served.label}" if number else ""
+        of_model = f"{MODEL_SEPARATOR}{served.label}" if number else ""
         own = list(_model_specs(options, served, of_model, environment, ports))
         found = {
             kind: [spec.address for spec in own if spec.kind == kind] for kind in ("renderer", "sampler", "trainer")
@@ -230,16 +230,16 @@ def _model_specs(
     model = ("--model", served.model)
     to_renderer = ("--renderer", f"{_LOCAL}{renderer}")
     # The gateway reads the same variables, so it looks for checkpoints in the same folders.
-    told = os.environ | {each.variable: each.value for each in options.settings}
-    checkpoints = told.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
-    recovery = told.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
+    given = os.environ | {each.variable: each.value for each in options.settings}
+    checkpoints = given.get("FOVEA_GATEWAY_CHECKPOINT_DIR") or str(options.state_dir / "checkpoints")
+    recovery = given.get("FOVEA_TRAINER_RECOVERY", str(options.state_dir / "recovery"))
     recovery = f"{recovery}{of_model}" if recovery else ""
     transfer = ("--transfer", served.transfer) if served.transfer else ()
     yield _spec(
         options, f"renderer{of_model}", "fovea_services.renderer", conventions.RENDERER_SERVICE, renderer, next(ports),
         ("--port", str(renderer), *model), environment,
     )  # fmt: skip
-    for number, devices in enumerate(served.parts):
+    for number, devices in enumerate(served.sampler_devices):
         sampler = next(ports)
         split = ("--tensor-parallel", str(len(devices))) if len(devices) > 1 else ()
         yield _spec(
@@ -268,9 +268,9 @@ def _before(served: ServedModel, number: int, of_model: str) -> str:
 
 def _suggested(options: UpOptions) -> dict[str, str]:
     """Returns all suggestions, or none if the user has set any of them: they are shares of one whole."""
-    told = {*os.environ, *(each.variable for each in options.settings)}
+    given = {*os.environ, *(each.variable for each in options.settings)}
     suggested = {each.variable: each.value for each in options.suggestions}
-    return suggested if told.isdisjoint(suggested) else {}
+    return suggested if given.isdisjoint(suggested) else {}
 
 
 def _gateway_spec(
@@ -316,7 +316,7 @@ def _spec(
     starts_after: str = "",
 ) -> ServiceSpec:
     common = ("--log-level", options.log_level, "--metrics-port", str(metrics_port), "--drain-s", str(options.drain_s))
-    part, of_model, label = name.partition(OF_MODEL)
+    part, of_model, label = name.partition(MODEL_SEPARATOR)
     temporary = str(temporary_dir(options.state_dir) / f"{part}{of_model}{_digest(label)[:4] if label else ''}")
     given = {each.variable: each.value for each in options.settings if each.kind == kind_of(name)}
     return ServiceSpec(

@@ -200,7 +200,7 @@ def _is_of(line: str, service: str) -> bool:
     return not service or found == service or kind_of(found) == service
 
 
-def complain(message: str, code: int = FAILED) -> int:
+def print_error(message: str, code: int = FAILED) -> int:
     """Prints an error message to stderr and returns the exit code."""
     Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
     return code
@@ -237,11 +237,11 @@ def folder_in_use(state_dir: pathlib.Path, find: Callable[[], list[pathlib.Path]
     running = find()
     if len(running) != 1:
         return state_dir
-    complain(f"--state-dir: {state_dir} does not exist here; using the running Fovea in {running[0]}")
+    print_error(f"--state-dir: {state_dir} does not exist here; using the running Fovea in {running[0]}")
     return running[0]
 
 
-def others_run(state_dir: pathlib.Path) -> str:
+def running_hint(state_dir: pathlib.Path) -> str:
     """Returns a hint that lists the state folders of other running Foveas; empty if there are none."""
     others = [str(folder) for folder in running_folders() if folder != state_dir.resolve()]
     return f"; running Foveas: --state-dir {' or '.join(others)}" if others else ""
@@ -252,10 +252,10 @@ def read_state(state_dir: pathlib.Path) -> dict[str, Any]:
     state_file = state_dir / "up.json"
     pid = StateFolder(state_dir).holder()
     if pid is None:
-        hint = others_run(state_dir) or "; start one with fovea up"
-        raise typer.Exit(complain(f"--state-dir: no Fovea runs in {state_dir.resolve()}{hint}"))
+        hint = running_hint(state_dir) or "; start one with fovea up"
+        raise typer.Exit(print_error(f"--state-dir: no Fovea runs in {state_dir.resolve()}{hint}"))
     if not state_file.exists():
-        raise typer.Exit(complain(f"the Fovea in {state_dir} (process {pid}) is not ready yet; see fovea logs"))
+        raise typer.Exit(print_error(f"the Fovea in {state_dir} (process {pid}) is not ready yet; see fovea logs"))
     state: dict[str, Any] = json.loads(state_file.read_text())
     return state
 
@@ -270,7 +270,7 @@ def name_database(find: Callable[[], list[pathlib.Path]] = running_folders) -> N
     running = find()
     if len(running) > 1:
         words = "several Foveas run; choose one: --state-dir " + " or ".join(map(str, running))
-        raise typer.Exit(complain(words, MISUSED))
+        raise typer.Exit(print_error(words, MISUSED))
     if running:
         os.environ[_DATABASE_VARIABLES[0]] = str(running[0])
 
@@ -281,7 +281,7 @@ def make_first_key(state_dir: pathlib.Path) -> None:
     made = subprocess.run([sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options], check=False)
     if made.returncode:
         raise typer.Exit(
-            complain(
+            print_error(
                 "an API key is needed because other machines can reach this host, but none could be "
                 "created; use --api-key"
             )

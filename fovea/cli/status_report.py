@@ -62,13 +62,13 @@ def summary(report: dict[str, Any]) -> str:
     sessions, models, running, waiting = ("?" if report[name] is None else f"{report[name]:.0f}" for name in counts)
     parked = f" ({report['parked_sessions']:.0f} parked)" if report["parked_sessions"] else ""
     return (
-        f"Fovea {report['version']} at {report['base_url']}, up for {words_of(report['uptime_s'])}: "
+        f"Fovea {report['version']} at {report['base_url']}, up for {format_duration(report['uptime_s'])}: "
         f"{' and '.join(report['base_models'])}\n"
         f"{sessions} sessions{parked}, {models} models in training, {running} requests run, {waiting} wait"
     )
 
 
-def words_of(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats a duration in a readable unit: `42 s`, `3 min`, `5.2 h`, `3.1 days`."""
     for size, word in ((86400.0, "days"), (3600.0, "h")):
         if seconds >= size:
@@ -122,7 +122,7 @@ def _resident_bytes(pid: int | None, children: dict[int, list[int]]) -> int:
     return own + sum(_resident_bytes(child, children) for child in children.get(pid, []))
 
 
-def health_words(item: dict[str, Any], is_healthy: bool) -> str:
+def describe_health(item: dict[str, Any], is_healthy: bool) -> str:
     """Describes the health of a service; if it does not serve, with the reason."""
     if is_healthy:
         return "serving"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fovea
-from fovea.cli.service import KILLS, Service, ServiceFailed, ServiceSpec, kind_of
+from fovea.cli.service import KILL_NAMES, Service, ServiceFailed, ServiceSpec, kind_of
 from fovea.cli.service_specs import UpOptions, base_url, service_specs
 from fovea.cli.state_folder import FolderTaken, ServiceLog, StateFolder, log_folder
 from fovea.client.channel import ServiceClient
@@ -112,7 +112,7 @@ class Supervisor:
     def _note_end(self, name: str, how: str, pause_s: float) -> None:
         # A service that cannot start exits with a code, so Fovea stops. One that was killed restarts a few times only,
         # because the machine may lack the memory for it.
-        is_tried_again = how in KILLS and self._services[name].restarts < _EARLY_RESTARTS
+        is_tried_again = how in KILL_NAMES and self._services[name].restarts < _EARLY_RESTARTS
         if self._ready_s is None and not is_tried_again:
             raise ServiceFailed(f"{name} ended with {how} before Fovea was ready; see its last lines above")
         self._print(

@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from rich.console import Console
 
 import fovea
-from fovea.cli import gpu_layout, start_checks
+from fovea.cli import gpu_layout, preflight
+from fovea.cli.preflight import StartRefused
 from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
-from fovea.cli.start_checks import StartRefused
-from fovea.cli.state_folder import DEFAULT_STATE_DIR, MISUSED, StateDir, complain, make_first_key, may_have_keys
+from fovea.cli.state_folder import DEFAULT_STATE_DIR, MISUSED, StateDir, make_first_key, may_have_keys, print_error
 from fovea.cli.supervisor import Supervisor
 from fovea.runtime import tls
 from fovea.runtime.hosts import free_ports, is_loopback
@@ -133,9 +133,9 @@ def up(
     try:
         _check_environment(log_level, tls_dir)
         options = UpOptions(
-            settings=tuple(map(start_checks.read_setting, setting or ())),
+            settings=tuple(map(preflight.read_setting, setting or ())),
             further_models=tuple(_further_models(also_sample or (), also_train or ())),
-            parameter_count=start_checks.check_model(model, "--model") if model else 0,
+            parameter_count=preflight.check_model(model, "--model") if model else 0,
             model=model or TINY,
             model_name=model_name or model or TINY,
             host=host,
@@ -149,14 +149,14 @@ def up(
             drain_s=drain_s,
             log_level=log_level,
         )
-        start_checks.check_state_dir(state_dir)
-        start_checks.check_alone(state_dir)
-        start_checks.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
+        preflight.check_state_dir(state_dir)
+        preflight.check_alone(state_dir)
+        preflight.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
         layout = _choose_gpus(options, gpus, trainer_gpus, sampler_gpus, samplers, ranks)
         options = _with_layout(options, layout, ranks)
         _check_services(options, trainer_gpus, sampler_gpus)
     except StartRefused as error:
-        raise typer.Exit(complain(f"fovea up: {error}", MISUSED)) from None
+        raise typer.Exit(print_error(f"fovea up: {error}", MISUSED)) from None
     console = Console()
     console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
     if not model:
@@ -166,9 +166,9 @@ def up(
 
 
 def _check_environment(log_level: str, tls_dir: pathlib.Path | None) -> None:
-    start_checks.check_installed()
-    start_checks.check_log_level(log_level)
-    start_checks.check_certificates(tls_dir)
+    preflight.check_installed()
+    preflight.check_log_level(log_level)
+    preflight.check_certificates(tls_dir)
 
 
 def _choose_gpus(
@@ -199,10 +199,10 @@ def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | 
 
 def _check_services(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None:
     """Checks names, settings and memory of all services. Raises StartRefused."""
-    start_checks.check_names(options.models)
+    preflight.check_names(options.models)
     os.environ.pop(KEYS_VARIABLE, None)  # only the gateway may see the keys
-    start_checks.check_specs(service_specs(options), options.settings)
-    start_checks.check_memory(options.models)
+    preflight.check_specs(service_specs(options), options.settings)
+    preflight.check_memory(options.models)
     gpu_layout.check_free(options, trainer_gpus, sampler_gpus)
 
 
@@ -236,7 +236,7 @@ def _further_model(text: str, is_trained: bool) -> ServedModel:
     flag = "--also-train" if is_trained else "--also-sample"
     name, equals, rest = text.partition("=")
     model, _, gpus = (rest if equals else text).partition("@")
-    parameter_count = start_checks.check_model(model, flag)
+    parameter_count = preflight.check_model(model, flag)
     devices = gpu_layout.read_devices(gpus, flag, list(gpu_layout.visible_gpus())) if gpus else ()
     served = ServedModel(
         name if equals else model, model, is_trained, devices, devices, parameter_count=parameter_count

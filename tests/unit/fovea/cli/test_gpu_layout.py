@@ -8,8 +8,8 @@ import pytest
 
 from fovea.cli import gpu_layout
 from fovea.cli.gpu_layout import GIB, Gpu, GpuLayout, check_free, choose, read_devices, split, visible_gpus
+from fovea.cli.preflight import StartRefused
 from fovea.cli.service_specs import NO_GPU, ServedModel, Setting, UpOptions
-from fovea.cli.start_checks import StartRefused
 
 
 def cards(count: int, free_gib: int = 78) -> list[Gpu]:

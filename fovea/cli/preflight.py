@@ -196,7 +196,7 @@ def check_memory(models: Sequence[ServedModel]) -> None:
     Counts the weights in float32 plus the minimum memory of the processes.
     """
     trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus)]
-    samplers = [each for each in models for part in each.parts if not any(part)]
+    samplers = [each for each in models for devices in each.sampler_devices if not any(devices)]
     weight_bytes = 4 * sum(each.parameter_count for each in (*trainers, *samplers))
     if not (trainers or samplers):
         return
