@@ -1,12 +1,12 @@
-# The one door. `make setup` needs Python 3.11 or newer and make, nothing else.
+# Entry point for all tasks. `make setup` needs only make and Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two processes, as tests/lanes.py divides: each runs a Fovea of its own, of some 4 GB.
+# Two processes, with tests divided by tests/lanes.py. Each runs its own Fovea, which needs about 4 GB.
 LANES := --numprocesses 2 --dist loadscope --no-loadscope-reorder
-# Bytecode is compiled at install; without it every process of the platform starts three times slower.
+# Bytecode is compiled at installation. Without it, every process of the platform starts three times slower.
 unexport PYTHONDONTWRITEBYTECODE
-# Idle OpenMP threads must sleep: spinning on busy cores made a build take seven times the processor time.
+# Idle OpenMP threads must sleep: spinning on busy cores made a build use seven times the CPU time.
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -17,7 +17,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-setup: $(VENV)/ready ## Install everything into .venv, pinned and hash-checked
+setup: $(VENV)/ready ## Install all dependencies into .venv, pinned and hash-checked
 
 $(VENV)/ready: requirements/cpu.txt requirements/uv.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Fovea needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make setup PYTHON=python3.11")'
@@ -27,95 +27,95 @@ $(VENV)/ready: requirements/cpu.txt requirements/uv.txt pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
 	touch $@
 
-demo: setup ## A tiny VLM learns real digits; writes demo/report.html and demo/result.json
+demo: setup ## Train a tiny VLM on real digits; writes demo/report.html and demo/result.json
 	$(BIN)/python -m fovea_demo
 
-rl: setup ## Reinforcement learning: all examples, each with its bar, three hours on two cores; writes examples/results.json, curves and pages
+rl: setup ## Run all reinforcement learning examples against their targets (3 h on 2 cores); writes examples/results.json
 	$(BIN)/python -m examples
 
-up: setup ## Start Fovea on this machine with the tiny model (fovea up --help for more)
+up: setup ## Start Fovea on this machine with the tiny model (options: fovea up --help)
 	$(BIN)/fovea up
 
-test: setup ## Everything: unit, contract and end to end, on real parts
+test: setup ## Run unit, contract and end-to-end tests against real services
 	$(BIN)/python -m pytest $(LANES) -m "not long"
 
-long: setup ## What takes minutes and shows at length what a shorter test shows too: every day, and before a release
+long: setup ## Run the long variants of shorter tests; daily and before a release
 	$(BIN)/python -m pytest $(LANES) -m long
 
-fuzz: setup ## 100,000 mutated requests, images, losses and files at real processes (FOVEA_FUZZ_INPUTS for more)
+fuzz: setup ## Send 100,000 mutated requests, images, losses and files to real processes (FOVEA_FUZZ_INPUTS=N)
 	FOVEA_FUZZ_INPUTS=$${FOVEA_FUZZ_INPUTS:-100000} $(BIN)/python -m pytest -s tests/fuzz
 
-lint: setup ## Format, lint, types, imports, protos
+lint: setup ## Check format, lint, types, imports and protos
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 
-check: lint ## The fast inner loop: lint and the unit tests
+check: lint ## Run lint and unit tests, for fast feedback
 	$(BIN)/python -m pytest -q $(LANES) tests/unit -m "not slow"
 
-cookbook: setup ## The real tinker-cookbook's recipes against Fovea, in client environments of their own
+cookbook: setup ## Run the real tinker-cookbook's recipes against Fovea, in separate client environments
 	$(BIN)/python -m cookbook
 
-environments: setup ## The adapters for `verifiers` and OpenEnv on the real packages, which lie beside .venv
+environments: setup ## Test the adapters for `verifiers` and OpenEnv with the real packages, installed next to .venv
 	$(BIN)/uv pip install --quiet --require-hashes --target .environments/site-packages -r requirements/environments.txt
 	PYTHONPATH=.environments/site-packages $(BIN)/python -m pytest -W default $(addprefix tests/unit/fovea_rollout/test_,verifiers_environment.py openenv_environment.py)
 
-conformance: setup ## All checks of the Tinker API against a fresh Fovea; writes docs/reference/conformance.json and the matrix
+conformance: setup ## Run all checks of the Tinker API against a fresh Fovea; writes docs/reference/conformance.json and the matrix
 	$(BIN)/python -m fovea_conformance.fresh --cookbook --json docs/reference/conformance.json --html .fovea/conformance.html
 	$(BIN)/python -m fovea_conformance.matrix
 
-# SEED=7 for other faults, REPLAY=.../faults.jsonl for those of a run before, FAULTS=20 for fewer.
-chaos: setup ## 200 faults in an hour while clients train and sample, and every promise checked (SEED=7, REPLAY=log)
+# SEED=7 draws other faults, REPLAY=.../faults.jsonl repeats those of an earlier run, FAULTS=20 makes fewer.
+chaos: setup ## Inject 200 faults in an hour while clients train and sample, and check every promise (SEED=7, REPLAY=log)
 	$(BIN)/python -m chaos --seed $(or $(SEED),1) --faults $(or $(FAULTS),200) $(if $(REPLAY),--replay $(REPLAY))
 
-simulate: setup ## 10,000 seeds of a gateway on a made-up clock, network and disk, killed and restarted (SEEDS=200, SEED=7 for one)
+simulate: setup ## Simulate 10,000 seeds of a gateway with virtual clock, network and disk, kills included (SEEDS=200, or SEED=7 for one)
 	$(BIN)/python -m chaos.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
-soak: setup ## Hours of ordinary work of eight clients: memory and latencies (HOURS=2)
+soak: setup ## Run eight clients for hours and measure memory and latencies (HOURS=2)
 	$(BIN)/python -m chaos.soak --hours $(or $(HOURS),2)
 
-models: setup ## Which model families work, each on a tiny checkpoint; writes docs/reference/models.md, twenty minutes
+models: setup ## Check all model families on tiny checkpoints (20 min); writes docs/reference/models.md
 	$(BIN)/python -m fovea_parity.page
 
-clients: setup ## gRPC clients in other languages: built by their own tool chains, compared with what Python samples
+clients: setup ## Build gRPC clients in other languages and compare their samples with Python's
 	$(BIN)/python -m examples.clients
 
-k8s: setup ## The Helm chart on a real API server, built with Go at first (forty minutes): nodes simulated, and one real
+k8s: setup ## Test the Helm chart on a real API server with simulated nodes and a real one (first build with Go: 40 min)
 	$(BIN)/python -m deploy.cluster build
 	$(BIN)/python -m pytest tests/k8s -v
 
-images: setup ## The four images, built by podman as root, and deploy/compose.yaml run from them
+images: setup ## Build the four images with podman as root, and run deploy/compose.yaml from them
 	$(BIN)/python -m deploy.images build
 	$(BIN)/python -m pytest tests/images -v
 
-chart: setup ## After a change of settings, metrics or chart: write its schema, golden files and reference pages anew
+chart: setup ## Regenerate schema, golden files and reference pages after a change of settings, metrics, commands or chart
 	$(BIN)/python -m deploy.helm.schema
 	$(BIN)/python -m deploy.settings_page
 	$(BIN)/python -m deploy.metrics_page
 	$(BIN)/python -m deploy.cli_page
 	$(BIN)/python -m tests.unit.deploy.chart
 
-format: setup ## Format the code and fix what the linter can
+format: setup ## Format the code and apply the linter's fixes
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-e2e: setup ## End-to-end tests alone
+e2e: setup ## Run only the end-to-end tests
 	$(BIN)/python -m pytest $(LANES) tests/e2e
 
-gpu: ## On a machine with GPUs: training, pushes and agreement in bfloat16, one Fovea per layout (FOVEA_GPU_SHAPE=4b for more)
+gpu: ## On a machine with GPUs: test training, pushes and agreement in bfloat16, one Fovea per layout (FOVEA_GPU_SHAPE=4b)
 	$(or $(wildcard $(BIN)/python),python3) -m pytest tests/gpu -v
 
-bench: setup ## The benchmarks that need no GPU, one after another; JSON lines into benchmarks/results/
+bench: setup ## Run the benchmarks that need no GPU; writes JSON lines to benchmarks/results/
 	sh benchmarks/cpu.sh
 
-protos: setup ## Regenerate the stubs, and check that v1 did not break against main
+protos: setup ## Regenerate the gRPC stubs, and check v1 for breaking changes against main
 	$(BIN)/buf lint
 	$(BIN)/python protos/generate.py
 	$(BIN)/buf breaking --against '.git#branch=main'
 
-lock: setup ## Pin anew after a change of pyproject.toml
+lock: setup ## Update the pinned packages after a change of pyproject.toml
 	for extra in cpu gpu; do $(BIN)/uv pip compile pyproject.toml --extra $$extra --group dev --python-version 3.11 \
 		--python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --quiet \
 		--output-file requirements/$$extra.txt || exit 1; done
@@ -123,14 +123,14 @@ lock: setup ## Pin anew after a change of pyproject.toml
 		x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet \
 		--output-file requirements/$$tool.txt || exit 1; done
 
-audit: setup ## Look up the pinned packages among the published vulnerabilities; 3 where the advisories cannot be reached
+audit: setup ## Check the pinned packages for published vulnerabilities; exit code 3 if the advisories cannot be reached
 	$(BIN)/python -m deploy.audit check
 
-sbom: setup ## The pinned packages as CycloneDX files, into dist/
+sbom: setup ## Write the pinned packages as CycloneDX files to dist/
 	$(BIN)/python -m deploy.audit sbom dist
 
-wheel: setup ## The package, into dist/: a client by itself, with the extras cpu or gpu the services too
+wheel: setup ## Build the package into dist/: the client, and with the extra cpu or gpu also the services
 	$(BIN)/uv build --quiet --wheel --out-dir dist
 
-clean: ## Remove what was made here, the environment included
+clean: ## Remove generated files, including the environment
 	rm -rf $(VENV) dist .cookbook .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json

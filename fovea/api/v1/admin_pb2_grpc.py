@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Administration of tenants, for callers whose key (metadata `x-api-key`) has the scope admin: PERMISSION_DENIED for
-    all others, but for their own usage. What is changed holds for the next request.
+    """Administration of tenants. The caller's key (metadata `x-api-key`) needs the scope admin, otherwise calls fail with
+    PERMISSION_DENIED; every caller may read its own usage. Changes apply to the next request.
     """
 
     def __init__(self, channel):
@@ -79,33 +79,33 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Administration of tenants, for callers whose key (metadata `x-api-key`) has the scope admin: PERMISSION_DENIED for
-    all others, but for their own usage. What is changed holds for the next request.
+    """Administration of tenants. The caller's key (metadata `x-api-key`) needs the scope admin, otherwise calls fail with
+    PERMISSION_DENIED; every caller may read its own usage. Changes apply to the next request.
     """
 
     def CreateKey(self, request, context):
-        """Makes a key. Its text is told this once: only its hash is kept.
+        """Creates a key. The response is the only place with its text, because only a hash is stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListKeys(self, request, context):
-        """All keys, valid or not, oldest first.
+        """Lists all keys, valid or not, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RevokeKey(self, request, context):
-        """Ends a key for good.
+        """Revokes a key permanently.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExpireKey(self, request, context):
-        """Has a key end at a time, or no longer.
+        """Sets or removes the expiry of a key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,22 +119,22 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListOwners(self, request, context):
-        """The records of all owners that have one.
+        """Lists the records of all owners that have one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """What owners have used: the caller's own with any key.
+        """Returns the usage of owners. Every key may read its own owner's usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListParkedSessions(self, request, context):
-        """Sessions whose models wait on the trainer's storage for their client, those that have waited longest first: the
-        caller's own with any key. GatewayService.FinishSession ends one, with the scope admin anybody's.
+        """Lists parked sessions, whose models wait in the trainer's storage for their client, those parked longest first.
+        Every key may list its own owner's sessions. GatewayService.FinishSession ends one; with scope admin, any owner's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,8 +192,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Administration of tenants, for callers whose key (metadata `x-api-key`) has the scope admin: PERMISSION_DENIED for
-    all others, but for their own usage. What is changed holds for the next request.
+    """Administration of tenants. The caller's key (metadata `x-api-key`) needs the scope admin, otherwise calls fail with
+    PERMISSION_DENIED; every caller may read its own usage. Changes apply to the next request.
     """
 
     @staticmethod

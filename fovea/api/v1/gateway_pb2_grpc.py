@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class GatewayServiceStub(object):
-    """The public face: the use cases of the Tinker REST API over gRPC. Every call carries the metadata `x-api-key`.
-    Long work is submitted and answers at once with a future; `WaitFuture` streams its result. Training commands of a
-    model run strictly by `seq_id`, whatever order they arrive in; repeating a `seq_id` answers the first future.
+    """The public API: the use cases of the Tinker REST API over gRPC. Every call carries the metadata `x-api-key`. Long
+    work is submitted and returns a future at once; `WaitFuture` streams its result. Training commands of a model run
+    strictly in order of `seq_id`, whatever their order of arrival. A repeated `seq_id` returns the first future.
     """
 
     def __init__(self, channel):
@@ -125,13 +125,13 @@ class GatewayServiceStub(object):
 
 
 class GatewayServiceServicer(object):
-    """The public face: the use cases of the Tinker REST API over gRPC. Every call carries the metadata `x-api-key`.
-    Long work is submitted and answers at once with a future; `WaitFuture` streams its result. Training commands of a
-    model run strictly by `seq_id`, whatever order they arrive in; repeating a `seq_id` answers the first future.
+    """The public API: the use cases of the Tinker REST API over gRPC. Every call carries the metadata `x-api-key`. Long
+    work is submitted and returns a future at once; `WaitFuture` streams its result. Training commands of a model run
+    strictly in order of `seq_id`, whatever their order of arrival. A repeated `seq_id` returns the first future.
     """
 
     def GetCapabilities(self, request, context):
-        """The models that are served and their limits.
+        """Returns the served models and their limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,14 +145,14 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Keeps a session alive; FAILED_PRECONDITION with reason SESSION_ENDED once it is over.
+        """Keeps a session alive; fails with FAILED_PRECONDITION, reason SESSION_ENDED, if it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishSession(self, request, context):
-        """Ends a session and discards what is queued.
+        """Ends a session and discards its queued work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,7 +187,7 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateCustomLoss(self, request, context):
-        """Keeps a traced loss for the session's models, to be named by `loss_function` `custom`.
+        """Stores a traced loss for the session's models, to be used with `loss_function` `custom`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,14 +215,14 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubmitSaveForSampler(self, request, context):
-        """Submits a snapshot for sampling; named ones are kept in storage.
+        """Submits a snapshot for sampling; named ones are stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitSaveExternal(self, request, context):
-        """Submits an export: a PEFT adapter, or a Hugging Face checkpoint for full parameters, to be downloaded over REST.
+        """Submits an export: a PEFT adapter, or a Hugging Face checkpoint for full parameters, for download over REST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,14 +236,14 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SampleTokens(self, request, context):
-        """Samples, streaming tokens as they are made. Cancelling the call frees the engine.
+        """Samples and streams tokens as they are generated. Cancelling the call stops the engine's work for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitFuture(self, request, context):
-        """Waits for a future and streams its result. One `pending` record means: not yet, ask again.
+        """Waits for a future and streams its result. A single `pending` record means: not finished yet, call again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -346,9 +346,9 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayService(object):
-    """The public face: the use cases of the Tinker REST API over gRPC. Every call carries the metadata `x-api-key`.
-    Long work is submitted and answers at once with a future; `WaitFuture` streams its result. Training commands of a
-    model run strictly by `seq_id`, whatever order they arrive in; repeating a `seq_id` answers the first future.
+    """The public API: the use cases of the Tinker REST API over gRPC. Every call carries the metadata `x-api-key`. Long
+    work is submitted and returns a future at once; `WaitFuture` streams its result. Training commands of a model run
+    strictly in order of `seq_id`, whatever their order of arrival. A repeated `seq_id` returns the first future.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RendererServiceStub(object):
-    """Turns images into token ids and vision tensors, once per image, and hands the tensors out by digest.
+    """Turns images into token ids and vision tensors, once per image, and serves the tensors by digest.
     """
 
     def __init__(self, channel):
@@ -58,32 +58,32 @@ class RendererServiceStub(object):
 
 
 class RendererServiceServicer(object):
-    """Turns images into token ids and vision tensors, once per image, and hands the tensors out by digest.
+    """Turns images into token ids and vision tensors, once per image, and serves the tensors by digest.
     """
 
     def GetRendererInfo(self, request, context):
-        """What this renderer serves.
+        """Returns the model and limits of this renderer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Render(self, request, context):
-        """Splices one model input. Images above the message limit are sent by `PutImage` first and referred to by SHA-256.
+        """Renders one model input. Images above the message limit must be uploaded with `PutImage` and referenced by SHA-256.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutImage(self, request_iterator, context):
-        """Uploads one encoded image in pieces, for use as `ImageReference.sha256`.
+        """Uploads one encoded image in chunks, for use as `ImageReference.sha256`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchFeatures(self, request, context):
-        """Streams the tensors of rendered images. A digest that was evicted answers NOT_FOUND: render again.
+        """Streams the tensors of rendered images. Fails with NOT_FOUND for an evicted digest: render the image again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_RendererServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RendererService(object):
-    """Turns images into token ids and vision tensors, once per image, and hands the tensors out by digest.
+    """Turns images into token ids and vision tensors, once per image, and serves the tensors by digest.
     """
 
     @staticmethod

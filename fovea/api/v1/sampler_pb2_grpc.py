@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SamplerServiceStub(object):
-    """Samples tokens from one model, from the base weights or from any pushed snapshot. Takes rendered inputs only.
+    """Samples tokens from one model, with the base weights or any pushed snapshot. Accepts only rendered inputs.
     """
 
     def __init__(self, channel):
@@ -78,64 +78,65 @@ class SamplerServiceStub(object):
 
 
 class SamplerServiceServicer(object):
-    """Samples tokens from one model, from the base weights or from any pushed snapshot. Takes rendered inputs only.
+    """Samples tokens from one model, with the base weights or any pushed snapshot. Accepts only rendered inputs.
     """
 
     def GetSamplerInfo(self, request, context):
-        """What this sampler serves and which snapshots it holds.
+        """Returns the model, the limits and the loaded snapshots of this sampler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sample(self, request, context):
-        """Samples. Events stream as the engine makes tokens; cancelling the call frees the engine.
+        """Samples and streams events as the engine generates tokens. Cancelling the call stops the engine's work for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinTransferGroup(self, request, context):
-        """Joins a group over which a trainer broadcasts weights. Returns once all members have met.
+        """Joins a group over which a trainer broadcasts weights. Returns after all members have joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaveTransferGroup(self, request, context):
-        """Leaves a transfer group. Unknown groups are no error.
+        """Leaves a transfer group. An unknown group is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveSnapshot(self, request, context):
-        """Receives one snapshot over the group, in two phases: `ready` once the manifest is checked and the engine will take
-        part in the broadcast, `loaded` once the snapshot can be sampled from. The sender broadcasts after all are ready; a
-        receiver that fails leaves the group. Full parameters wait until the samples in flight have ended.
+        """Receives one snapshot over the group in two phases: `ready` after the manifest is checked and the engine will take
+        part in the broadcast, `loaded` when the snapshot can be sampled. The sender broadcasts after all receivers are
+        ready. A receiver that fails leaves the group. Full parameters wait until the samples in flight have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckSnapshot(self, request, context):
-        """Says whether a snapshot of this layout could be received: what the engine has no place for is INVALID_ARGUMENT.
+        """Checks whether a snapshot of this layout can be received. Fails with INVALID_ARGUMENT for tensors that the engine
+        does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropSnapshot(self, request, context):
-        """Forgets a snapshot once the requests that use it have ended. Unknown snapshots are no error.
+        """Removes a snapshot after the requests that use it have ended. An unknown snapshot is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AnswerOpenAI(self, request_iterator, context):
-        """Puts one request of OpenAI's API into prompts, and what was sampled for them into OpenAI's words: chat template,
-        tools and text are the model's. The caller sends `request`; is told `plan`; samples it, at any sampler, and sends
-        what comes as `sampled`; and is told the answer meanwhile. Closing the call ends all of it.
+        """Converts one request of OpenAI's API to prompts, and their samples to OpenAI's response format, with the model's
+        chat template, tools and tokenizer. The caller sends `request` and receives `plan`. It samples the plan at any
+        sampler and sends the results as `sampled`, while it receives the answer. Closing the call cancels everything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,7 +194,7 @@ def add_SamplerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SamplerService(object):
-    """Samples tokens from one model, from the base weights or from any pushed snapshot. Takes rendered inputs only.
+    """Samples tokens from one model, with the base weights or any pushed snapshot. Accepts only rendered inputs.
     """
 
     @staticmethod

@@ -27,15 +27,16 @@ if _version_not_supported:
 
 class TrainerServiceStub(object):
     """Trains models on one base: LoRA adapters side by side, or one full-parameter model. Commands run one at a time, in
-    the order in which they arrive; the gateway orders the commands of a model.
+    order of arrival. The gateway orders the commands of a model.
 
-    Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
-    its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
-    refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
+    Commands that change a model may carry a `seq_id`, which increases from command to command. Such a command runs once,
+    and to its end even if its caller disconnects. A repeat of the last command waits for it and receives the same
+    answer; an older one is rejected. A caller with a broken call, or after a restart, thus repeats the command to learn
+    its result.
 
-    A trainer that keeps recovery writes what each change of weights left to storage, in the background: a durable point.
-    One that is started again on the same storage restores a model from its newest point; what came after that the caller
-    asks for again, in order, and is given the same answers.
+    A trainer with recovery writes the result of each change of weights to storage in the background: a durable point. A
+    trainer that restarts on the same storage restores a model from its newest point. The caller repeats later commands
+    in order and receives the same answers.
     """
 
     def __init__(self, channel):
@@ -118,50 +119,51 @@ class TrainerServiceStub(object):
 
 class TrainerServiceServicer(object):
     """Trains models on one base: LoRA adapters side by side, or one full-parameter model. Commands run one at a time, in
-    the order in which they arrive; the gateway orders the commands of a model.
+    order of arrival. The gateway orders the commands of a model.
 
-    Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
-    its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
-    refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
+    Commands that change a model may carry a `seq_id`, which increases from command to command. Such a command runs once,
+    and to its end even if its caller disconnects. A repeat of the last command waits for it and receives the same
+    answer; an older one is rejected. A caller with a broken call, or after a restart, thus repeats the command to learn
+    its result.
 
-    A trainer that keeps recovery writes what each change of weights left to storage, in the background: a durable point.
-    One that is started again on the same storage restores a model from its newest point; what came after that the caller
-    asks for again, in order, and is given the same answers.
+    A trainer with recovery writes the result of each change of weights to storage in the background: a durable point. A
+    trainer that restarts on the same storage restores a model from its newest point. The caller repeats later commands
+    in order and receives the same answers.
     """
 
     def GetTrainerInfo(self, request, context):
-        """What this trainer serves.
+        """Returns the model, the limits and the models in memory of this trainer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateModel(self, request, context):
-        """Makes a model: a fresh adapter, or full parameters. Repeating it with the same settings is harmless.
+        """Creates a model: a new adapter, or full parameters. A repeat with the same settings is harmless.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestoreModel(self, request, context):
-        """Makes a model as it was at its newest durable point. NOT_FOUND if there is none: the caller makes the model anew and
-        repeats all its commands. A model that exists is left alone, and what is asked for already is waited for.
+        """Restores a model from its newest durable point. Fails with NOT_FOUND if there is none: the caller then creates the
+        model again and repeats all its commands. A model in memory stays as it is, after its running commands have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ParkModel(self, request, context):
-        """Makes the newest weights and snapshots of a model durable, then frees it; RestoreModel brings it back. Gradients are
-        not kept. FAILED_PRECONDITION of a trainer that keeps no recovery, UNAVAILABLE if storage fails: the model is then
-        still there. A model that is not here is no error.
+        """Makes the newest weights and snapshots of a model durable, then frees its memory; RestoreModel restores it.
+        Gradients are lost. Fails with FAILED_PRECONDITION without recovery, and with UNAVAILABLE if storage fails; the
+        model then stays in memory. An unknown model is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteModel(self, request, context):
-        """Frees a model, and removes what was kept for its recovery. Unknown models are no error.
+        """Frees a model and deletes its recovery data. An unknown model is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,26 +171,26 @@ class TrainerServiceServicer(object):
 
     def ForwardBackward(self, request_iterator, context):
         """Computes a loss; with `backward`, adds its gradients to the model's. Request: one header, then the datums.
-        Response: one output a datum in input order, then the metrics. A loss or gradient that is not finite, a traced loss
-        that fails, and memory that runs out (RESOURCE_EXHAUSTED), is an error after which an adapter's gradients are those
-        of before the call; with all parameters trained, those accumulated since the last step are dropped. Of tensors that
-        a renderer no longer holds, FEATURE_EVICTED names in `datums` which to render again, by index, split by commas:
-        what came of the others is kept for the model's next call.
+        Response: one output per datum in input order, then the metrics. If a loss or gradient is not finite, a traced loss
+        fails, or memory runs out (RESOURCE_EXHAUSTED), the call fails, and an adapter's gradients are those before the
+        call; with all parameters trained, the gradients accumulated since the last step are discarded. If a renderer no
+        longer holds tensors, the error FEATURE_EVICTED lists in `datums` the comma-separated indices of the datums to
+        render again; tensors of the others stay cached for the model's next call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchAhead(self, request, context):
-        """Has tensors of images fetched that a ForwardBackward to come will need, while others compute: a hint, which returns
-        at once, whose tensors may never be asked for, and which the trainer may ignore.
+        """Prefetches tensors of images for a future ForwardBackward while other commands run. This is a hint: it returns at
+        once, the trainer may ignore it, and the tensors may never be used.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearGradients(self, request, context):
-        """Drops the gradients accumulated since the last step.
+        """Discards the gradients accumulated since the last step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,35 +204,35 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveState(self, request, context):
-        """Writes weights and optimizer to storage, resumable.
+        """Writes weights and optimizer state to storage, so that training can continue from them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadState(self, request, context):
-        """Reads what `SaveState` wrote into a model.
+        """Loads into a model what `SaveState` wrote.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeSnapshot(self, request, context):
-        """Freezes the weights of a model under a name, in memory, and in storage if asked.
+        """Takes a snapshot of a model's weights, in memory and on request in storage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PushSnapshot(self, request, context):
-        """Broadcasts a snapshot to samplers and returns once it can be sampled from.
+        """Broadcasts a snapshot to samplers and returns when it is ready for sampling.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetSnapshot(self, request, context):
-        """Forgets a snapshot held in memory or kept for recovery. Unknown snapshots are no error.
+        """Removes a snapshot from memory and from recovery data. An unknown snapshot is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,15 +321,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
     """Trains models on one base: LoRA adapters side by side, or one full-parameter model. Commands run one at a time, in
-    the order in which they arrive; the gateway orders the commands of a model.
+    order of arrival. The gateway orders the commands of a model.
 
-    Commands that change a model may carry a `seq_id`, which rises from one to the next. Such a command runs once, and to
-    its end even if its caller leaves: a repeat of the last one waits for it and is given the same answer, an older one is
-    refused. A caller whose call broke off, or who was started again, thus asks once more and knows.
+    Commands that change a model may carry a `seq_id`, which increases from command to command. Such a command runs once,
+    and to its end even if its caller disconnects. A repeat of the last command waits for it and receives the same
+    answer; an older one is rejected. A caller with a broken call, or after a restart, thus repeats the command to learn
+    its result.
 
-    A trainer that keeps recovery writes what each change of weights left to storage, in the background: a durable point.
-    One that is started again on the same storage restores a model from its newest point; what came after that the caller
-    asks for again, in order, and is given the same answers.
+    A trainer with recovery writes the result of each change of weights to storage in the background: a durable point. A
+    trainer that restarts on the same storage restores a model from its newest point. The caller repeats later commands
+    in order and receives the same answers.
     """
 
     @staticmethod

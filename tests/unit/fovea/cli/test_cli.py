@@ -22,8 +22,8 @@ from fovea.cli.state_folder import (
     make_first_key,
     may_have_keys,
     name_database,
-    others_run,
     running_folders,
+    running_hint,
 )
 from tests.copies import run_copies
 
@@ -132,7 +132,7 @@ def test_commands_in_another_folder_find_the_running_fovea(
         assert there in running_folders()
         assert folder_in_use(DEFAULT_STATE_DIR, lambda: [there]) == there
         assert str(there) in capsys.readouterr().err.replace("\n", "")
-        assert str(there) in others_run(DEFAULT_STATE_DIR)
+        assert str(there) in running_hint(DEFAULT_STATE_DIR)
         name_database(lambda: [there])
         assert os.environ.pop("FOVEA_GATEWAY_STATE_DIR") == str(there)
         with pytest.raises(typer.Exit):
