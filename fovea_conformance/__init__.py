@@ -1,1 +1,1 @@
-"""The acceptance checks of the Tinker API, C1 to C123, as a program for any server."""
+"""A program that checks any server against the Tinker API, with the acceptance checks C1 to C123."""

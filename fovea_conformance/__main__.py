@@ -1,4 +1,4 @@
-"""`python -m fovea_conformance --base-url URL --api-key KEY --model NAME [--vlm]`; `fovea conformance` is the same."""
+"""Runs the checks: `python -m fovea_conformance --base-url URL --api-key KEY --model NAME`, or `fovea conformance`."""
 
 import importlib
 import logging
@@ -24,21 +24,21 @@ _RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-I])")
 
 
 def load() -> list[Check]:
-    """All checks in order."""
+    """Imports and returns all checks, in order."""
     for module in pkgutil.iter_modules(check_modules.__path__):
         importlib.import_module(f"{check_modules.__name__}.{module.name}")
     return sorted(REGISTER.values(), key=lambda one: one.number)
 
 
 def select(all_checks: list[Check], words: list[str]) -> list[Check]:
-    """The checks that words such as C14, C20-C25 or D name; all for no words. Raises BadParameter."""
+    """Returns the checks for words such as C14, C20-C25 or D; all checks without words. Raises BadParameter."""
     if not words:
         return all_checks
     chosen: set[int] = set()
     for word in (part for given in words for part in given.replace(",", " ").split()):
         match = _RANGE.fullmatch(word.upper())
         if match is None:
-            raise typer.BadParameter(f"{word!r} is no check; write C14, C20-C25 or a section A to I")
+            raise typer.BadParameter(f"{word!r} is not a check; write C14, C20-C25 or a section A to I")
         first, last, section = match.groups()
         if section:
             chosen |= {one.number for one in all_checks if one.section == section}
@@ -48,22 +48,30 @@ def select(all_checks: list[Check], words: list[str]) -> list[Check]:
 
 
 def main(
-    base_url: Annotated[str, typer.Option(help="The server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="A key that it accepts (tml-...).")] = "tml-local",
-    model: Annotated[str, typer.Option(help="A model that it serves; by default the first.")] = "",
-    vlm: Annotated[bool, typer.Option("--vlm", help="The model takes images.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="C14, C20-C25 or a section A to I; may be repeated.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="The same, to leave out.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here as JSON.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write them here as a page.")] = None,
-    restart_command: Annotated[str, typer.Option(help="Kills the server (SIGKILL) and brings it back.")] = "",
-    session_ttl_s: Annotated[float, typer.Option(help="After this silence the server ends a session.")] = 0.0,
-    long_job_s: Annotated[float, typer.Option(help="Seconds of a job that counts as long.")] = 300.0,
-    checkpoint: Annotated[str, typer.Option(help="Directory of the model's files, if its name is none.")] = "",
-    cookbook: Annotated[bool, typer.Option("--cookbook", help="Run the cookbook's recipes too.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the SDK logs.")] = False,
+    base_url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option(help="API key of the server (tml-...).")] = "tml-local",
+    model: Annotated[str, typer.Option(help="Name of a model of the server; default: the first.")] = "",
+    vlm: Annotated[
+        bool, typer.Option("--vlm", help="Run the checks with images; the model must accept images.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run only these checks: C14, C20-C25 or a section A to I. May be repeated.")
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave these checks out, in the same format.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the verdicts as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="File for the verdicts as an HTML page.")] = None,
+    restart_command: Annotated[
+        str, typer.Option(help="Command that kills the server (SIGKILL) and restarts it; for the checks of restarts.")
+    ] = "",
+    session_ttl_s: Annotated[
+        float, typer.Option(help="Seconds without a heartbeat after which the server ends a session; default: unknown.")
+    ] = 0.0,
+    long_job_s: Annotated[float, typer.Option(help="Duration of the long job, in seconds.")] = 300.0,
+    checkpoint: Annotated[str, typer.Option(help="Directory of the model's files; default: the model's name.")] = "",
+    cookbook: Annotated[bool, typer.Option("--cookbook", help="Also run the recipes of the cookbook.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log of the SDK.")] = False,
 ) -> None:
-    """Check a Tinker server against the contract: 123 checks through the real SDK and raw HTTP."""
+    """Check a Tinker server against the contract, with 123 checks over the real SDK and raw HTTP."""
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     if not verbose:
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -79,7 +87,7 @@ def main(
         write_json(verdicts, json_file)
     if html_file:
         write_html(verdicts, options, html_file)
-    # The SDK's threads would hold the exit up, or crash it.
+    # Exit at once: the SDK's threads would delay the exit, or crash it.
     failed = any(verdict.status is Status.FAILED for verdict in verdicts)
     console.file.flush()
     os._exit(1 if failed else 0)
@@ -108,7 +116,7 @@ def _first_model(base_url: str, api_key: str, console: Console) -> str:
         answer = httpx.get(url, headers={"X-API-Key": api_key}, timeout=30).raise_for_status()
         return str(answer.json()["supported_models"][0]["model_name"])
     except (httpx.HTTPError, LookupError, ValueError) as error:
-        console.print(f"{url} does not name a model ({error}); say one with --model")
+        console.print(f"{url} lists no model ({error}); give one with --model")
         raise typer.Exit(2) from None
 
 

@@ -1,4 +1,4 @@
-"""The trained matrices themselves, by way of save_weights_external: a PEFT adapter as a user downloads it."""
+"""Downloads an adapter's trained matrices with save_weights_external, as users do."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ Matrices = dict[str, NDArray[np.float64]]
 
 
 def download(rest: tinker.RestClient, path: str) -> dict[str, bytes]:
-    """The files of an external-weights checkpoint by relative path, got without a key as the SDK gets them."""
+    """Downloads the files of an external-weights checkpoint without a key, as the SDK does; returns them by path."""
     answer = rest.get_external_weights_urls(path).result(60)
     expect(bool(answer.urls), f"{path} has no files")
     expect(answer.expires.tzinfo is not None, f"expires {answer.expires} has no time zone")
@@ -30,7 +30,7 @@ def download(rest: tinker.RestClient, path: str) -> dict[str, bytes]:
 
 
 def export_matrices(rest: tinker.RestClient, training: tinker.TrainingClient) -> Matrices:
-    """The adapter's matrices by name, exported, downloaded and deleted. Raises NotApplicable unless float32."""
+    """Exports an adapter, and returns its matrices. Raises NotApplicable unless they are float32."""
     with may_refuse():
         path = training.save_weights_external(unique_name("probe"), ttl_seconds=3600).result(120).path
     files = download(rest, path)
@@ -39,21 +39,21 @@ def export_matrices(rest: tinker.RestClient, training: tinker.TrainingClient) ->
     tensors = load(files[ADAPTER])
     coarse = {str(one.dtype) for one in tensors.values()} - {"torch.float32"}
     if coarse:
-        raise NotApplicable(f"adapters are exported as {', '.join(coarse)}: too coarse to see a step")
+        raise NotApplicable(f"adapters are exported as {', '.join(coarse)}, which is too coarse to see a step")
     return {name: one.double().numpy() for name, one in sorted(tensors.items())}
 
 
 def flat(matrices: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """All numbers in one row, by name."""
+    """Returns the numbers of all matrices in one row."""
     return np.concatenate([matrices[name].ravel() for name in sorted(matrices)])
 
 
 READ_OUT = types.AdamParams(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0)
-"""A step that moves each weight by -g / (|g| + 1): Adam without memory, so it can be inverted."""
+"""Parameters of a step that moves each weight by -g / (|g| + 1). It is Adam without memory, and can be inverted."""
 
 
 def gradient_behind(before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The gradient that a READ_OUT step was made on."""
+    """Returns the gradient of a READ_OUT step."""
     moved = before - after
     expect(bool((np.abs(moved) < 1).all()), "a step with eps 1 and learning rate 1 moved a weight by 1 or more")
     gradient: NDArray[np.float64] = moved / (1 - np.abs(moved))

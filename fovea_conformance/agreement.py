@@ -1,4 +1,4 @@
-"""Scores of sampler and trainer, and how far they may be apart: shared by the checks of sampling and of images."""
+"""Compares the scores of sampler and trainer, for the checks of sampling and of images."""
 
 import math
 from collections.abc import Sequence
@@ -9,42 +9,42 @@ from tinker import types
 from fovea_conformance.check import expect
 
 PATIENCE_S = 60.0
-# Servers may compute in bfloat16, where engines differ by hundredths of a nat. Wrong weights, positions or temperatures
-# differ by tenths or more on average.
+# Servers may compute in bfloat16, in which engines differ by hundredths of a nat. Wrong weights, positions or
+# temperatures differ by tenths or more on average.
 MEAN_TOLERANCE = 0.02
 MAX_TOLERANCE = 0.25
-# What training must have changed before "the tuned weights" can be told from others.
+# The change by training from which on the tuned weights can be distinguished from others.
 MOVED = 5 * MEAN_TOLERANCE
 
 
 def draw(
     sampler: tinker.SamplingClient, prompt: types.ModelInput, count: int = 1, **params: object
 ) -> types.SampleResponse:
-    """Samples 12 tokens through any stop, unless `params` (of SamplingParams) say otherwise."""
+    """Samples 12 tokens without stops, unless `params` (of SamplingParams) change that."""
     given = types.SamplingParams.model_validate({"max_tokens": 12, "stop": []} | params)
     return sampler.sample(prompt, count, given).result(PATIENCE_S)
 
 
 def greedy(sampler: tinker.SamplingClient, prompt: types.ModelInput, max_tokens: int = 12) -> list[int]:
-    """The most likely tokens, through any stop."""
+    """Returns the most likely tokens, without stops."""
     return draw(sampler, prompt, temperature=0.0, max_tokens=max_tokens).sequences[0].tokens
 
 
 def logprobs_of(sequence: types.SampledSequence) -> list[float]:
-    """A sequence's log-probabilities. Raises Failed if there are none, or not one a token."""
+    """Returns a sequence's log-probabilities. Raises Failed unless there is one per token."""
     found, count = sequence.logprobs, len(sequence.tokens)
     expect(found is not None and len(found) == count, f"{len(found or [])} log-probabilities for {count} tokens")
     return list(found or [])
 
 
 def prompt_scores(sampler: tinker.SamplingClient, tokens: Sequence[int] | types.ModelInput) -> list[float]:
-    """compute_logprobs of all tokens but the first."""
+    """Returns the result of compute_logprobs for all tokens but the first."""
     prompt = tokens if isinstance(tokens, types.ModelInput) else types.ModelInput.from_ints(list(tokens))
     return scored(sampler.compute_logprobs(prompt).result(PATIENCE_S))
 
 
 def scored(found: list[float | None] | None) -> list[float]:
-    """Prompt log-probabilities without the first. Raises Failed unless exactly the first is None."""
+    """Returns prompt log-probabilities without the first. Raises Failed unless only the first is None."""
     expect(bool(found), "no prompt log-probabilities")
     first, *rest = found or []
     expect(first is None, f"the first prompt token has the log-probability {first}, expected None")
@@ -54,17 +54,17 @@ def scored(found: list[float | None] | None) -> list[float]:
 
 
 def forward_scores(training: tinker.TrainingClient, data: list[types.Datum]) -> list[list[float]]:
-    """The trainer's log-probabilities of each datum's targets."""
+    """Returns the trainer's log-probabilities of each datum's targets."""
     return outputs_of(training.forward(data, "cross_entropy").result(PATIENCE_S))
 
 
 def outputs_of(output: types.ForwardBackwardOutput) -> list[list[float]]:
-    """The logprobs of each datum."""
+    """Returns the `logprobs` of each datum."""
     return [[float(value) for value in one["logprobs"].data] for one in output.loss_fn_outputs]
 
 
 def train(training: tinker.TrainingClient, data: list[types.Datum], steps: int = 2, rate: float = 1e-2) -> None:
-    """Takes steps of cross_entropy, and waits for them."""
+    """Takes training steps with cross_entropy, and waits for them."""
     pending = []
     for _ in range(steps):
         pending.append(training.forward_backward(data, "cross_entropy"))
@@ -75,7 +75,7 @@ def train(training: tinker.TrainingClient, data: list[types.Datum], steps: int =
 
 
 def apart(first: Sequence[float], second: Sequence[float]) -> float:
-    """The mean distance of two scores of the same tokens. Raises Failed if their lengths differ."""
+    """Returns the mean distance of two scores of the same tokens. Raises Failed if their lengths differ."""
     expect(len(first) == len(second), f"{len(first)} scores against {len(second)} of the same tokens")
     return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / max(len(first), 1)
 
@@ -86,11 +86,11 @@ def expect_agree(seen: Sequence[float], wanted: Sequence[float], what: str) -> f
     largest, position = max(
         ((abs(a - b), position) for position, (a, b) in enumerate(zip(seen, wanted, strict=True))), default=(0.0, 0)
     )
-    # Written so that NaN fails.
+    # In this form the comparison fails for NaN.
     expect(
         mean <= MEAN_TOLERANCE and largest <= MAX_TOLERANCE,
         f"{what}: {mean:.4f} apart on average and {largest:.4f} at number {position} of {len(seen)},"
-        f" where {seen[position]:.4f} stands for {wanted[position]:.4f}",
+        f" with {seen[position]:.4f} instead of {wanted[position]:.4f}",
     )
     return largest
 
@@ -103,6 +103,6 @@ def expect_moved(first: Sequence[float], second: Sequence[float], what: str) -> 
 
 
 def log_sum(values: Sequence[float]) -> float:
-    """log(sum(exp(values)))."""
+    """Returns log(sum(exp(values)))."""
     top = max(values)
     return top + math.log(sum(math.exp(value - top) for value in values))

@@ -1,4 +1,4 @@
-"""What a check is, and the register of all of them."""
+"""The definition of a check, and the register of all checks."""
 
 import enum
 import re
@@ -18,7 +18,7 @@ _REFUSAL = re.compile(r"not support|unsupported|not served|does not (take|suppor
 
 
 class Status(enum.StrEnum):
-    """How a check ended. `refused` means: turned down by name, as an error of category user."""
+    """The result of a check. `refused`: the server says in an error of category user what it does not support."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -27,15 +27,15 @@ class Status(enum.StrEnum):
 
 
 class Failed(AssertionError):
-    """The server did something else than the contract says; the message tells what was seen."""
+    """Raised if the server violates the contract. The message says what was seen."""
 
 
 class Refused(Exception):
-    """The server turned the request down by name."""
+    """Raised if the server says that it does not support a request."""
 
 
 class NotApplicable(Exception):
-    """The check cannot be made here; the message says what it would need."""
+    """Raised if a check cannot run. The message says what it needs."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Check:
 
     Args:
         check_id: C1 to C123.
-        title: The contract's own sentence, shortened.
-        section: Its letter in the contract, A to I.
-        run: Raises `Failed`, `Refused` or `NotApplicable`; returns what was seen in one line.
-        timeout_s: After which it counts as failed.
-        background: Whether it mostly waits and runs beside the others.
-        needs_images: Whether it is made only with `--vlm`.
-        alone: Whether it disturbs all others, by a restart of the server, and so runs after them.
+        title: The contract's sentence, shortened.
+        section: Letter of the contract's section, A to I.
+        run: Runs the check; returns one line about what was seen. Raises `Failed`, `Refused` or `NotApplicable`.
+        timeout_s: Seconds after which the check counts as failed.
+        background: Whether the check mostly waits, and so runs beside others.
+        needs_images: Whether the check needs `--vlm`.
+        alone: Whether the check disturbs all others by restarting the server, and so runs after them.
     """
 
     check_id: str
@@ -64,7 +64,7 @@ class Check:
 
     @property
     def number(self) -> int:
-        """123 of C123."""
+        """The number of the check: 123 for C123."""
         return int(self.check_id[1:])
 
 
@@ -77,7 +77,7 @@ def check(
     needs_images: bool = False,
     alone: bool = False,
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Registers the function below it as a check."""
+    """Registers the decorated function as a check."""
 
     def register(function: CheckFunction) -> CheckFunction:
         section = section_of(int(check_id[1:]))
@@ -89,26 +89,26 @@ def check(
 
 
 def section_of(number: int) -> str:
-    """The letter of the contract's section that holds this check."""
+    """Returns the letter of the contract's section with this check."""
     last = {"A": 12, "B": 35, "C": 50, "D": 77, "E": 99, "F": 105, "G": 116, "H": 119, "I": 123}
     return next(letter for letter, end in last.items() if number <= end)
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raises Failed with what was seen instead."""
+    """Raises Failed with a message unless a condition holds."""
     if not condition:
         raise Failed(otherwise)
 
 
 def expect_close(seen: float, wanted: float, tolerance: float, what: str) -> None:
-    """Raises Failed if two numbers differ by more than `tolerance` times the larger of 1 and the wanted one."""
+    """Raises Failed if two numbers differ by more than `tolerance` times the larger of 1 and the expected number."""
     if not abs(seen - wanted) <= tolerance * max(1.0, abs(wanted)):
         raise Failed(f"{what} is {seen:.9g}, expected {wanted:.9g} within {tolerance:g}")
 
 
 @contextmanager
 def user_error(*words: str) -> Iterator[None]:
-    """Expects a failed future of category user whose message has all `words`, ignoring case."""
+    """Expects a failed future of category user with a message that contains all `words`, in any case."""
     try:
         yield
     except tinker.RequestFailedError as error:
@@ -121,7 +121,7 @@ def user_error(*words: str) -> Iterator[None]:
 
 @contextmanager
 def may_refuse() -> Iterator[None]:
-    """Turns a failed future of category user that says 'not supported' into Refused; other errors stay."""
+    """Converts a failed future of category user that says 'not supported' to Refused. Other errors pass."""
     try:
         yield
     except tinker.RequestFailedError as error:

@@ -1,4 +1,4 @@
-"""The losses of the contract's section 5 in float64, with the gradients that torch's autograd finds for them."""
+"""The losses of the contract's section 5 in float64, with gradients by torch's autograd."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -62,7 +62,7 @@ FORMULAS: dict[str, Formula] = {
 
 
 def loss_and_gradient(name: str, logprobs: Arrays, inputs: Sequence[Inputs], config: Config) -> tuple[float, Arrays]:
-    """The sum over data, and dL/dlogprob of each datum."""
+    """Returns the sum of the losses, and dL/dlogprob of each datum."""
     total, gradients = 0.0, []
     for logprobs_of_one, given in zip(logprobs, inputs, strict=True):
         leaf = torch.tensor(logprobs_of_one, dtype=torch.float64, requires_grad=True)

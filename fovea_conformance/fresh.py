@@ -1,4 +1,4 @@
-"""The suite against a fresh Fovea with the tiny VLM: `python -m fovea_conformance.fresh [options of the suite]`."""
+"""Runs the suite on a new Fovea with the tiny VLM: `python -m fovea_conformance.fresh [options of the suite]`."""
 
 import os
 import shlex
@@ -15,19 +15,20 @@ from fovea_demo.up import running_fovea
 
 SESSION_TTL_S = 30.0
 ENVIRONMENT = {"FOVEA_GATEWAY_SESSION_TTL_S": str(SESSION_TTL_S), "FOVEA_TRAINER_RECOVERY": ""}
-"""Silent sessions end, sooner than by default; where recovery is kept they are parked, which C8 does not know."""
+"""Sessions without heartbeats end sooner than by default. With recovery they are parked, which C8 does not expect."""
 MODEL_NAME = "Qwen/Qwen3-VL-30B-A3B-Instruct"
-"""The tiny model goes by a name of the cookbook's catalogue: its recipes ask that for a renderer."""
+"""Name of the tiny model. It is in the cookbook's catalogue, in which the recipes look up a renderer."""
 COOKBOOK_CHECKS = {"C117", "C118", "C119"}
-"""Made only with --cookbook: they build client environments of their own."""
+"""Checks that run only with --cookbook, because they build their own client environments."""
 
 
 @contextmanager
 def fresh_fovea(folder: Path, *options: str) -> Iterator[dict[str, Any]]:
-    """Runs one, and yields its `up.json`. Its gateway takes the settings of `ENVIRONMENT` from this process.
+    """Runs a new Fovea server, and yields its `up.json`. Its gateway reads `ENVIRONMENT` from this process.
 
     Args:
-        options: Further ones of `fovea up`.
+        folder: State folder of the server.
+        options: Further options of `fovea up`.
     """
     up = ("--model-name", MODEL_NAME, "--port", "0", "--grpc-port", "0")
     with running_fovea(folder, fovea_tinyvlm.ensure("qwen3_vl"), *up, *options) as state:
@@ -35,7 +36,7 @@ def fresh_fovea(folder: Path, *options: str) -> Iterator[dict[str, Any]]:
 
 
 def suite_command(state: dict[str, Any], folder: Path) -> list[str]:
-    """The suite with everything that it can be told of a `fresh_fovea`."""
+    """Returns the command of the suite, with all options for a `fresh_fovea`."""
     restart = [sys.executable, "-m", "fovea.cli.main", "restart", "gateway", "--state-dir", str(folder)]
     return [
         *(sys.executable, "-m", "fovea_conformance", "--base-url", state["base_url"], "--model", MODEL_NAME, "--vlm"),
@@ -45,7 +46,7 @@ def suite_command(state: dict[str, Any], folder: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Starts Fovea with a second base model, runs the suite, and returns its exit code."""
+    """Starts Fovea with a second base model, and runs the suite; returns its exit code."""
     os.environ |= ENVIRONMENT
     teacher = ("--also-sample", f"teacher={fovea_tinyvlm.ensure('qwen3')}")
     with (

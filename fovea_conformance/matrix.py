@@ -1,4 +1,4 @@
-"""The matrix in docs/reference/tinker.md, made from the suite's JSON: `python -m fovea_conformance.matrix`."""
+"""Writes the matrix in docs/reference/tinker.md from the suite's JSON: `python -m fovea_conformance.matrix`."""
 
 import json
 from itertools import groupby
@@ -23,7 +23,7 @@ _SECTIONS = {
 
 
 def matrix(verdicts: list[dict[str, Any]]) -> str:
-    """Markdown: one table a section, one row a check. A refusal says why."""
+    """Returns Markdown with one table per section and one row per check, with the reason of a refusal."""
     parts = []
     for section, rows in groupby(verdicts, key=lambda verdict: verdict["section"]):
         lines = [f"### {section}. {_SECTIONS[section]}\n", "| check | what it says | verdict |", "|---|---|---|"]
@@ -36,7 +36,7 @@ def matrix(verdicts: list[dict[str, Any]]) -> str:
 
 
 def with_matrix(page: str, verdicts: list[dict[str, Any]]) -> str:
-    """The page with its matrix made anew. Raises ValueError if the page has no place for it."""
+    """Returns the page with a new matrix. Raises ValueError if the page has no marks for it."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:

@@ -1,4 +1,4 @@
-"""Prompts and training examples with images, made as the cookbook makes them: shared by the checks of images."""
+"""Makes prompts and training examples with images as the cookbook does, for the checks of images."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ USER, ASSISTANT = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded image and the number of tokens that it must take."""
+    """An encoded image and its expected number of tokens."""
 
     data: bytes
     image_format: str
@@ -34,8 +34,8 @@ class Example:
     """A sequence of text and images.
 
     Args:
-        chunks: What the client sends.
-        ids: A token of each slot; None in the slots of images.
+        chunks: Chunks of the prompt.
+        ids: Token of each position; None in images.
     """
 
     chunks: list[types.ModelInputChunk]
@@ -43,20 +43,20 @@ class Example:
 
     @property
     def prompt(self) -> types.ModelInput:
-        """All of it."""
+        """The whole sequence as a prompt."""
         return types.ModelInput(chunks=self.chunks)
 
     @property
     def after_image(self) -> list[int]:
-        """Positions of text that have an image somewhere before."""
+        """Positions of text after the first image."""
         first = self.ids.index(None) if None in self.ids else len(self.ids)
         return [at for at in range(first, len(self.ids)) if self.ids[at] is not None]
 
     def datum(self, weighted: Sequence[int] | None = None) -> types.Datum:
-        """Inputs without the last token, targets without the first slot, 0 for images, as the cookbook's SFT has them.
+        """Returns a datum as in the cookbook's SFT: inputs lack the last token, targets the first, and images have target 0.
 
         Args:
-            weighted: Positions of the sequence that are trained; by default all text after the first slot.
+            weighted: Positions of the sequence with weight 1; by default all text after the first position.
         """
         *kept, last = self.chunks
         assert isinstance(last, types.EncodedTextChunk), "the last chunk must be text"
@@ -74,12 +74,12 @@ class Example:
 
 
 def picture(target: Target, width: int, height: int, seed: int = 0, mode: str = "RGB", kind: str = "jpeg") -> Picture:
-    """Coloured noise, as JPEG like the cookbook's images unless `kind` says png."""
+    """Makes coloured noise, as JPEG like the cookbook's images, or as PNG."""
     return Picture(target.image(width, height, seed, mode, kind), kind, image_tokens(target.checkpoint, width, height))
 
 
 def compose(target: Target, *parts: str | Picture, expected: bool = True) -> Example:
-    """From texts and pictures; without `expected`, the image chunks do not say how many tokens they take."""
+    """Makes an example of texts and pictures. Without `expected`, image chunks lack their number of tokens."""
     chunks: list[types.ModelInputChunk] = []
     ids: list[int | None] = []
     for part in parts:
@@ -94,24 +94,24 @@ def compose(target: Target, *parts: str | Picture, expected: bool = True) -> Exa
 
 
 def image_chunk(data: bytes, image_format: str, expected: int | None) -> types.ImageChunk:
-    """The SDK's chunk."""
+    """Returns the SDK's chunk of an image."""
     return types.ImageChunk.model_validate({"data": data, "format": image_format, "expected_tokens": expected})
 
 
 def asked_about(target: Target, image: Picture, answer: str = "a picture", expected: bool = True) -> Example:
-    """A question about an image, and an answer."""
+    """Makes an example with a question about an image, and an answer."""
     question = f"{END}What is this?{ASSISTANT}"
     return compose(target, f"{USER}{START}", image, question, f"{answer}<|im_end|>", expected=expected)
 
 
-# What the contract says of Qwen3-VL, whose patches are 16 wide and merged 2 x 2.
+# The contract's numbers for Qwen3-VL, with patches of 16 pixels that are merged 2 x 2.
 CONTRACT_TOKENS = {(224, 224): 64, (150, 224): 70, (400, 300): 108}
 
 
 def image_tokens(model: str, width: int, height: int) -> int:
-    """The tokens of an image by the model's own image processor, counted as the cookbook does.
+    """Returns the tokens of an image by the model's image processor, counted as the cookbook does.
 
-    Where the processor cannot be had, the model counts as a Qwen3-VL.
+    If the processor cannot be loaded, the model counts as a Qwen3-VL.
     """
     processor = _image_processor(model)
     if processor is None:
@@ -132,7 +132,7 @@ def _image_processor(model: str) -> Any:
 
 @contextmanager
 def user_mistake(*words: str) -> Iterator[None]:
-    """Expects a failed future of category user, or HTTP 4xx at the submission of a sample, that has all `words`."""
+    """Expects a failed future of category user, or HTTP 4xx when a sample is submitted, with all `words`."""
     try:
         yield
     except tinker.RequestFailedError as error:
@@ -149,7 +149,7 @@ def user_mistake(*words: str) -> Iterator[None]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Puts `what` before the reason of a Failed."""
+    """Adds `what` before the message of a Failed."""
     try:
         yield
     except Failed as reason:

@@ -1,4 +1,4 @@
-"""A real HTTP proxy between the SDK and the server: records what passes, changes configuration flags, makes trouble."""
+"""A real HTTP proxy between SDK and server. It records requests, changes configuration flags and causes errors."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ _UNREACHABLE_S = 0.5
 
 @dataclass
 class Exchange:
-    """One request that passed, and its answer. Times are of `time.monotonic`."""
+    """One request and its response. Times are from `time.monotonic`."""
 
     method: str
     path: str
@@ -41,20 +41,20 @@ class Exchange:
 
     @property
     def held_s(self) -> float:
-        """Seconds from request to answer."""
+        """Seconds from request to response."""
         return self.ended_s - self.started_s
 
     def json(self) -> Any:
-        """The request's body."""
+        """Returns the parsed body of the request."""
         return json.loads(self.body)
 
     def answer_json(self) -> Any:
-        """The answer's body."""
+        """Returns the parsed body of the response."""
         return json.loads(self.unpacked)
 
     @property
     def unpacked(self) -> bytes:
-        """The answer's body, unpacked if the server compressed it."""
+        """The body of the response, decompressed."""
         return httpx.Response(200, headers=self.answer_headers, content=self.answer).content
 
 
@@ -62,15 +62,15 @@ Rule = Callable[[Exchange], Response | None]
 
 
 class Proxy:
-    """Serves `url` while inside its `with` block.
+    """Serves `url` inside its `with` block.
 
     Args:
-        upstream: The server's base URL.
-        flags: Overrides of the client/config answer. `{}` changes nothing; see `replace_config`.
-        prefix: Base path under which the server appears, such as `/x/y`.
-        before: Called with each request; a Response answers it, instead of the server.
-        after: Called with each finished exchange; a Response replaces the server's.
-        replace_config: Answer both config endpoints with exactly `flags`, without asking the server.
+        upstream: Base URL of the server.
+        flags: Flags to override in the response of client/config; see `replace_config`.
+        prefix: Base path of the proxy, such as `/x/y`.
+        before: Called with each request. If it returns a Response, the proxy sends that instead of the request.
+        after: Called with each finished exchange. If it returns a Response, that replaces the server's.
+        replace_config: Whether to respond to both config endpoints with exactly `flags`, without the server.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.should_exit = self._server.force_exit = True  # without waiting for polls that are held
+        self._server.should_exit = self._server.force_exit = True  # do not wait for long polls
         self._thread.join(10)
 
     def of(self, route: str) -> Iterator[Exchange]:
-        """Exchanges of one route, such as `asample`, in order of arrival."""
+        """Yields the exchanges of one route, such as `asample`, in order of arrival."""
         return (exchange for exchange in list(self.exchanges) if exchange.route == route)
 
     def _run(self) -> None:
@@ -130,7 +130,7 @@ class Proxy:
         self.exchanges.append(exchange)
         try:
             response = await self._answer(request, exchange)
-        except asyncio.CancelledError:  # the proxy ends while a poll is held; nobody waits for it any more
+        except asyncio.CancelledError:  # the proxy ends during a long poll, of which no client awaits the response
             return Response("the proxy has ended", status_code=503)
         exchange.status, exchange.ended_s = response.status_code, time.monotonic()
         exchange.answer, exchange.answer_headers = bytes(response.body), dict(response.headers)
@@ -161,12 +161,12 @@ class Proxy:
         sent = self._client.build_request(exchange.method, url, headers=headers, content=exchange.body)
         try:
             answer = await self._client.send(sent, stream=True)
-            # Raw bytes: what the server compressed stays compressed.
+            # Raw bytes, so that a compressed response stays compressed.
             raw = b"".join([piece async for piece in answer.aiter_raw()])
         except httpx.TransportError as error:
-            # Clients repeat at once what a 502 answers: a server that restarts must not be hammered.
+            # Clients repeat a request at once after a 502. The pause spares a server that restarts.
             await asyncio.sleep(_UNREACHABLE_S)
-            return Response(f"the server is not reached: {error!r}", status_code=502)
+            return Response(f"the server cannot be reached: {error!r}", status_code=502)
         await answer.aclose()
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
         return Response(raw, status_code=answer.status_code, headers=kept)

@@ -1,4 +1,4 @@
-"""forward_backward on the wire, without the SDK's client around it."""
+"""Sends forward_backward over raw HTTP, without the SDK's client."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from fovea_conformance.check import expect
 from fovea_conformance.target import Target
 
 PROTOBUF = "application/x-protobuf"
-ZERO_BLOCKS = 32_768  # of 128 KiB each: 4 GiB
+ZERO_BLOCKS = 32_768  # 128 KiB each, 4 GiB in total
 
 
 def run(target: Target, message: Any) -> Any:
-    """Sends the message and waits: a ForwardBackwardOutput message, or the error as a dict."""
+    """Sends a message and waits; returns a ForwardBackwardOutput message, or the error as a dict."""
     answer = target.send_loss(message.SerializeToString())
     expect(answer.status_code == 200, f"forward_backward answered {answer.status_code}: {answer.text[:200]}")
     result = target.poll(answer.json()["request_id"], accept=PROTOBUF)
@@ -23,12 +23,12 @@ def run(target: Target, message: Any) -> Any:
 
 
 def zstd(message: Any) -> bytes:
-    """The message as the SDK compresses it."""
+    """Compresses a message as the SDK does."""
     return zstandard.ZstdCompressor().compress(message.SerializeToString())
 
 
 def zstd_bomb() -> bytes:
-    """About 130 kB that decompress to 4 GiB of zeros: a frame (RFC 8878) of run-length blocks, without its size."""
+    """Returns 130 kB that decompress to 4 GiB of zeros: a frame (RFC 8878) of run-length blocks without a size."""
     header = bytes.fromhex("28b52ffd") + bytes([0x00, 0x50])  # no content size; a window of 1 MiB
     size = 128 * 1024
     blocks = bytearray()

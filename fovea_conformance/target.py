@@ -1,4 +1,4 @@
-"""The server under test, as checks see it: real SDK clients, raw HTTP, and what is known of its model."""
+"""The server under test: real SDK clients, raw HTTP, and inputs for its model."""
 
 import contextlib
 import functools
@@ -30,18 +30,18 @@ _TEXT = "The quick brown fox jumps over the lazy dog and then it sleeps under a 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user said.
+    """Options of the command line.
 
     Args:
-        base_url: Where the server is.
-        api_key: A key that it accepts.
-        model: Name of a model that it serves.
-        vlm: Whether the model takes images.
-        restart_command: Shell command that kills the server (SIGKILL) and brings it back; checks of restarts need it.
-        session_ttl_s: Seconds of silence after which the server ends a session, if known.
-        long_job_s: Seconds that a job takes which counts as long.
-        checkpoint: Directory of the model's files, if the model's name does not lead there.
-        cookbook: Whether to run the cookbook's recipes, which builds environments of their own.
+        base_url: Address of the server.
+        api_key: API key of the server.
+        model: Name of a model of the server.
+        vlm: Whether the model accepts images.
+        restart_command: Shell command that kills the server (SIGKILL) and restarts it; checks of restarts need it.
+        session_ttl_s: Seconds without a heartbeat after which the server ends a session; 0 if unknown.
+        long_job_s: Duration of the long job in seconds.
+        checkpoint: Directory of the model's files, if it is not the model's name.
+        cookbook: Whether to run the cookbook's recipes, which need their own environments.
     """
 
     base_url: str
@@ -56,7 +56,7 @@ class Options:
 
 
 class Target:
-    """One server. Each check gets a Target of its own; `close` ends what it opened."""
+    """One server. Each check gets its own Target. `close` closes the sessions and proxies that the check opened."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -65,25 +65,25 @@ class Target:
         self._http: httpx.Client | None = None
 
     def close(self) -> None:
-        """Ends the sessions and proxies of this check."""
+        """Closes the sessions and proxies of this check."""
         self._stack.close()
 
     @property
     def http(self) -> httpx.Client:
-        """Raw HTTP below `/api/v1/`, with the key."""
+        """A raw HTTP client below `/api/v1/`, with the key."""
         if self._http is None:
             self._http = self._stack.enter_context(self.raw())
         return self._http
 
     def raw(self, key: str | None = "", base_url: str = "", timeout_s: float = 90.0) -> httpx.Client:
-        """A client of its own, with another key, or with none (None)."""
+        """Returns a new raw HTTP client, with another key, or without a key (None)."""
         headers = {} if key is None else {"X-API-Key": key or self.options.api_key}
         return httpx.Client(
             base_url=f"{(base_url or self.options.base_url).rstrip('/')}/api/v1/", headers=headers, timeout=timeout_s
         )
 
     def post(self, route: str, /, **body: Any) -> httpx.Response:
-        """POST JSON to a route."""
+        """Posts JSON to a route."""
         return self.http.post(route, json=body)
 
     def proxy(
@@ -94,44 +94,44 @@ class Target:
         after: Rule | None = None,
         replace_config: bool = False,
     ) -> Proxy:
-        """A running proxy before the server, see `Proxy`."""
+        """Starts a proxy before the server (see `Proxy`)."""
         proxy = Proxy(self.options.base_url, flags, prefix, before, after, replace_config)
         return self._stack.enter_context(proxy)
 
     def service(self, proxy: Proxy | None = None, **more: Any) -> tinker.ServiceClient:
-        """A fresh SDK client, through a proxy if one is given; closed after the check."""
+        """Returns a new SDK client, optionally through a proxy. It is closed after the check."""
         base_url = proxy.url if proxy else self.options.base_url
         client = tinker.ServiceClient(base_url=base_url, api_key=self.options.api_key, **more)
         self._stack.callback(_close_quietly, client)
         return client
 
     def rest(self, proxy: Proxy | None = None) -> tinker.RestClient:
-        """The SDK's client of single calls, without a session, through a proxy if one is given."""
+        """Returns the SDK's client of single calls without a session, optionally through a proxy."""
         return tinker.RestClient(base_url=proxy.url if proxy else self.options.base_url, api_key=self.options.api_key)
 
     def training(
         self, service: tinker.ServiceClient | None = None, *, rank: int = 8, seed: int = 7, **more: Any
     ) -> tinker.TrainingClient:
-        """A fresh LoRA model with seeded weights."""
+        """Creates a LoRA model with seeded weights."""
         service = service or self.service()
         return service.create_lora_training_client(base_model=self.model, rank=rank, seed=seed, **more).result(60)
 
     def sampler(self, service: tinker.ServiceClient | None = None, model_path: str | None = None) -> Any:
-        """A sampling client on the base model, or on saved weights."""
+        """Returns a sampling client of the base model, or of saved weights."""
         service = service or self.service()
         if model_path:
             return service.create_sampling_client(model_path=model_path)
         return service.create_sampling_client(base_model=self.model)
 
     def session(self) -> str:
-        """A session made by raw HTTP; nobody heartbeats it. Finished after the check."""
+        """Creates a session over raw HTTP, without heartbeats. It is finished after the check."""
         answer = self.post("create_session", tags=[], user_metadata={}, sdk_version="0.38.0", type="create_session")
         session_id = str(answer.raise_for_status().json()["session_id"])
         self._stack.callback(self._finish_quietly, session_id)
         return session_id
 
     def raw_model(self, session_id: str, model_seq_id: int = 0, rank: int = 8, seed: int = 7) -> str:
-        """A LoRA model made by raw HTTP; returns its id once it exists."""
+        """Creates a LoRA model over raw HTTP; returns its id once it exists."""
         lora = {"rank": rank, "seed": seed, "train_unembed": True, "train_mlp": True, "train_attn": True}
         answer = self.post(
             "create_model", session_id=session_id, model_seq_id=model_seq_id, base_model=self.model, lora_config=lora,
@@ -141,22 +141,22 @@ class Target:
         return str(result["model_id"])
 
     def submit(self, route: str, /, **body: Any) -> str:
-        """POST JSON that must be accepted; returns its request_id."""
+        """Posts JSON that the server must accept; returns the request_id."""
         return str(_accepted(self.post(route, **body))["request_id"])
 
     def submit_loss(self, model_id: str, seq_id: int, data: list[types.Datum] | None = None, **more: Any) -> str:
-        """A forward_backward by raw HTTP, `more` as of `loss_body`; returns its request_id."""
+        """Submits a forward_backward over raw HTTP; returns its request_id. For `more` see `loss_body`."""
         body = loss_body(model_id, seq_id, data or [self.datum()], **more)
         return str(_accepted(self.send_loss(body))["request_id"])
 
     def send_loss(self, body: bytes, **headers: str) -> httpx.Response:
-        """POST any bytes to forward_backward as protobuf."""
+        """Posts any bytes to forward_backward as protobuf."""
         return self.http.post(
             "forward_backward", content=body, headers={"Content-Type": "application/x-protobuf", **headers}
         )
 
     def sampling_session(self, session_id: str, number: int = 0) -> str:
-        """A sampling session on the base model by raw HTTP."""
+        """Creates a sampling session of the base model over raw HTTP."""
         answer = self.post(
             "create_sampling_session", session_id=session_id, sampling_session_seq_id=number, base_model=self.model,
             type="create_sampling_session",
@@ -166,14 +166,14 @@ class Target:
     def submit_sample(
         self, sampling_session_id: str, seq_id: int, max_tokens: int = 4, tokens: list[int] | None = None, **more: Any
     ) -> dict[str, Any]:
-        """An asample by raw HTTP; the accepted answer, with request_id and sample_sequence_ids."""
+        """Submits an asample over raw HTTP; returns the response, with request_id and sample_sequence_ids."""
         body = self.sample_body(sampling_session_id, seq_id, max_tokens, tokens)
         return _accepted(self.post("asample", **(body | more)))
 
     def sample_body(
         self, sampling_session_id: str, seq_id: int, max_tokens: int = 4, tokens: list[int] | None = None
     ) -> dict[str, Any]:
-        """The body of an asample that runs to `max_tokens`, as the SDK writes it."""
+        """Returns the body of an asample of `max_tokens` tokens, as the SDK writes it."""
         return {
             "sampling_session_id": sampling_session_id,
             "seq_id": seq_id,
@@ -189,7 +189,7 @@ class Target:
         }
 
     def output(self, request_id: str, timeout_s: float = 90.0) -> types.ForwardBackwardOutput:
-        """The result of a loss that was submitted by raw HTTP. Raises Failed if it failed."""
+        """Returns the result of a loss that was submitted over raw HTTP. Raises Failed if it failed."""
         answer = self.poll(request_id, timeout_s, "application/x-protobuf")
         if answer.status_code != 200 or "x-protobuf" not in answer.headers.get("content-type", ""):
             raise Failed(f"a loss ended with {answer.status_code} {answer.text[:300]}")
@@ -198,11 +198,11 @@ class Target:
         return output
 
     def collect(self, request_id: str, timeout_s: float = 90.0) -> Any:
-        """The JSON result of a future, polled until it is there; an error result is returned as it is."""
+        """Polls a future until it has a result; returns the JSON, also of an error."""
         return self.poll(request_id, timeout_s).json()
 
     def poll(self, request_id: str, timeout_s: float = 90.0, accept: str = "application/json") -> httpx.Response:
-        """The final answer of retrieve_future."""
+        """Polls retrieve_future; returns the final response."""
         waited = itertools.count()
         while True:
             body = {"request_id": request_id, "allow_metadata_only": False}
@@ -220,33 +220,33 @@ class Target:
 
     @property
     def checkpoint(self) -> str:
-        """Where transformers finds the model's files."""
+        """Directory or hub name of the model's files, for transformers."""
         return self.options.checkpoint or self.model
 
     # Inputs
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The model's own, loaded once for all checks: from its files where they are known, else as the server says."""
+        """The model's tokenizer, from its files if they are known, or else from the server. All checks share it."""
         options = self.options
         return _files_tokenizer(options.checkpoint) if options.checkpoint else _servers_tokenizer(options)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Returns the token ids of a text."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
-        """`count` ids of ordinary text, another stretch for each seed."""
+        """Returns `count` ids of ordinary text, which differs by seed."""
         text = self.encode(f"{seed} " + _TEXT * (count // 10 + 2))
         return text[:count]
 
     def prompt(self, text_or_tokens: str | list[int] = _TEXT) -> types.ModelInput:
-        """A text prompt."""
+        """Returns a text prompt."""
         tokens = self.encode(text_or_tokens) if isinstance(text_or_tokens, str) else text_or_tokens
         return types.ModelInput.from_ints(tokens)
 
     def datum(self, count: int = 12, seed: int = 0, **inputs: Any) -> types.Datum:
-        """A text datum of `count` input tokens for cross_entropy, weights 1; `inputs` overrides or adds loss inputs."""
+        """Returns a text datum of `count` input tokens for cross_entropy, with weights 1; `inputs` changes loss inputs."""
         tokens = self.tokens(count + 1, seed)
         given: dict[str, Any] = {
             "target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64)),
@@ -259,9 +259,9 @@ class Target:
     def image(
         self, width: int = 224, height: int = 224, seed: int = 0, mode: str = "RGB", image_format: str = "png"
     ) -> bytes:
-        """An encoded picture of coloured noise."""
+        """Returns an encoded picture of coloured noise."""
         if not self.options.vlm:
-            raise NotApplicable("needs a model that takes images (--vlm)")
+            raise NotApplicable("needs a model that accepts images (--vlm)")
         random = np.random.default_rng(seed)
         small = random.integers(0, 255, (max(height // 16, 1), max(width // 16, 1), 3), dtype=np.uint8)
         picture = Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST).convert(mode)
@@ -281,7 +281,7 @@ def _files_tokenizer(checkpoint: str) -> Any:
 def _servers_tokenizer(options: Options) -> Any:
     client = tinker.ServiceClient(base_url=options.base_url, api_key=options.api_key)
     try:
-        # A sampling client would take the model's name for the tokenizer's; this one asks the server.
+        # A sampling client would use the model's name as the tokenizer's; a training client asks the server.
         training = client.create_lora_training_client(base_model=options.model, rank=1).result(60)
         return training.get_tokenizer()
     finally:
@@ -295,7 +295,7 @@ def loss_message(
     loss_fn: str = "cross_entropy",
     config: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """A forward_backward as the SDK's own protobuf message, to be changed or sent; any loss_fn may be named."""
+    """Returns a forward_backward as the SDK's protobuf message, to change or send; `loss_fn` may be any name."""
     any_name: Any = loss_fn
     given = ForwardBackwardInput(data=list(data), loss_fn=any_name, loss_fn_config=config)
     request = ForwardBackwardRequest(forward_backward_input=given, model_id=model_id, seq_id=seq_id)
@@ -311,7 +311,7 @@ def loss_body(
     forward_only: bool = False,
     config: Mapping[str, float | str] | None = None,
 ) -> bytes:
-    """The same as bytes."""
+    """Returns a forward_backward as bytes."""
     message = loss_message(model_id, seq_id, data, loss_fn, config)
     message.forward_only = forward_only
     return bytes(message.SerializeToString())
@@ -327,12 +327,12 @@ def _accepted(answer: httpx.Response) -> dict[str, Any]:
 
 
 def unique_name(stem: str) -> str:
-    """A checkpoint name that no other run of the suite uses."""
+    """Returns a checkpoint name that no other run of the suite uses."""
     return f"{stem}-{uuid.uuid4().hex[:8]}"
 
 
 def _close_quietly(client: tinker.ServiceClient) -> None:
     try:
         client.close("success").result(_CLOSING_S)
-    except Exception as error:  # the check has its verdict already, and may have ended the session itself
+    except Exception as error:  # the check already has its verdict, and may have ended the session itself
         logger.debug("closing a client: %s", error)
