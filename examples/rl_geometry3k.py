@@ -21,8 +21,8 @@ from PIL import Image
 
 from examples.experiment import Experiment, read_arguments
 from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings, load_records
-from fovea_rollout.geometry3k_environment import MAX_TURNS, Geometry3kEnvironment, geometry3k_environment
-from fovea_rollout.records import Record
+from fovea_rollout.environments.geometry3k_environment import MAX_TURNS, Geometry3kEnvironment, geometry3k_environment
+from fovea_rollout.environments.records import Record
 
 SIDE, UNIT, WIDEST = 64, 16, 3
 QUESTION = "How long is the diagonal, in squares?"

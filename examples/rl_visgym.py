@@ -18,8 +18,8 @@ import numpy as np
 from examples.experiment import Experiment, read_arguments
 from examples.picture_games import MAZE, TILES, WAYS, Maze, Pixels, Tiles
 from fovea_rollout import Chunk, LoopSettings, Picture, RolloutSettings, SamplingSettings
-from fovea_rollout.records import parse_record
-from fovea_rollout.visgym_environment import FORMAT_SHARE, TASK_SHARE, WORDS, Answering, visgym_environment
+from fovea_rollout.environments.records import parse_record
+from fovea_rollout.environments.visgym_environment import FORMAT_SHARE, TASK_SHARE, WORDS, Answering, visgym_environment
 
 SKILL = 0.5
 """Share of the best action among the actions of the cloned player."""

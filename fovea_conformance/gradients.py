@@ -80,7 +80,7 @@ class Meter:
         return largest_difference(before, self.look())
 
     def effect(self, send: Callable[[], object], what: str) -> float:
-        """Returns the same with a learning rate that gives a clear change. The rate grows until then, so it is never wild.
+        """Returns the same with a learning rate that gives a clear change. The rate grows until then.
 
         Raises Failed if no rate gives one.
         """

@@ -53,7 +53,9 @@ class Example:
         return [at for at in range(first, len(self.ids)) if self.ids[at] is not None]
 
     def datum(self, weighted: Sequence[int] | None = None) -> types.Datum:
-        """Returns a datum as in the cookbook's SFT: inputs lack the last token, targets the first, and images have target 0.
+        """Returns a datum as in the cookbook's SFT: inputs without the last token, targets without the first.
+
+        Images have target 0.
 
         Args:
             weighted: Positions of the sequence with weight 1; by default all text after the first position.

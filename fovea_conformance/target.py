@@ -246,7 +246,7 @@ class Target:
         return types.ModelInput.from_ints(tokens)
 
     def datum(self, count: int = 12, seed: int = 0, **inputs: Any) -> types.Datum:
-        """Returns a text datum of `count` input tokens for cross_entropy, with weights 1; `inputs` changes loss inputs."""
+        """Returns a text datum of `count` tokens for cross_entropy, with weights 1; `inputs` changes loss inputs."""
         tokens = self.tokens(count + 1, seed)
         given: dict[str, Any] = {
             "target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64)),

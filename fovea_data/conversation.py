@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from fovea.wire.errors import FoveaError, InvalidInput, Unavailable
-from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, read_answer
+from fovea_rollout.environments.environment import THINK_CLOSE, THINK_OPEN, read_answer
 from fovea_rollout.messages import Message, Part, Picture, Role
 from fovea_rollout.pictures import PictureColumn, read_picture
 

@@ -13,11 +13,11 @@ from tinker.types import ImageChunk
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput
 from fovea_data.conversation import Conversation
 from fovea_data.picture_tokens import PictureTokens
-from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN
+from fovea_rollout.environments.environment import THINK_CLOSE, THINK_OPEN
+from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.training_batch import training_datums
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
+from fovea_rollout.templates.template import ChatTemplate
 from fovea_rollout.trajectory import Trajectory, Turn
 
 Result = TypeVar("Result")

@@ -43,7 +43,7 @@ from fovea_rollout import (
     evaluate,
     load_records,
 )
-from fovea_rollout.records import Source
+from fovea_rollout.environments.records import Source
 
 Kind = Literal["accuracy", "reward"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fovea_rollout.run_state import RunState
+from fovea_rollout.loop.run_state import RunState
 
 
 @dataclass

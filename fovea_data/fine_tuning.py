@@ -26,7 +26,7 @@ from fovea_data.fine_tune_state import FineTuneState
 from fovea_data.row_check import BrokenRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers, exact_match
-from fovea_rollout.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
+from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 
 logger = logging.getLogger(__name__)
 

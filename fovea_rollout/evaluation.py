@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fovea_rollout.policy import Policy
-from fovea_rollout.records import Source, environment_factory
+from fovea_rollout.environments.records import Source, environment_factory
+from fovea_rollout.policies.policy import Policy
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
-from fovea_rollout.template import ChatTemplate
+from fovea_rollout.templates.template import ChatTemplate
 from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metrics, reward_mean
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Environment
-from fovea_rollout.environment_host import EnvironmentHost
+from fovea_rollout.environments.environment import Environment
+from fovea_rollout.environments.environment_host import EnvironmentHost
 from fovea_rollout.messages import Message
-from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens
 from fovea_rollout.progress import BatchProgress
 from fovea_rollout.trajectory import End, Failure, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from fovea_rollout.template import ChatTemplate
+    from fovea_rollout.templates.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 

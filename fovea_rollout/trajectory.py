@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from fovea_rollout.environment import Answer
+from fovea_rollout.environments.environment import Answer
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fovea_rollout.line_chart import line_chart
 from fovea_rollout.messages import Message, Part, Picture
-from fovea_rollout.policy import WeightVersions
+from fovea_rollout.policies.policy import WeightVersions
 from fovea_rollout.trajectory import Segment, Trajectory, Turn, failures_of, reward_mean
 
 Decode = Callable[[Sequence[int]], str]

@@ -10,7 +10,7 @@ import numpy as np
 import tinker
 
 from fovea_rollout import Picture
-from fovea_rollout.kl_penalty import base_logprobs
+from fovea_rollout.loop.kl_penalty import base_logprobs
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 

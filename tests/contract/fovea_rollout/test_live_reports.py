@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fovea_rollout.evaluation import Evaluation
-from fovea_rollout.live_reports import LiveReports
-from fovea_rollout.policy import Policy
-from fovea_rollout.step_report import Agreement, StepReport
+from fovea_rollout.loop.live_reports import LiveReports
+from fovea_rollout.loop.step_report import Agreement, StepReport
+from fovea_rollout.policies.policy import Policy
 from fovea_rollout.trajectory import Failure, Trajectory
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.requests import Rest
@@ -80,7 +80,7 @@ async def test_numbers_that_are_not_finite_are_left_out(stand: Stand, rest: Rest
 
 
 async def test_a_server_that_takes_no_reports_is_asked_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "fovea_rollout.live_reports")
+    caplog.set_level(logging.INFO, "fovea_rollout.loop.live_reports")
     live = LiveReports(f"{stand.url}/elsewhere", KEY, "sess-1:train:0")
     await live.tell(report(), {})
     await live.tell(report(), {})

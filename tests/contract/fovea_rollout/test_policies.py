@@ -29,7 +29,7 @@ from fovea_rollout import (
     expert_source,
     run_rollout,
 )
-from fovea_rollout.async_cache import AsyncCache
+from fovea_rollout.policies.async_cache import AsyncCache
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import IMAGE_TOKENS, MODEL
 from tests.waiting import eventually

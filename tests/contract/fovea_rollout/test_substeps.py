@@ -12,9 +12,9 @@ import pytest
 import tinker
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.policy import WeightVersions
-from fovea_rollout.substeps import Substeps
-from fovea_rollout.training_batch import TrainingBatch, TrainingDatum
+from fovea_rollout.loop.substeps import Substeps
+from fovea_rollout.loop.training_batch import TrainingBatch, TrainingDatum
+from fovea_rollout.policies.policy import WeightVersions
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import image_datum, text_datum

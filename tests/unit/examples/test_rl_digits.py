@@ -2,7 +2,7 @@
 
 from examples.rl_digits import DigitEnvironment
 from fovea_demo.digits import load_scans
-from fovea_rollout.environment import Answer
+from fovea_rollout.environments.environment import Answer
 
 
 async def test_the_reward_is_one_for_the_digit_alone() -> None:

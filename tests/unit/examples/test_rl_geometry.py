@@ -14,7 +14,7 @@ from examples.rl_geometry import (
     measure,
     tool_call,
 )
-from fovea_rollout.environment import Step, read_answer
+from fovea_rollout.environments.environment import Step, read_answer
 from fovea_rollout.messages import Picture, parse_message
 
 PROBLEMS = [draw_problem(np.random.default_rng(seed)) for seed in range(300)]

@@ -7,10 +7,10 @@ import numpy as np
 from PIL import Image
 
 from examples.rl_geometry3k import Player, diagonal, read_rectangle, sources_of, write_rows
-from fovea_rollout.environment import read_answer
-from fovea_rollout.geometry3k_environment import final_answer
-from fovea_rollout.math_grading import is_same_answer
-from fovea_rollout.policy import Chunk
+from fovea_rollout.environments.environment import read_answer
+from fovea_rollout.environments.geometry3k_environment import final_answer
+from fovea_rollout.environments.math_grading import is_same_answer
+from fovea_rollout.policies.policy import Chunk
 
 
 def test_rows_hold_pictures_whose_answer_is_the_one_given(tmp_path: pathlib.Path) -> None:

@@ -3,7 +3,7 @@
 from functools import cache
 
 from examples.rl_gridworld import MAX_STEPS, make_environment
-from fovea_rollout.environment import Answer
+from fovea_rollout.environments.environment import Answer
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from examples.rl_zoom import COLOURS, MAX_TURNS, PLACES, Puzzle, RandomPlayer, ZoomEnvironment, draw_puzzle, zoom_call
-from fovea_rollout.environment import Step, read_answer
+from fovea_rollout.environments.environment import Step, read_answer
 from fovea_rollout.messages import Picture
 
 

@@ -9,7 +9,12 @@ import sys
 
 import pytest
 
-ROLLOUT = ["fovea_rollout.rollout", "fovea_rollout.template", "fovea_rollout.grpc_policy", "fovea_rollout.loggers"]
+ROLLOUT = [
+    "fovea_rollout.rollout",
+    "fovea_rollout.templates.template",
+    "fovea_rollout.policies.grpc_policy",
+    "fovea_rollout.loop.loggers",
+]
 DATA = ["fovea_data.dataset", "fovea_data.pictures"]
 MODULES = ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", *ROLLOUT, *DATA]
 HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}

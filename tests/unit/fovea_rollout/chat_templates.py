@@ -11,7 +11,7 @@ import numpy as np
 
 import fovea_tinyvlm
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions
 
 _FOLDERS = {
     "released": Path(__file__).parent / "templates",

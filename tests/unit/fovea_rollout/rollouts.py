@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from fovea_rollout.environment import Answer
+from fovea_rollout.environments.environment import Answer
 from fovea_rollout.messages import Message, Part, Picture
-from fovea_rollout.policy import Sampled, SamplingSettings, Tokens, WeightVersions
+from fovea_rollout.policies.policy import Sampled, SamplingSettings, Tokens, WeightVersions
 from fovea_rollout.trajectory import Failure, Trajectory, Turn
 
 PICTURE_TOKENS = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from fovea_rollout.environment import Answer
+from fovea_rollout.environments.environment import Answer
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Sampled, SamplingSettings, Tokens, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Sampled, SamplingSettings, Tokens, WeightVersions
 
 END = 0
 PICTURE_TOKENS = 4

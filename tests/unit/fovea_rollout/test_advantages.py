@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.advantages import ESTIMATORS, group_centred, groups_with_signal, leave_one_out
+from fovea_rollout.loop.advantages import ESTIMATORS, group_centred, groups_with_signal, leave_one_out
 
 NAN = float("nan")
 

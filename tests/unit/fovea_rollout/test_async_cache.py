@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fovea_rollout.async_cache import AsyncCache
+from fovea_rollout.policies.async_cache import AsyncCache
 
 
 class Asked:

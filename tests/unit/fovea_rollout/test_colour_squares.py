@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from fovea_rollout.environment import Answer, Step
+from fovea_rollout.environments.environment import Answer, Step
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Sampled, SamplingSettings, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Sampled, SamplingSettings, WeightVersions
 from fovea_rollout.rollout import RolloutSettings, run_rollout
-from fovea_rollout.template import ChatTemplate
+from fovea_rollout.templates.template import ChatTemplate
 from fovea_rollout.trajectory import Segment, Trajectory
 from tests.unit.fovea_rollout.chat_templates import flat, square, tokenizer, user
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fovea_rollout.environment import Answer, ToolCall, read_answer
+from fovea_rollout.environments.environment import Answer, ToolCall, read_answer
 
 CALL = '<tool_call>\n{"name": "calc_score", "arguments": {"value": 7}}\n</tool_call>'
 

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout import math_grading
-from fovea_rollout.environment import Step, read_answer
-from fovea_rollout.geometry3k_environment import Geometry3kEnvironment, final_answer, geometry3k_environment
-from fovea_rollout.math_grading import is_same_answer
+from fovea_rollout.environments import math_grading
+from fovea_rollout.environments.environment import Step, read_answer
+from fovea_rollout.environments.geometry3k_environment import (
+    Geometry3kEnvironment,
+    final_answer,
+    geometry3k_environment,
+)
+from fovea_rollout.environments.math_grading import is_same_answer
+from fovea_rollout.environments.records import environment_of, parse_record
 from fovea_rollout.messages import Message, parse_message
-from fovea_rollout.records import environment_of, parse_record
 
 TRUTH = "3 \\sqrt { 2 }"
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from fovea_rollout.group_pool import GroupPool
+from fovea_rollout.loop.group_pool import GroupPool
 from fovea_rollout.trajectory import Trajectory
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures
 

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Step
-from fovea_rollout.gymnasium_environment import GymnasiumEnvironment, Rules, enlarged
+from fovea_rollout.environments.environment import Answer, Step
+from fovea_rollout.environments.gymnasium_environment import GymnasiumEnvironment, Rules, enlarged
 from fovea_rollout.messages import Message, parse_message
-from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.policies.policy import SamplingSettings
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.kl_penalty import kl_penalty
+from fovea_rollout.loop.kl_penalty import kl_penalty
 
 
 def test_terms_are_centred_over_the_batch() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.loop import LoopSettings
-from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.loop.loop import LoopSettings
+from fovea_rollout.policies.policy import SamplingSettings
 from fovea_rollout.rollout import RolloutSettings
 
 WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))

@@ -1,9 +1,9 @@
 """Figures that a loop's folder keeps; how it goes on with one is in tests/e2e/fovea_rollout/test_resumed_loop.py."""
 
 from fovea_rollout.evaluation import Evaluation
-from fovea_rollout.loop_folder import figures_of
-from fovea_rollout.step_report import step_report
-from fovea_rollout.training_batch import TrainingBatch
+from fovea_rollout.loop.loop_folder import figures_of
+from fovea_rollout.loop.step_report import step_report
+from fovea_rollout.loop.training_batch import TrainingBatch
 from fovea_rollout.trajectory import Failure
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 

@@ -9,9 +9,9 @@ import pytest
 
 from examples.rl_openenv import serving
 from fovea.wire.errors import InvalidInput
+from fovea_rollout.environments.openenv_environment import OpenEnvEnvironment, observation_message
 from fovea_rollout.messages import Picture
-from fovea_rollout.openenv_environment import OpenEnvEnvironment, observation_message
-from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.policies.policy import SamplingSettings
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from fovea_rollout.trajectory import Trajectory
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy

@@ -8,7 +8,7 @@ import pytest
 import tinker
 
 from fovea.wire.errors import FoveaError
-from fovea_rollout.training_batch import TrainingBatch, penalised_batch, training_batch
+from fovea_rollout.loop.training_batch import TrainingBatch, penalised_batch, training_batch
 from fovea_rollout.trajectory import Trajectory
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 

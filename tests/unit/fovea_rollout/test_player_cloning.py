@@ -3,9 +3,9 @@
 import itertools
 from typing import Any
 
+from fovea_rollout.loop.player_cloning import ScriptedPlayer
 from fovea_rollout.messages import Picture
-from fovea_rollout.player_cloning import ScriptedPlayer
-from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.policies.policy import SamplingSettings
 from tests.unit.fovea_rollout.scripted import END, PICTURE_TOKENS, ScriptedPolicy, ids_of
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from fovea_rollout.evaluation import Evaluation
-from fovea_rollout.progress import LoopProgress
-from fovea_rollout.step_report import step_report
-from fovea_rollout.training_batch import TrainingBatch
+from fovea_rollout.loop.loop_progress import LoopProgress
+from fovea_rollout.loop.step_report import step_report
+from fovea_rollout.loop.training_batch import TrainingBatch
 from fovea_rollout.trajectory import Failure
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 

@@ -11,9 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
-from fovea_rollout import environment
+from fovea_rollout.environments import environment
+from fovea_rollout.environments.records import Record, environment_of, fingerprint, load_records, parse_record, shuffled
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.records import Record, environment_of, fingerprint, load_records, parse_record, shuffled
 
 PICTURE = Picture.of_pixels(np.zeros((4, 4, 3), np.uint8))
 WIDE = Picture.of_pixels(np.zeros((4, 8, 3), np.uint8))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fovea_rollout import rollout as rollouts
-from fovea_rollout.environment import Answer, Step
+from fovea_rollout.environments.environment import Answer, Step
 from fovea_rollout.messages import MessageLike, Picture
-from fovea_rollout.policy import Chunk, Sampled, SamplingSettings
+from fovea_rollout.policies.policy import Chunk, Sampled, SamplingSettings
 from fovea_rollout.rollout import RolloutSettings, run_rollout, turn_seed
 from fovea_rollout.trajectory import Trajectory
 from tests.unit.fovea_rollout.scripted import PICTURE_TOKENS, LetterTemplate, ScriptedPolicy, text_of

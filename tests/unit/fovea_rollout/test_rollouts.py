@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Step
+from fovea_rollout.environments.environment import Answer, Step
 from fovea_rollout.messages import Message
-from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.policies.policy import SamplingSettings
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput
-from fovea_rollout.loggers import JsonLinesLogger, open_loggers
-from fovea_rollout.run_state import RunState
+from fovea_rollout.loop.loggers import JsonLinesLogger, open_loggers
+from fovea_rollout.loop.run_state import RunState
 
 IDENTITY = {"model": "tiny", "epochs": 3, "betas": (0.9, 0.95)}
 

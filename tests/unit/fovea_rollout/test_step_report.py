@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tinker
 
-from fovea_rollout.policy import WeightVersions
-from fovea_rollout.step_report import step_report
-from fovea_rollout.training_batch import training_batch
+from fovea_rollout.loop.step_report import step_report
+from fovea_rollout.loop.training_batch import training_batch
+from fovea_rollout.policies.policy import WeightVersions
 from fovea_rollout.trajectory import Failure
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, ToolCall
+from fovea_rollout.environments.environment import Answer, ToolCall
 from fovea_rollout.messages import Message, Picture, Role
-from fovea_rollout.policy import Sampled, Tokens
-from fovea_rollout.template import ChatTemplate
+from fovea_rollout.policies.policy import Sampled, Tokens
+from fovea_rollout.templates.template import ChatTemplate
 from tests.families import ensure_family
 from tests.unit.fovea_rollout import chat_templates as chat
 from tests.unit.fovea_rollout.chat_templates import flat, sampled, sampled_ids, square, text_of, tokenizer, user

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fovea_rollout.loop.training_batch import returns_of, rewards_of, training_batch
 from fovea_rollout.messages import Picture
-from fovea_rollout.training_batch import returns_of, rewards_of, training_batch
 from fovea_rollout.trajectory import Failure, Trajectory, Turn
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 

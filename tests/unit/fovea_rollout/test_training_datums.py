@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer
+from fovea_rollout.environments.environment import Answer
+from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
-from fovea_rollout.training_batch import training_datums
+from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions
 from fovea_rollout.trajectory import Trajectory, Turn
 from tests.unit.fovea_rollout.scripted import PICTURE_TOKENS, ScriptedPolicy
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fovea_rollout.environment import Answer
+from fovea_rollout.environments.environment import Answer
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions
 from fovea_rollout.trajectory import Segment, Trajectory, Turn, after_prefix
 
 RED, SAME_RED, BLUE = Picture(b"red", "png"), Picture(b"red", "png"), Picture(b"blue", "png")

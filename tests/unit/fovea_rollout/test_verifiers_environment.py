@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput
-from fovea_rollout.environment import Answer, read_answer
+from fovea_rollout.environments.environment import Answer, read_answer
+from fovea_rollout.environments.verifiers_environment import VerifiersEnvironment, verifiers_sources, verifiers_tools
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import SamplingSettings
+from fovea_rollout.policies.policy import SamplingSettings
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
 from fovea_rollout.trajectory import Trajectory
-from fovea_rollout.verifiers_environment import VerifiersEnvironment, verifiers_sources, verifiers_tools
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 
 IS_HERE = importlib.util.find_spec("verifiers") is not None

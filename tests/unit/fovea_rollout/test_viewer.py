@@ -12,7 +12,7 @@ import pytest
 
 from fovea_rollout.line_chart import line_chart
 from fovea_rollout.messages import Picture
-from fovea_rollout.policy import WeightVersions
+from fovea_rollout.policies.policy import WeightVersions
 from fovea_rollout.trajectory import Failure, Trajectory
 from fovea_rollout.viewer import write_viewer
 from tests.unit.fovea_rollout.rollouts import rollout, turn

@@ -11,14 +11,9 @@ from PIL import Image
 
 from examples.picture_games import MAZE, TILES, Maze
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Step
-from fovea_rollout.messages import Message, Picture, parse_message
-from fovea_rollout.player_cloning import ScriptedPlayer
-from fovea_rollout.policy import SamplingSettings
-from fovea_rollout.records import Record, environment_of, parse_record
-from fovea_rollout.rollout import RolloutSettings, run_rollouts
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.visgym_environment import (
+from fovea_rollout.environments.environment import Answer, Step
+from fovea_rollout.environments.records import Record, environment_of, parse_record
+from fovea_rollout.environments.visgym_environment import (
     WORDS,
     VisgymEnvironment,
     read_tagged,
@@ -26,6 +21,11 @@ from fovea_rollout.visgym_environment import (
     visgym_environment,
     with_seeds,
 )
+from fovea_rollout.loop.player_cloning import ScriptedPlayer
+from fovea_rollout.messages import Message, Picture, parse_message
+from fovea_rollout.policies.policy import SamplingSettings
+from fovea_rollout.rollout import RolloutSettings, run_rollouts
+from fovea_rollout.templates.template import ChatTemplate
 from tests.unit.fovea_rollout.chat_templates import tokenizer
 from tests.unit.fovea_rollout.scripted import ScriptedPolicy
 

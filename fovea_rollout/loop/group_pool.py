@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fovea_rollout.policy import Policy
+from fovea_rollout.policies.policy import Policy
 from fovea_rollout.trajectory import Trajectory
 
 Play = Callable[[Policy, int], Coroutine[Any, Any, Sequence[Trajectory]]]

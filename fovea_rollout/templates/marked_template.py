@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fovea.wire.conventions import is_markup, replace_markup
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN
+from fovea_rollout.environments.environment import THINK_CLOSE, THINK_OPEN
 from fovea_rollout.messages import Role
 
 _MARK = "⟦fovea:"

@@ -14,13 +14,13 @@ import numpy as np
 import tinker
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.default_rate import REINFORCING_RATE, learning_rate_of
-from fovea_rollout.environment import Environment
+from fovea_rollout.environments.environment import Environment
+from fovea_rollout.loop.default_rate import REINFORCING_RATE, learning_rate_of
+from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Picture
-from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.training_batch import training_datums
+from fovea_rollout.templates.template import ChatTemplate
 from fovea_rollout.trajectory import Trajectory, reward_mean
 
 _AHEAD = 2

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Environment, Step
+from fovea_rollout.environments.environment import Answer, Environment, Step
 from fovea_rollout.messages import Message, parse_messages
 
 Outcome = tuple[Any, BaseException | None]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
+
+from fovea.runtime.tasks import SingleFlight
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -18,24 +19,19 @@ class AsyncCache(Generic[Key, Value]):
 
     def __init__(self) -> None:
         self._values: dict[Key, Value] = {}
-        self._calls: dict[Key, asyncio.Task[Value]] = {}
+        self._calls: SingleFlight[Key, Value] = SingleFlight()
 
     async def get(self, key: Key, call: Callable[[], Awaitable[Value]]) -> Value:
         """Returns the value of a key, from `call` if there is none yet. Raises what the call raises."""
         if key in self._values:
             return self._values[key]
-        if key not in self._calls:
-            self._calls[key] = asyncio.create_task(self._call(key, call))
-        # Cancelling one caller must not cancel the call that the others await.
-        return await asyncio.shield(self._calls[key])
+
+        async def made() -> Value:
+            self._values[key] = await call()
+            return self._values[key]
+
+        return await self._calls.run(key, made)
 
     def forget(self, key: Key) -> None:
         """Drops a value, so that the next caller makes it again."""
         self._values.pop(key, None)
-
-    async def _call(self, key: Key, call: Callable[[], Awaitable[Value]]) -> Value:
-        try:
-            self._values[key] = await call()
-            return self._values[key]
-        finally:
-            del self._calls[key]

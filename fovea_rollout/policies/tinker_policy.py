@@ -9,10 +9,10 @@ from dataclasses import replace
 import tinker
 from tinker.types import ImageChunk
 
-from fovea_rollout.async_cache import AsyncCache
-from fovea_rollout.experts_client import ExpertSource
 from fovea_rollout.messages import Picture
-from fovea_rollout.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens, WeightVersions
+from fovea_rollout.policies.async_cache import AsyncCache
+from fovea_rollout.policies.experts_client import ExpertSource
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens, WeightVersions
 
 
 class TinkerPolicy:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Step
+from fovea_rollout.environments.environment import Answer, Step
 from fovea_rollout.messages import Message, MessageLike, Part, Picture, parse_message
 
 _PICTURE_URI = "data:image/"

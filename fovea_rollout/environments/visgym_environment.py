@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Step
-from fovea_rollout.gymnasium_environment import FIRST_FRAME, enlarged
+from fovea_rollout.environments.environment import Answer, Step
+from fovea_rollout.environments.gymnasium_environment import FIRST_FRAME, enlarged
+from fovea_rollout.environments.records import Record
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.records import Record
 
 if TYPE_CHECKING:
     import gymnasium

@@ -16,24 +16,24 @@ import numpy as np
 import tinker
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.advantages import Estimator
-from fovea_rollout.default_rate import REINFORCING_RATE, learning_rate_of
+from fovea_rollout.environments.records import Record, Source, environment_factory, fingerprint
 from fovea_rollout.evaluation import Evaluation, evaluate
-from fovea_rollout.experts_client import ExpertSource
-from fovea_rollout.group_pool import GroupPool
-from fovea_rollout.live_reports import LiveReports
-from fovea_rollout.loggers import Logger, LoggerName
-from fovea_rollout.loop_folder import LoopFolder
-from fovea_rollout.policy import Policy
-from fovea_rollout.progress import LoopProgress
-from fovea_rollout.records import Record, Source, environment_factory, fingerprint
+from fovea_rollout.loop.advantages import Estimator
+from fovea_rollout.loop.default_rate import REINFORCING_RATE, learning_rate_of
+from fovea_rollout.loop.group_pool import GroupPool
+from fovea_rollout.loop.live_reports import LiveReports
+from fovea_rollout.loop.loggers import Logger, LoggerName
+from fovea_rollout.loop.loop_folder import LoopFolder
+from fovea_rollout.loop.loop_progress import LoopProgress
+from fovea_rollout.loop.step_report import StepReport, step_report
+from fovea_rollout.loop.step_size import StepSize
+from fovea_rollout.loop.substeps import Outputs, Substeps
+from fovea_rollout.loop.training_batch import Groups, TrainingBatch, fail_rollouts, penalised_batch, training_batch
+from fovea_rollout.policies.experts_client import ExpertSource
+from fovea_rollout.policies.policy import Policy
+from fovea_rollout.policies.tinker_policy import WeightPublisher
 from fovea_rollout.rollout import RolloutSettings, run_rollout
-from fovea_rollout.step_report import StepReport, step_report
-from fovea_rollout.step_size import StepSize
-from fovea_rollout.substeps import Outputs, Substeps
-from fovea_rollout.template import ChatTemplate
-from fovea_rollout.tinker_policy import WeightPublisher
-from fovea_rollout.training_batch import Groups, TrainingBatch, fail_rollouts, penalised_batch, training_batch
+from fovea_rollout.templates.template import ChatTemplate
 from fovea_rollout.trajectory import Trajectory
 
 Mode = Literal["on_policy", "one_step_off", "inflight"]

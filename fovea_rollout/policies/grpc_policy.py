@@ -10,9 +10,9 @@ from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.client import GatewayClient
 from fovea.wire.errors import Internal, NotFound
 from fovea.wire.tensors import decode, decode_floats, decode_tokens, encode_tokens
-from fovea_rollout.async_cache import AsyncCache
 from fovea_rollout.messages import Picture, PictureFormat
-from fovea_rollout.policy import Chunk, Sampled, SamplingSettings, Tokens, WeightVersions
+from fovea_rollout.policies.async_cache import AsyncCache
+from fovea_rollout.policies.policy import Chunk, Sampled, SamplingSettings, Tokens, WeightVersions
 
 _FORMATS: dict[PictureFormat, model_input_pb2.ImageFormat] = {
     "png": model_input_pb2.IMAGE_FORMAT_PNG,

@@ -10,9 +10,9 @@ from typing import Any
 import tinker
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
-from fovea_rollout.run_state import RunState
-from fovea_rollout.step_report import StepReport
+from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
+from fovea_rollout.loop.run_state import RunState
+from fovea_rollout.loop.step_report import StepReport
 
 _STATE_FILE = "state.json"
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import tinker
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.async_cache import AsyncCache
+from fovea_rollout.policies.async_cache import AsyncCache
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

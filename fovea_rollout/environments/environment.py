@@ -87,8 +87,8 @@ EnvironmentFactory = Callable[[Mapping[str, Any]], Environment]
 
 _FACTORIES: dict[str, EnvironmentFactory] = {}
 _OWN = {
-    "geometry3k": "fovea_rollout.geometry3k_environment:geometry3k_environment",
-    "visgym": "fovea_rollout.visgym_environment:visgym_environment",
+    "geometry3k": "fovea_rollout.environments.geometry3k_environment:geometry3k_environment",
+    "visgym": "fovea_rollout.environments.visgym_environment:visgym_environment",
 }
 """Environments of this library, unless another is registered under the name. Imported when the first one is made."""
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Step, ToolCall
-from fovea_rollout.math_grading import is_same_answer
+from fovea_rollout.environments.environment import Answer, Step, ToolCall
+from fovea_rollout.environments.math_grading import is_same_answer
 from fovea_rollout.messages import Message
 
 MAX_TURNS = 3

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound
-from fovea_rollout.environment import Environment, make
+from fovea_rollout.environments.environment import Environment, make
 from fovea_rollout.messages import Message, Part, Picture, parse_messages
 from fovea_rollout.pictures import PictureColumn, read_picture
 

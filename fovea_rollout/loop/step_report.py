@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import tinker
 
-from fovea_rollout.advantages import groups_with_signal
 from fovea_rollout.evaluation import Evaluation
-from fovea_rollout.policy import Policy
-from fovea_rollout.training_batch import Groups, TrainingBatch, TrainingDatum, rewards_of
+from fovea_rollout.loop.advantages import groups_with_signal
+from fovea_rollout.loop.training_batch import Groups, TrainingBatch, TrainingDatum, rewards_of
+from fovea_rollout.policies.policy import Policy
 from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metrics, reward_mean
 
 

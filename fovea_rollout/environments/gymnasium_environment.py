@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import Answer, Step
+from fovea_rollout.environments.environment import Answer, Step
 from fovea_rollout.messages import Message, Picture
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import tinker
 from tinker.types import ImageChunk
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
-from fovea_rollout.kl_penalty import base_logprobs, kl_penalty
-from fovea_rollout.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
+from fovea_rollout.loop.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
+from fovea_rollout.loop.kl_penalty import base_logprobs, kl_penalty
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
 from fovea_rollout.trajectory import Failure, Segment, Trajectory, joined_versions
 
 Floats = npt.NDArray[np.float32]

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from fovea.vision.vision_family import image_margin
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.environment import THINK_CLOSE, THINK_OPEN, Answer, read_answer
-from fovea_rollout.marked_template import (
+from fovea_rollout.environments.environment import THINK_CLOSE, THINK_OPEN, Answer, read_answer
+from fovea_rollout.messages import Message, Picture
+from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions
+from fovea_rollout.templates.marked_template import (
     MARK,
     TEXT_MARK,
     Entry,
@@ -21,8 +23,6 @@ from fovea_rollout.marked_template import (
     read_mark,
     without_opening,
 )
-from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policy import Chunk, Sampled, Tokens, WeightVersions
 
 
 class Splice(NamedTuple):

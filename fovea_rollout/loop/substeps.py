@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tinker
 from tinker.types import LossFnType, RequestErrorCategory
 
-from fovea_rollout.training_batch import TrainingBatch
+from fovea_rollout.loop.training_batch import TrainingBatch
 
 Outputs = list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from fovea_rollout.step_report import StepReport
+from fovea_rollout.loop.step_report import StepReport
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from fovea.wire.errors import FailedPrecondition, InvalidInput
-from fovea_rollout.environment import Answer, Step
+from fovea_rollout.environments.environment import Answer, Step
 from fovea_rollout.messages import Message, parse_messages
 
 _MODEL = "fovea"

@@ -1,0 +1,1 @@
+"""Environments, and the records of datasets that make them."""

@@ -1,0 +1,54 @@
+"""Shows the progress of a training loop on the terminal, in two lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fovea_rollout.loop.step_report import StepReport
+from fovea_rollout.progress import ProgressLines
+from fovea_rollout.trajectory import Trajectory
+
+
+class LoopProgress(ProgressLines):
+    """Lines of the steps, and of the rollouts for the next step. A context manager.
+
+    Args:
+        steps: The total number of steps.
+        rollouts: The number of rollouts of one step.
+        is_shown: Whether to show the lines; None shows them on a terminal only.
+        taken: The number of steps that a resumed run has already taken.
+    """
+
+    def __init__(self, steps: int, rollouts: int, is_shown: bool | None, taken: int = 0) -> None:
+        super().__init__(is_shown)
+        self._rollouts, self._finished = rollouts, 0
+        self._failed: set[str] = set()
+        self._steps_task = self._bar.add_task("steps", total=steps, completed=taken, words="")
+        self._held_out = ""
+        self._rollouts_task = self._bar.add_task("rollouts", total=rollouts, words="")
+
+    def count_rollout(self, trajectory: Trajectory) -> None:
+        """Counts a finished rollout."""
+        self._finished += 1
+        self._note_failures([trajectory])
+        self._show_rollouts()
+
+    def count_step(self, report: StepReport) -> None:
+        """Counts a step. Removes its rollouts from the second line, on which rollouts for later steps stay."""
+        self._finished -= sum(len(group) for group in report.trajectories)
+        for group in report.trajectories:  # some rollouts fail only when they are trained on
+            self._note_failures(group)
+        agreement = "nothing to train on" if report.agreement is None else f"kl {report.agreement.kl:.1e}"
+        if report.evaluation is not None:
+            self._held_out = f", held out {report.evaluation.reward_mean:.3f}"
+        reward = f"reward {report.reward_mean:.3f}{self._held_out}"
+        words = f"{reward}, signal {report.signal_share:.0%}, lag {report.lag}, {agreement}"
+        self._bar.update(self._steps_task, advance=1, words=words)
+        self._show_rollouts()
+
+    def _note_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        self._failed |= {one.conversation for one in trajectories if one.end == "failed"}
+
+    def _show_rollouts(self) -> None:
+        words = f"{len(self._failed)} failed"
+        self._bar.update(self._rollouts_task, completed=min(self._finished, self._rollouts), words=words)

@@ -1,0 +1,1 @@
+"""Policies, which sample from a model."""

@@ -1,0 +1,1 @@
+"""Chat templates, which render conversations as prompts."""
