@@ -1,4 +1,4 @@
-"""Verdicts as a table, as JSON and as a page."""
+"""Writes verdicts as a table, as JSON and as a page."""
 
 import html
 import json
@@ -42,13 +42,13 @@ grid-column:1/-1;order:1}}
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
-    """Counts by status, in words."""
+    """Returns the number of checks by status, as text."""
     counts = Counter(verdict.status for verdict in verdicts)
     return ", ".join(f"{counts[status]} {status.replace('_', ' ')}" for status in Status if counts[status])
 
 
 def table(verdicts: Iterable[Verdict], title: str) -> Table:
-    """The verdicts, one a row."""
+    """Returns a table with one verdict per row."""
     grid = Table(title=title, title_justify="left", show_lines=False)
     for column in ("check", "verdict", "what it says", "what was seen"):
         grid.add_column(column, overflow="fold")
@@ -59,7 +59,7 @@ def table(verdicts: Iterable[Verdict], title: str) -> Table:
 
 
 def write_json(verdicts: Iterable[Verdict], path: Path) -> None:
-    """A list of `{id, status, detail}` with title, section and seconds."""
+    """Writes a list of `{id, status, detail}` with title, section and seconds."""
     listed = [
         {
             "id": verdict.check.check_id,
@@ -76,7 +76,7 @@ def write_json(verdicts: Iterable[Verdict], path: Path) -> None:
 
 
 def write_html(verdicts: list[Verdict], options: Options, path: Path) -> None:
-    """One static page."""
+    """Writes one static page."""
     rows = "".join(
         f'<tr><td>{verdict.check.check_id}</td><td class="{verdict.status}">{verdict.status.replace("_", " ")}</td>'
         f"<td>{html.escape(verdict.check.title)}</td><td>{html.escape(verdict.detail)}</td>"

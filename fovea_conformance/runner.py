@@ -1,4 +1,7 @@
-"""Runs checks one after the other, those that mostly wait beside them, those that restart the server last."""
+"""Runs checks one after another.
+
+Checks that mostly wait run beside the others, and checks that restart the server run last.
+"""
 
 import threading
 import time
@@ -24,7 +27,10 @@ class Verdict:
 def run_checks(
     checks: Sequence[Check], options: Options, report: Callable[[Verdict], None], started: Callable[[Check], None]
 ) -> list[Verdict]:
-    """Runs them; `report` is called as each ends, from any thread but one at a time."""
+    """Runs checks; returns their verdicts.
+
+    Calls `report` after each check, in any thread, but never twice at the same time.
+    """
     verdicts: dict[str, Verdict] = {}
     lock = threading.Lock()
 

@@ -1,1 +1,1 @@
-"""The checks, one file a section of the contract."""
+"""The checks, with one or more files per section of the contract."""

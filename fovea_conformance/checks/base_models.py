@@ -1,4 +1,4 @@
-"""Section I: several base models behind one server, such as a teacher beside its student."""
+"""Section I: several base models behind one server, such as a teacher and its student."""
 
 import tinker
 from tinker import types
@@ -8,14 +8,14 @@ from fovea_conformance.target import Target
 
 
 def _named(target: Target, flag: str, value: bool) -> list[str]:
-    """Models of which capabilities say so; what they leave out is true."""
+    """Returns the models for which a flag of the capabilities has a value. A missing flag counts as true."""
     listed = target.http.get("get_server_capabilities").raise_for_status().json()["supported_models"]
     return [str(one["model_name"]) for one in listed if one.get(flag, True) is value]
 
 
 @check("C120", "Of several base models, each that is listed as sampleable samples and scores by its own name")
 def c120_each_samples(target: Target) -> str:
-    """A sampling client of each: what it says it samples from, four tokens, and the score of a prompt."""
+    """Creates a sampling client of each model, and checks its model, four tokens and the score of a prompt."""
     names = _named(target, "sampleable", True)
     if len(names) < 2:
         raise NotApplicable(f"needs a second base model; sampleable are {names}")
@@ -37,7 +37,7 @@ def c120_each_samples(target: Target) -> str:
 
 @check("C121", "A base model that is listed as not trainable is refused as user error, and goes on being sampled")
 def c121_sampling_only(target: Target) -> str:
-    """create_model on it, by the SDK; then a sample of it."""
+    """Calls create_model of such a model through the SDK, and then samples it."""
     names = _named(target, "trainable", False)
     if not names:
         raise NotApplicable("needs a base model that is for sampling only")
@@ -51,4 +51,4 @@ def c121_sampling_only(target: Target) -> str:
             raise Failed(f"{name} is listed as not trainable, and a training client of it was made")
         sampling = service.create_sampling_client(base_model=name).result(60)
         sampling.sample(target.prompt(), 1, types.SamplingParams(max_tokens=1)).result(60)
-    return f"{names} refused by name, and sampled"
+    return f"{names} refused with their names, and sampled"

@@ -1,4 +1,4 @@
-"""Section G: checkpoints and what the REST calls say of them."""
+"""Section G: checkpoints and the REST calls about them."""
 
 import time
 import warnings
@@ -19,25 +19,25 @@ _HOUR_S = 3600
 
 
 def look(training: tinker.TrainingClient, data: Sequence[types.Datum]) -> Arrays:
-    """Log-probabilities now."""
+    """Returns the current log-probabilities."""
     return logprobs_of(training.forward(list(data), "cross_entropy").result(120))
 
 
 def take_step(training: tinker.TrainingClient, data: Sequence[types.Datum], adam: types.AdamParams) -> None:
-    """One step of cross-entropy on the data."""
+    """Takes one step of cross-entropy on the datums."""
     training.forward_backward(list(data), "cross_entropy")
     training.optim_step(adam).result(120)
 
 
 def checkpoint_of(rest: tinker.RestClient, path: str) -> types.Checkpoint | None:
-    """The entry in its run's listing, found as the CLI finds it: by the exact path."""
+    """Returns the entry of a path in its run's listing, as the CLI finds it; None if it is not listed."""
     run = types.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     listed = rest.list_checkpoints(run).result(60).checkpoints
     return next((one for one in listed if one.tinker_path == path), None)
 
 
 def known(rest: tinker.RestClient, path: str) -> types.Checkpoint:
-    """The entry; raises Failed if the run does not list it."""
+    """Returns the entry of a path. Raises Failed if the run does not list it."""
     entry = checkpoint_of(rest, path)
     expect(entry is not None, f"{path} is not listed by its run")
     assert entry is not None
@@ -45,7 +45,7 @@ def known(rest: tinker.RestClient, path: str) -> types.Checkpoint:
 
 
 def expect_no_load(service: tinker.ServiceClient, path: str, why: str) -> None:
-    """Loading must end in an error, soon."""
+    """Expects that loading ends in an error within seconds."""
     begun = time.monotonic()
     try:
         service.create_training_client_from_state(path).result(60)
@@ -58,8 +58,10 @@ def expect_no_load(service: tinker.ServiceClient, path: str, why: str) -> None:
 
 @check("C106", "save_state then create_training_client_from_state: same logprobs, fresh optimizer")
 def c106_load(target: Target) -> str:
-    """Logprobs before and after; then two loaded models take one step with different betas: only moments that are zero
-    and a count that is zero make the first Adam step independent of them.
+    """Compares logprobs before and after loading.
+
+    Then two loaded models take one step with different betas. The first step of Adam depends on the betas only if
+    moments or step count are not zero.
     """
     service = target.service()
     data = [target.datum(12, seed) for seed in range(2)]
@@ -83,7 +85,7 @@ def c106_load(target: Target) -> str:
 
 @check("C107", "..._with_optimizer: the next two steps equal an uninterrupted run bit-close")
 def c107_resume(target: Target) -> str:
-    """Two steps, save, two more against two more after loading; loading without the optimizer must differ."""
+    """Compares two further steps with two steps after loading. Loading without the optimizer must give a difference."""
     service = target.service()
     data = [target.datum(12, seed) for seed in range(2)]
     adam = types.AdamParams(learning_rate=5e-3)
@@ -106,7 +108,7 @@ def c107_resume(target: Target) -> str:
 
 @check("C108", "save_state name clash: quick clear error without overwrite, replacement with overwrite")
 def c108_clash(target: Target) -> str:
-    """A user error within seconds that leaves the model working; overwrite replaces weights and metadata."""
+    """Expects a user error within seconds that leaves the model working. Overwriting replaces weights and metadata."""
     service = target.service()
     rest = target.rest()
     data = [target.datum(12)]
@@ -133,8 +135,10 @@ def c108_clash(target: Target) -> str:
 
 @check("C109", "ttl below 3600 refused; expired checkpoint vanishes and no longer loads; null removes the expiry")
 def c109_ttl(target: Target) -> str:
-    """Bounds at saving and by PUT, and expires_at by the clock. The contract's shortest life is an hour, so the end of
-    one is not waited for: only that the listing knows when it is.
+    """Checks the limits at saving and with PUT, and compares expires_at with the clock.
+
+    The shortest life in the contract is an hour, so the check does not wait for the end, but only reads it in the
+    listing.
     """
     service = target.service()
     rest, training = target.rest(), target.training(service)
@@ -171,7 +175,7 @@ def _route(path: str, action: str) -> str:
 
 @check("C110", "list, get, delete, publish, unpublish, ttl work with `weights/x` ids and colon run ids")
 def c110_rest(target: Target) -> str:
-    """Both kinds by RestClient; publishing twice is no error; deleted weights neither load nor sample."""
+    """Calls RestClient for both types. Publishing twice is not an error. Deleted weights neither load nor sample."""
     service = target.service()
     rest, training = target.rest(), target.training(service)
     state = training.save_state(unique_name("state")).result(120).path
@@ -220,7 +224,7 @@ def _expect_no_sample(target: Target, service: tinker.ServiceClient, path: str) 
 
 @check("C111", "training run returns user_metadata and last checkpoints; cursor.total_count right with offset")
 def c111_run(target: Target) -> str:
-    """A run with renderer_name and one checkpoint of each kind; pages at offsets 0, 1 and past the end."""
+    """Reads a run with renderer_name and one checkpoint of each type, and pages at offsets 0, 1 and past the end."""
     service = target.service()
     rest = target.rest()
     metadata = {"renderer_name": "some_renderer", "note": "a b"}
@@ -254,7 +258,7 @@ def _pages(rest: tinker.RestClient) -> str:
 
 @check("C112", "weights_info returns rank and train_* flags for weights and sampler paths")
 def c112_weights_info(target: Target) -> str:
-    """A model with rank 4 and one flag off, asked for both of its checkpoints."""
+    """Reads both checkpoints of a model with rank 4 and one flag off."""
     service = target.service()
     rest = target.rest()
     training = target.training(service, rank=4, train_unembed=False)
@@ -272,7 +276,7 @@ def c112_weights_info(target: Target) -> str:
 
 @check("C116", "load_state right after create works; later use gives a clear error or works, never a hang")
 def c116_load_state(target: Target) -> str:
-    """The deprecated call as a model's first request, and again after a step."""
+    """Makes the deprecated call as a model's first request, and again after a step."""
     service = target.service()
     data = [target.datum(12)]
     saved = warmed_up(target.training(service), data)
@@ -300,7 +304,7 @@ def _load_state(training: tinker.TrainingClient, path: str) -> None:
 
 
 def _attempt(action: Callable[[], object]) -> str:
-    """What a user error said, or nothing if the action went through."""
+    """Returns the message of a user error; empty if the action succeeded."""
     try:
         action()
     except tinker.RequestFailedError as error:

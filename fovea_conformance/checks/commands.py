@@ -1,4 +1,4 @@
-"""Section G: the SDK's command line as subprocesses, and downloads."""
+"""Section G: the SDK's command line in subprocesses, and downloads."""
 
 import json
 import os
@@ -29,13 +29,13 @@ _LOADED_TOLERANCE = 0.02
 
 
 def environment(target: Target, home: str) -> dict[str, str]:
-    """The server by environment variables, and no credentials of the user's own."""
+    """Returns environment variables with the server, and without the user's own credentials."""
     given = {"TINKER_BASE_URL": target.options.base_url, "TINKER_API_KEY": target.options.api_key, "HOME": home}
     return os.environ | given | {"TINKER_TELEMETRY": "0", "COLUMNS": "400"}
 
 
 def command(target: Target, home: str, *words: str) -> str:
-    """Runs `tinker ...` and returns what it printed. Raises Failed unless it exits with 0."""
+    """Runs `tinker ...`; returns its output. Raises Failed unless the exit code is 0."""
     done = subprocess.run(
         [sys.executable, "-m", "tinker.cli", *words],
         env=environment(target, home), cwd=home, capture_output=True, text=True, timeout=_COMMAND_S, check=False,
@@ -51,7 +51,7 @@ def command(target: Target, home: str, *words: str) -> str:
     timeout_s=300,
 )
 def c113_cli(target: Target) -> str:
-    """Each command as a process of its own; its output is searched, and what it changed is asked for by REST."""
+    """Runs each command in its own process, searches its output, and checks its effect over REST."""
     training = target.training(rank=4, user_metadata={"note": "cli"})
     path = training.save_state(unique_name("state"), ttl_seconds=_HOUR_S).result(120).path
     rest = target.rest()
@@ -87,8 +87,10 @@ def _unescaped(text: str) -> str:
 
 @check("C114", "CLI checkpoint download of a training checkpoint yields a loadable PEFT adapter; export deleted")
 def c114_download(target: Target) -> str:
-    """The files are read as PEFT reads them; where the base model's name is a folder here, PEFT loads the adapter on it
-    and must give the trainer's logprobs. Afterwards no export is left.
+    """Reads the files as PEFT does.
+
+    If the base model's name is a local folder, PEFT loads the adapter on it and must reproduce the trainer's logprobs.
+    No export may be left afterwards.
     """
     data = [target.datum(12)]
     training = warmed_up(target.training(), data)
@@ -111,7 +113,7 @@ def c114_download(target: Target) -> str:
 
 
 def _exports(rest: tinker.RestClient) -> set[str]:
-    """Downloads of these checks have the CLI's and the cookbook's name for temporary exports."""
+    """Returns the listed exports with the names that the CLI and the cookbook give to temporary ones."""
     listed = rest.list_user_checkpoints(limit=1000).result(60).checkpoints
     ours = [one for one in listed if one.checkpoint_type == "external"]
     return {one.tinker_path for one in ours if one.tinker_path.endswith("/download")}
@@ -133,7 +135,7 @@ def _read_adapter(folder: Path, rank: int) -> str:
 
 
 def _logprobs_with(base_model: str, folder: Path, tokens: list[int]) -> Any:
-    """float64 [N - 1]: what transformers and PEFT make of the downloaded adapter."""
+    """Returns the logprobs of transformers and PEFT with the downloaded adapter, float64 [N - 1]."""
     loaded: Any
     try:
         loaded = AutoModelForImageTextToText.from_pretrained(base_model, dtype=torch.float32)
@@ -148,8 +150,10 @@ def _logprobs_with(base_model: str, folder: Path, tokens: list[int]) -> Any:
 
 @check("C115", "Cookbook 0.6.1 weights.download (age-encrypted) works or fails with a clear message")
 def c115_encrypted(target: Target) -> str:
-    """Its calls one by one: an export to one x25519 recipient, whose files must end in .age, be encrypted and open with
-    the identity; a recipient that is none must be refused by name.
+    """Makes the cookbook's calls one by one.
+
+    An export to one x25519 recipient must have encrypted files that end in .age and open with the identity. A malformed
+    recipient must be refused by an error that names it.
     """
     import pyrage
 

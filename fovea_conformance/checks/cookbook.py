@@ -1,4 +1,4 @@
-"""Section H: recipes of the real tinker-cookbook, in client environments of their own."""
+"""Section H: recipes of the real tinker-cookbook, in separate client environments."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 @functools.lru_cache(maxsize=1)
 def _results(options: Options) -> list[Row]:
-    """All recipes, run once for all checks that look at them."""
+    """Runs all recipes once for all checks; returns their results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         told = ["--base-url", options.base_url, "--api-key", options.api_key, "--model", options.model]
@@ -38,7 +38,7 @@ def _results(options: Options) -> list[Row]:
 
 
 def rows_for(target: Target, check_id: str) -> list[Row]:
-    """The runs that stand for a check; all of them must have gone well."""
+    """Returns the runs for a check. Raises Failed unless all of them succeeded."""
     if not target.options.cookbook:
         raise NotApplicable("runs recipes in environments of their own: pass --cookbook")
     if not (_ROOT / "cookbook" / "__main__.py").exists():
@@ -65,9 +65,9 @@ def _figures(row: Row) -> str:
     "C117", "sl_loop, rl_loop, train_dpo, sdft top-k, vlm_classifier run 3 steps with the real cookbook", timeout_s=2500
 )
 def c117_recipes(target: Target) -> str:
-    """Each recipe with its own settings, in each version of the cookbook, judged by the metrics that it logs itself.
+    """Runs each recipe with its own settings in each version of the cookbook, and checks the metrics that it logs.
 
-    A run that replaces a setting which decides what is computed, as its loss does, is shown but does not count.
+    A run that replaces a setting of the computation, such as the loss, is shown but does not count.
     """
     rows = rows_for(target, "C117")
     missing = _WANTED - {row["recipe"] for row in rows}
@@ -82,7 +82,7 @@ def c117_recipes(target: Target) -> str:
 
 
 def without_own_settings(rows: list[Row]) -> list[str]:
-    """The recipes and versions that no run passed with the recipe's own settings, and what was replaced."""
+    """Returns the recipes and versions that passed only with replaced settings, and those settings."""
     own = {(row["recipe"], row["version"]) for row in rows if not row["replaced"]}
     return [
         f"{row['recipe']} {row['version']} passed only with {', '.join(row['replaced'])}"
@@ -93,7 +93,10 @@ def without_own_settings(rows: list[Row]) -> list[str]:
 
 @check("C118", "rl train with pipelined substeps gives the same weights as sequential", timeout_s=2500)
 def c118_pipelined(target: Target) -> str:
-    """Two pairs of requests in flight against one after the other; and the recipe with substeps learns."""
+    """Compares two pairs of requests in flight with the same pairs one after another.
+
+    The recipe with substeps must learn.
+    """
     rows = rows_for(target, "C118")
     expect(any(row["recipe"] == "pipelined_substeps" for row in rows), "no run compared the weights")
     return _told(rows)
@@ -101,7 +104,7 @@ def c118_pipelined(target: Target) -> str:
 
 @check("C119", "compare_sampling_training_logprobs reports a mean squared error below tolerance", timeout_s=2500)
 def c119_agreement(target: Target) -> str:
-    """The cookbook's own comparison; the tolerance is the recipe's, in cookbook/recipes.py."""
+    """Runs the cookbook's comparison. The tolerance is the recipe's, in cookbook/recipes.py."""
     rows = rows_for(target, "C119")
     expect(any(row["recipe"] == "sampling_training_logprobs" for row in rows), "no run compared the logprobs")
     return _told(rows)

@@ -1,4 +1,4 @@
-"""Section B: results of futures: encodings, errors, identity, sizes."""
+"""Section B: results of futures: encodings, errors, identity and sizes."""
 
 import gzip
 import itertools
@@ -23,7 +23,7 @@ _GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
 
 @check("C17", "Sample, forward and forward_backward results are protobuf when Accept asks for it")
 def c17_protobuf(target: Target) -> str:
-    """Their bytes must parse as the public messages and hold tokens, log-probabilities and loss:sum."""
+    """Parses the bytes as the public messages, which must contain tokens, log-probabilities and loss:sum."""
     sizes = {}
     for name, request_id in _results(target).items():
         answer = target.poll(request_id, accept=_PROTOBUF)
@@ -36,7 +36,7 @@ def c17_protobuf(target: Target) -> str:
 
 @check("C18", "The same results requested without that Accept come as JSON")
 def c18_json(target: Target) -> str:
-    """JSON with the fields of the message, and the same numbers as the protobuf of the same future."""
+    """Expects JSON with the fields of the message, and the same numbers as in the protobuf of the same future."""
     requests = _results(target)
     found = {name: _json_result(target, name, request_id) for name, request_id in requests.items()}
     sampled = public.SampleResponse.FromString(target.poll(requests["sample"], accept=_PROTOBUF).content)
@@ -52,7 +52,10 @@ def c18_json(target: Target) -> str:
 
 @check("C19", "optim, save, load and create results are JSON even if Accept says protobuf")
 def c19_always_json(target: Target) -> str:
-    """One of each by raw HTTP, all collected with Accept: application/x-protobuf; each has its required field."""
+    """Submits one of each over raw HTTP, and collects them with Accept: application/x-protobuf.
+
+    Each must have its required field.
+    """
     session_id = target.session()
     model_id = target.raw_model(session_id)
     of_model = {"model_id": model_id}
@@ -79,7 +82,7 @@ def c19_always_json(target: Target) -> str:
 
 @check("C20", "A failed future returns 200 with error and category; the SDK raises RequestFailedError with it")
 def c20_failed_future(target: Target) -> str:
-    """An unknown loss_fn by raw HTTP with either Accept, and through the SDK."""
+    """Sends an unknown loss_fn over raw HTTP with either Accept, and through the SDK."""
     model_id = target.raw_model(target.session())
     request_id = target.submit_loss(model_id, 1, loss_fn="no_such_loss")
     for accept in ("application/json", _PROTOBUF):
@@ -101,7 +104,10 @@ def c20_failed_future(target: Target) -> str:
 
 @check("C21", "User mistakes carry category user")
 def c21_categories(target: Target) -> str:
-    """Seven mistakes of different kinds; each a failed future of category user. Internal faults need a fault inside."""
+    """Makes seven different mistakes, each of which must give a failed future of category user.
+
+    Internal errors cannot be caused from outside.
+    """
     session_id = target.session()
     model_id = target.raw_model(session_id)
     seq_ids = itertools.count(1)
@@ -136,7 +142,10 @@ def c21_categories(target: Target) -> str:
 
 @check("C22", "An unknown request_id gives 404; an expired result gives 410")
 def c22_unknown(target: Target) -> str:
-    """Unknown ids of several forms; and a sample whose result is acknowledged with retrieve_futures, so dropped."""
+    """Polls unknown ids of several forms.
+
+    Then polls a sample with a result that retrieve_futures has acknowledged and so dropped.
+    """
     sampler_id = target.sampling_session(target.session())
     sample = target.submit_sample(sampler_id, 0)["request_id"]
     target.poll(sample)
@@ -157,7 +166,10 @@ def c22_unknown(target: Target) -> str:
 
 @check("C23", "After 410 a sample is resubmitted with a new seq_id and succeeds")
 def c23_resubmission(target: Target) -> str:
-    """A proxy answers the first poll of a sample with 410; the SDK's second submission brings other ids and tokens."""
+    """Responds to the first poll of a sample with 410 in a proxy.
+
+    The SDK's second submission must give other ids and tokens.
+    """
     refused: list[str] = []
 
     def lose_first(exchange: Exchange) -> Response | None:
@@ -184,7 +196,7 @@ def c23_resubmission(target: Target) -> str:
 
 @check("C24", "The same result can be retrieved twice, byte-identical")
 def c24_twice(target: Target) -> str:
-    """Each kind of result three times in each encoding."""
+    """Retrieves each type of result three times in each encoding."""
     model_id = target.raw_model(target.session())
     step = target.submit("optim_step", model_id=model_id, seq_id=1, adam_params={}, type="optim_step")
     requests = {**_results(target), "optim_step": step}
@@ -197,7 +209,7 @@ def c24_twice(target: Target) -> str:
 
 @check("C25", "A payload above the inline limit gives complete_metadata once, then the payload")
 def c25_metadata(target: Target) -> str:
-    """A result of about 2 MB: first its size, then itself; and the SDK gets it as if nothing were."""
+    """Retrieves a result of about 2 MB: first its size, and then its payload. The SDK must read it without noticing."""
     request_id = _large_result(target)
     first = _once(target, request_id, metadata=True, accept=_PROTOBUF)
     if _PROTOBUF in first.headers.get("content-type", ""):
@@ -219,7 +231,7 @@ def c25_metadata(target: Target) -> str:
 
 @check("C26", "allow_metadata_only false never gets metadata")
 def c26_no_metadata(target: Target) -> str:
-    """Results of a few bytes and of about 2 MB, asked for with the flag false, and without the flag."""
+    """Retrieves results of a few bytes and of about 2 MB, with the flag false and without the flag."""
     sizes = []
     for request_id in (_results(target)["sample"], _large_result(target)):
         answer = target.poll(request_id, accept=_PROTOBUF)
@@ -231,7 +243,10 @@ def c26_no_metadata(target: Target) -> str:
 
 @check("C29", "gzip or zstd compressed proto responses decode")
 def c29_compression(target: Target) -> str:
-    """The server's own answer under Accept-Encoding decodes to the plain bytes; the SDK reads gzip and zstd ones."""
+    """Expects that the server's response under Accept-Encoding decodes to the plain bytes.
+
+    The SDK must read gzip and zstd.
+    """
     request_id = _results(target)["forward"]
     body = {"request_id": request_id, "allow_metadata_only": False}
     answers = {}
@@ -249,20 +264,23 @@ def c29_compression(target: Target) -> str:
 
 @check("C30", "No answer is ever an empty-bodied 400")
 def c30_no_empty_400(target: Target) -> str:
-    """Broken bodies of eight kinds to every route; each answer of 400 and above has a body, and none is a crash."""
+    """Sends eight types of broken bodies to every route.
+
+    Each response of 400 and above must have a body, and none may be a crash.
+    """
     bodies = [
         b"", b"null", b"[]", b"{", b"{}", b"\xff\xfe\x00", b'{"request_id": 5}', b'{"session_id": {}, "seq_id": "x"}',
     ]  # fmt: skip
     routes = [
         "create_session", "session_heartbeat", "create_model", "get_info", "optim_step", "save_weights", "load_weights",
         "save_weights_for_sampler", "create_sampling_session", "asample", "retrieve_future", "cancel_future",
-        "weights_info", "telemetry", "client/config", "sessions/nobody/finish", "retrieve_futures", "no/such/route",
+        "weights_info", "telemetry", "client/config", "sessions/none/finish", "retrieve_futures", "no/such/route",
     ]  # fmt: skip
     answers = [
         (route, body, target.http.post(route, content=body, headers={"Content-Type": "application/json"}))
         for route, body in itertools.product(routes, bodies)
     ]
-    broken = (b"", b"\xff" * 20, loss_body("nobody:train:0", 1, [target.datum()]))
+    broken = (b"", b"\xff" * 20, loss_body("none:train:0", 1, [target.datum()]))
     answers += [("forward_backward", body, target.send_loss(body)) for body in broken]
     answers.append(("forward_backward", b"zstd", target.send_loss(b"no zstd", **{"Content-Encoding": "zstd"})))
     empty = [f"{route} {body[:20]!r}" for route, body, one in answers if one.status_code >= 400 and not one.content]
@@ -274,7 +292,7 @@ def c30_no_empty_400(target: Target) -> str:
 
 
 def _results(target: Target) -> dict[str, str]:
-    """request_ids of one result of each kind that has a protobuf form."""
+    """Returns request_ids of one result of each type that has a protobuf form."""
     session_id = target.session()
     model_id, sampler_id = target.raw_model(session_id), target.sampling_session(session_id)
     return {
@@ -319,7 +337,7 @@ def _as_json(target: Target, route: str, request_id: str) -> dict[str, Any]:
 
 
 def _once(target: Target, request_id: str, metadata: bool = False, accept: str = "application/json") -> Any:
-    """One poll, or more while the result is not there yet, with the flag as given."""
+    """Polls with the flag as given, and again until the result is there."""
     while True:
         body = {"request_id": request_id, "allow_metadata_only": metadata}
         answer = target.http.post("retrieve_future", json=body, headers={"Accept": accept})
@@ -328,7 +346,7 @@ def _once(target: Target, request_id: str, metadata: bool = False, accept: str =
 
 
 def _large_result(target: Target) -> str:
-    """A forward whose [N, K] log-probabilities are about 2 MB, for little work."""
+    """Submits a forward with [N, K] log-probabilities of about 2 MB, which needs little computation."""
     model_id = target.raw_model(target.session())
     return target.submit_loss(model_id, 1, [_wide_datum(target)] * 5, forward_only=True)
 
@@ -345,7 +363,7 @@ def _wide_datum(target: Target) -> types.Datum:
 
 
 def _sample_through(target: Target, encoding: str, compress: Any) -> list[int]:
-    """Greedy tokens that the SDK reads through a proxy that compresses the result."""
+    """Returns greedy tokens that the SDK reads through a proxy that compresses the result."""
     compressed: list[int] = []
 
     def ask_plain(exchange: Exchange) -> Response | None:

@@ -22,7 +22,10 @@ _CLONE = 10**9
 
 @check("C31", "retrieve_futures: 3 samples in one poll, the cursor advances, acks arrive, an ack-only poll is quick")
 def c31_batched(target: Target) -> str:
-    """Raw: 3 finished samples in one poll of the right clone. SDK with the flag on: its polls, acks and no others."""
+    """Reads 3 finished samples with one raw poll of the right clone.
+
+    Then checks that the SDK with the flag on uses these polls and acknowledgements only.
+    """
     sampler_id, samples = _samples(target, 3)
     clone = str(target.submit_sample(sampler_id, 7 * _CLONE)["request_id"])
     target.poll(clone)
@@ -45,7 +48,10 @@ def c31_batched(target: Target) -> str:
 
 @check("C32", "retrieve_futures with an old cursor replays completions not yet acked")
 def c32_replay(target: Target) -> str:
-    """The same cursor twice brings the same; an acked id may go, the others come again; a new cursor brings the new."""
+    """Polls the same cursor twice, which must give the same results.
+
+    Acknowledged results may be gone. A new cursor must give the others and the new ones.
+    """
     sampler_id, samples = _samples(target, 3)
     first = _retrieve(target, sampler_id, 0)
     again = _retrieve(target, sampler_id, 0)
@@ -65,7 +71,7 @@ def c32_replay(target: Target) -> str:
 
 @check("C33", "retrieved_request_ids lets the server drop payloads; a later fetch gives 410")
 def c33_acknowledged(target: Target) -> str:
-    """One of two results acknowledged: it is gone for good, the other is still there, byte for byte."""
+    """Acknowledges one of two results. It must be gone, and the other must still be there, byte for byte."""
     sampler_id, (acked, kept) = _samples(target, 2)
     before = target.poll(kept, accept="application/x-protobuf").content
     _retrieve(target, sampler_id, 0, retrieved=[acked])
@@ -84,7 +90,10 @@ def c33_acknowledged(target: Target) -> str:
 
 @check("C34", "A failed sample appears with state failed and its retrieve_future has the error")
 def c34_failed(target: Target) -> str:
-    """A prompt token outside every vocabulary, between two good samples; the SDK with the flag on raises its error."""
+    """Samples a prompt token outside every vocabulary between two good samples.
+
+    The SDK with the flag on must raise its error.
+    """
     sampler_id, _ = _samples(target, 1)
     bad = str(target.submit_sample(sampler_id, 40, tokens=[2**30])["request_id"])
     error = target.collect(bad)
@@ -104,7 +113,10 @@ def c34_failed(target: Target) -> str:
 
 @check("C35", "cancel_future stops generation quickly; repeat and late cancels return 2xx")
 def c35_cancel(target: Target) -> str:
-    """Long samples cancelled while they run end with an error within seconds; the SDK cancels what it abandons."""
+    """Cancels long samples while they run, which must end with an error within seconds.
+
+    The SDK must cancel abandoned samples.
+    """
     sampler_id = target.sampling_session(target.session())
     short = target.submit_sample(sampler_id, 0)["request_id"]
     target.poll(short)
@@ -126,7 +138,7 @@ def c35_cancel(target: Target) -> str:
 
 
 def _samples(target: Target, count: int) -> tuple[str, list[str]]:
-    """A fresh sampling session and the request_ids of samples in it that have ended."""
+    """Returns a new sampling session, and the request_ids of finished samples in it."""
     sampler_id = target.sampling_session(target.session())
     ids = [str(target.submit_sample(sampler_id, number)["request_id"]) for number in range(count)]
     for request_id in ids:
@@ -138,7 +150,7 @@ def _samples(target: Target, count: int) -> tuple[str, list[str]]:
 def _retrieve(
     target: Target, sampler_id: str, cursor: int, retrieved: list[str] | None = None, clone: int = 0
 ) -> dict[str, Any]:
-    """One poll that the server must answer at once."""
+    """Polls once. The server must respond at once."""
     begun = time.monotonic()
     of = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone}
     answer = target.post(
@@ -158,7 +170,7 @@ def _states(page: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_polls(proxy: Proxy) -> str:
-    """Looks at what the SDK's poller sent, once it has acknowledged everything."""
+    """Checks the requests of the SDK's poller after it has acknowledged everything."""
     ids = {one.answer_json()["request_id"] for one in proxy.of("asample")}
     deadline = time.monotonic() + 20
     while True:
@@ -180,13 +192,13 @@ def _check_polls(proxy: Proxy) -> str:
 
 
 def _longest(target: Target) -> int:
-    """Tokens of the longest answer that fits behind a short prompt."""
+    """Returns the number of tokens of the longest answer that fits after a short prompt."""
     models = target.http.get("get_server_capabilities").json()["supported_models"]
     return min(next(int(one["max_context_length"]) for one in models if one["model_name"] == target.model) - 64, 32_000)
 
 
 def _abandon(target: Target) -> str:
-    """An awaited SDK sample that is given up must be cancelled at the server."""
+    """Expects that the SDK cancels an abandoned sample on the server."""
 
     def allow_cancels(exchange: Exchange) -> Response | None:
         if exchange.route != "client/dynamic_config":

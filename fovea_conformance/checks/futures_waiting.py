@@ -1,4 +1,4 @@
-"""Section B: futures while they wait: polls are held, submissions stay quick, results arrive at once."""
+"""Section B: waiting futures: polls are held, submissions stay quick, and results arrive at once."""
 
 import asyncio
 import concurrent.futures
@@ -31,9 +31,10 @@ _QUEUE_STATES = ("active", "paused_capacity", "paused_rate_limit")
 
 @check("C13", "Every submit answers under 1 s while the engine is busy")
 def c13_submit_while_busy(target: Target) -> str:
-    """Losses sized to keep the trainer busy for 10 s, long samples beside them; then two submissions of each kind.
+    """Keeps the trainer busy for 10 s with losses, next to long samples. Then makes two submissions of each type.
 
-    Again with more losses where the trainer ended them too soon: times beside an idle trainer say nothing.
+    If the trainer finishes too soon, this is repeated with more losses, because times beside an idle trainer mean
+    nothing.
     """
     for busy_s in _BUSY_S:
         slowest, still_busy = _submit_while_busy(target, busy_s)
@@ -46,7 +47,7 @@ def c13_submit_while_busy(target: Target) -> str:
 
 
 def _submit_while_busy(target: Target, busy_s: float) -> tuple[dict[str, float], bool]:
-    """Seconds that each kind's better submission took, and whether the trainer was busy to the end."""
+    """Returns the seconds of each type's faster submission, and whether the trainer was busy until the end."""
     session_id = target.session()
     model_id, sampler_id = target.raw_model(session_id), target.sampling_session(session_id)
     busy = _keep_busy(target, model_id, busy_s)
@@ -64,7 +65,10 @@ def _submit_while_busy(target: Target, busy_s: float) -> tuple[dict[str, float],
 @check("C14", "An unfinished future is held 20-40 s, then answered 408 or try_again; under 4 polls a minute",
        background=True)  # fmt: skip
 def c14_held_polls(target: Target) -> str:
-    """An SDK loss whose seq_id a proxy raises, so that it waits for one that is missing; its polls are timed."""
+    """Raises the seq_id of an SDK loss in a proxy, so that the loss waits for a missing request.
+
+    Measures the duration of its polls.
+    """
     proxy, _, _ = _held_loss(target, pyqwest=False)
     polls = _finished_polls(proxy, 2, 100.0)
     window_s = polls[1].ended_s - polls[0].started_s
@@ -78,7 +82,7 @@ def c14_held_polls(target: Target) -> str:
 
 @check("C15", "Neither transport (pyqwest, httpx) reports a client timeout on a job of 5 minutes", background=True)
 def c15_long_job(target: Target) -> str:
-    """Two SDK losses, one a transport, wait --long-job-s for a missing request; no poll outlives the client's limit."""
+    """Lets two SDK losses wait for a missing request for --long-job-s. No poll may outlive the client's limit."""
     held = {pyqwest: _held_loss(target, pyqwest) for pyqwest in (True, False)}
     begun = time.monotonic()
     time.sleep(target.options.long_job_s)
@@ -101,7 +105,7 @@ def c15_long_job(target: Target) -> str:
 
 @check("C16", "A result completing mid-poll is delivered within 200 ms")
 def c16_delivery(target: Target) -> str:
-    """Best of five: a poll that waits for a loss, against the same loss asked for anew every few ms."""
+    """Compares a poll that waits for a loss with frequent polls of the same loss, every few ms; best of five."""
     model_id = target.raw_model(target.session())
     seq_ids = itertools.count(1)
 
@@ -134,7 +138,10 @@ def c16_delivery(target: Target) -> str:
 
 @check("C27", "queue_state and reason reach the SDK's log when a request waits for capacity", background=True)
 def c27_queue_state(target: Target) -> str:
-    """A waiting request's poll answer names both; a sample answered paused_capacity with a reason is logged."""
+    """Expects that the poll of a waiting request contains both fields.
+
+    Responds to a sample with paused_capacity and a reason, which the SDK must log.
+    """
     model_id = str(target.training().model_id)  # of a session that the SDK keeps alive for as long as a poll is held
     answer = _poll_once(target.http, target.submit_loss(model_id, 2))
     said = answer.json()
@@ -160,7 +167,10 @@ def c27_queue_state(target: Target) -> str:
 
 @check("C28", "2000 simultaneous retrieve_future polls from one client stay responsive", timeout_s=240)
 def c28_many_polls(target: Target) -> str:
-    """2000 open polls of 20 waiting losses, beside which requests are quick; then one submission answers them all."""
+    """Opens 2000 polls of 20 waiting losses.
+
+    Other requests must stay quick. Then one submission must give all polls their results.
+    """
     session_id = target.session()
     model_id = target.raw_model(session_id)
     waiting = [target.submit_loss(model_id, seq_id, forward_only=True) for seq_id in range(2, 22)]
@@ -207,7 +217,7 @@ async def _poll_many(
 
 
 def _held_loss(target: Target, pyqwest: bool) -> tuple[Proxy, str, tinker.APIFuture[types.ForwardBackwardOutput]]:
-    """An SDK forward that the server must hold: on the wire its seq_id is 2, and 1 is missing."""
+    """Submits an SDK forward that the server must hold, because its seq_id is 2 and request 1 is missing."""
 
     def raise_seq_id(exchange: Exchange) -> Response | None:
         if exchange.route == "forward_backward":
@@ -223,13 +233,13 @@ def _held_loss(target: Target, pyqwest: bool) -> tuple[Proxy, str, tinker.APIFut
 
 
 def _loss_polls(proxy: Proxy) -> list[Exchange]:
-    """The finished polls of the loss, not those of the model's creation."""
+    """Returns the polls of the loss, without those of the model's creation."""
     polls = [one for one in proxy.of("retrieve_future") if one.headers.get("x-tinker-request-type") == "Forward"]
     return [one for one in polls if one.status]
 
 
 def _is_held(poll: Exchange) -> bool:
-    """Whether a poll was told to come again."""
+    """Returns whether a poll was answered with try_again or 408."""
     return poll.status == 408 or (poll.status == 200 and b'"try_again"' in poll.answer)
 
 
@@ -246,7 +256,10 @@ def _poll_once(http: httpx.Client, request_id: str) -> httpx.Response:
 
 
 def _keep_busy(target: Target, model_id: str, busy_s: float) -> str:
-    """Four losses that take the trainer `busy_s` each, by the time of a small one; the last one's request_id."""
+    """Submits four losses that each keep the trainer busy for `busy_s`.
+
+    Their size is estimated from a small one. Returns the last request_id.
+    """
     target.output(target.submit_loss(model_id, 1, [target.datum(256)] * 4))
     begun = time.monotonic()
     target.output(target.submit_loss(model_id, 2, [target.datum(256)] * 4))
@@ -291,7 +304,7 @@ def _finish(target: Target, session_id: str) -> None:
 
 @contextmanager
 def _sdk_log(name: str) -> Iterator[list[str]]:
-    """What one logger of the SDK says, whatever the program's own level."""
+    """Yields the records of one logger of the SDK, at any level of the program."""
     lines: list[str] = []
 
     class Keeper(logging.Handler):

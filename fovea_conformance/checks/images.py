@@ -44,7 +44,7 @@ from fovea_conformance.target import Target
     needs_images=True,
 )
 def c100_classifier(target: Target) -> str:
-    """Two labelled images, six steps: loss:sum is that of the answers' tokens alone, and falls."""
+    """Trains six steps on two labelled images. loss:sum must cover the answers' tokens only, and must fall."""
     training = target.training()
     labelled = [(picture(target, 224, 224, 1), "daisy"), (picture(target, 150, 224, 2), "oak tree")]
     examples = [asked_about(target, image, label) for image, label in labelled]
@@ -70,7 +70,7 @@ def c100_classifier(target: Target) -> str:
 
 @check("C101", "expected_tokens wrong by one fails with both numbers; absent is accepted", needs_images=True)
 def c101_expected(target: Target) -> str:
-    """One too few and one too many, sampling and training, where the targets follow the wrong number."""
+    """Gives one token too few and one too many, in sampling and in training with targets of that number."""
     service = target.service()
     training, sampler = target.training(service), target.sampler(service).result(PATIENCE_S)
     image = picture(target, 224, 224)
@@ -78,7 +78,7 @@ def c101_expected(target: Target) -> str:
         bad = asked_about(target, Picture(image.data, image.image_format, wrong))
         _expect_refused(sampler, training, bad.prompt, bad.datum(), str(wrong), str(image.tokens))
     _expect_works(sampler, training, asked_about(target, image, expected=False))
-    return f"{image.tokens - 1} and {image.tokens + 1} instead of {image.tokens} fail by name; absent is accepted"
+    return f"{image.tokens - 1} and {image.tokens + 1} instead of {image.tokens} fail; no number is accepted"
 
 
 def _expect_works(sampler: tinker.SamplingClient, training: tinker.TrainingClient, example: Example) -> None:
@@ -93,7 +93,7 @@ def _expect_refused(
     datum: types.Datum,
     *words: str,
 ) -> None:
-    """Sampling fails as a user's mistake; training fails as a future of category user, never as an HTTP error."""
+    """Expects a user error in sampling, and in training a failed future of category user, never an HTTP error."""
     with user_mistake(*words):
         draw(sampler, prompt, max_tokens=1)
     with user_error(*words):
@@ -102,7 +102,10 @@ def _expect_refused(
 
 @check("C102", "Token counts for 224x224, 150x224, 400x300 are 64, 70, 108", needs_images=True)
 def c102_counts(target: Target) -> str:
-    """The prompt's log-probabilities tell what the server counts; the model's processor what other families count."""
+    """Counts the log-probabilities of the prompt.
+
+    Their number must be the contract's, or that of the model's processor.
+    """
     sampler = target.sampler().result(PATIENCE_S)
     counts = {}
     for width, height in CONTRACT_TOKENS:
@@ -122,7 +125,7 @@ def c102_counts(target: Target) -> str:
     needs_images=True,
 )
 def c103_agreement(target: Target) -> str:
-    """Base weights, then tuned ones; another image must give other scores, or images were ignored."""
+    """Compares base weights, and then tuned ones. Another image must change the scores, or images are ignored."""
     service = target.service()
     training = target.training(service)
     examples = [asked_about(target, picture(target, 400, 300, seed), "a red square") for seed in (3, 4)]
@@ -153,7 +156,7 @@ def _compare(
 
 
 def _after_image(example: Example, scores: list[float]) -> list[float]:
-    """Of the scores of all slots but the first, those of text that follows an image."""
+    """Returns the scores of text after an image, from the scores of all positions but the first."""
     expect(len(scores) == len(example.ids) - 1, f"{len(scores)} scores, expected {len(example.ids) - 1}")
     return [scores[at - 1] for at in example.after_image]
 
@@ -164,7 +167,7 @@ def _after_image(example: Example, scores: list[float]) -> list[float]:
     needs_images=True,
 )
 def c104_shapes(target: Target) -> str:
-    """Sampler and trainer must agree on each; after the bad ones a good one must still work."""
+    """Compares sampler and trainer for each image. After the bad images, a good one must still work."""
     service = target.service()
     training, sampler = target.training(service), target.sampler(service).result(PATIENCE_S)
     grey = picture(target, 150, 224, 5, "L")
@@ -199,7 +202,10 @@ def _png(width: int, height: int) -> bytes:
 
 @check("C105", "dmel or image on a text-only model, and image_asset_pointer, fail as user error")
 def c105_unserved(target: Target) -> str:
-    """An audio chunk, an address that nothing answers at and, on a text-only model, an image; then a good prompt."""
+    """Sends an audio chunk, an unreachable address and, to a text-only model, an image.
+
+    A good prompt must work afterwards.
+    """
     service = target.service()
     training, sampler = target.training(service), target.sampler(service).result(PATIENCE_S)
     text = types.EncodedTextChunk(tokens=target.tokens(6))
@@ -229,5 +235,5 @@ def _any_datum(model_input: types.ModelInput) -> types.Datum:
 
 
 def _dmel(frames: int, bins: int) -> bytes:
-    """A TensorContainer: dtype 0, two dimensions, and that many float32 zeros."""
+    """Returns a TensorContainer with dtype 0, two dimensions and that many float32 zeros."""
     return bytes([0, 2, frames, bins]) + struct.pack(f"<{frames * bins}f", *[0.0] * (frames * bins))

@@ -1,4 +1,4 @@
-"""Section D: the context's length, back-pressure, and the prefix cache."""
+"""Section D: the length of the context, back-pressure and the prefix cache."""
 
 import time
 import uuid
@@ -17,7 +17,7 @@ _LONG = 512
 
 @check("C72", "Prompt + max_tokens over the context: HTTP 400 with the recognised wording, no retries")
 def c72_context(target: Target) -> str:
-    """A short prompt with max_tokens of the whole context; the proxy counts the requests."""
+    """Samples a short prompt with max_tokens of the whole context. A proxy counts the requests."""
     listed = target.http.get("get_server_capabilities").raise_for_status().json()["supported_models"]
     context = next(one["max_context_length"] for one in listed if one["model_name"] == target.model)
     proxy = target.proxy()
@@ -40,7 +40,10 @@ def c72_context(target: Target) -> str:
 
 @check("C73", "429 on asample makes the client back off and finish; same seq_id resent")
 def c73_backpressure(target: Target) -> str:
-    """Two 429 from the proxy, the second after the server had accepted: the third send must get the same ids."""
+    """Responds with 429 twice in a proxy, the second time after the server accepted the request.
+
+    The third attempt must get the same ids.
+    """
     accepted: list[dict[str, object]] = []
 
     def before(one: Exchange) -> Response | None:
@@ -70,7 +73,7 @@ def c73_backpressure(target: Target) -> str:
 
 @check("C74", "prompt_cache_hit_tokens grows on a repeated long prompt and ignores num_samples")
 def c74_cache(target: Target) -> str:
-    """A prompt that nobody sent before, three times; a second one with 4 samples at once."""
+    """Samples a new prompt three times, and a second one with 4 samples at once."""
     sampler = target.sampler().result(PATIENCE_S)
 
     def hits(tokens: list[int], count: int) -> int:

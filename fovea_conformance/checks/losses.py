@@ -1,4 +1,4 @@
-"""Section E: what each loss is worth and which gradient it has."""
+"""Section E: the value and the gradient of each loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,19 +37,19 @@ _DEFAULTS: dict[str, list[Config]] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Policy-gradient data, and their inputs as arrays."""
+    """Datums for policy-gradient losses, and their inputs as arrays."""
 
     data: list[types.Datum]
     inputs: list[Inputs]
 
     def without(self, name: str) -> "Batch":
-        """The same less one loss input."""
+        """Returns the batch without one loss input."""
         inputs = [{key: value for key, value in given.items() if key != name} for given in self.inputs]
         return batch_of(self.data, inputs)
 
 
 def batch_of(data: list[types.Datum], inputs: Sequence[Inputs]) -> Batch:
-    """Data with these loss inputs besides their targets."""
+    """Returns a batch with these loss inputs besides the targets."""
     made = [
         types.Datum(
             model_input=datum.model_input,
@@ -62,7 +62,10 @@ def batch_of(data: list[types.Datum], inputs: Sequence[Inputs]) -> Batch:
 
 
 def policy_batch(target: Target, logprobs: Arrays, shift: float | None = None, advantage: float | None = None) -> Batch:
-    """Data of 12 tokens; q is log-probability less `shift`, by default between -0.7 and 0.7, so ratios are mixed."""
+    """Returns a batch of 12 tokens per datum.
+
+    q is the log-probability minus `shift`, by default between -0.7 and 0.7, for different ratios.
+    """
     random = np.random.default_rng(5)
     inputs: list[Inputs] = []
     for current in logprobs:
@@ -78,17 +81,20 @@ def policy_batch(target: Target, logprobs: Arrays, shift: float | None = None, a
 
 
 def metered(target: Target) -> Meter:
-    """A meter over two data of 12 tokens."""
+    """Returns a meter of two datums with 12 tokens."""
     return meter(target.training(), [target.datum(12, seed) for seed in range(2)])
 
 
 def for_loss(batch: Batch, loss: str) -> Batch:
-    """Only gspo takes a mask."""
+    """Returns the batch for a loss. Only gspo has a mask."""
     return batch if loss == "gspo" else batch.without("sequence_ratio_mask")
 
 
 def prove(gauge: Meter, loss: str, batch: Batch, config: Config, given: Mapping[str, float] | None) -> str:
-    """loss:sum equals the formula, and the gradient cancels against cross_entropy with weights +dL/dlogprob."""
+    """Checks that loss:sum equals the formula.
+
+    The gradient must cancel against cross_entropy with weights +dL/dlogprob.
+    """
     batch = for_loss(batch, loss)
 
     def send() -> types.ForwardBackwardOutput:
@@ -104,7 +110,7 @@ def prove(gauge: Meter, loss: str, batch: Batch, config: Config, given: Mapping[
 
 
 def default_config(gauge: Meter, loss: str, batch: Batch) -> Config:
-    """The documented default that fits the loss of a forward pass without configuration."""
+    """Returns the documented default that fits the loss of a forward pass without configuration."""
     batch = for_loss(batch, loss)
     output = gauge.training.forward(batch.data, loss).result(120)  # type: ignore[arg-type]
     logprobs, seen = logprobs_of(output), output.metrics["loss:sum"]
@@ -118,7 +124,10 @@ def default_config(gauge: Meter, loss: str, batch: Batch) -> Config:
 
 @check("C79", "cross_entropy loss:sum equals -sum w lp; doubling weights doubles it")
 def c79_cross_entropy(target: Target) -> str:
-    """Mixed weights, the sum recomputed in float64 from the returned log-probabilities; then the same weights twice."""
+    """Uses mixed weights, and recomputes the sum in float64 from the returned log-probabilities.
+
+    Then repeats the same weights twice.
+    """
     training = target.training()
     random = np.random.default_rng(1)
     weights = [random.uniform(0, 2, 12).astype(np.float32).astype(np.float64) for _ in range(3)]
@@ -138,8 +147,9 @@ def c79_cross_entropy(target: Target) -> str:
     "C80", "Every RL loss: loss:sum and gradients match a torch reference, defaults and custom config", timeout_s=300
 )
 def c80_formulas(target: Target) -> str:
-    """loss:sum from returned logprobs and the formula in float64; the gradient cancels against that of cross_entropy
-    with weights +dL/dlogprob from autograd: within 2 percent nothing moves.
+    """Recomputes loss:sum in float64 from the returned logprobs and the formula.
+
+    The gradient must cancel against that of cross_entropy with weights +dL/dlogprob from autograd, within 2 percent.
     """
     gauge = metered(target)
     seen = []
@@ -157,8 +167,10 @@ def c80_formulas(target: Target) -> str:
 
 @check("C81", "ppo with negative advantage and ratio above hi uses the min branch; cispo's gradient survives clipping")
 def c81_clipping(target: Target) -> str:
-    """Ratios of 7.4 against a bound of 1.2: ppo must not clip A = -1 (loss is sum r), must clip A = +1 (no gradient),
-    and cispo's gradient with A = +1 must be that of cross_entropy with weights 1.2.
+    """Uses ratios of 7.4 and a bound of 1.2.
+
+    ppo must not clip A = -1 (the loss is sum r), and must clip A = +1 (no gradient). The gradient of cispo with A = +1
+    must be that of cross_entropy with weights 1.2.
     """
     gauge = metered(target)
     clips = dict(zip(_CLIPS, (0.8, 1.2), strict=True))
@@ -173,7 +185,10 @@ def c81_clipping(target: Target) -> str:
 
 @check("C82", "gspo uses only masked positions for the ratio; per-token advantages still act")
 def c82_sequence_ratio(target: Target) -> str:
-    """q changed outside the mask does nothing, inside it acts; so do advantages outside; the gradient matches."""
+    """Changes q outside the mask, which must have no effect.
+
+    Changes q inside the mask, and advantages outside it, which must have one. The gradient must match.
+    """
     gauge = metered(target)
     batch = policy_batch(target, gauge.look(), 0.05)
     wide = dict(zip(_CLIPS, (0.1, 10.0), strict=True))
@@ -203,7 +218,10 @@ def c82_sequence_ratio(target: Target) -> str:
 
 @check("C83", "v2 config wins over the legacy map; text values arrive; unknown keys fail as user error")
 def c83_config(target: Target) -> str:
-    """Raw protobuf with both maps set to other numbers, in both directions; a text loss_id comes back in its error."""
+    """Sends raw protobuf with different numbers in the two config maps, both ways.
+
+    The error about a text as loss_id must contain it.
+    """
     model_id = target.raw_model(target.session())
     plain = [target.datum(12, seed) for seed in range(2)]
     forward = raw_training.run(target, loss_message(model_id, 1, plain))
@@ -239,7 +257,7 @@ def _expect_user_error(result: Any, word: str) -> None:
 
 @check("C91", "forward_backward_custom (squared logprob, and DPO over pairs) matches local autograd weight updates")
 def c91_custom(target: Target) -> str:
-    """loss:sum equals the local one; the update cancels against cross_entropy with weights +dC/dlogprob."""
+    """Compares loss:sum with the local loss. The update must cancel against cross_entropy with weights +dC/dlogprob."""
     gauge = metered(target)
     data = [target.datum(12, seed) for seed in range(2)]
     reference = [float(one.sum()) for one in gauge.look()]
@@ -283,7 +301,10 @@ def clipped_policy(logprobs: Any, old: Any, advantages: Any) -> Any:
 
 @check("C92", "create_custom_loss with the flag on gives the same result as the client-side run")
 def c92_server_side(target: Target) -> str:
-    """Two models of one seed, the flag on and off by proxy: same loss, metrics and move of the weights."""
+    """Switches the flag on and off in a proxy for two models with one seed.
+
+    Loss, metrics and the change of weights must be the same.
+    """
     proxies = [target.proxy({"custom_loss_server_side": on}) for on in (True, False)]
     services = [target.service(proxy) for proxy in proxies]
     plain = [target.datum(12, seed) for seed in range(2)]
@@ -313,7 +334,7 @@ def c92_server_side(target: Target) -> str:
 
 @check("C98", "stable_reinforce without spans, or with a foreign sequence_id, fails as user error (or is unsupported)")
 def c98_stable_reinforce(target: Target) -> str:
-    """Both requests must end as a failed future of category user that names the loss, the spans or the sequence."""
+    """Expects a failed future of category user. Its message must be about the loss, the spans or the sequence."""
     training = target.training()
     logprobs = logprobs_of(training.forward([target.datum(12)], "cross_entropy").result(120))
     (datum,) = policy_batch(target, logprobs).without("sequence_ratio_mask").data

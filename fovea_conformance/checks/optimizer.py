@@ -1,4 +1,4 @@
-"""Section E: what a step does to the weights, and which weights there are."""
+"""Section E: the effect of a step on the weights, and which weights there are."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ _SAME = 1e-5
 
 
 def gradient(training: tinker.TrainingClient, data: Sequence[types.Datum], factors: Sequence[float] = (1.0,)) -> None:
-    """Adds cross_entropy gradients of the data with all weights set to each factor."""
+    """Adds cross_entropy gradients of the datums, with all weights equal to each factor in turn."""
     for factor in factors:
         weighted = surrogate(data, [np.full(one.model_input.length, factor) for one in data])
         training.forward_backward(weighted, "cross_entropy")
@@ -27,8 +27,10 @@ def gradient(training: tinker.TrainingClient, data: Sequence[types.Datum], facto
 
 @check("C93", "optim_step matches torch AdamW for lr, betas, eps, decay over 3 steps", timeout_s=300)
 def c93_adamw(target: Target) -> str:
-    """The exported adapter after each of 3 steps against torch.optim.AdamW in float64. The gradient of step t is read
-    out of a twin (same seed, same steps before), by a step of Adam without memory, which can be inverted.
+    """Compares the exported adapter after each of 3 steps with torch.optim.AdamW in float64.
+
+    The gradient of step t comes from a twin (same seed, same earlier steps), by a step of Adam without memory, which
+    can be inverted.
     """
     service = target.service()
     data = [target.datum(12, seed) for seed in range(2)]
@@ -59,7 +61,7 @@ def c93_adamw(target: Target) -> str:
 def _torch_adamw(
     start: NDArray[np.float64], gradients: Sequence[NDArray[np.float64]], adam: types.AdamParams
 ) -> list[NDArray[np.float64]]:
-    """The weights after each step, all of them from the reference's own weights before."""
+    """Returns the weights after each step. Each step starts from the reference's own weights before it."""
     weights = torch.nn.Parameter(torch.tensor(start))
     optimizer = torch.optim.AdamW([weights], adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
     seen = []
@@ -72,7 +74,7 @@ def _torch_adamw(
 
 @check("C94", "grad_clip_norm 0 leaves the gradient alone; 1.0 caps the global norm of the accumulated gradient")
 def c94_clipping(target: Target) -> str:
-    """The global norm of the gradient behind one step of four twins, read out of their exported adapters."""
+    """Reads the global norm of the gradient of one step from the exported adapters of four twins."""
     service = target.service()
     data = [target.datum(12, seed) for seed in range(2)]
     start = flat(export_matrices(target.rest(), warmed_up(target.training(service), data)))
@@ -101,7 +103,7 @@ def c94_clipping(target: Target) -> str:
 
 @check("C95", "Adam parameters sent to a dimuon model (or the reverse) fail as user error")
 def c95_family(target: Target) -> str:
-    """Dimuon parameters to an AdamW model; Adam parameters to a dimuon model too, where the server makes one."""
+    """Sends dimuon parameters to an AdamW model, and Adam parameters to a dimuon model if the server creates one."""
     training = target.training()
     data = [target.datum(12)]
     with user_error("dimuon"):
@@ -113,16 +115,19 @@ def c95_family(target: Target) -> str:
     except tinker.RequestFailedError as error:
         user = error.category == tinker.types.RequestErrorCategory.User
         expect(user and "dimuon" in str(error).lower(), f"a dimuon model is refused without naming it: {error}")
-        return "dimuon parameters are refused on an AdamW model; dimuon models are refused by name"
+        return "dimuon parameters are refused on an AdamW model; dimuon models are refused with an error about them"
     gradient(other, data)
     with user_error("dimuon"):
         other.optim_step(types.AdamParams()).result(60)
-    return "both mismatches are refused by name"
+    return "both mismatches are refused"
 
 
 @check("C96", "LoRA seed gives reproducible init; train_* flags restrict the adapted layers; fresh equals the base")
 def c96_lora(target: Target) -> str:
-    """Seeds by logprobs after one step; a fresh adapter by the base model's sampler; the layers by exported names."""
+    """Compares seeds by logprobs after one step.
+
+    Compares a new adapter by the base model's sampler, and layers by exported names.
+    """
     service = target.service()
     data = [target.datum(12)]
     same, again, other = (target.training(service, seed=seed) for seed in (11, 11, 12))

@@ -1,4 +1,4 @@
-"""Section D: who is sampled from, how tokens are drawn, and what their log-probabilities mean."""
+"""Section D: the model that is sampled, how tokens are drawn, and the meaning of their log-probabilities."""
 
 import math
 
@@ -26,7 +26,7 @@ _OPEN = "My favourite word of all is"
 _TOP = 20
 # Two tokens this close may change places between two kernels.
 _TIE = 0.05
-# Two sequences whose log-probability is lower are never equal by chance.
+# Two sequences with a lower log-probability are never equal by chance.
 _BY_CHANCE = -15.0
 
 
@@ -43,7 +43,7 @@ def _expect_tuned(target: Target, training: tinker.TrainingClient, tuned: tinker
 
 @check("C51", "Sampling works with base_model only; fine-tuned with model_path only (GET samplers gives base_model)")
 def c51_who(target: Target) -> str:
-    """Reads what the SDK sends and asks, and compares the fine-tuned client's scores with the trainer's."""
+    """Reads the SDK's requests, and compares the fine-tuned client's scores with the trainer's."""
     proxy = target.proxy()
     service = target.service(proxy)
     training = target.training(service)
@@ -68,7 +68,7 @@ def c51_who(target: Target) -> str:
 
 @check("C52", "Both base_model and model_path are accepted together")
 def c52_both(target: Target) -> str:
-    """The client made with both must have the saved weights: its scores are the trainer's."""
+    """Creates a client with both arguments. Its scores must be the trainer's, so it must have the saved weights."""
     proxy = target.proxy()
     service = target.service(proxy)
     training = target.training(service)
@@ -84,7 +84,10 @@ def c52_both(target: Target) -> str:
 
 @check("C53", "sample_sequence_ids has num_samples unique ids; SDK sequences carry them")
 def c53_ids(target: Target) -> str:
-    """Three requests of 4, 1 and 4 samples: the ids of the submissions are all different and come back in order."""
+    """Sends three requests of 4, 1 and 4 samples.
+
+    The ids of the submissions must be different, and must come back in order.
+    """
     proxy = target.proxy()
     sampler = target.sampler(target.service(proxy)).result(PATIENCE_S)
     answers = [draw(sampler, target.prompt(), count, max_tokens=2) for count in (4, 1, 4)]
@@ -100,7 +103,7 @@ def c53_ids(target: Target) -> str:
 
 @check("C54", "num_samples 8 gives 8 sequences, different at temperature 1")
 def c54_eight(target: Target) -> str:
-    """32 tokens each; so improbable that two being equal cannot be chance."""
+    """Samples sequences of 32 tokens, so improbable that two cannot be equal by chance."""
     sampler = target.sampler().result(PATIENCE_S)
     answer = draw(sampler, target.prompt(_OPEN), 8, max_tokens=32, temperature=1.0)
     expect(len(answer.sequences) == 8, f"{len(answer.sequences)} sequences for num_samples 8")
@@ -114,7 +117,7 @@ def c54_eight(target: Target) -> str:
 
 @check("C55", "Sampled logprobs present, as many as tokens, <= 0")
 def c55_logprobs(target: Target) -> str:
-    """At temperatures 0, 0.5 and 1; at 1 they must also be what compute_logprobs says of the same tokens."""
+    """Samples at temperatures 0, 0.5 and 1. At 1 the log-probabilities must equal those of compute_logprobs."""
     sampler = target.sampler().result(PATIENCE_S)
     for temperature in (0.0, 0.5, 1.0):
         answer = draw(sampler, target.prompt(_OPEN), 2, temperature=temperature)
@@ -129,7 +132,10 @@ def c55_logprobs(target: Target) -> str:
 
 @check("C56", "Temperature-scaled sampled logprobs pass the cookbook validator at T 0.5 and 1.5")
 def c56_temperature(target: Target) -> str:
-    """16 first tokens at T: their distances to scores at T = 1 divided by T are one number, minus log of the sum."""
+    """Samples 16 first tokens at temperature T.
+
+    The difference of each score to the score at T = 1 divided by T must be one number, minus the log of the sum.
+    """
     sampler = target.sampler().result(PATIENCE_S)
     prompt = target.encode(_OPEN)
     seen = []
@@ -155,7 +161,7 @@ def c56_temperature(target: Target) -> str:
 
 
 def _offset_bounds(sampler: tinker.SamplingClient, prompt: list[int], temperature: float) -> tuple[float, float]:
-    """Where -log(sum_i p_i^(1/T)) lies, as far as the most likely tokens tell (for T < 1, on both sides)."""
+    """Returns bounds of -log(sum_i p_i^(1/T)) from the likeliest tokens; for T < 1 on both sides."""
     given = types.SamplingParams(max_tokens=1, temperature=1.0)
     model_input = types.ModelInput.from_ints([*prompt, prompt[0]])
     answer = sampler.sample(model_input, 1, given, True, topk_prompt_logprobs=_TOP).result(PATIENCE_S)
@@ -170,7 +176,7 @@ def _offset_bounds(sampler: tinker.SamplingClient, prompt: list[int], temperatur
 
 @check("C57", "temperature 0 equals argmax of compute_logprobs scoring")
 def c57_greedy(target: Target) -> str:
-    """Scores the greedy tokens with 2 alternatives a position: each is the first, or as likely within a tie."""
+    """Scores the greedy tokens with 2 alternatives per position. Each must be the first, or as likely within a tie."""
     sampler = target.sampler().result(PATIENCE_S)
     prompt = target.encode(_OPEN)
     tokens = greedy(sampler, target.prompt(prompt))
@@ -188,7 +194,7 @@ def c57_greedy(target: Target) -> str:
 
 @check("C58", "Same seed and parameters reproduce; seeds differ across the num_samples of one request")
 def c58_seed(target: Target) -> str:
-    """Four samples by seed, twice, and once with another seed."""
+    """Draws four samples by seed, twice with the same seed and once with another."""
     sampler = target.sampler().result(PATIENCE_S)
     first, again, other = (
         [one.tokens for one in draw(sampler, target.prompt(_OPEN), 4, max_tokens=16, seed=seed).sequences]
@@ -203,7 +209,7 @@ def c58_seed(target: Target) -> str:
 
 @check("C59", "top_k 1 equals greedy; top_p tiny equals greedy")
 def c59_narrow(target: Target) -> str:
-    """Twelve tokens at temperature 1, cut to the most likely, against temperature 0."""
+    """Cuts twelve tokens at temperature 1 to the likeliest, and compares them with temperature 0."""
     sampler = target.sampler().result(PATIENCE_S)
     prompt = target.prompt(_OPEN)
     wanted = greedy(sampler, prompt)

@@ -1,4 +1,4 @@
-"""Section D: log-probabilities of the prompt, of chosen tokens at its positions, and of drawn ones."""
+"""Section D: log-probabilities of the prompt, of chosen tokens in it, and of sampled tokens."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,7 +32,7 @@ Row = list[tuple[int, float]]
 
 @check("C64", "prompt_logprobs: length equals prompt, first None, absent when not requested")
 def c64_prompt(target: Target) -> str:
-    """Asks with 1 and 2 samples, and without."""
+    """Asks with 1 and 2 samples, and without samples."""
     sampler = target.sampler().result(PATIENCE_S)
     prompt = target.prompt(target.tokens(_LENGTH))
     first: list[float] = []
@@ -51,7 +51,7 @@ def c64_prompt(target: Target) -> str:
 
 @check("C65", "compute_logprobs[1:] matches training forward logprobs within tolerance for base and tuned weights")
 def c65_agreement(target: Target) -> str:
-    """A fresh adapter against the base model, then two steps and the saved weights."""
+    """Compares a new adapter with the base model. Then takes two steps, and compares the saved weights."""
     service = target.service()
     training = target.training(service)
     texts = [target.tokens(25, seed) for seed in range(2)]
@@ -75,7 +75,10 @@ def _compare(sampler: tinker.SamplingClient, texts: list[list[int]], wanted: lis
 
 @check("C66", "prompt_logprobs_last_n: only the last n scored")
 def c66_last_n(target: Target) -> str:
-    """n of 1, 5 and all but one, with alternatives; n out of range and n without prompt_logprobs must fail by name."""
+    """Asks for n of 1, 5 and all but one, with alternatives.
+
+    An n out of range, or without prompt_logprobs, must fail with an error about it.
+    """
     sampler = target.sampler().result(PATIENCE_S)
     prompt = target.prompt(target.tokens(_LENGTH))
     full = prompt_scores(sampler, prompt)
@@ -96,12 +99,15 @@ def c66_last_n(target: Target) -> str:
     error = target.collect(bad)
     named = error.get("category") == "user" and "prompt_logprobs" in str(error.get("error"))
     expect(named, f"prompt_logprobs_last_n without prompt_logprobs ends with {str(error)[:200]}")
-    return f"n 1, 5 and {_LENGTH - 1} of {_LENGTH}; out of range and without prompt_logprobs fail by name"
+    return f"n 1, 5 and {_LENGTH - 1} of {_LENGTH}; out of range and without prompt_logprobs fail"
 
 
 @check("C67", "topk_prompt_logprobs 20: row 0 None, other rows 20 descending pairs, also without prompt logprobs")
 def c67_alternatives(target: Target) -> str:
-    """Both ways; the prompt's own token must be in its row, with its own score, exactly if it is likely enough."""
+    """Asks in both ways.
+
+    The prompt's own token must be in its row, with its own score, if and only if it is likely enough.
+    """
     sampler = target.sampler().result(PATIENCE_S)
     tokens = target.tokens(_LENGTH)
     inside = 0
@@ -129,7 +135,7 @@ def _expect_row(row: Row | None, count: int) -> None:
 
 
 def _expect_own(tokens: Sequence[int], scores: Sequence[float], rows: Sequence[Row]) -> int:
-    """Checks the score of each token against its row; returns how many are in theirs."""
+    """Compares the score of each token with its row; returns how many tokens are in their rows."""
     inside = 0
     for token, score, row in zip(tokens, scores, rows, strict=True):
         found = dict(row).get(token)
@@ -144,7 +150,10 @@ def _expect_own(tokens: Sequence[int], scores: Sequence[float], rows: Sequence[R
 
 @check("C68", "topk_sample_logprobs: one row per generated token")
 def c68_sampled(target: Target) -> str:
-    """Two samples of 8 tokens with 5 alternatives; at temperature 1 a drawn token has the score of its row."""
+    """Draws two samples of 8 tokens with 5 alternatives.
+
+    At temperature 1 a sampled token must have the score in its row.
+    """
     sampler = target.sampler().result(PATIENCE_S)
     given = types.SamplingParams(max_tokens=8, temperature=1.0, stop=[])
     answer = sampler.sample(target.prompt(), 2, given, topk_sample_logprobs=5).result(PATIENCE_S)
@@ -163,7 +172,10 @@ def c68_sampled(target: Target) -> str:
 
 @check("C69", "target_prompt_logprobs dense: values equal compute_logprobs for actual tokens, 0.0 where -1")
 def c69_dense(target: Target) -> str:
-    """Columns of the actual tokens, of the likeliest ones and of -1, some rows all -1; bad shapes fail by name."""
+    """Scores columns of the actual tokens, of the likeliest ones and of -1, with some rows of only -1.
+
+    Bad shapes must fail with an error about them.
+    """
     sampler = target.sampler().result(PATIENCE_S)
     tokens, actual, best, best_scores = _known(target, sampler)
     ids = np.stack([np.asarray(tokens[1:]), np.asarray(best), np.full(_LENGTH - 1, -1)], axis=1).astype(np.int64)
@@ -180,12 +192,12 @@ def c69_dense(target: Target) -> str:
     for bad in (ids[:-1], np.full_like(ids, -1), np.where(ids < 0, 2**31 - 2, ids)):
         with user_error("target"):
             _score(sampler, tokens, types.TensorData.from_numpy(bad))
-    return f"{2 * len(kept)} cells, {far:.1e} from compute_logprobs; 3 bad tables fail by name"
+    return f"{2 * len(kept)} cells, {far:.1e} from compute_logprobs; 3 bad tables fail"
 
 
 @check("C70", "target_prompt_logprobs sparse: response keeps the CSR indices")
 def c70_sparse(target: Target) -> str:
-    """A table of 100 columns with 0, 1 or 2 ids a row (token 0 and a listed -1 too), against dense scoring."""
+    """Compares a table of 100 columns with dense scoring. A row has 0, 1 or 2 ids (also token 0 and a listed -1)."""
     sampler = target.sampler().result(PATIENCE_S)
     tokens, actual, best, _ = _known(target, sampler)
     crow, columns, ids = [0], [], []
@@ -214,7 +226,10 @@ def c70_sparse(target: Target) -> str:
 
 @check("C71", "prompt_alt_tokens_k 4: two [len-1, 4] tensors, logprobs consistent with target scoring")
 def c71_drawn(target: Target) -> str:
-    """Scores what was drawn as targets; draws at 1 must vary, those at 0 be the likeliest tokens."""
+    """Scores sampled tokens as targets.
+
+    Samples at temperature 1 must vary, and those at 0 must be the likeliest tokens.
+    """
     sampler = target.sampler().result(PATIENCE_S)
     tokens, actual, best, _ = _known(target, sampler)
     with may_refuse():
@@ -245,7 +260,7 @@ def _alternatives(
 
 
 class _Known(NamedTuple):
-    """A prompt, the scores of its tokens after the first, and the likeliest tokens there with theirs."""
+    """A prompt, the scores of its tokens after the first, and the likeliest tokens there with their scores."""
 
     tokens: list[int]
     actual: list[float]
@@ -263,7 +278,7 @@ def _known(target: Target, sampler: tinker.SamplingClient) -> _Known:
 
 
 def _score(sampler: tinker.SamplingClient, tokens: list[int], ids: types.TensorData) -> types.TensorData:
-    """The log-probabilities of chosen tokens at the prompt's positions."""
+    """Returns the log-probabilities of chosen tokens at the prompt's positions."""
     prompt = types.ModelInput.from_ints(tokens)
     answer = sampler.sample(prompt, 1, _ONE, target_prompt_logprobs=ids).result(PATIENCE_S)
     expect(answer.target_prompt_logprobs is not None, "target_prompt_logprobs was ignored")

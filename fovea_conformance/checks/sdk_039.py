@@ -1,4 +1,4 @@
-"""Section I: the calls that SDK 0.39 adds, by raw HTTP, since 0.38 does not make them."""
+"""Section I: the calls that SDK 0.39 adds, over raw HTTP, because 0.38 does not make them."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ _MODULE = "model.language_model.layers.0.self_attn.q_proj"
 
 @check("C122", "checkpoints/search: by metadata, kind and base model; pages without gap or repeat, newest first")
 def c122_search(target: Target) -> str:
-    """Three training checkpoints and one to sample from, found by a mark that no other has, two on a page."""
+    """Creates three training checkpoints and one for sampling, and searches them by a unique mark, two per page."""
     mark, training = {"mark": unique_name("mark")}, target.training()
     saved = [training.save_state(f"s-{index}", user_metadata=mark).result(60).path for index in range(3)]
     saved.append(training.save_weights_for_sampler("s", user_metadata=mark).result(60).path)
@@ -31,13 +31,16 @@ def c122_search(target: Target) -> str:
     expect(not wrong, f"base_model is not {target.model}: {wrong[:1]}")
     of_kind = _pages(target, {"user_metadata": mark, "checkpoint_type": "sampler", "base_models": [target.model]})
     expect(_paths(of_kind) == saved[-1:], f"to sample from is {saved[-1]}, found {_paths(of_kind)}")
-    expect(not _pages(target, {"base_models": ["nobody/nothing"]}), "checkpoints of a base model that is not there")
+    expect(not _pages(target, {"base_models": ["no-owner/no-model"]}), "checkpoints of a base model that is not there")
     return f"{len(mine)} of one run, on pages of two"
 
 
 @check("C123", "external_weights_upload_start and _finish accept an adapter, or a 404 says that uploads are not served")
 def c123_upload(target: Target) -> str:
-    """An adapter of one module: begun, refused while nothing was sent, sent without a key, finished, downloaded."""
+    """Uploads an adapter of one module.
+
+    The server must refuse to finish without files. They are sent without a key, and downloaded.
+    """
     shape = {"rank": _RANK, "train_mlp": False, "train_unembed": False}
     begun = target.post("external_weights_upload_start", base_model=target.model, lora_config=shape)
     if begun.status_code == 404:
@@ -69,7 +72,7 @@ def c123_upload(target: Target) -> str:
 
 
 def _adapter(model: str) -> dict[str, bytes]:
-    """The files of an adapter of the first query projection, as PEFT writes them."""
+    """Returns the files of an adapter of the first query projection, as PEFT writes them."""
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": model,
@@ -86,7 +89,7 @@ def _adapter(model: str) -> dict[str, bytes]:
 
 
 def _pages(target: Target, asked: Row) -> list[Row]:
-    """All that is found, two on a page. Raises Failed if a page repeats what another had."""
+    """Returns all results, two per page. Raises Failed if a page repeats a result of another."""
     found: list[Row] = []
     cursor = None
     while True:

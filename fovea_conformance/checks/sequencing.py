@@ -1,4 +1,4 @@
-"""Section C: order of training requests, and what a failure does to those behind it."""
+"""Section C: the order of training requests, and the effect of a failure on the requests after it."""
 
 import concurrent.futures
 import time
@@ -27,7 +27,10 @@ _PLAIN = {"proto_compress_fwdbwd": False}
 
 @check("C37", "Chunks arriving 2, 3, 4, 1 run in order 1, 2, 3, 4")
 def c37_order(target: Target) -> str:
-    """Loss, step, loss, forward: a model that gets them as 2, 3, 4, 1 ends as one of the same seed that gets 1 to 4."""
+    """Sends loss, step, loss and forward as 2, 3, 4, 1.
+
+    The model must end like one with the same seed that gets 1 to 4.
+    """
     session_id = target.session()
     models = target.raw_model(session_id, 0), target.raw_model(session_id, 1)
     shuffled = _send(target, models[0], (2, 3, 4, 1))
@@ -35,13 +38,16 @@ def c37_order(target: Target) -> str:
     found, wanted = _losses(target, shuffled), _losses(target, sorted_ids)
     expect(_near(found, wanted), f"losses {found} in shuffled order, {wanted} in order")
     moved = abs(wanted[1] - wanted[0])
-    expect(moved > _MOVED, f"the step between moved the loss by {moved:.2g} only: order cannot be told")
+    expect(moved > _MOVED, f"the step between moved the loss by {moved:.2g} only, so the order cannot be seen")
     return f"losses {', '.join(f'{one:.4f}' for one in found)} either way"
 
 
 @check("C38", "Submitting seq 5 before seq 1 returns at once and stays pending")
 def c38_early(target: Target) -> str:
-    """Timed submission; a poll of half a second that stays open; then 1 to 4 arrive and it ends."""
+    """Measures a submission and a poll of half a second, which must stay open.
+
+    Then 1 to 4 arrive, and the poll must end.
+    """
     model_id = target.raw_model(target.session())
     seconds = []
     for _ in range(3):
@@ -60,7 +66,7 @@ def c38_early(target: Target) -> str:
 
 @check("C39", "optim_step queued right behind a forward_backward sees exactly its gradients")
 def c39_pipeline(target: Target) -> str:
-    """Two turns of loss and step submitted without waiting give the weights of the same turns one by one."""
+    """Submits loss and step twice without waiting. The weights must be those of the same requests one by one."""
     service = target.service()
     data = [target.datum(seed=seed) for seed in (1, 2, 3)]
     piped, stepped = target.training(service), target.training(service)
@@ -81,13 +87,13 @@ def c39_pipeline(target: Target) -> str:
     both.optim_step(_ADAM)
     other = logprobs_of(both.forward(data, "cross_entropy").result(60))
     reach = float(np.abs(other - wanted).max())
-    expect(reach > _MOVED, f"another order moves log-probabilities by {reach:.2g} only: order cannot be told")
+    expect(reach > _MOVED, f"another order moves log-probabilities by {reach:.2g} only, so the order cannot be seen")
     return f"log-probabilities differ by {gap:.1g}; another grouping of gradients moves them by {reach:.2g}"
 
 
 @check("C42", "A bad datum in chunk 3 of 4 fails its future, the SDK call raises, the next one works")
 def c42_bad_chunk(target: Target) -> str:
-    """Chunks of one datum, the third with weights too short, in both modes of sending chunks."""
+    """Sends chunks of one datum in both modes, of which the third has weights that are too short."""
     short = types.TensorData.from_numpy(np.ones(3, np.float32))
     data = [target.datum(seed=1), target.datum(seed=2), target.datum(seed=3, weights=short), target.datum(seed=4)]
     said = []
@@ -104,7 +110,10 @@ def c42_bad_chunk(target: Target) -> str:
 
 @check("C43", "After an HTTP 4xx on seq n, seq n+1 does not hang")
 def c43_rejected(target: Target) -> str:
-    """Requests that name model and seq_id but are broken otherwise; whatever the answer, the next one ends."""
+    """Sends requests that have model and seq_id but are broken otherwise.
+
+    Whatever the response, the next request must end.
+    """
     model_id = target.raw_model(target.session())
     said = {}
     for number, (name, send) in enumerate(_broken(target, model_id).items()):
@@ -122,7 +131,10 @@ def c43_rejected(target: Target) -> str:
 
 @check("C44", "A failed forward_backward and a queued optim_step: no silent step on partial gradients")
 def c44_no_partial_step(target: Target) -> str:
-    """Chunk 1 good, chunk 2 bad, a step queued behind: it fails, or leaves the weights; afterwards steps work again."""
+    """Sends a good chunk 1, a bad chunk 2 and a step.
+
+    The step must fail or leave the weights unchanged, and later steps must work.
+    """
     proxy = target.proxy({"fwdbwd_max_chunk_len": 1})
     training = target.training(target.service(proxy))
     short = types.TensorData.from_numpy(np.ones(3, np.float32))
@@ -148,7 +160,7 @@ def c44_no_partial_step(target: Target) -> str:
 
 @check("C45", "Two models in one session progress independently")
 def c45_two_models(target: Target) -> str:
-    """While one model waits for a missing request, the other trains, steps and saves."""
+    """Lets one model wait for a missing request, while the other trains, steps and saves."""
     session_id = target.session()
     stuck, free = target.raw_model(session_id, 0), target.raw_model(session_id, 1)
     waiting = target.submit_loss(stuck, 2, forward_only=True)
@@ -164,7 +176,10 @@ def c45_two_models(target: Target) -> str:
 
 @check("C49", "Parallel and serial chunk modes give the same loss, logprobs and weights after a step")
 def c49_chunk_modes(target: Target) -> str:
-    """Five data in chunks of two, both modes by proxy, two models of one seed; chunk 1 must come last when parallel."""
+    """Sends five datums in chunks of two, in both modes through a proxy, to two models with one seed.
+
+    Parallel chunks must send chunk 1 last.
+    """
     data = [target.datum(seed=seed) for seed in range(5)]
     found = []
     for parallel in (True, False):
@@ -188,7 +203,10 @@ def c49_chunk_modes(target: Target) -> str:
 
 @check("C50", "A gap in seq_id ends with its session; waiting commands fail rather than hang")
 def c50_ended_gap(target: Target) -> str:
-    """Two requests wait behind a gap with open polls; the session is finished; both polls bring an error at once."""
+    """Lets two requests wait behind a gap with open polls, and finishes the session.
+
+    Both polls must give an error at once.
+    """
     session_id = target.session()
     model_id = target.raw_model(session_id)
     waiting = [target.submit_loss(model_id, seq_id) for seq_id in (2, 5)]
@@ -204,13 +222,13 @@ def c50_ended_gap(target: Target) -> str:
 
 
 def logprobs_of(output: types.ForwardBackwardOutput) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The log-probabilities of all data in one row."""
+    """Returns the log-probabilities of all datums in one row."""
     parts = [np.asarray(one["logprobs"].data, np.float64).ravel() for one in output.loss_fn_outputs]
     return np.concatenate(parts)
 
 
 def is_pending(target: Target, request_id: str, within_s: float = 0.5) -> bool:
-    """Whether a poll is held for longer than this."""
+    """Returns whether a poll is held for longer than this."""
     body = {"request_id": request_id, "allow_metadata_only": False}
     with target.raw(timeout_s=within_s) as http:
         try:
@@ -221,7 +239,7 @@ def is_pending(target: Target, request_id: str, within_s: float = 0.5) -> bool:
 
 
 def _send(target: Target, model_id: str, order: tuple[int, ...]) -> dict[int, str]:
-    """Loss, step, loss, forward as seq 1 to 4, submitted in an order; request_ids by seq_id."""
+    """Submits loss, step, loss and forward as seq 1 to 4 in an order; returns request_ids by seq_id."""
     first, second = target.datum(seed=1), target.datum(seed=2)
     submit: dict[int, Callable[[], str]] = {
         1: lambda: target.submit_loss(model_id, 1, [first]),
@@ -250,10 +268,10 @@ def _failure(call: Callable[[], Any]) -> str:
 
 
 def _chunk_failure(target: Target, proxy: Proxy, data: list[types.Datum]) -> tuple[str, tinker.TrainingClient]:
-    """How a call fails one of whose chunks is bad, and the model it was made on.
+    """Returns the error of a call with a bad chunk, and the model of the call.
 
-    SDK 0.38.0 never raises, in one call of a hundred, although it was given every chunk's result: that says nothing of
-    the server, and another model is asked.
+    In about one call of a hundred, SDK 0.38.0 never raises although it received the result of every chunk. That says
+    nothing about the server, so the check tries another model.
     """
     for _ in range(_TRIES):
         proxy.exchanges.clear()
@@ -274,7 +292,7 @@ def _sent_losses(proxy: Proxy) -> list[tinker_public_pb2.ForwardBackwardRequest]
 
 
 def _failed_chunks(target: Target, proxy: Proxy) -> list[int]:
-    """seq_ids of the first four losses whose futures failed."""
+    """Returns the seq_ids of those of the first four losses that failed."""
     sent = list(proxy.of("forward_backward"))[:4]
     ids = {
         tinker_public_pb2.ForwardBackwardRequest.FromString(one.body).seq_id: one.answer_json()["request_id"]
@@ -284,7 +302,7 @@ def _failed_chunks(target: Target, proxy: Proxy) -> list[int]:
 
 
 def _broken(target: Target, model_id: str) -> dict[str, Callable[[int], httpx.Response]]:
-    """Requests of a seq_id that are wrong in one way each."""
+    """Returns requests with a seq_id, each wrong in one way."""
 
     def cut(seq_id: int) -> httpx.Response:
         return target.send_loss(loss_body(model_id, seq_id, [target.datum()])[:-7])
@@ -310,7 +328,7 @@ def _ends(target: Target, request_id: str) -> bool:
 
 
 def _error_of(target: Target, request_id: str) -> str:
-    """What an open poll brings; Failed if it brings a result, or nothing at all."""
+    """Returns the error of an open poll. Raises Failed if it gives a result or nothing."""
     with target.raw(timeout_s=_HANG_S) as http:
         try:
             answer = http.post("retrieve_future", json={"request_id": request_id, "allow_metadata_only": False})

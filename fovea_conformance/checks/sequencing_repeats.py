@@ -1,4 +1,4 @@
-"""Section C: identity: ids that clients foresee, and requests that come more than once."""
+"""Section C: identity: ids that clients predict, and repeated requests."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _MOVED = 1e-2
 
 @check("C36", "Model ids equal <session>:train:<n> for create_model and for load form A")
 def c36_model_ids(target: Target) -> str:
-    """Two models by create_model and one from a saved state in one SDK session; the raw result of each load too."""
+    """Creates two models with create_model and one from a saved state. Reads the raw result of each load too."""
     proxy = target.proxy()
     service = target.service(proxy)
     session_id = service.holder.get_session_id()
@@ -38,7 +38,10 @@ def c36_model_ids(target: Target) -> str:
 
 @check("C40", "Repeated (model_id, seq_id) returns the same request_id and is not executed twice")
 def c40_repeats(target: Target) -> str:
-    """Losses and a step sent three times leave the weights of a model that got them once; a doubled loss would not."""
+    """Sends losses and a step three times.
+
+    The weights must be those of a model that got them once; a doubled loss must differ.
+    """
     session_id = target.session()
     once, thrice, doubled = (target.raw_model(session_id, number) for number in range(3))
     after = _train(target, once, 1)
@@ -52,7 +55,10 @@ def c40_repeats(target: Target) -> str:
 
 @check("C41", "An ephemeral sampler save resent with a higher sampling_session_seq_id is the same request")
 def c41_resent_save(target: Target) -> str:
-    """The same seq_id with numbers 0, 1 and 5; one request_id, one sampling session, which samples."""
+    """Sends the same seq_id with numbers 0, 1 and 5.
+
+    There must be one request_id and one sampling session, which samples.
+    """
     model_id = target.raw_model(target.session())
     body = {"model_id": model_id, "seq_id": 1, "kind": "snapshot", "type": "save_weights_for_sampler"}
     ids = [target.submit("save_weights_for_sampler", sampling_session_seq_id=number, **body) for number in (0, 1, 5)]
@@ -69,7 +75,10 @@ def c41_resent_save(target: Target) -> str:
 
 @check("C46", "create_model repeated with the same (session, model_seq_id) yields one model")
 def c46_one_model(target: Target) -> str:
-    """Three requests, one of them after the model exists; one request_id, and one run in the session's list."""
+    """Sends three requests, one of them after the model exists.
+
+    There must be one request_id, and one run in the session's list.
+    """
     session_id = target.session()
     lora = {"rank": 8, "seed": 7, "train_unembed": True, "train_mlp": True, "train_attn": True}
     body: dict[str, Any] = {
@@ -87,7 +96,7 @@ def c46_one_model(target: Target) -> str:
 
 @check("C47", "asample repeated with the same (session, seq_id) yields the same request_id and sequence ids")
 def c47_repeated_sample(target: Target) -> str:
-    """Three submissions, one of them after the end; another seq_id and another session get ids of their own."""
+    """Submits a sample three times, once after its end. Another seq_id and another session must get other ids."""
     session_id = target.session()
     sampler_id, other_id = target.sampling_session(session_id, 0), target.sampling_session(session_id, 1)
     answers = [target.submit_sample(sampler_id, 3, num_samples=3) for _ in range(2)]
@@ -109,7 +118,7 @@ def c47_repeated_sample(target: Target) -> str:
 
 @check("C48", "asample seq ids near 10^18 are accepted")
 def c48_large_ids(target: Target) -> str:
-    """The ids that a clone with the highest number sends, and the largest int64; each is sampled."""
+    """Sends the ids of a clone with the highest number, and the largest int64. Each must be sampled."""
     sampler_id = target.sampling_session(target.session())
     seq_ids = [10**18 - 1, 10**18, 10**18 + 10**9 - 1, 2**63 - 1]
     answers = [target.submit_sample(sampler_id, seq_id) for seq_id in seq_ids]
@@ -121,7 +130,7 @@ def c48_large_ids(target: Target) -> str:
 
 
 def _train(target: Target, model_id: str, times: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Two losses and a step, each sent so many times; log-probabilities after it."""
+    """Sends two losses and a step, each several times; returns the log-probabilities afterwards."""
     step = {"model_id": model_id, "seq_id": 3, "adam_params": _STEP, "type": "optim_step"}
     heavy, light = _data(target)
     sent = [
@@ -139,7 +148,7 @@ def _train(target: Target, model_id: str, times: int) -> np.ndarray[Any, np.dtyp
 
 
 def _train_doubled(target: Target, model_id: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The same with the first loss really done twice."""
+    """Does the same with a first loss that is really computed twice."""
     heavy, light = _data(target)
     for seq_id, datum in enumerate((heavy, heavy, light), start=1):
         target.submit_loss(model_id, seq_id, [datum])
@@ -148,6 +157,6 @@ def _train_doubled(target: Target, model_id: str) -> np.ndarray[Any, np.dtype[np
 
 
 def _data(target: Target) -> tuple[types.Datum, types.Datum]:
-    """Two data that pull the weights into opposite directions, so that doubling one turns the step."""
+    """Returns two datums that move the weights in opposite directions, so that doubling one changes the step."""
     negative = types.TensorData.from_numpy(np.full(12, -1.5, np.float32))
     return target.datum(seed=1), target.datum(seed=2, weights=negative)

@@ -1,4 +1,4 @@
-"""Section A: the life of a session: heartbeats, restarts, silence, end."""
+"""Section A: the life of a session: heartbeats, restarts, silence and end."""
 
 import subprocess
 import time
@@ -20,7 +20,10 @@ _SWEEP_S = 60.0
 
 @check("C6", "Heartbeat: a known session 200, a finished one 410; the client's loop stops", background=True)
 def c6_heartbeat(target: Target) -> str:
-    """Raw heartbeats before and after the end; and an SDK whose session ends beats once more, sees 410, and stops."""
+    """Sends raw heartbeats before and after the end.
+
+    An SDK with a finished session must send one more heartbeat, see 410, and stop.
+    """
     proxy = target.proxy()
     service = target.service(proxy)
     session_id = service.holder.get_session_id()
@@ -44,7 +47,10 @@ def c6_heartbeat(target: Target) -> str:
 
 @check("C7", "Sessions, models and pending futures survive a server restart", timeout_s=2 * _RESTART_S, alone=True)
 def c7_restart(target: Target) -> str:
-    """A finished and two waiting losses over a SIGKILL: same bytes, still waiting, then right; an SDK goes on too."""
+    """Kills the server with one finished and two waiting losses.
+
+    The results must be the same bytes, still waiting, and then right. An SDK must continue too.
+    """
     if not target.options.restart_command:
         raise NotApplicable("needs --restart-command, which kills the server with SIGKILL and brings it back")
     session_id = target.session()
@@ -84,7 +90,10 @@ def c7_restart(target: Target) -> str:
     background=True,
 )
 def c8_silence(target: Target) -> str:
-    """A silent session with a model, a waiting loss and a long sample: after the period all have ended."""
+    """Leaves a session with a model, a waiting loss and a long sample without heartbeats.
+
+    After the period all must have ended.
+    """
     period_s = target.options.session_ttl_s
     if not period_s:
         raise NotApplicable("needs --session-ttl-s, the seconds of silence after which the server ends a session")
@@ -111,7 +120,10 @@ def c8_silence(target: Target) -> str:
 
 @check("C10", "close() ends the session; later training on it is refused; the first reason stays")
 def c10_close(target: Target) -> str:
-    """The SDK closes with success; work by raw HTTP is refused; a second finish with errored changes nothing."""
+    """Closes a session with success.
+
+    Raw requests must then be refused, and a second finish with errored must change nothing.
+    """
     service = target.service()
     training = target.training(service)
     session_id, model_id = service.holder.get_session_id(), training.model_id
@@ -142,7 +154,7 @@ def _finish(target: Target, session_id: str, reason: str = "success") -> httpx.R
 
 
 def _status(target: Target, session_id: str) -> str | None:
-    """The session's status as sessions/search tells it, or None where that is not served."""
+    """Returns the session's status from sessions/search; None if that is not supported."""
     answer = target.post("sessions/search", session_id=session_id, user_metadata={}, owner={"type": "own"}, limit=5)
     if not answer.is_success:
         return None
@@ -151,7 +163,10 @@ def _status(target: Target, session_id: str) -> str | None:
 
 
 def _ends_while_open(target: Target, session_id: str, sample: str, deadline: float) -> bool:
-    """Whether a sample ends before its session does; waits for either. `deadline` is of `time.monotonic`."""
+    """Waits for the end of a sample or of its session; returns whether the sample ended first.
+
+    `deadline` is a `time.monotonic` value.
+    """
     status = _status(target, session_id)
     while time.monotonic() < deadline:
         is_open = _status(target, session_id) == status
@@ -164,7 +179,7 @@ def _ends_while_open(target: Target, session_id: str, sample: str, deadline: flo
 
 
 def _work(target: Target, model_id: str, sampler_id: str) -> dict[str, dict[str, object]]:
-    """Requests that a session which is over must refuse."""
+    """Returns requests that a finished session must refuse."""
     return {
         "optim_step": {"model_id": model_id, "seq_id": 9, "adam_params": {"learning_rate": 1e-4}, "type": "optim_step"},
         "asample": target.sample_body(sampler_id, 1),
@@ -187,7 +202,7 @@ def _ended_with_error(target: Target, request_id: str) -> bool:
 
 
 def _long_sample(target: Target, sampler_id: str) -> str:
-    """As many tokens as one sample may have, sixteen times: no engine ends it within the period."""
+    """Submits sixteen samples with the most tokens of one sample, which no engine finishes within the period."""
     models = target.http.get("get_server_capabilities").json()["supported_models"]
     context = next(int(one["max_context_length"]) for one in models if one["model_name"] == target.model)
     sample = target.submit_sample(sampler_id, 1, context - 64, num_samples=16)
@@ -197,7 +212,7 @@ def _long_sample(target: Target, sampler_id: str) -> str:
 def _loss_over_the_restart(
     target: Target, is_back: list[bool]
 ) -> tuple[Proxy, tinker.APIFuture[types.ForwardBackwardOutput]]:
-    """An SDK loss of three chunks of which the first is held back, so that the others wait while the server dies."""
+    """Submits an SDK loss of three chunks, and holds back the first, so that the others wait while the server dies."""
     seen: list[int] = []
 
     def hold_first(exchange: Exchange) -> Response | None:

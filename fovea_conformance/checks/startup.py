@@ -31,7 +31,7 @@ _HANG_S = 30.0
 
 @check("C1", "A fresh client and create_lora_training_client ask the documented endpoints and succeed")
 def c1_start(target: Target) -> str:
-    """The endpoints that the SDK asks, in order of their first use."""
+    """Checks the endpoints that the SDK calls, in the order of their first use."""
     proxy = target.proxy()
     training = target.training(target.service(proxy))
     asked = list(dict.fromkeys(exchange.route for exchange in proxy.exchanges))
@@ -44,7 +44,7 @@ def c1_start(target: Target) -> str:
 
 @check("C2", "Both config endpoints returning {} give a working client")
 def c2_empty_config(target: Target) -> str:
-    """A proxy answers both with {}: the SDK falls to its defaults, and trains and samples with them."""
+    """Responds to both endpoints with {} in a proxy. The SDK must fall back to its defaults, train and sample."""
     proxy = target.proxy({}, replace_config=True)
     asked = _train_and_sample(target, target.service(proxy))
     seen = {one.route: one.answer_json() for one in proxy.exchanges if one.route.startswith("client/")}
@@ -54,7 +54,7 @@ def c2_empty_config(target: Target) -> str:
 
 @check("C3", "A missing or wrong X-API-Key gives 401 and AuthenticationError, not a hang")
 def c3_authentication(target: Target) -> str:
-    """Every guarded route without a key and with a wrong one; then the SDK with a wrong one, under a deadline."""
+    """Calls every guarded route without a key and with a wrong one. Then the SDK uses a wrong key, under a deadline."""
     for key in (None, f"tml-wrong-{uuid.uuid4().hex}"):
         with target.raw(key) as http:
             statuses = {route: http.request(method, route, json={}).status_code for method, route in _GUARDED}
@@ -75,7 +75,7 @@ def c3_authentication(target: Target) -> str:
 
 @check("C4", "Works behind a base path such as http://host/x/y")
 def c4_base_path(target: Target) -> str:
-    """A proxy that serves below /x/y only: all of start, training, saving and sampling passes through it."""
+    """Serves only below /x/y in a proxy. Start, training, saving and sampling must all use that path."""
     proxy = target.proxy(prefix="/x/y")
     asked = _train_and_sample(target, target.service(proxy))
     failed = _failed(proxy)
@@ -85,7 +85,10 @@ def c4_base_path(target: Target) -> str:
 
 @check("C5", "get_server_capabilities lists every model with max_context_length, trainable, sampleable")
 def c5_capabilities(target: Target) -> str:
-    """The raw answer field by field, and the SDK's reading of it; the model under test is among them and usable."""
+    """Checks the fields of the raw response, and the SDK's reading of them.
+
+    The tested model must be listed, and must be usable.
+    """
     models = target.http.get("get_server_capabilities").raise_for_status().json()["supported_models"]
     for one in models:
         name, context = one.get("model_name"), one.get("max_context_length")
@@ -106,7 +109,7 @@ def c5_capabilities(target: Target) -> str:
 
 @check("C9", "create_session repeated with the same X-Idempotency-Key returns the same session_id")
 def c9_idempotent_session(target: Target) -> str:
-    """Three requests with one key, one with another, two with none."""
+    """Sends three requests with one key, one with another, and two without a key."""
 
     def create(key: str | None) -> str:
         headers = {"X-Idempotency-Key": key} if key else {}
@@ -126,7 +129,7 @@ def c9_idempotent_session(target: Target) -> str:
 
 @check("C11", "Telemetry batches for real and sessionless- ids return status accepted")
 def c11_telemetry(target: Target) -> str:
-    """Batches as the SDK makes them: a start of session, and a generic event with data."""
+    """Sends batches as the SDK does: the start of a session, and a generic event with data."""
     session_id = target.session()
     now = "2026-01-01T00:00:00Z"
     generic = {
@@ -146,7 +149,10 @@ def c11_telemetry(target: Target) -> str:
 
 @check("C12", "JWT mode: exchange, 401 invalid_token replay and whoami work (optional)")
 def c12_jwt(target: Target) -> str:
-    """The SDK exchanges its key; a 401 marked invalid_token makes it exchange again and replay; whoami reads claims."""
+    """Lets the SDK exchange its key.
+
+    After a 401 with invalid_token it must exchange the key again and repeat the request; whoami reads the claims.
+    """
     flags = target.post("client/config", sdk_version="0.38.0").raise_for_status().json()
     if not flags.get("pjwt_auth_enabled"):
         answer = target.post("auth/token")
@@ -176,7 +182,7 @@ def c12_jwt(target: Target) -> str:
 
 
 def _failed(proxy: Proxy) -> list[str]:
-    """Requests that were answered with an error; 0 means that a poll is still open."""
+    """Returns the requests with an error as response; status 0 means that a poll is still open."""
     return [f"{one.route} {one.status}" for one in proxy.exchanges if one.status not in (0, 200, 408)]
 
 
@@ -187,7 +193,7 @@ def _claims(token: str) -> dict[str, float]:
 
 
 def _train_and_sample(target: Target, service: tinker.ServiceClient) -> str:
-    """One turn of everything essential through the SDK."""
+    """Runs each essential call once through the SDK."""
     training = target.training(service)
     loss = training.forward_backward([target.datum()], "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=1e-4))

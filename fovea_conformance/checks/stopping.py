@@ -1,4 +1,4 @@
-"""Section D: what ends a sequence."""
+"""Section D: the ends of sequences."""
 
 import tinker
 from tinker import types
@@ -14,7 +14,7 @@ _SURE = -0.1  # log-probability of a token that was learnt
 
 @check("C60", "Token stop: ends with that token once, stop_reason stop")
 def c60_token(target: Target) -> str:
-    """Stops greedy tokens at one of them: what comes is the same up to and including it."""
+    """Stops greedy tokens at one of them. The result must be the same up to and including that token."""
     sampler = target.sampler().result(PATIENCE_S)
     prompt, tokens = _plain(target, sampler)
     at = max(position for position, token in enumerate(tokens) if token not in tokens[:position])
@@ -27,7 +27,7 @@ def c60_token(target: Target) -> str:
 
 
 def _plain(target: Target, sampler: tinker.SamplingClient) -> tuple[types.ModelInput, list[int]]:
-    """A prompt and its greedy tokens up to the first special one, such as EOS, which would stop by itself."""
+    """Returns a prompt, and its greedy tokens before the first special one, such as EOS, which would stop by itself."""
     special = set(target.tokenizer.all_special_ids)
     found = []
     for start in _STARTS:
@@ -47,7 +47,7 @@ def _absent(target: Target, tokens: list[int]) -> int:
 
 @check("C61", "String stop as bare string and as list: decoded text contains it once at the end")
 def c61_string(target: Target) -> str:
-    """Stops greedy text at words of its own, one of them over the border of two tokens."""
+    """Stops greedy text at its own words, one of which crosses the border of two tokens."""
     sampler = target.sampler().result(PATIENCE_S)
     prompt, tokens = _plain(target, sampler)
     chosen = _strings(target, tokens)
@@ -68,7 +68,7 @@ def c61_string(target: Target) -> str:
 
 
 def _strings(target: Target, tokens: list[int]) -> list[str]:
-    """A part of one token's text and one over the border of two, neither within the text before."""
+    """Returns a part of one token's text, and a text across the border of two, neither of which occurs earlier."""
     tokenizer = target.tokenizer
     within, over = "", ""
     for at in range(2, len(tokens)):
@@ -86,7 +86,7 @@ def _strings(target: Target, tokens: list[int]) -> list[str]:
 
 @check("C62", "stop absent: ends at EOS, EOS included; stop [] runs through EOS to max_tokens")
 def c62_eos(target: Target) -> str:
-    """Teaches a model to say EOS next, and samples it greedily with stop absent, [] and a string."""
+    """Trains a model to say EOS next, and samples it greedily with stop missing, [] and a string."""
     eos = target.tokenizer.eos_token_id
     if eos is None:
         raise NotApplicable("the model's tokenizer has no end-of-sequence token")
@@ -105,7 +105,7 @@ def c62_eos(target: Target) -> str:
 
 
 def _taught(training: tinker.TrainingClient, prompt: list[int], token: int) -> tinker.SamplingClient:
-    """A sampler of weights that continue the prompt with the token."""
+    """Returns a sampler with weights that continue the prompt with the token."""
     weights = [0.0] * (len(prompt) - 1) + [1.0]
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(prompt),
@@ -126,7 +126,7 @@ def _taught(training: tinker.TrainingClient, prompt: list[int], token: int) -> t
 
 @check("C63", "max_tokens reached gives stop_reason length")
 def c63_length(target: Target) -> str:
-    """One and five tokens, with stops that do not come."""
+    """Samples one and five tokens, with stops that do not occur."""
     sampler = target.sampler().result(PATIENCE_S)
     for count in (1, 5):
         for sequence in draw(sampler, target.prompt(_OPEN), 2, max_tokens=count).sequences:

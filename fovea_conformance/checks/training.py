@@ -23,14 +23,16 @@ _SAME = 1e-5
 
 
 def long_tensor(values: Any) -> types.TensorData:
-    """As int64."""
+    """Converts an array to an int64 tensor."""
     return types.TensorData.from_numpy(np.asarray(values, np.int64))
 
 
 def many_targets(target: Target, count: int, per_position: int, seed: int = 0, dense: bool = True) -> types.Datum:
-    """A datum with [N, K] targets and weights; target 0 with a weight in column 0, a third of the cells without weight.
+    """Returns a datum with [N, K] targets and weights.
 
-    Dense, or as torch tensors that the SDK stores as CSR.
+    Target 0 has a weight in column 0, and a third of the cells have no weight.
+
+    The tensors are dense, or torch tensors that the SDK stores as CSR.
     """
     random = np.random.default_rng(seed)
     tokens = target.tokens(count, seed)
@@ -48,7 +50,10 @@ def many_targets(target: Target, count: int, per_position: int, seed: int = 0, d
 
 @check("C78", "A forward_backward body compressed by zstd decodes the same as uncompressed; a zstd bomb is refused")
 def c78_zstd(target: Target) -> str:
-    """The same forward pass in both encodings; then 131 kB that decompress to 4 GiB: a 4xx with a body, soon."""
+    """Runs the same forward pass in both encodings.
+
+    Then sends 131 kB that decompress to 4 GiB, which must give a 4xx with a body soon.
+    """
     model_id = target.raw_model(target.session())
     data = [target.datum(12, seed) for seed in range(2)]
     plain = raw_training.run(target, loss_message(model_id, 1, data))
@@ -75,7 +80,10 @@ def _output(result: Any) -> Output:
 
 @check("C84", "logprobs output per datum has the shape of target_tokens, [N] and [N,K]")
 def c84_shapes(target: Target) -> str:
-    """Data of different lengths with 1-D and 2-D targets in one call and apart; all finite, weight or none."""
+    """Sends datums of different lengths with 1-D and 2-D targets, together and separately.
+
+    All results must be finite, also with weights of 0.
+    """
     training = target.training()
     data = [target.datum(12), many_targets(target, 7, 6), target.datum(5, 1), many_targets(target, 9, 4, 2)]
     wanted = [[12], [7, 6], [5], [9, 4]]
@@ -93,8 +101,9 @@ def c84_shapes(target: Target) -> str:
 
 @check("C85", "Sparse [N,K] targets containing token id 0 give the same loss as dense")
 def c85_sparse(target: Target) -> str:
-    """CSR made by the SDK from torch tensors, where weighted id 0 is implicit: same loss and logprobs, and the gradient
-    cancels against the dense one.
+    """Uses CSR that the SDK makes of torch tensors, in which a weighted id 0 is implicit.
+
+    Loss and logprobs must be the same, and the gradient must cancel against the dense one.
     """
     dense, sparse = (many_targets(target, 10, 12, dense=dense) for dense in (True, False))
     expect(sparse.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None, "the SDK did not make CSR")
@@ -118,7 +127,10 @@ def c85_sparse(target: Target) -> str:
 
 @check("C86", "Negative and large weights are used unscaled")
 def c86_weights(target: Target) -> str:
-    """loss:sum with weights from -3 to 1000; a gradient of weights 1000u cancels against four of weights -250u."""
+    """Compares loss:sum with weights from -3 to 1000.
+
+    A gradient of weights 1000u must cancel against four of weights -250u.
+    """
     gauge = meter(target.training(), [target.datum(12)])
     data = [target.datum(12)]
     pattern = np.tile([1000.0, -3.0, 0.0, 250.0], 3)
@@ -143,7 +155,7 @@ def c86_weights(target: Target) -> str:
 
 @check("C87", "All metric keys have exactly one colon; loss:sum always present, also for forward")
 def c87_metric_keys(target: Target) -> str:
-    """The raw protobuf answers of forward and forward_backward, for cross_entropy and importance_sampling."""
+    """Reads the raw protobuf responses of forward and forward_backward, for cross_entropy and importance_sampling."""
     model_id = target.raw_model(target.session())
     plain = [target.datum(12, seed) for seed in range(2)]
     first = _output(raw_training.run(target, loss_message(model_id, 1, plain)))
@@ -174,8 +186,9 @@ def c87_metric_keys(target: Target) -> str:
 
 @check("C88", "3-chunk call: loss:sum is the sum, :mean keys weighted by datum count, outputs in input order")
 def c88_chunks(target: Target) -> str:
-    """Five data at two a chunk by a forced client flag, against one chunk; what the SDK makes of the three answers must
-    be what they say, datum for datum.
+    """Compares five datums in chunks of two, forced by a client flag, with one chunk.
+
+    The SDK must join the three responses datum for datum.
     """
     proxy = target.proxy({"fwdbwd_max_chunk_len": 2})
     data = [target.datum(8 + 2 * seed, seed) for seed in range(5)]
@@ -197,7 +210,7 @@ def c88_chunks(target: Target) -> str:
 
 
 def _answers(proxy: Proxy) -> list[Output]:
-    """The forward_backward results that passed the proxy."""
+    """Returns the forward_backward results in the proxy."""
 
     def decoded(one: Exchange) -> bytes:
         return httpx.Response(one.status, headers=one.answer_headers, content=one.answer).content
@@ -208,7 +221,7 @@ def _answers(proxy: Proxy) -> list[Output]:
 
 @check("C89", "Two forward_backward calls then one optim_step equals one call with both batches")
 def c89_accumulation(target: Target) -> str:
-    """The gradients of A and of B cancel against one call with both and negative weights."""
+    """Checks that the gradients of A and of B cancel against one call with both and negative weights."""
     first, second = ([target.datum(12, seed)] for seed in range(2))
     gauge = meter(target.training(), first + second)
     opposite = surrogate(first + second, [-np.ones(12)] * 2)
@@ -224,7 +237,7 @@ def c89_accumulation(target: Target) -> str:
 
 @check("C90", "forward leaves gradients and weights untouched")
 def c90_forward(target: Target) -> str:
-    """A forward between a gradient and its negative neither clears the first nor adds one of its own."""
+    """Sends a forward between a gradient and its negative. It must neither clear the first nor add a gradient."""
     data, other = [target.datum(12)], [target.datum(12, 1)]
     gauge = meter(target.training(), data + other)
     train, opposite = gauge.training.forward_backward, surrogate(data, [-np.ones(12)])
@@ -249,9 +262,11 @@ def c90_forward(target: Target) -> str:
 
 @check("C97", "unknown loss_fn, missing inputs or wrong lengths fail as user error naming the field")
 def c97_bad_input(target: Target) -> str:
-    """Bad requests, each a failed future of category user that names what is wrong; the model goes on.
+    """Sends bad requests.
 
-    cross_entropy without weights is none of them: as in the SDK's own examples, each target then counts once.
+    Each must give a failed future of category user with a message about the error, and the model must still work.
+
+    cross_entropy without weights is not an error: as in the SDK's examples, each target then counts once.
     """
     training = target.training()
     good = target.datum(12)
@@ -274,12 +289,15 @@ def c97_bad_input(target: Target) -> str:
     after = training.forward([plain], "cross_entropy").result(120)
     wanted = -float(sum(one.sum() for one in logprobs_of(after)))
     expect_close(after.metrics["loss:sum"], wanted, 1e-4, "loss:sum without weights, after the errors")
-    return f"{len(cases)} requests refused by name; the model goes on, and absent weights are ones"
+    return f"{len(cases)} requests are refused; the model still works, and missing weights count as 1"
 
 
 @check("C99", "A 2000-datum, 30 MB batch with default flags completes", timeout_s=600)
 def c99_large_batch(target: Target) -> str:
-    """Four positions with 320 targets each a datum: many bytes for little arithmetic. loss:sum is recomputed."""
+    """Sends datums of four positions with 320 targets each, many bytes with little computation.
+
+    Recomputes loss:sum from the returned logprobs.
+    """
     training = target.training()
     pool = np.asarray(sorted(set(target.tokens(60))), np.int64)
     ids = np.random.default_rng(3).choice(pool, (2000, 4, 320))

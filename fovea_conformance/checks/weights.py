@@ -1,4 +1,4 @@
-"""Section D: which weights a sampling client has, and clients in several processes."""
+"""Section D: the weights of a sampling client, and clients in several processes."""
 
 import pickle
 import time
@@ -26,29 +26,32 @@ _BLOCK = 1_000_000_000
 
 
 class Probes:
-    """Texts, each scored once by each client: caches of keys and values must not speak for older weights."""
+    """Texts, each of which a client scores once, because KV caches must not return scores of older weights."""
 
     def __init__(self, target: Target) -> None:
         self.texts = [target.tokens(13, seed) for seed in range(_PROBES)]
         self.data = [target.datum(12, seed) for seed in range(_PROBES)]
 
     def step(self, training: tinker.TrainingClient) -> None:
-        """Queues one step."""
+        """Submits one step."""
         training.forward_backward(self.data, "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=1e-2))
 
     def forward(self, training: tinker.TrainingClient) -> "tinker.APIFuture[types.ForwardBackwardOutput]":
-        """Queues the trainer's scores of all texts."""
+        """Submits the trainer's scoring of all texts."""
         return training.forward(self.data, "cross_entropy")
 
     def sampled(self, sampler: tinker.SamplingClient, number: int) -> list[float]:
-        """The sampler's scores of one text."""
+        """Returns the sampler's scores of one text."""
         return prompt_scores(sampler, self.texts[number])
 
 
 @check("C75", "save_weights_and_get_sampling_client: samples reflect the step just before, not later ones (snapshot)")
 def c75_snapshot(target: Target) -> str:
-    """Queues step, scores, save, step, scores, save without waiting: each client has the scores of its own moment."""
+    """Submits step, scores, save, step, scores and save without waiting.
+
+    Each client must have the scores of its own moment.
+    """
     training = target.training()
     probes = Probes(target)
     queued = []
@@ -71,7 +74,10 @@ def c75_snapshot(target: Target) -> str:
 
 @check("C76", "kind inflight: older client eventually sees newer weights, newer client never older ones")
 def c76_inflight(target: Target) -> str:
-    """Two inflight saves with a step between: texts that no cache knows are scored by both until the older follows."""
+    """Saves in flight twice, with a step between.
+
+    Both clients score texts that no cache knows, until the older client has the new weights.
+    """
     training = target.training()
     probes = Probes(target)
     probes.step(training)
@@ -102,7 +108,7 @@ def c76_inflight(target: Target) -> str:
 
 @check("C77", "Pickled client and sampler handle sample beside the original without id clashes, join flag off and on")
 def c77_clones(target: Target) -> str:
-    """A pickled client, one from a handle and the original sample at once; the proxy reads the ids of all requests."""
+    """Uses a pickled client, a client from a handle and the original at once. A proxy reads the ids of all requests."""
     return "; ".join(_clones(target, joins) for joins in (False, True))
 
 
@@ -135,13 +141,13 @@ def _clones(target: Target, joins: bool) -> str:
 
 @dataclass(frozen=True)
 class Sent:
-    """What an asample was, as the wire saw it."""
+    """An asample request and its response."""
 
     seq_id: int
     request_id: str
 
     @classmethod
     def read(cls, exchange: Exchange) -> "Sent":
-        """From an exchange that was answered."""
+        """Reads it from an exchange."""
         expect(exchange.status == 200, f"an asample was answered {exchange.status}: {exchange.answer[:200]!r}")
         return cls(exchange.json()["seq_id"], exchange.answer_json()["request_id"])
