@@ -16,7 +16,7 @@ _ENDING_S = 15.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one check ended."""
+    """The result of one check."""
 
     check: Check
     status: Status
@@ -57,7 +57,7 @@ def run_checks(
 
 
 def run_check(one: Check, options: Options) -> Verdict:
-    """Runs one check in a thread of its own: a server that never answers must not hang the suite."""
+    """Runs one check in its own thread, so that a server that never responds cannot hang the suite."""
     begun = time.monotonic()
     if one.needs_images and not options.vlm:
         return Verdict(one, Status.NOT_APPLICABLE, "needs a model that takes images (--vlm)", 0.0)

@@ -211,7 +211,7 @@ def main(
         str, typer.Option(envvar="TINKER_API_KEY", help="API key of the server; better set as variable.")
     ] = "tml-local",
 ) -> None:
-    """Write a checkpoint as a PEFT adapter, or as a merged model that plain transformers and plain vLLM load."""
+    """Write a checkpoint as a PEFT adapter, or as a merged model that transformers and vLLM load."""
     try:
         folder = export_model(path, directory, merged=merged, base=base or None, base_url=base_url, api_key=api_key)
         print(f"written: {folder}")

@@ -17,7 +17,7 @@ from fovea.wire.errors import FailedPrecondition
 from fovea_rollout.messages import Picture
 
 Formula = Callable[[int, int], int]
-"""Tokens of a picture by its width and height in pixels."""
+"""Returns the tokens of a picture by its width and height in pixels."""
 
 
 class PictureTokens:

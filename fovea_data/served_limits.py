@@ -23,7 +23,7 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 
 @dataclass(frozen=True)
 class ServedLimits:
-    """Limits and files of one served model. None stands for what the server does not report.
+    """Limits and files of one served model. A value is None if the server does not report it.
 
     Attributes:
         tokenizer_id: Directory or hub name of the tokenizer, beside which the model's configuration is.

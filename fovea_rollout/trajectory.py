@@ -18,7 +18,7 @@ from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions
 logger = logging.getLogger(__name__)
 
 End = Literal["done", "max_turns", "context", "failed"]
-"""How a rollout ended: by the environment, after the last turn, before a prompt that did not fit, or by a failure."""
+"""The end of a rollout: by the environment, after the last turn, before a prompt that did not fit, or by a failure."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fovea_conformance.target import Target, unique_name
 
 _SAME = 1e-5
 _QUICK_S = 20.0
-"""A refusal later than this came after the SDK's retries."""
+"""Seconds. A later refusal came only after retries of the SDK."""
 _HOUR_S = 3600
 
 

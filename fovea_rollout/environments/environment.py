@@ -100,13 +100,13 @@ def register(name: str, factory: EnvironmentFactory) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forgets a name. Raises InvalidInput if it is unknown."""
+    """Removes a name from the registry. Raises InvalidInput if it is unknown."""
     if _FACTORIES.pop(name, None) is None:
         raise InvalidInput(f"env_class {name!r} is not registered", field="env_class")
 
 
 def make(name: str, record: Mapping[str, Any]) -> Environment:
-    """An environment of a registered kind, or of `module:factory`. Raises InvalidInput if there is none."""
+    """Makes an environment of a registered kind, or with `module:factory`. Raises InvalidInput for other names."""
     if name in _FACTORIES:
         return _FACTORIES[name](record)
     module, colon, attribute = _OWN.get(name, name).partition(":")

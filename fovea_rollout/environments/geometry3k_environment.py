@@ -35,7 +35,7 @@ TOOLS: tuple[dict[str, Any], ...] = (
         },
     },
 )
-"""For `ChatTemplate(tokenizer, TOOLS)`."""
+"""Description of the tool, for `ChatTemplate(tokenizer, TOOLS)`."""
 INSTRUCTION = (
     "Think within <think></think>. You may score an answer before you give it, as "
     '<tool_call>{"name": "calc_score", "arguments": {"answer": "..."}}</tool_call>. '

@@ -39,7 +39,7 @@ class LiveReports:
         base_url, api_key = os.environ.get("TINKER_BASE_URL"), os.environ.get("TINKER_API_KEY")
         return cls(base_url, api_key, model_id) if base_url and api_key else None
 
-    async def tell(self, report: StepReport, truths: Mapping[str, str]) -> None:
+    async def send(self, report: StepReport, truths: Mapping[str, str]) -> None:
         """Reports a step: its metrics, and the reward and right answer of each rollout.
 
         The metrics are the mean reward, the held-out reward after an evaluation, the share of groups with a signal, the

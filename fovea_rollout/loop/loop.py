@@ -237,7 +237,7 @@ async def train(
                 report = await loop.step(step)
                 shown.count_step(report)
                 if live is not None:
-                    await live.tell(report, loop.truths(report))
+                    await live.send(report, loop.truths(report))
                 done = on_step(report)
                 if inspect.isawaitable(done):
                     await done

@@ -152,7 +152,7 @@ class TrainingBatch:
 
     @property
     def masks(self) -> list[npt.NDArray[np.bool_]]:
-        """Which targets were sampled, bool [N] per datum."""
+        """The masks of sampled targets, bool [N] per datum."""
         return [datum.mask for datum in self.data]
 
     def logprobs(self) -> list[npt.NDArray[np.float64]]:

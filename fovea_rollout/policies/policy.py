@@ -14,7 +14,7 @@ from fovea_rollout.messages import Picture
 
 @dataclass(frozen=True)
 class Tokens:
-    """A run of token ids."""
+    """A sequence of token ids."""
 
     ids: tuple[int, ...]
 

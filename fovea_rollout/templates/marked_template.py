@@ -81,8 +81,8 @@ class MarkedTemplate:
         self._takes_texts = self._keeps_texts()
         self.placeholder = placeholder
         self.opening = ""
-        prompt, told = self._apply([_QUESTION]), self._apply([_QUESTION], is_prompt=False)
-        if prompt.startswith(told) and (opening := _OPENING.search(prompt, len(told))):
+        prompt, plain = self._apply([_QUESTION]), self._apply([_QUESTION], is_prompt=False)
+        if prompt.startswith(plain) and (opening := _OPENING.search(prompt, len(plain))):
             self.opening = opening[0]
         answered = self._apply([_QUESTION, TurnEntry(is_thinking=False, is_ended=False)], is_prompt=False)
         self.end, self.end_id = self._first_control(answered.partition(mark("answer", 1))[2])
@@ -183,11 +183,11 @@ class MarkedTemplate:
         self._takes_texts = True
         try:
             return "question" in self._run([_QUESTION], True)
-        except Exception:  # A template for parts; if parts fail too, that is raised.
+        except Exception:  # the template may need parts; if those fail too, the next call raises the error
             return False
 
     def _first_control(self, text: str) -> tuple[str, int | None]:
-        """The first added token of a text, and the text up to its end."""
+        """Returns the text up to the end of its first control token, and that token."""
         for token in self._tokenizer.encode(text, add_special_tokens=False):
             if token in self._controls:
                 name = self._tokenizer.convert_ids_to_tokens(token)
@@ -195,13 +195,18 @@ class MarkedTemplate:
         return "", self._tokenizer.eos_token_id
 
     def _find_placeholder(self) -> str:
-        """The middle one of the added tokens that a picture brings along: between its start and its end."""
+        """Finds the token that represents a picture: the middle one of the control tokens that a picture adds.
+
+        The others mark the start and the end of the picture. Returns an empty text for a template without pictures.
+        """
         try:
             pictured = self._run([MessageEntry("user", ("question", None))], True)
-        except Exception:  # A template for texts.
+        except Exception:  # the template accepts texts only
             return ""
         plain = self._run([_QUESTION], True)
-        if len(_PART.findall(pictured)) > len(_PART.findall(plain)):  # For texts too: it writes the part itself out.
+        if len(_PART.findall(pictured)) > len(
+            _PART.findall(plain)
+        ):  # the template accepts texts only, and wrote the part as text
             return ""
         if (named := getattr(self._tokenizer, "image_token", None)) and named in pictured:
             return str(named)
@@ -237,8 +242,8 @@ class MarkedTemplate:
         if text.count(placeholder) == _picture_count(entries):
             return
         for count in range(1, len(entries) + 1):
-            told = self._apply(entries[:count], is_prompt=False)
-            if told.count(placeholder) != _picture_count(entries[:count]):
+            plain = self._apply(entries[:count], is_prompt=False)
+            if plain.count(placeholder) != _picture_count(entries[:count]):
                 break
         where = f"history[{count - 1}]"
         raise InvalidInput(

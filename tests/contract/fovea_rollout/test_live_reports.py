@@ -51,7 +51,7 @@ async def test_rewards_kl_and_right_answers_arrive_beside_their_samples(stand: S
     live = LiveReports(stand.url, KEY, model_id)
     failed = rollout(conversation="failed", failure=Failure("reset", "OSError", ""))
     told = replace(report(played("a", f"{sample}:0", 1.0), failed), evaluation=Evaluation(0.75, {}, (), ()))
-    await live.tell(told, {"a": "seven", "failed": "nine"})
+    await live.send(told, {"a": "seven", "failed": "nine"})
     curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
     assert {name: curves[name] for name in ("reward", "held_out_reward", "kl", "signal_share", "lag")} == {
         "reward": {"step": [1], "mean": [0.5]},
@@ -66,7 +66,7 @@ async def test_rewards_kl_and_right_answers_arrive_beside_their_samples(stand: S
 
 async def test_the_distance_of_the_base_model_is_told_where_it_is_known(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
-    await LiveReports(f"{stand.url}/", KEY, model_id).tell(report(kl=0.25), {})
+    await LiveReports(f"{stand.url}/", KEY, model_id).send(report(kl=0.25), {})
     assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["kl"]["mean"] == [0.25]
 
 
@@ -74,7 +74,7 @@ async def test_the_distance_of_the_base_model_is_told_where_it_is_known(stand: S
 async def test_numbers_that_are_not_finite_are_left_out(stand: Stand, rest: Rest, number: float) -> None:
     model_id = await rest.create_model()
     live = LiveReports(stand.url, KEY, model_id)
-    await live.tell(replace(report(played("a", "s:0", number), kl=number), signal_share=number), {"a": "seven"})
+    await live.send(replace(report(played("a", "s:0", number), kl=number), signal_share=number), {"a": "seven"})
     curves = (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]
     assert (curves["reward"]["mean"], "kl" in curves, "signal_share" in curves) == ([0.5], False, False)
 
@@ -82,8 +82,8 @@ async def test_numbers_that_are_not_finite_are_left_out(stand: Stand, rest: Rest
 async def test_a_server_that_takes_no_reports_is_asked_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fovea_rollout.loop.live_reports")
     live = LiveReports(f"{stand.url}/elsewhere", KEY, "sess-1:train:0")
-    await live.tell(report(), {})
-    await live.tell(report(), {})
+    await live.send(report(), {})
+    await live.send(report(), {})
     (record,) = caplog.records
     assert "rewards are no longer reported to the live page" in record.getMessage()
     assert "404" in record.getMessage()
@@ -97,5 +97,5 @@ async def test_it_goes_by_the_variables_of_the_sdk(monkeypatch: pytest.MonkeyPat
     model_id = await rest.create_model()
     live = LiveReports.from_environment(model_id)
     assert live is not None
-    await live.tell(report(), {})
+    await live.send(report(), {})
     assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["reward"]["mean"] == [0.5]
