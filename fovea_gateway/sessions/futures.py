@@ -67,7 +67,7 @@ class Futures:
         self._pending: dict[str, Pending] = {}
         # Owner and outcome by future id.
         self._recent: LRUCache[str, tuple[str, Outcome]] = LRUCache(_RECENT_BYTES, lambda kept: kept[1].held_bytes)
-        self._held_bytes = self._kept_bytes = 0
+        self._held_bytes = self._stored_bytes = 0
         self._is_closing = False
         self._last_number = 0
         # By scope: the seq_ids of failed commands the errors of which a client has received.
@@ -260,7 +260,7 @@ class Futures:
         if dropped:
             logger.info("dropped %d results older than %.0f s", dropped, ttl_s)
             self._recent.clear()
-        for future_id in await self._result_room.bound(self._kept_bytes):
+        for future_id in await self._result_room.bound(self._stored_bytes):
             self._recent.pop(future_id, None)
 
     @contextmanager
@@ -343,19 +343,19 @@ class Futures:
 
     async def _store(self, pending: Pending, outcome: Outcome, effects: list[Job[Any]]) -> None:
         submission, finished_at = pending.submission, time.time()
+        self._stored_bytes += len(outcome.result)
         # Increases with each write, also after a restart and after the rows of the previous process were deleted.
-        self._kept_bytes += len(outcome.result)
         number = self._last_number = max(self._last_number + 1, time.time_ns() // 1000)
         ended = rows.Finished(submission.future_id, outcome, finished_at, number, _used(pending))
-        keep = Batched(rows.finish, ended)
+        store = Batched(rows.finish, ended)
 
         def job(connection: Any) -> None:
             for effect in effects:
                 effect(connection)
-            keep(connection)
+            store(connection)
 
         try:
-            await self._database.write(job if effects else keep)
+            await self._database.write(job if effects else store)
         finally:
             # If the database fails, waiting clients still get the outcome. After a restart the work counts as
             # unfinished.

@@ -123,7 +123,7 @@ class Copies:
             kept = await self._rename_snapshot(copied) if source.snapshot_id else None
             await storage.sync(copied.uri)
         copy = Copy(run_id, owner, request_key, source_path, copied.path)
-        if not await self._database.write(lambda connection: _keep(connection, model, copied, kept, copy)):
+        if not await self._database.write(lambda connection: _store(connection, model, copied, kept, copy)):
             await storage.remove(copied.uri)
             raise _taken(run_id)
         return copied.path
@@ -144,7 +144,9 @@ class Copies:
         return await self._database.read(lambda connection: _of_model(connection, model_id))
 
 
-def _keep(connection: sa.Connection, model: Model, copied: Checkpoint, kept: SnapshotRecord | None, copy: Copy) -> bool:
+def _store(
+    connection: sa.Connection, model: Model, copied: Checkpoint, kept: SnapshotRecord | None, copy: Copy
+) -> bool:
     # Check first: if this job returns False, what it has written so far is committed. No other job runs meanwhile.
     if copy.request_key and _of_key(connection, copy.owner, copy.request_key):
         return False
