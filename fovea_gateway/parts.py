@@ -12,14 +12,13 @@ from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.checkpoints.exports import Exports, LinkSigner
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
-from fovea_gateway.discovery import choose
-from fovea_gateway.discovery.discovery import Discovery
 from fovea_gateway.fair_queue import FairQueue
 from fovea_gateway.health import Health
 from fovea_gateway.live.live_state import Activity, LiveState
 from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.quotas import Quota
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.discovery import Discovery, choose
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
@@ -126,7 +125,10 @@ class Parts:
 
     def _build_base_model(self, own: BaseModelSettings, settings: GatewaySettings) -> BaseModel:
         def found(service: str, addresses: list[str]) -> Discovery:
-            return choose(settings.discovery, service, addresses, settings.kubernetes_namespace)
+            return choose(
+                service, addresses, in_kubernetes=settings.discovery == "kubernetes",
+                namespace=settings.kubernetes_namespace,
+            )  # fmt: skip
 
         name, weight_of = own.model_name, self.owners.weight
         trainer = TrainerLink(own.trainer, settings.trainer_wait_s) if own.trainer else None

@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import fsspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -13,7 +13,6 @@ from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import FoveaError
 from fovea_gateway.access.api_keys import PUBLISHED, GivenKey, parse_given
 from fovea_gateway.access.owners import LIMITS, Owner
-from fovea_gateway.discovery import Kind
 
 _LIMITS_BEYOND_LOOPBACK = {"max_requests_per_s": 500.0, "max_tokens_in_flight": 16e6, "max_stored_bytes": 500e9}
 
@@ -45,14 +44,14 @@ class GatewaySettings(ServiceSettings):
     model_name: str = Field(description="Name that clients use as `base_model`.")
     model: str = Field(description="Directory or hub name of the model, the same as in the settings of its services.")
     tokenizer: str = Field("", description="Tokenizer that clients load; the model's by default.")
-    discovery: Kind = Field(
+    discovery: Literal["static", "kubernetes"] = Field(
         "static",
-        description="Method to find renderers and samplers. static: at fixed addresses. dns: under a DNS name that"
-        " resolves to all of them. kubernetes: in the EndpointSlices of a service, through the Kubernetes API.",
+        description="Method to find renderers and samplers. static: at fixed addresses. kubernetes: in the"
+        " EndpointSlices of a service, through the Kubernetes API.",
     )
     renderer: list[str] = Field(
-        description="static: host:port of a renderer, repeated for several. dns: one name:port. kubernetes: one"
-        " service:port; the port is a number or its name in the service."
+        description="static: host:port of a renderer, repeated for several. kubernetes: one service:port;"
+        " the port is a number or its name in the service."
     )
     sampler: list[str] = Field(
         description="The samplers, in the format of --renderer; if empty ([]), the model is served for training only."

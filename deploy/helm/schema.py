@@ -136,7 +136,6 @@ def gateway() -> Schema:
     return component(
         "gateway",
         start=10,
-        discovery=one_of("kubernetes", "dns"),
         basePath={"type": "string", "pattern": "^(/.*[^/])?$", "description": "Path prefix, such as /fovea."},
         service=closed(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=MAP),
         ingress=closed(enabled=BOOLEAN, className=STRING, host=STRING, tlsSecret=STRING, annotations=MAP),

@@ -13,7 +13,7 @@ from cachetools import LRUCache
 from fovea.api.v1 import model_input_pb2, sampler_pb2
 from fovea.client import SamplerClient
 from fovea.wire.errors import FoveaError, Unavailable
-from fovea_gateway.discovery.discovery import Discovery
+from fovea_gateway.replicas.discovery import Discovery
 from fovea_gateway.replicas.replicas import CheckFiles, Replica, ReplicaLeft, Replicas, WeightOf
 
 logger = logging.getLogger(__name__)

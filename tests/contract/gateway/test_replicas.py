@@ -14,7 +14,7 @@ from fovea_gateway import gateway_metrics as metrics
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import Fake, FakeRenderer, FakeSampler
 from tests.contract.gateway.requests import PNG, Rest
-from tests.unit.gateway.discovery.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
+from tests.unit.gateway.replicas.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
 from tests.waiting import eventually
 
 _WORKERS = 6

@@ -277,14 +277,6 @@ def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
         assert key.stdout.strip() == "tml-one"
 
 
-def test_dns_needs_no_role(chart: Chart) -> None:
-    found = chart.manifests("--set", "gateway.discovery=dns")
-    assert not of_kind(found, "Role")
-    assert not any(pod["spec"]["automountServiceAccountToken"] for pod in pods(found).values())
-    variables = {item["name"]: item.get("value") for item in container(pods(found)["fovea-gateway"])["env"]}
-    assert variables["FOVEA_GATEWAY_SAMPLER"] == '["fovea-sampler.ml.svc:50052"]'
-
-
 def test_everything_optional(chart: Chart) -> None:
     found = chart.manifests(
         "--set", "gateway.ingress.enabled=true,gateway.ingress.host=fovea.example,gateway.ingress.tlsSecret=tls",

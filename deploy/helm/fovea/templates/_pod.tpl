@@ -22,7 +22,7 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "fovea.fullname" $root }}-{{ .component }}
-  automountServiceAccountToken: {{ and (eq .component "gateway") (eq $root.Values.gateway.discovery "kubernetes") }}
+  automountServiceAccountToken: {{ eq .component "gateway" }}
   # Otherwise a service named fovea-sampler would set FOVEA_SAMPLER_PORT=tcp://..., which is the name of a setting.
   enableServiceLinks: false
   # The gateway drains twice: first commands, then calls.

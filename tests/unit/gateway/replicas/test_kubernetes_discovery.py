@@ -10,9 +10,9 @@ import pytest
 from kubernetes.aio import client
 
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.discovery.discovery import Addresses
-from fovea_gateway.discovery.kubernetes import KubernetesDiscovery
-from tests.unit.gateway.discovery.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
+from fovea_gateway.replicas.discovery import Addresses
+from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
+from tests.unit.gateway.replicas.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
 from tests.waiting import eventually
 
 READY = {"ready": True, "serving": True, "terminating": False}

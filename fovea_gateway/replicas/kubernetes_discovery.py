@@ -22,7 +22,7 @@ from kubernetes.aio.config import ConfigException, load_incluster_config, load_k
 
 from fovea.runtime.tasks import Backoff
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.discovery.discovery import Addresses, join_address, split_address
+from fovea_gateway.replicas.discovery import Addresses, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
