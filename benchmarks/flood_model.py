@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.figure import emit, quantile
-from fovea_gateway.fair_queue import FairQueue, Turn
+from fovea_gateway.access.fair_queue import FairQueue, Turn
 
 _FLOOD = 1000
 """Sequences that the flooding tenant has in flight."""

@@ -105,7 +105,7 @@ def _browse(url: str) -> tuple[float, list[float], list[float]]:
 
 async def _steps_forever(stand: Stand, model_ids: list[str], noise: random.Random) -> None:
     assert stand.gateway is not None
-    state, step = stand.gateway.parts.live_state, _STEPS
+    state, step = stand.gateway.components.live_state, _STEPS
     while True:
         step += 1
         for model_id in model_ids:
@@ -121,12 +121,14 @@ async def _measure() -> None:
             rest = Rest(http)
             await rest.open_session()
             model_ids = [await rest.create_model(number) for number in range(_MODELS)]
-            view = stand.gateway.parts.live_view
+            view = stand.gateway.components.live_view
             curves = StepCurves()
             for step in range(1, _STEPS + 1):
                 curves.add(step, _metrics(step, noise))
             blobs = dict.fromkeys(model_ids, curves.to_blob())
-            await stand.gateway.parts.database.write(lambda connection: write_curves(connection, blobs, time.time()))
+            await stand.gateway.components.database.write(
+                lambda connection: write_curves(connection, blobs, time.time())
+            )
             await _first_load(stand, model_ids[0])
             spent = []
             for _ in range(20):

@@ -5,7 +5,7 @@ import resource
 
 from fovea.runtime.processes import configure_logging
 from fovea.wire.errors import FoveaError
-from fovea_gateway.app import Gateway
+from fovea_gateway.fronts.app import Gateway
 from fovea_gateway.settings import GatewaySettings
 
 

@@ -117,7 +117,7 @@ async def _settle(world: World, outcome: Outcome) -> None:
 
 def _found(world: World) -> Inventory:
     assert world.trainer is not None
-    assert world.parts is not None
+    assert world.components is not None
     found = Inventory({name: count for name, count in world.files.rows().items() if name in _ROWS})
     found["models in the trainer"] = len(world.trainer.models)
     found["durable points"] = len(world.trainer_disk.points)
@@ -125,7 +125,7 @@ def _found(world: World) -> Inventory:
     # Named snapshots may be sampled again, and are evicted only when a sampler is full.
     named = {snapshot_id for (snapshot_id,) in world.files.read("SELECT snapshot_id FROM snapshots WHERE uri <> ''")}
     found["adapters in samplers"] = sum(len(sampler.adapters.keys() - named) for sampler in world.samplers.values())
-    found["pending futures"] = world.parts.futures.pending_count
+    found["pending futures"] = world.components.futures.pending_count
     return +found
 
 

@@ -20,9 +20,9 @@ from chaos.simulation.event_loop import Process, VirtualLoop
 from chaos.simulation.fake_sampler import FakeRenderer, FakeSampler
 from chaos.simulation.fake_trainer import MODEL, FakeTrainer, TrainerDisk
 from chaos.simulation.network import HttpAnswer, Network, ask_app
-from fovea_gateway.api import build_api
-from fovea_gateway.app import Upkeep
-from fovea_gateway.parts import Parts
+from fovea_gateway.components import Components
+from fovea_gateway.fronts.app import Upkeep
+from fovea_gateway.fronts.rest_app import build_api
 from fovea_gateway.settings import GatewaySettings
 
 logger = logging.getLogger("world")
@@ -45,7 +45,7 @@ class World:
         clients: The clients.
         history: Requests and answers of clients.
         undisturbed: Requests and expected answers.
-        parts: Components of the running gateway; None while there is none.
+        components: Components of the running gateway; None while there is none.
     """
 
     def __init__(self, seed: int, files: DatabaseFiles) -> None:
@@ -61,7 +61,7 @@ class World:
         self.samplers: dict[str, FakeSampler] = {}
         self.processes: dict[str, Process] = {}
         self.dead: list[Process] = []
-        self.parts: Parts | None = None
+        self.components: Components | None = None
         self._upkeep: Upkeep | None = None
         self._beginning: asyncio.Task[None] | None = None
         self._app: Any = None
@@ -129,10 +129,10 @@ class World:
         self.dead.append(process)
         self.network.close(address)
         if address == GATEWAY:
-            assert self.parts is not None
-            self.parts.database.abandon()
+            assert self.components is not None
+            self.components.database.abandon()
             self.network.drop_caller(process)
-            self.parts = None
+            self.components = None
 
     async def stop_gateway(self) -> list[str]:
         """Ends the gateway as SIGTERM does. Returns the names of tasks that continue anyway."""
@@ -153,15 +153,15 @@ class World:
         left = [task.get_name() for task in process.tasks.values()]
         process.kill()
         self.dead.append(process)
-        self.parts = None
+        self.components = None
         return left
 
     def _start_gateway(self, process: Process) -> None:
         settings = self._settings
         ready = asyncio.Event()
-        parts = self.parts = Parts(settings, on_superseded=lambda: None)
-        self._upkeep = Upkeep(settings, parts, ready)
-        self._app = build_api(parts, settings, ready)
+        components = self.components = Components(settings, on_superseded=lambda: None)
+        self._upkeep = Upkeep(settings, components, ready)
+        self._app = build_api(components, settings, ready)
         self.network.listen(GATEWAY, process)
         self._beginning = process.start(self._upkeep.begin(), f"{process.name} begins")
 

@@ -18,10 +18,10 @@ import sqlalchemy as sa
 
 from fovea.runtime.hosts import host_of, is_loopback
 from fovea.wire.errors import InvalidInput, NotFound, PermissionDenied, Unauthenticated
+from fovea_gateway.access.scopes import CALLER, Caller, Scope
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import keys
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.scopes import CALLER, Caller, Scope
 
 logger = logging.getLogger(__name__)
 

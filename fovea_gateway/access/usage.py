@@ -17,6 +17,8 @@ import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput
+from fovea_gateway.access.quotas import Quota
+from fovea_gateway.access.scopes import asked_owner
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import (
     checkpoints,
@@ -30,8 +32,6 @@ from fovea_gateway.database.schema import (
     snapshots,
     usage,
 )
-from fovea_gateway.quotas import Quota
-from fovea_gateway.scopes import asked_owner
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
+from fovea_gateway.access.scopes import Scope, asked_owner
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
 from fovea_gateway.checkpoints.exports import Exports, Link
@@ -24,7 +25,6 @@ from fovea_gateway.http.endpoint import Endpoints, Json, check_query, iso_time, 
 from fovea_gateway.http.model_inputs import LoraConfig
 from fovea_gateway.http.request_body import Body, arriving, parse_json, read
 from fovea_gateway.replicas.base_models import BaseModels
-from fovea_gateway.scopes import Scope, asked_owner
 
 _TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _MOST = 1000

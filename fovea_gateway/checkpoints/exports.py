@@ -15,13 +15,13 @@ import pyrage
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
+from fovea_gateway.access.scopes import CALLER
 from fovea_gateway.checkpoints.checkpoint import TRAINING, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row
 from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.scopes import CALLER
 
 _AGE_SUFFIX = ".age"
 _RECIPIENTS = "age_encryption_recipients"

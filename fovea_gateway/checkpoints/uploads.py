@@ -21,12 +21,12 @@ from google.protobuf import json_format
 from fovea.api.v1 import weights_pb2
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
+from fovea_gateway.access.scopes import CALLER
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
 from fovea_gateway.checkpoints.exports import LinkSigner
 from fovea_gateway.database.database import Database
 from fovea_gateway.http.request_body import parse_loosely
-from fovea_gateway.scopes import CALLER
 
 _FOLDER = "uploads"
 _NAME = "uploaded"

@@ -28,9 +28,9 @@ from starlette.types import Scope as Connection
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
 from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.access.quotas import Quota
+from fovea_gateway.access.scopes import CALLER, Caller, Scope
 from fovea_gateway.http.request_body import INT64_MAX, Incoming
-from fovea_gateway.quotas import Quota
-from fovea_gateway.scopes import CALLER, Caller, Scope
 
 logger = logging.getLogger(__name__)
 

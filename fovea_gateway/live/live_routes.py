@@ -18,12 +18,12 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound
+from fovea_gateway.access.quotas import Quota
+from fovea_gateway.access.scopes import CALLER, Caller, Scope
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, compress, count_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
 from fovea_gateway.live.live_view import LiveView, to_text
 from fovea_gateway.live.step_curves import LARGEST
-from fovea_gateway.quotas import Quota
-from fovea_gateway.scopes import CALLER, Caller, Scope
 from fovea_gateway.training.models import Models
 
 _FOLDER = Path(__file__).parent / "page"

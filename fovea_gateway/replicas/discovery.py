@@ -3,7 +3,7 @@
 All other code watches the result and follows its changes.
 """
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from typing import Protocol
 
 from fovea.wire.errors import InvalidInput
@@ -33,29 +33,6 @@ class StaticDiscovery:
 
     async def watch(self) -> AsyncGenerator[Addresses, None]:
         yield self._addresses
-
-
-def choose(service: str, addresses: Sequence[str], *, in_kubernetes: bool, namespace: str = "") -> Discovery:
-    """Returns the discovery of one service.
-
-    Args:
-        service: Name of the setting that `addresses` come from.
-        addresses: host:port of each replica, or one service:port in Kubernetes. If empty, the service has no replicas.
-        in_kubernetes: Whether to watch the EndpointSlices of a Kubernetes service.
-        namespace: The Kubernetes namespace of the service; empty is the pod's own.
-
-    Raises InvalidInput that names the wrong setting.
-    """
-    if not in_kubernetes or not addresses:
-        return StaticDiscovery(addresses)
-    if len(addresses) != 1:
-        raise InvalidInput(
-            f"--discovery kubernetes needs exactly one --{service} service:port, not {len(addresses)}", field=service
-        )
-    # Imported here because it takes half a second and is needed only in a cluster.
-    from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
-
-    return KubernetesDiscovery(addresses[0], namespace)
 
 
 def split_address(address: str, field: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from fovea.runtime.tasks import Backoff
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, FailedPrecondition, InvalidInput, ResourceExhausted, Unavailable
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.fair_queue import Turn
+from fovea_gateway.access.fair_queue import Turn
 from fovea_gateway.replicas.discovery import Discovery
 from fovea_gateway.replicas.replicas import CheckFiles, Replica, ReplicaLeft, Replicas, WeightOf, find_unlike
 

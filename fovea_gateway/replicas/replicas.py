@@ -15,7 +15,7 @@ from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
 from fovea.client.channel import ServiceClient
 from fovea.wire.errors import DeadlineExceeded, FailedPrecondition, FoveaError, Unavailable
-from fovea_gateway.fair_queue import FairQueue, Turn
+from fovea_gateway.access.fair_queue import FairQueue, Turn
 from fovea_gateway.replicas.discovery import Addresses, Discovery
 
 logger = logging.getLogger(__name__)

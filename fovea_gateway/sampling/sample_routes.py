@@ -12,6 +12,7 @@ from starlette.routing import Route
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable, Unimplemented
+from fovea_gateway.access.scopes import Scope
 from fovea_gateway.http.endpoint import Endpoints, Json
 from fovea_gateway.http.model_inputs import ModelInput, input_from_json
 from fovea_gateway.http.request_body import (
@@ -27,7 +28,6 @@ from fovea_gateway.http.request_body import (
 )
 from fovea_gateway.sampling.sample_wire import TensorData, experts_of_sequence, table_from_json
 from fovea_gateway.sampling.sampling_sessions import Sampling
-from fovea_gateway.scopes import Scope
 from fovea_gateway.sessions.future import Kind, Pending
 from fovea_gateway.sessions.future_routes import hold_s
 from fovea_gateway.sessions.future_rows import Completion, Target

@@ -1,12 +1,11 @@
-"""Runs samples: renders the prompt once, sends it to a sampler that has the weights, and retries if the sampler
-fails.
-"""
+"""Runs samples: renders the prompt once, sends it to a sampler that has the weights, and retries if that fails."""
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from fovea.wire.errors import (
     Unavailable,
 )
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.fair_queue import Turn
+from fovea_gateway.access.fair_queue import Turn
 from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.replicas.base_models import BaseModel
 from fovea_gateway.replicas.replicas import ReplicaLeft
@@ -33,7 +32,6 @@ from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress, Versions
 from fovea_gateway.sampling import sample_wire as targets
 from fovea_gateway.sampling.sample_wire import Cells
-from fovea_gateway.sampling.sampling_session import SamplingSession
 from fovea_gateway.sessions.future import Kind, Pending, QueueState
 
 logger = logging.getLogger(__name__)
@@ -54,6 +52,28 @@ _MENDS = 30
 
 _BREAKS = 10
 """How many samplers may fail while they have one request before the request is assumed to be the cause."""
+
+
+@dataclass(eq=False)
+class SamplingSession:
+    """A choice of weights to sample from. An empty `snapshot_id` means the base model.
+
+    Attributes:
+        followed_model_id: The model that this session follows: each `inflight` save moves the session to its new
+            weights. None if the weights are fixed.
+        client_count: Clients that have joined in addition to the first one.
+    """
+
+    sampling_session_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    request_seq_id: int | None = None
+    model_path: str | None = None
+    snapshot_id: str = ""
+    followed_model_id: str | None = None
+    client_count: int = 0
+    created_at: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -292,7 +312,7 @@ def most_tokens(request: gateway_pb2.SampleTokensRequest, prompt_tokens: int, ma
 
 def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.GetSamplerInfoResponse) -> None:
     """Raises InvalidInput for counts above the limits of the samplers."""
-    for field, value, least, most in (
+    for name, value, least, most in (
         ("num_samples", request.sample_count, 1, info.max_sample_count),
         ("topk_prompt_logprobs", request.top_prompt_logprobs, 0, info.max_top_logprobs),
         ("topk_sample_logprobs", request.top_sample_logprobs, 0, info.max_top_logprobs),
@@ -300,7 +320,7 @@ def check_limits(request: gateway_pb2.SampleTokensRequest, info: sampler_pb2.Get
         ("prompt_logprobs_last_n", request.prompt_logprobs_last_n, 0, info.max_context_length),
     ):
         if not least <= value <= most:
-            raise InvalidInput(f"{field} is {value}; it must be {least} .. {most}", field=field)
+            raise InvalidInput(f"{name} is {value}; it must be {least} .. {most}", field=name)
 
 
 def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) -> None:

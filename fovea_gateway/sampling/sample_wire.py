@@ -209,6 +209,11 @@ def _wrong(message: str) -> InvalidInput:
     return InvalidInput(f"{FIELD}: {message}", field=FIELD)
 
 
+def sequence_ids(request_id: str, count: int) -> list[str]:
+    """Returns the ids of the sequences that a sample request will return."""
+    return [f"{request_id}:{index}" for index in range(count)]
+
+
 def experts_of_sequence(blob: bytes, index: str) -> tensor_pb2.Tensor | None:
     """Returns the experts of the sequence with this number from a result; None if it has none."""
     for record in split_messages(gateway_pb2.SampleTokensResponse, blob):

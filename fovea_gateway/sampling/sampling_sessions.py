@@ -21,8 +21,15 @@ from fovea_gateway.database.writer import Job
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
 from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, version_of
-from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork, check_context, check_limits, most_tokens
-from fovea_gateway.sampling.sampling_session import SamplingSession
+from fovea_gateway.sampling.sample_runner import (
+    SampleRunner,
+    SampleWork,
+    SamplingSession,
+    check_context,
+    check_limits,
+    most_tokens,
+)
+from fovea_gateway.sampling.sample_wire import sequence_ids
 from fovea_gateway.sessions.future import (
     Done,
     Kind,
@@ -366,13 +373,7 @@ def _insert(connection: Any, session: Session, sampling: SamplingSession) -> boo
     return is_new
 
 
-def sequence_ids(request_id: str, count: int) -> list[str]:
-    """Returns the ids of the sequences that a sample request will return."""
-    return [f"{request_id}:{index}" for index in range(count)]
-
-
 def _get_row(connection: sa.Connection, sampling_session_id: str) -> SamplingSession | None:
-    """Returns a sampling session by id."""
     return _first(connection, sampling_sessions.c.sampling_session_id == sampling_session_id)
 
 

@@ -17,9 +17,9 @@ from google.rpc import status_pb2
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, from_status, to_status
 from fovea_gateway import gateway_metrics
+from fovea_gateway.access.scopes import CALLER
 from fovea_gateway.access.usage import Usage
 from fovea_gateway.database.writer import Job
-from fovea_gateway.scopes import CALLER
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import NotFound, SessionEnded
+from fovea_gateway.access.quotas import Quota
+from fovea_gateway.access.scopes import CALLER, Scope, asked_owner
 from fovea_gateway.access.usage import KeptRows, check_text
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, sessions
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.quotas import Quota
-from fovea_gateway.scopes import CALLER, Scope, asked_owner
 
 logger = logging.getLogger(__name__)
 

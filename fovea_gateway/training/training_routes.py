@@ -14,6 +14,7 @@ from fovea.api.v1 import gateway_pb2, trainer_pb2, weights_pb2
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.custom_loss import MAX_GRAPH_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, SessionEnded, Unimplemented
+from fovea_gateway.access.scopes import Scope
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.http.endpoint import Endpoints, Json
 from fovea_gateway.http.model_inputs import LoraConfig
@@ -29,7 +30,6 @@ from fovea_gateway.http.request_body import (
     read,
 )
 from fovea_gateway.replicas.base_models import BaseModels
-from fovea_gateway.scopes import Scope
 from fovea_gateway.sessions.future import Kind, ResultEncoder, in_order, split_messages
 from fovea_gateway.training import training_wire as wire
 from fovea_gateway.training.batches import BATCH_KINDS, CustomLosses

@@ -7,13 +7,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.wire.errors import InvalidInput, NotFound, Unimplemented
+from fovea_gateway.access.scopes import Scope
 from fovea_gateway.checkpoints.checkpoint import SAMPLER, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.checkpoint_routes import checkpoint_json
 from fovea_gateway.database.database import Database
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, iso_time, paging
 from fovea_gateway.http.request_body import Body, ModelNumber, parse_json, read
-from fovea_gateway.scopes import Scope
 from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.models import Model, ModelState, get_row, rows_of_owner
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import tinker
 
-from fovea_gateway.app import Gateway
+from fovea_gateway.fronts.app import Gateway
 from fovea_gateway.settings import GatewaySettings
 from tests.certificates import one_certificate
 from tests.contract.gateway.fakes import MODEL, FakeRenderer, FakeSampler, FakeTrainer
@@ -101,8 +101,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 _LOOKS = (
-    "fovea_gateway.access.api_keys._LOOK_S", "fovea_gateway.app.LOOK_S", "fovea_gateway.app._GAUGES_S",
-    "fovea_gateway.app._JOURNAL_S", "fovea_gateway.app._RETURN_S", "fovea_gateway.app._SHARES_S",
+    "fovea_gateway.access.api_keys._LOOK_S", "fovea_gateway.fronts.app.LOOK_S", "fovea_gateway.fronts.app._GAUGES_S",
+    "fovea_gateway.fronts.app._JOURNAL_S", "fovea_gateway.fronts.app._RETURN_S", "fovea_gateway.fronts.app._SHARES_S",
     "fovea_gateway.replicas.replicas._AGAIN_S", "fovea_gateway.replicas.replicas._POLL_S",
     "fovea_gateway.training.commands._FIRST_LOOK_S", "fovea_gateway.training.housekeeping._LOOK_S",
     "fovea_gateway.training.residency._FULL_S", "fovea_gateway.training.residency._LOOK_S",

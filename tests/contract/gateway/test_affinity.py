@@ -99,7 +99,7 @@ async def test_a_conversation_moves_when_its_sampler_is_down_and_stays(talk: Tal
     second.restart()
     await second.start()
     assert talk.stand.gateway is not None
-    samplers = talk.stand.gateway.parts.base_models.default.samplers
+    samplers = talk.stand.gateway.components.base_models.default.samplers
     await eventually(lambda: len(samplers.up) == 2)
     assert await talk.say(1, 3) is first, "the new engine's cache is empty"
 

@@ -184,7 +184,7 @@ async def test_what_is_missing_and_what_does_not_fit_is_named(tmp_path: Path, ca
         await fake.start()
     async with running(school_of.stand, further_models=school_of.models()) as stand:
         assert stand.gateway is not None
-        health = stand.gateway.parts.health
+        health = stand.gateway.components.health
         await eventually(lambda: health.missing() == [f"a sampler of {TEACHER}"])
         renderer, sampler = school_of.teacher_renderer.address, school_of.teacher.address
         words = f"the sampler at {sampler} has another tokenizer.json than the renderer at {renderer}"
@@ -198,7 +198,7 @@ async def test_what_is_missing_and_what_does_not_fit_is_named(tmp_path: Path, ca
 async def test_a_gateway_may_serve_for_sampling_only(tmp_path: Path) -> None:
     async with running(Stand(tmp_path), trainer="") as stand:
         assert stand.gateway is not None
-        await eventually(lambda: not stand.gateway.parts.health.missing())  # type: ignore[union-attr]
+        await eventually(lambda: not stand.gateway.components.health.missing())  # type: ignore[union-attr]
 
         def use(client: tinker.ServiceClient) -> Callable[..., Any]:
             with pytest.raises(tinker.BadRequestError, match="no base model here has a trainer"):
@@ -248,7 +248,7 @@ async def test_a_gateway_may_serve_for_training_only(tmp_path: Path) -> None:
     """Nobody waits for a sampler that will never come: what needs one is refused by name, at once."""
     async with running(Stand(tmp_path), sampler=[]) as stand:
         assert stand.gateway is not None
-        await eventually(lambda: not stand.gateway.parts.health.missing())  # type: ignore[union-attr]
+        await eventually(lambda: not stand.gateway.components.health.missing())  # type: ignore[union-attr]
         async with stand.http() as http:
             (listed,) = (await http.get("get_server_capabilities")).json()["supported_models"]
         assert (listed["trainable"], listed["sampleable"]) == (True, False)

@@ -8,8 +8,8 @@ import zstandard
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import ResourceExhausted
+from fovea_gateway.access.quotas import Quota
 from fovea_gateway.http.request_body import SMALL_BYTES, parse_start
-from fovea_gateway.quotas import Quota
 from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.requests import PROTOBUF, Rest
 from tests.contract.gateway.valid_bodies import Bodies

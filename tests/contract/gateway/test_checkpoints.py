@@ -70,7 +70,7 @@ def below(path: str) -> str:
 
 async def expire(stand: Stand, path: str) -> None:
     assert stand.gateway is not None
-    await stand.gateway.parts.database.write(lambda connection: rows.update_expiry(connection, path, LONG_AGO))
+    await stand.gateway.components.database.write(lambda connection: rows.update_expiry(connection, path, LONG_AGO))
 
 
 async def test_published_checkpoints_are_everybodys(stand: Stand, rest: Rest, other: Rest) -> None:
@@ -161,7 +161,7 @@ async def test_sampling_stops_at_once(stand: Stand, rest: Rest, other: Rest, how
         assert ttl.status_code == 200
         await expire(stand, path)
         assert stand.gateway is not None
-        stand.gateway.parts.checkpoints._sampled.clear()
+        stand.gateway.components.checkpoints._sampled.clear()
     refused = await sample(other, opened, 1)
     assert (refused.status_code, "there is no checkpoint" in refused.json()["detail"]) == (404, True)
     assert (await open_sampling(other, 1, path)).status_code == 404
@@ -202,11 +202,11 @@ async def test_a_late_sweep_spares_what_took_the_name(stand: Stand, rest: Rest) 
     model_id = await rest.create_model()
     path = await save(rest, model_id, 1, "state")
     assert stand.gateway is not None
-    database = stand.gateway.parts.database
+    database = stand.gateway.components.database
     await expire(stand, path)
     old = (await database.read(lambda connection: rows.expired_rows(connection, time.time())))[0]
     await save(rest, model_id, 2, "state")
-    await stand.gateway.parts.checkpoints._drop(old)
+    await stand.gateway.components.checkpoints._drop(old)
     assert (await load(rest, 1, path))["path"] == path
 
 

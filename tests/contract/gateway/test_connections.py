@@ -240,7 +240,7 @@ async def test_a_request_has_no_caller_of_another_on_its_connection(stand: Stand
     writer.close()
     assert [answer.split()[1] for answer in answers] == [b"400", b"403", b"401"]
     assert stand.gateway is not None
-    live_state = stand.gateway.parts.live_state
+    live_state = stand.gateway.components.live_state
     await live_state.tick()
     noted = {error.what for owner, error in live_state.errors(None) if owner}
     assert noted == {"asample"}

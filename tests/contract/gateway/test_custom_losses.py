@@ -181,7 +181,7 @@ async def test_losses_survive_a_restart_and_end_with_their_session(stand: Stand,
 
     async def is_gone() -> bool:
         try:
-            await gateway.parts.custom_losses.get(rest.session_id, header)
+            await gateway.components.custom_losses.get(rest.session_id, header)
         except NotFound:
             return True
         return False
@@ -197,7 +197,7 @@ async def test_a_loss_that_was_accepted_before_a_restart_is_kept_after_it(
     stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stand.gateway is not None
-    monkeypatch.setattr(stand.gateway.parts.custom_losses, "_start", lambda pending: None)
+    monkeypatch.setattr(stand.gateway.components.custom_losses, "_start", lambda pending: None)
     created = await _create(rest)
     assert (await rest.poll(created["request_id"])).status_code == 408
     await stand.stop()
@@ -216,7 +216,7 @@ async def test_over_grpc(stand: Stand) -> None:
         with pytest.raises(NotFound):
             await client.create_custom_loss("sess-x", 0, square_loss())
         header = pb.SubmitForwardBackwardHeader(loss_function="custom", custom_loss_id=loss_id)
-        kept = await stand.gateway.parts.custom_losses.get(session_id, header)
+        kept = await stand.gateway.components.custom_losses.get(session_id, header)
         assert kept == square_loss()
     async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -81,7 +81,7 @@ async def test_storage_that_cannot_be_written_is_named_at_the_start(
 
 async def test_storage_that_can_be_written_is_left_as_it_was(keeping: Stand) -> None:
     assert keeping.gateway is not None
-    assert await keeping.gateway.parts.storage.problem() == ""
+    assert await keeping.gateway.components.storage.problem() == ""
     await eventually(lambda: stored(keeping) == [])  # the gateway itself has tried at its start, perhaps until now
 
 
@@ -194,9 +194,9 @@ async def test_links_expire_with_the_export_and_outlive_a_restart(keeping: Stand
     assert keeping.gateway is not None
     assert (await client.http.get(url)).status_code == 200
     path = f"tinker://{model_id}/external_weights/out"
-    await keeping.gateway.parts.database.write(lambda connection: rows.update_expiry(connection, path, 1.0))
+    await keeping.gateway.components.database.write(lambda connection: rows.update_expiry(connection, path, 1.0))
     assert (await client.http.get(url)).status_code == 403
-    await keeping.gateway.parts.checkpoints.sweep()
+    await keeping.gateway.components.checkpoints.sweep()
     assert [name for name in stored(keeping) if "/out." in name] == []
 
 
@@ -348,7 +348,7 @@ async def test_the_disk_has_what_the_gateway_wrote_before_it_says_so(
         body = {"source_path": exported, "session_id": client.session_id, "model_seq_id": 1}
         copied = (await client.ok("copy_weights", **body))["tinker_path"]
         assert stand.gateway is not None
-        database = stand.gateway.parts.database
+        database = stand.gateway.components.database
         for path in (exported, copied):
             checkpoint = await database.read(lambda connection, path=path: rows.get_row(connection, path))
             assert checkpoint is not None

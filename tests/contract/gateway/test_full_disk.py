@@ -32,7 +32,7 @@ async def test_on_a_full_disk_sessions_end_and_nothing_new_begins(small_disk: Pa
         assert "has ended" in (await rest.result(waits))["error"], "what was accepted has its outcome"
         (small_disk / "junk").unlink()
         assert stand.gateway is not None
-        await stand.gateway.parts.database.look_for_room()
+        await stand.gateway.components.database.look_for_room()
 
         async def is_accepted() -> bool:
             return (await rest.post("create_session", **body)).status_code == 200

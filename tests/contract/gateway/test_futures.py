@@ -82,7 +82,7 @@ async def test_unknown_is_404_expired_is_410_and_a_stranger_sees_nothing(stand: 
 
     async def is_expired() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.parts.futures.sweep()
+        await stand.gateway.components.futures.sweep()
         return (await rest.poll(request_id)).status_code == 410
 
     await eventually(is_expired)
@@ -129,7 +129,7 @@ async def test_no_client_reads_a_path_of_the_server(stand: Stand, rest: Rest) ->
         "the checkpoint has no weights.q: it was saved from another model",
         "state.json is damaged",
     ]
-    live_state = stand.gateway.parts.live_state
+    live_state = stand.gateway.components.live_state
     await live_state.tick()
     assert {error.message for _, error in live_state.errors(None)} == set(told)
 
@@ -199,7 +199,7 @@ async def test_a_jump_of_the_clock_ends_no_session(stand: Stand, rest: Rest, mon
     assert stand.gateway is not None
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 86400)
-    await stand.gateway.parts.suspension.sweep()
+    await stand.gateway.components.suspension.sweep()
     monkeypatch.undo()
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 200
 

@@ -22,7 +22,7 @@ from fovea.wire.errors import (
     Unauthenticated,
     from_rpc_error,
 )
-from fovea_gateway.grpc_front import call_bounds
+from fovea_gateway.fronts import grpc_interceptors
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.test_connections import Pair, ending
@@ -212,13 +212,13 @@ async def test_elements_of_messages_are_counted_before_they_are_built(stand: Sta
 async def test_a_message_is_counted_and_read_off_the_loop(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message of 64,000 empty fields had kept the event loop for a tenth of a second."""
     threads: list[threading.Thread] = []
-    count = call_bounds.check_protobuf_elements
+    count = grpc_interceptors.check_protobuf_elements
 
     def noting(*arguments: Any) -> int:
         threads.append(threading.current_thread())
         return count(*arguments)
 
-    monkeypatch.setattr(call_bounds, "check_protobuf_elements", noting)
+    monkeypatch.setattr(grpc_interceptors, "check_protobuf_elements", noting)
     body = bytes([pb.CreateSessionRequest.TAGS_FIELD_NUMBER << 3 | 2, 0]) * 2**15
     assert stand.gateway is not None
     async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:

@@ -64,7 +64,7 @@ async def test_later_saves_move_every_session_forward_and_free_what_they_replace
     assert await weights_of(rest, third, 0) == await weights_of(rest, first, 3) == made_by(f"{model_id}@4")
     assert await weights_of(rest, fixed, 1) == made_by(f"{model_id}@2")
     assert stand.gateway is not None
-    await stand.gateway.parts.sampling.sweep()
+    await stand.gateway.components.sampling.sweep()
     await eventually(lambda: f"{model_id}@3" in [r.snapshot_id for r in stand.trainer.of("ForgetSnapshot")])
     assert set(stand.trainer.snapshots) == {f"{model_id}@2", f"{model_id}@4"}
 

@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from fovea.api.v1 import admin_pb2, gateway_pb2
 from fovea.wire.errors import from_rpc_error
-from fovea_gateway.api import build_api
-from fovea_gateway.scopes import Scope
+from fovea_gateway.access.scopes import Scope
+from fovea_gateway.fronts.rest_app import build_api
 from tests.contract.gateway import valid_messages
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
@@ -200,7 +200,7 @@ async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
 @pytest.fixture
 async def world(stand: Stand) -> World:
     assert stand.gateway is not None
-    ring = stand.gateway.parts.keys
+    ring = stand.gateway.components.keys
     keys = {scope.value: (await ring.create("alice", "", scope, None))[0] for scope in Scope}
     keys["other"], _ = await ring.create("bob", "", TRAIN, None)
     keys["revoked"], revoked = await ring.create("alice", "", ADMIN, None)
@@ -230,7 +230,7 @@ async def world(stand: Stand) -> World:
         "sampling_session_id": made.sampling_id, "sequence_id": f"{sample}:0", "key_id": spare.key_id,
         "owner": "alice", "model": path, "digest": hashlib.sha256(PNG).hexdigest(),
     }  # fmt: skip
-    await stand.gateway.parts.live_state.tick()
+    await stand.gateway.components.live_state.tick()
     return World(stand, keys, made, values)
 
 
@@ -284,7 +284,7 @@ async def _answer(http: httpx.AsyncClient, request: dict[str, Any], headers: dic
 
 async def test_every_rest_route_answers_each_key_as_declared(world: World) -> None:
     assert world.stand.gateway is not None
-    api = build_api(world.stand.gateway.parts, world.stand.gateway.settings, asyncio.Event())
+    api = build_api(world.stand.gateway.components, world.stand.gateway.settings, asyncio.Event())
     routes = {
         (method, route.path.removeprefix("/api/v1/"))
         for route in api.routes

@@ -47,7 +47,7 @@ async def bob(stand: Stand) -> AsyncIterator[Rest]:
 
 async def sweep(stand: Stand) -> None:
     assert stand.gateway is not None
-    await stand.gateway.parts.kept_rows.sweep()
+    await stand.gateway.components.kept_rows.sweep()
 
 
 async def end_session(rest: Rest) -> str:
@@ -149,7 +149,7 @@ async def test_a_search_reads_no_more_rows_than_it_answers(
     model_id = await alice.create_model()
     for seq_id in range(1, 10):
         await save(alice, model_id, seq_id, f"c{seq_id}", user_metadata={"odd": str(seq_id % 2)})
-    checkpoints = stand.gateway.parts.checkpoints
+    checkpoints = stand.gateway.components.checkpoints
     first = await checkpoints.search(Search("alice", limit=2))
     assert [each.name for each in first] == ["c9", "c8"]
     then = await checkpoints.search(Search("alice", limit=2, before=(first[-1].created_at, first[-1].path)))
@@ -169,7 +169,7 @@ async def test_a_search_reads_no_more_rows_than_it_answers(
 
 async def test_unfinished_uploads_count_as_stored_bytes(stand: Stand, alice: Rest) -> None:
     assert stand.gateway is not None
-    await stand.gateway.parts.owners.put(Owner("alice", max_stored_bytes=1_000_000))
+    await stand.gateway.components.owners.put(Owner("alice", max_stored_bytes=1_000_000))
 
     async def begin() -> str:
         begun = await alice.ok("external_weights_upload_start", base_model=MODEL, lora_config={"rank": 4})
@@ -190,6 +190,6 @@ async def test_unfinished_uploads_count_as_stored_bytes(stand: Stand, alice: Res
     assert sum(answer.status_code == 200 for answer in answers) <= 1
     await stand.stop()
     await stand.start()
-    await eventually(lambda: stand.gateway.parts.checkpoints.unfinished_bytes["alice"] >= 900_000)  # type: ignore[union-attr]
+    await eventually(lambda: stand.gateway.components.checkpoints.unfinished_bytes["alice"] >= 900_000)  # type: ignore[union-attr]
     refused = await put(await begin(), 200_000)
     assert (refused.status_code, "max_stored_bytes" in json.dumps(refused.json())) == (429, True)

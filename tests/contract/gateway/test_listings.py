@@ -60,11 +60,11 @@ async def test_expired_checkpoint_no_longer_loads(stand: Stand, rest: Rest) -> N
 
         checkpoints.update_expiry(connection, path, 1.0)  # type: ignore[arg-type]
 
-    await stand.gateway.parts.database.write(expire)
+    await stand.gateway.components.database.write(expire)
     loaded = await rest.ok("load_weights", session_id=rest.session_id, model_seq_id=1, path=path, optimizer=False)
     answer = await rest.result(loaded["request_id"])
     assert "there is no checkpoint" in answer["error"]
-    await stand.gateway.parts.checkpoints.sweep()
+    await stand.gateway.components.checkpoints.sweep()
     assert (await rest.http.get(f"training_runs/{model_id}/checkpoints")).json()["checkpoints"] == []
     again = await rest.ok("save_weights", model_id=model_id, seq_id=2, path="a")
     assert (await rest.result(again["request_id"]))["path"] == path

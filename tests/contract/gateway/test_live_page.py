@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from fovea_gateway.access.scopes import Scope
 from fovea_gateway.live import live_routes
 from fovea_gateway.live.live_state import read_curves
 from fovea_gateway.live.step_curves import StepCurves
-from fovea_gateway.scopes import Scope
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest
 
@@ -161,7 +161,7 @@ async def test_curves_outlive_the_gateway_and_an_open_page_does_not_hold_it_up(s
 
 async def test_a_model_has_its_curves_in_the_database_from_its_first_step_on(stand: Stand, rest: Rest) -> None:
     assert stand.gateway is not None
-    parts = stand.gateway.parts
+    parts = stand.gateway.components
     model_id = await rest.create_model()
     for number in (1, 2):
         await _step(rest, model_id, number)
@@ -173,7 +173,7 @@ async def test_a_model_has_its_curves_in_the_database_from_its_first_step_on(sta
 
 async def test_a_stream_ends_with_its_key(stand: Stand) -> None:
     assert stand.gateway is not None
-    ring = stand.gateway.parts.keys
+    ring = stand.gateway.components.keys
     text, key = await ring.create("alice", "", Scope.READ, None)
     async with stand.http(text) as http, asyncio.timeout(60):
         events = _events(http)
@@ -186,7 +186,7 @@ async def test_a_stream_ends_with_its_key(stand: Stand) -> None:
 
 async def test_administrators_see_everybodys_and_others_their_own(stand: Stand, rest: Rest) -> None:
     assert stand.gateway is not None
-    ring = stand.gateway.parts.keys
+    ring = stand.gateway.components.keys
     model_id = await rest.create_model()
     saved = await rest.ok("save_weights", model_id=model_id, seq_id=1, path="kept")
     await rest.result(saved["request_id"])

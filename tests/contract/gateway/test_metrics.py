@@ -35,7 +35,7 @@ async def test_queue_depth_has_model_and_tenant_and_leaves_nothing_behind(stand:
 
     async def shown() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.parts.health.set_gauges()
+        await stand.gateway.components.health.set_gauges()
         running, waiting = (value(depth, **labels, state=state) for state in ("running", "waiting"))
         return (running, waiting) == (1, 2)
 
@@ -44,7 +44,7 @@ async def test_queue_depth_has_model_and_tenant_and_leaves_nothing_behind(stand:
     stand.trainer.open.set()
     for answer in answers:
         await rest.result(answer.json()["request_id"])
-    await stand.gateway.parts.health.set_gauges()
+    await stand.gateway.components.health.set_gauges()
     assert value(depth, **labels, state="running") is None
     assert value(depth, **labels, state="waiting") is None
 
@@ -57,7 +57,7 @@ async def test_samples_are_queued_under_the_model_that_they_sample(stand: Stand,
 
     async def shown() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.parts.health.set_gauges()
+        await stand.gateway.components.health.set_gauges()
         return value("fovea_gateway_queue_depth", model=model_id, tenant=TENANT, state="running") == 1
 
     await eventually(shown)
@@ -78,7 +78,7 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
 
         async def shown() -> bool:
             assert stand.gateway is not None
-            await stand.gateway.parts.health.set_gauges()
+            await stand.gateway.components.health.set_gauges()
             return value(waiting, service="sampler", replica=stand.sampler.address) == 2
 
         await eventually(shown)
@@ -86,7 +86,7 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
         stand.sampler.open.set()
         for answer in answers:
             await rest.result(answer.json()["request_id"])
-        await stand.gateway.parts.health.set_gauges()
+        await stand.gateway.components.health.set_gauges()
         assert value(waiting, service="sampler", replica=stand.sampler.address) == 0
         assert value("fovea_gateway_sessions") == 1
     assert value(waiting, service="sampler", replica=stand.sampler.address) is None, "the gateway is gone"
@@ -114,12 +114,12 @@ async def test_a_sampler_that_misses_pushes_lags(stand: Stand, rest: Rest) -> No
     for seq_id in (1, 2):
         sampling_session_id = await rest.snapshot(model_id, seq_id, seq_id)
         await rest.result((await rest.sample(sampling_session_id, 1)).json()["request_id"])
-    await stand.gateway.parts.health.set_gauges()
+    await stand.gateway.components.health.set_gauges()
     assert value("fovea_gateway_sampler_version_lag", **lag) == 0
-    (sampler,) = stand.gateway.parts.base_models.default.samplers.up
+    (sampler,) = stand.gateway.components.base_models.default.samplers.up
     newest = max(sampler.adapters, key=lambda held: version_of(held) or ("", 0))
     sampler.adapters.discard(newest)
-    await stand.gateway.parts.health.set_gauges()
+    await stand.gateway.components.health.set_gauges()
     assert value("fovea_gateway_sampler_version_lag", **lag) == 1
 
 
@@ -139,7 +139,7 @@ async def test_errors_are_counted_by_reason(stand: Stand, rest: Rest) -> None:
 async def test_replicas_and_restarts_are_counted(stand: Stand) -> None:
     assert stand.gateway is not None
     before = count("fovea_gateway_trainer_restarts_total")
-    await stand.gateway.parts.health.set_gauges()
+    await stand.gateway.components.health.set_gauges()
     labels = {"base_model": MODEL, "state": "up"}
     up = {service: value("fovea_gateway_replicas", service=service, **labels) for service in ("sampler", "trainer")}
     assert up == {"sampler": 1, "trainer": 1}
@@ -149,7 +149,7 @@ async def test_replicas_and_restarts_are_counted(stand: Stand) -> None:
 
     async def noticed() -> bool:
         assert stand.gateway is not None
-        await stand.gateway.parts.health.set_gauges()
+        await stand.gateway.components.health.set_gauges()
         return count("fovea_gateway_trainer_restarts_total") == before + 1
 
     await eventually(noticed)
@@ -163,7 +163,7 @@ async def test_the_state_folder_is_there_wherever_the_database_is(tmp_path: Path
     elsewhere = f"sqlite:///{tmp_path / 'database' / 'gateway.db'}"
     async with running(Stand(tmp_path / "state"), database_url=elsewhere) as stand:
         assert stand.gateway is not None
-        await stand.gateway.parts.health.set_gauges()
+        await stand.gateway.components.health.set_gauges()
 
 
 async def test_nothing_is_missed_that_a_base_model_is_served_without(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ async def test_nothing_is_missed_that_a_base_model_is_served_without(tmp_path: P
     for without, nothing in {"sampler": [], "trainer": ""}.items():
         async with running(Stand(tmp_path / without), **{without: nothing}) as stand:
             assert stand.gateway is not None
-            await stand.gateway.parts.health.set_gauges()
+            await stand.gateway.components.health.set_gauges()
             shown = {
                 service: value("fovea_gateway_replicas", service=service, base_model=MODEL, state="up")
                 for service in ("renderer", "sampler", "trainer")

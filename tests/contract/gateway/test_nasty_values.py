@@ -55,7 +55,7 @@ async def answers(stand: Stand) -> AsyncIterator[Answers]:
         yield answers
         await answers.check()
     assert stand.gateway is not None
-    futures = stand.gateway.parts.futures
+    futures = stand.gateway.components.futures
     await eventually(lambda: all(pending.state is not State.RUNNING for pending in futures.unfinished()))
 
 

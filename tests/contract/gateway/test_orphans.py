@@ -36,8 +36,8 @@ async def test_a_model_that_is_over_and_still_held_is_freed(stand: Stand, rest: 
     gateway = stand.gateway
     assert gateway is not None
     # The row is written before the trainer is told: a kill may come between.
-    await gateway.parts.models.end(await gateway.parts.models.load(model_id), "its session is over")
-    await gateway.parts.orphans.sweep(with_folders=False)
+    await gateway.components.models.end(await gateway.components.models.load(model_id), "its session is over")
+    await gateway.components.orphans.sweep(with_folders=False)
     assert set(stand.trainer.models) == {kept, "somebody-elses"}
 
 
@@ -50,9 +50,9 @@ async def test_an_adapter_that_a_sampler_was_too_busy_to_drop_is_dropped_later(s
     assert gateway is not None
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
     await eventually(lambda: not stand.sampler.failures["DropSnapshot"])
-    await eventually(lambda: gateway.parts.models.find(model_id) is None)
+    await eventually(lambda: gateway.components.models.find(model_id) is None)
     assert stand.sampler.adapters
-    await gateway.parts.orphans.sweep(with_folders=False)
+    await gateway.components.orphans.sweep(with_folders=False)
     assert not stand.sampler.adapters
 
 
@@ -69,7 +69,7 @@ async def test_an_adapter_that_an_earlier_gateway_had_pushed_is_dropped_with_its
     stand.sampler.adapters.add(snapshot_id)  # the push that was begun for the gateway before
     gateway = stand.gateway
     assert gateway is not None
-    samplers = gateway.parts.base_models.default.samplers
+    samplers = gateway.components.base_models.default.samplers
     await eventually(lambda: any(snapshot_id in sampler.adapters for sampler in samplers.up))
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
     await eventually(lambda: not stand.sampler.adapters)
@@ -108,9 +108,9 @@ async def test_folders_that_no_checkpoint_names_are_removed(tmp_path: Path) -> N
         plant(draft)
         gateway = stand.gateway
         assert gateway is not None
-        await gateway.parts.orphans.remove_folders()
+        await gateway.components.orphans.remove_folders()
         assert len(below(good.parent)) == 6, "the first look removes nothing: a row may be on its way"
-        await gateway.parts.orphans.remove_folders()
+        await gateway.components.orphans.remove_folders()
         assert below(good.parent) == {good, draft}
         assert below(foreign), "whose rows are elsewhere"
         stand.trainer.open.set()
@@ -123,9 +123,9 @@ async def test_nothing_of_a_session_that_is_over_stays_in_memory(stand: Stand, r
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
     gateway = stand.gateway
     assert gateway is not None
-    await eventually(lambda: gateway.parts.models.find(model_id) is None)
+    await eventually(lambda: gateway.components.models.find(model_id) is None)
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
     assert (await rest.post("get_info", model_id=model_id)).status_code == 200
     assert (await rest.forward_backward(model_id, 2)).status_code == 410
-    assert gateway.parts.models.find(model_id) is None
-    await eventually(lambda: rest.session_id not in gateway.parts.sessions._sessions)
+    assert gateway.components.models.find(model_id) is None
+    await eventually(lambda: rest.session_id not in gateway.components.sessions._sessions)

@@ -11,7 +11,7 @@ import pytest
 
 from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2_grpc
 from fovea_gateway.access.owners import Owner
-from fovea_gateway.scopes import Scope
+from fovea_gateway.access.scopes import Scope
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest, text_datum
 from tests.contract.gateway.test_tenants import base_session, keyed, sample_request
@@ -23,7 +23,7 @@ class Keys:
 
     def __init__(self, stand: Stand) -> None:
         assert stand.gateway is not None
-        self.ring, self.owners = stand.gateway.parts.keys, stand.gateway.parts.owners
+        self.ring, self.owners = stand.gateway.components.keys, stand.gateway.components.owners
 
     async def make(self) -> None:
         self.alice, first = await self.ring.create("alice", "", Scope.TRAIN, None)
@@ -99,7 +99,7 @@ async def test_default_limits_hold_where_a_record_names_none(stand: Stand, keys:
     await stand.stop()
     await stand.start(default_limits={"max_requests_per_s": 5, "max_models": 2})
     assert stand.gateway is not None
-    owners = stand.gateway.parts.owners
+    owners = stand.gateway.components.owners
     assert (owners.of("alice").max_requests_per_s, owners.of("alice").max_models) == (5, 2)
     answers = await asyncio.gather(*(alice.http.get("sessions") for _ in range(40)))
     refused = [answer for answer in answers if answer.status_code == 429]

@@ -21,7 +21,7 @@ from fovea.wire.errors import (
     StorageBehind,
     Unavailable,
 )
-from fovea_gateway.scopes import Scope
+from fovea_gateway.access.scopes import Scope
 from fovea_gateway.sessions.future import Kind, Pending
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training import housekeeping
@@ -223,7 +223,7 @@ async def test_models_are_replayed_side_by_side_and_snapshots_with_them(stand: R
 async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: Rest) -> None:
     gateway = stand.gateway
     assert gateway is not None
-    journal = gateway.parts.journal
+    journal = gateway.components.journal
     model_id = await rest.create_model()
     stand.trainer.is_disk_slow = True
     await answers(rest, await submit(rest, model_id, 1, 1))
@@ -248,7 +248,7 @@ async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: 
 async def test_a_full_journal_gives_up_and_says_so(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fovea_gateway.app._JOURNAL_S", 3600.0)  # it gives up once, below
+    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)  # it gives up once, below
     stand = RecoveringStand(tmp_path)
     stand.trainer.is_disk_slow = True
     async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
@@ -257,8 +257,8 @@ async def test_a_full_journal_gives_up_and_says_so(
         await answers(rest, await submit(rest, model_id, 1, 2))
         gateway = stand.gateway
         assert gateway is not None
-        await gateway.parts.journal.bound()
-        model = await gateway.parts.models.load(model_id)
+        await gateway.components.journal.bound()
+        model = await gateway.components.models.load(model_id)
         assert model.journaled_since == 7
         await stand.kill_trainer()
         lost = await rest.result((await rest.forward_backward(model_id, 7)).json()["request_id"])
@@ -269,14 +269,14 @@ async def test_a_full_journal_gives_up_and_says_so(
 async def test_a_full_journal_waits_for_points_while_they_come(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fovea_gateway.app._JOURNAL_S", 3600.0)  # the test tends it
+    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)  # the test tends it
     stand = RecoveringStand(tmp_path)
     async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
         rest = Rest(http)
         quick, slow = await rest.create_model(), await rest.create_model(1)
         gateway = stand.gateway
         assert gateway is not None
-        parts = gateway.parts
+        parts = gateway.components
         (trainer,) = parts.base_models.trainers
 
         async def tend() -> None:
@@ -440,14 +440,14 @@ async def test_a_model_that_ended_while_the_trainer_was_away_leaves_no_files(
     assert stand.trainer.points.keys() == {gone, kept}
     gateway = stand.gateway
     assert gateway is not None
-    await gateway.parts.models.end(await gateway.parts.models.load(gone), "its session is over")
+    await gateway.components.models.end(await gateway.components.models.load(gone), "its session is over")
     await stand.kill_trainer()
     await eventually(lambda: kept in stand.trainer.models)
     assert gone not in stand.trainer.models
     stand.trainer.points["of a lost database"] = stand.trainer.points[kept]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            await gateway.parts.orphans.sweep(with_folders=False)
+            await gateway.components.orphans.sweep(with_folders=False)
     assert stand.trainer.points.keys() == {kept, "of a lost database"}
     assert (
         sum("recovery files of 1 models that this gateway does not know" in each.message for each in caplog.records)
@@ -685,7 +685,7 @@ async def test_parked_sessions_are_seen_and_ended_over_grpc_and_by_command(stand
     await answers(rest, await submit(rest, model_id, 1, 1))
     gateway = stand.gateway
     assert gateway is not None
-    ring = gateway.parts.keys
+    ring = gateway.components.keys
     owner = ring.identify(KEY).owner
     admin, _ = await ring.create("root", "", Scope.ADMIN, None)
     other, _ = await ring.create("bob", "", Scope.TRAIN, None)
@@ -749,7 +749,7 @@ async def test_an_older_point_than_was_durable_is_not_gone_on_from(stand: Recove
     await answers(rest, await submit(rest, model_id, 4, 1))
     gateway = stand.gateway
     assert gateway is not None
-    journal = gateway.parts.journal
+    journal = gateway.components.journal
 
     async def is_trimmed() -> bool:
         return not await journal.entries(model_id)

@@ -32,7 +32,7 @@ class Cluster:
     def up(self) -> set[str]:
         """Samplers that the gateway sends requests to."""
         assert self.stand.gateway is not None
-        return {sampler.address for sampler in self.stand.gateway.parts.base_models.default.samplers.up}
+        return {sampler.address for sampler in self.stand.gateway.components.base_models.default.samplers.up}
 
     async def join(self, service: str, *fakes: Fake) -> None:
         """Makes replicas endpoints of a service, each in a slice of its own, because they differ in their ports."""
@@ -261,7 +261,7 @@ async def test_pictures_return_to_the_renderer_that_has_them_and_move_when_it_di
     assert gateway is not None
     try:
         await cluster.join("renderer", other)
-        await eventually(lambda: len(gateway.parts.base_models.default.renderers.up) == 2)
+        await eventually(lambda: len(gateway.components.base_models.default.renderers.up) == 2)
         renderers = {fake.address: fake for fake in (cluster.stand.renderer, other)}
         sampling_id = await cluster.rest.snapshot(await cluster.rest.create_model(), 1)
         for number in range(12):
@@ -279,9 +279,9 @@ async def test_pictures_return_to_the_renderer_that_has_them_and_move_when_it_di
         assert len(first_pictures(alive)) == 12
         assert renders_retried() - before <= 1, "it is passed over once it is known to be dead"
         await dead.start()
-        await eventually(lambda: len(gateway.parts.base_models.default.renderers.up) == 2)
+        await eventually(lambda: len(gateway.components.base_models.default.renderers.up) == 2)
         await cluster.leave("renderer", alive)
-        await eventually(lambda: len(gateway.parts.base_models.default.renderers.members) == 1)
+        await eventually(lambda: len(gateway.components.base_models.default.renderers.members) == 1)
         count = len(alive.of("Render"))
         await cluster.finish([await cluster.begin(sampling_id, prompt={"chunks": [picture(1)]})])
         assert len(alive.of("Render")) == count
@@ -297,13 +297,13 @@ async def test_each_renderer_takes_so_many_at_once_and_who_waits_for_one_that_di
     await alive.start()
     try:
         await cluster.join("renderer", alive)
-        await eventually(lambda: len(gateway.parts.base_models.default.renderers.up) == 2)
+        await eventually(lambda: len(gateway.components.base_models.default.renderers.up) == 2)
         sampling_id = await cluster.rest.snapshot(await cluster.rest.create_model(), 1)
         dead.open.clear()
         alive.open.clear()
         ids = [await cluster.begin(sampling_id, prompt={"chunks": [picture(number)]}) for number in range(16)]
         await eventually(
-            lambda: sum(renderer.queued for renderer in gateway.parts.base_models.default.renderers.up) == 16
+            lambda: sum(renderer.queued for renderer in gateway.components.base_models.default.renderers.up) == 16
         )
         await eventually(lambda: (dead.waiting, alive.waiting) == (2, 2))
         before = renders_retried()

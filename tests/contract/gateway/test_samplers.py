@@ -125,7 +125,7 @@ async def test_an_adapter_that_no_sampler_takes_is_refused_when_it_is_created(st
     taken = await rest.ok("create_model", model_seq_id=1, lora_config=lora | {"train_mlp": False}, **asked)
     assert (await rest.result(taken["request_id"]))["model_id"].endswith(":train:1")
     await stand.sampler.stop()
-    await eventually(lambda: stand.gateway is not None and not stand.gateway.parts.base_models.default.samplers.up)
+    await eventually(lambda: stand.gateway is not None and not stand.gateway.components.base_models.default.samplers.up)
     assert await rest.create_model(2), "nobody to ask"
 
 
@@ -219,7 +219,7 @@ async def test_eight_hundred_samples_pend_and_finish(stand: Stand, rest: Rest) -
     work = asyncio.create_task(stand.sdk(use))
     await eventually(lambda: stand.sampler.running == 64, 60)
     assert stand.gateway is not None
-    futures = stand.gateway.parts.futures
+    futures = stand.gateway.components.futures
     await eventually(lambda: futures.pending_count >= 400, 60)
     async with stand.http(KEY) as http:
         assert (await http.get("get_server_capabilities")).status_code == 200
@@ -290,7 +290,7 @@ async def test_services_that_read_another_model_than_the_trainer_are_named_and_n
     stand.renderer.model_files = files | {"image processor": "x"}
     async with running(stand):
         assert stand.gateway is not None
-        parts = stand.gateway.parts
+        parts = stand.gateway.components
 
         def refused() -> bool:
             return parts.base_models.default.renderers.up == [] and [

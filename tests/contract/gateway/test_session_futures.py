@@ -156,7 +156,7 @@ async def test_sdk_and_its_pickled_copies_sample_side_by_side(stand: Stand, uses
         assert clients == {0, 1, 2}
     assert stand.gateway is not None
     if uses_poller:
-        futures = stand.gateway.parts.futures
+        futures = stand.gateway.components.futures
 
         async def all_gone() -> bool:
             return not futures._recent
@@ -197,7 +197,7 @@ async def test_an_expired_sample_is_sent_again_by_the_sdk(
     await stand.stop()
     await stand.start(sdk_flags={"sample_use_retrieve_futures": uses_poller})
     assert stand.gateway is not None
-    futures = stand.gateway.parts.futures
+    futures = stand.gateway.components.futures
     fetch = futures.wait
     expired: list[str] = []
 

@@ -80,7 +80,7 @@ def sample_request(session: str, *chunks: model_input_pb2.Chunk) -> pb.SampleTok
 def waits_for(stand: Stand, request_id: str) -> str:
     """Returns the reason that an unfinished request waits, in words."""
     assert stand.gateway is not None
-    unfinished = stand.gateway.parts.futures.unfinished()
+    unfinished = stand.gateway.components.futures.unfinished()
     return next(each.progress.waiting_for for each in unfinished if each.submission.future_id == request_id)
 
 
@@ -157,7 +157,7 @@ async def test_streams_count_as_well(stand: Stand, alice: Rest, bob: Rest, stub:
     session = await base_session(alice)
     calls = [stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)) for _ in range(10)]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
+    (sampler,) = stand.gateway.components.base_models.default.samplers.members
     await eventually(lambda: sampler.queued == 10)
     error = await told(stub.SampleTokens(sample_request(session), metadata=keyed(ALICE)))
     assert isinstance(error, ResourceExhausted)
@@ -178,7 +178,7 @@ async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) 
     await eventually(lambda: stand.sampler.running == 1)
     last = (await bob.sample(his, 0)).json()["request_id"]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
+    (sampler,) = stand.gateway.components.base_models.default.samplers.members
     await eventually(lambda: sampler.waiting == 9)
     stand.sampler.open.set()
     for request_id in ids:
@@ -201,7 +201,7 @@ async def test_a_sampler_gets_a_quarter_of_its_batch_beside_an_owner_who_sends_a
     await eventually(lambda: stand.sampler.running == 1)
     ids = [(await alice.sample(hers, seq_id, num_samples=2)).json()["request_id"] for seq_id in range(9)]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
+    (sampler,) = stand.gateway.components.base_models.default.samplers.members
     await eventually(lambda: sampler.waiting == 9 - requests)
     await eventually(lambda: stand.sampler.running == 1 + requests)
     stand.sampler.open.set()
@@ -218,7 +218,7 @@ async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bo
     await eventually(lambda: stand.sampler.running == 1)
     last = (await bob.sample(his, 0)).json()["request_id"]
     assert stand.gateway is not None
-    (sampler,) = stand.gateway.parts.base_models.default.samplers.members
+    (sampler,) = stand.gateway.components.base_models.default.samplers.members
     await eventually(lambda: sampler.waiting == 3)
     told = [(await rest.poll(request_id)).json() for rest, request_id in ((alice, ids[2]), (bob, last))]
     assert [answer["queue_state"] for answer in told] == ["paused_capacity"] * 2

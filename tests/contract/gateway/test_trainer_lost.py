@@ -19,7 +19,7 @@ async def test_restarted_trainer_has_lost_its_models(stand: Stand, rest: Rest) -
     answer = await rest.result((await rest.forward_backward(model_id, 4)).json()["request_id"])
     assert answer["category"] == "server" or "no model" in answer["error"]
     assert stand.gateway is not None
-    (trainer,) = stand.gateway.parts.base_models.trainers
+    (trainer,) = stand.gateway.components.base_models.trainers
     instance_id = stand.trainer.instance_id
     await eventually(lambda: trainer.info is not None and trainer.info.instance_id == instance_id)
     answer = await rest.result((await rest.forward_backward(model_id, 5)).json()["request_id"])
@@ -116,7 +116,7 @@ async def test_a_step_of_which_nobody_learns_what_it_did_takes_its_model_along(s
     trainer.open.set()
     await trainer.start()
     assert stand.gateway is not None
-    (link,) = stand.gateway.parts.base_models.trainers
+    (link,) = stand.gateway.components.base_models.trainers
     await eventually(lambda: link.up)
     after = await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
     assert saved["path"] in after["error"], "it was said to be gone, so it is"

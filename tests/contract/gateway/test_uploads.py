@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from fovea_gateway.scopes import Scope
+from fovea_gateway.access.scopes import Scope
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.keeping import KeepingTrainer
@@ -273,7 +273,7 @@ async def test_uploads_that_were_not_finished_in_time_are_removed(
     assert (await put(left["urls"][CONFIG], b"{}")).status_code == 403
     assert (await finish(client, left["upload_id"])).status_code == 404
     monkeypatch.setattr("fovea_gateway.checkpoints.uploads.time.time", lambda: now + 7300)
-    await stand.gateway.parts.uploads.remove_expired()
+    await stand.gateway.components.uploads.remove_expired()
     folder = kept["upload_id"]
     assert [name.split("/")[-2:] for name in stored(stand)] == [[folder, CONFIG], [folder, WEIGHTS]]
     monkeypatch.undo()
@@ -282,7 +282,7 @@ async def test_uploads_that_were_not_finished_in_time_are_removed(
 
 async def test_a_link_ends_with_the_key_that_asked_for_it(stand: Stand) -> None:
     assert stand.gateway is not None
-    keys = stand.gateway.parts.keys
+    keys = stand.gateway.components.keys
     text, key = await keys.create("carol", "", Scope.TRAIN, None)
     reading, reader = await keys.create("carol", "", Scope.READ, None)
     async with stand.http(text) as http, stand.http(reading) as read_only:

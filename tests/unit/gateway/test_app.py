@@ -5,7 +5,7 @@ import socket
 import pytest
 from pydantic import ValidationError
 
-from fovea_gateway.app import _listen
+from fovea_gateway.fronts.app import _listen
 from fovea_gateway.settings import GatewaySettings
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.flood_model import VirtualLoop
-from fovea_gateway.fair_queue import FairQueue, Turn
+from fovea_gateway.access.fair_queue import FairQueue, Turn
 
 
 class Line:

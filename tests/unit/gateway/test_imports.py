@@ -16,11 +16,11 @@ HEAVY = {
 @pytest.fixture(scope="module")
 def ended() -> list[Ended]:
     """The gateway asked for help, and started with an option that it does not have."""
-    return run_copies("fovea_gateway.app", ["fovea_gateway", "--help"], ["fovea_gateway", "--nonsense", "1"])
+    return run_copies("fovea_gateway.fronts.app", ["fovea_gateway", "--help"], ["fovea_gateway", "--nonsense", "1"])
 
 
 def test_importing_the_gateway_loads_nothing_heavy(ended: list[Ended]) -> None:
-    assert "fovea_gateway.app" in ended[0].loaded
+    assert "fovea_gateway.fronts.app" in ended[0].loaded
     assert HEAVY & ended[0].loaded == set()
 
 

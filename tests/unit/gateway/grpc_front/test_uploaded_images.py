@@ -6,7 +6,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.errors import InvalidInput, NotFound
-from fovea_gateway.grpc_front.uploaded_images import UploadedImages
+from fovea_gateway.fronts.gateway_servicer import UploadedImages
 
 
 def sha(data: bytes) -> str:

@@ -5,11 +5,12 @@ import re
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.replicas.discovery import StaticDiscovery, choose
+from fovea_gateway.components import choose_discovery
+from fovea_gateway.replicas.discovery import StaticDiscovery
 
 
 async def test_static_addresses_are_told_once() -> None:
-    discovery = choose("sampler", ["a:1", "b:2", "a:1"], in_kubernetes=False)
+    discovery = choose_discovery("sampler", ["a:1", "b:2", "a:1"], in_kubernetes=False)
     assert isinstance(discovery, StaticDiscovery)
     assert [addresses async for addresses in discovery.watch()] == [{"a:1", "b:2"}]
 
@@ -17,7 +18,9 @@ async def test_static_addresses_are_told_once() -> None:
 @pytest.mark.parametrize("in_kubernetes", [False, True])
 async def test_no_address_means_no_replicas(in_kubernetes: bool) -> None:
     """`--samplers 0` gives no address."""
-    assert [addresses async for addresses in choose("sampler", [], in_kubernetes=in_kubernetes).watch()] == [set()]
+    assert [addresses async for addresses in choose_discovery("sampler", [], in_kubernetes=in_kubernetes).watch()] == [
+        set()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -29,4 +32,4 @@ async def test_no_address_means_no_replicas(in_kubernetes: bool) -> None:
 )
 def test_wrong_settings_are_refused(addresses: list[str], words: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(words)):
-        choose("sampler", addresses, in_kubernetes=True, namespace="ml")
+        choose_discovery("sampler", addresses, in_kubernetes=True, namespace="ml")

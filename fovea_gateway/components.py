@@ -1,24 +1,25 @@
 """The components of the gateway, built bottom up: each receives those below it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fovea.runtime.durable import ExpiryClock
-from fovea.wire.errors import ServerPaths
+from fovea.wire.errors import InvalidInput, ServerPaths
 from fovea_gateway.access.api_keys import KeyRing
+from fovea_gateway.access.fair_queue import FairQueue
 from fovea_gateway.access.owners import Owners
+from fovea_gateway.access.quotas import Quota
 from fovea_gateway.access.usage import KeptRows
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.checkpoints.exports import Exports, LinkSigner
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
-from fovea_gateway.fair_queue import FairQueue
 from fovea_gateway.health import Health
 from fovea_gateway.live.live_state import Activity, LiveState
 from fovea_gateway.live.live_view import LiveView
-from fovea_gateway.quotas import Quota
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
-from fovea_gateway.replicas.discovery import Discovery, choose
+from fovea_gateway.replicas.discovery import Discovery, StaticDiscovery
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
@@ -43,8 +44,19 @@ from fovea_gateway.training.training_runs import TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
 
 
-class Parts:
-    """All components of one gateway. Nothing runs before they are opened and started.
+@dataclass(frozen=True)
+class TrainerSide:
+    """The components that work with the trainer of one base model."""
+
+    link: TrainerLink
+    batches: Batches
+    steps: StepCommands
+    queue: TrainerQueue
+    residency: Residency
+
+
+class Components:
+    """All components of one gateway, built once. Nothing runs before they are opened and started.
 
     Args:
         on_superseded: Called once another gateway has taken over the state.
@@ -55,6 +67,15 @@ class Parts:
     """
 
     def __init__(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
+        self._build_state(settings, on_superseded)
+        built = [self._build_base_model(own, settings) for own in settings.base_models]
+        self.base_models = BaseModels([base for base, _ in built])
+        sides = {base.name: side for base, side in built if side is not None}
+        self.residencies = {name: side.residency for name, side in sides.items()}
+        self._build_features(settings, sides)
+
+    def _build_state(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
+        """Builds the components that know no base model."""
         self.request_memory = Quota(
             "max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress"
         )
@@ -84,11 +105,9 @@ class Parts:
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
-        self.residencies: dict[str, Residency] = {}
-        self._batches: dict[str, Batches] = {}
-        self._steps: dict[str, StepCommands] = {}
-        self._trainer_queues: dict[str, TrainerQueue] = {}
-        self.base_models = BaseModels([self._build_base_model(own, settings) for own in settings.base_models])
+
+    def _build_features(self, settings: GatewaySettings, sides: Mapping[str, TrainerSide]) -> None:
+        """Builds the components that use the base models."""
         self.versions = Versions()
         self.health = Health(self.futures, self.sessions, self.base_models, self.versions, settings.state_dir)
 
@@ -102,18 +121,14 @@ class Parts:
             sample_runner,
             self.kept_rows,
         )
-        runners = {
-            base.name: self._build_runner(base, base.trainer, settings)
-            for base in self.base_models
-            if base.trainer is not None
-        }
+        runners = {name: self._build_runner(name, side, settings) for name, side in sides.items()}
         self.training = Training(
             self.futures, self.sessions, self.models, self.base_models, runners, self.residencies, self.journal,
             self.kept_rows, settings.gap_timeout_s,
         )  # fmt: skip
         self.suspension = Suspension(
             self.futures, self.sessions, self.models, self.training, self.residencies, self.base_models,
-            settings.parked_ttl_s, settings.parked_bytes, self.owners.weight, clock,
+            settings.parked_ttl_s, settings.parked_bytes, self.owners.weight, self._clock,
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
@@ -123,12 +138,12 @@ class Parts:
         )  # fmt: skip
         self.live_view = LiveView(self.live_state, self.futures, self.base_models, self.database)
 
-    def _build_base_model(self, own: BaseModelSettings, settings: GatewaySettings) -> BaseModel:
+    def _build_base_model(
+        self, own: BaseModelSettings, settings: GatewaySettings
+    ) -> tuple[BaseModel, TrainerSide | None]:
         def found(service: str, addresses: list[str]) -> Discovery:
-            return choose(
-                service, addresses, in_kubernetes=settings.discovery == "kubernetes",
-                namespace=settings.kubernetes_namespace,
-            )  # fmt: skip
+            in_kubernetes = settings.discovery == "kubernetes"
+            return choose_discovery(service, addresses, in_kubernetes, settings.kubernetes_namespace)
 
         name, weight_of = own.model_name, self.owners.weight
         trainer = TrainerLink(own.trainer, settings.trainer_wait_s) if own.trainer else None
@@ -136,44 +151,37 @@ class Parts:
             found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
             trainer.check_files if trainer else _check_nothing, weight_of,
         )  # fmt: skip
-        residency = self._build_residency(name, trainer, renderers, settings) if trainer else None
-        check_restored = residency.check_snapshots if residency else None
+        side = self._build_trainer_side(name, trainer, renderers, settings) if trainer else None
+        check_restored = side.residency.check_snapshots if side else None
         snapshots = Snapshots(self.database, name, trainer, check_restored, settings.push_timeout_s)
         samplers = Samplers(
             found("sampler", own.sampler), settings.sampler_concurrency,
             snapshots.put_resident, snapshots.catch_up, snapshots.is_lost,
             trainer.check_files if trainer else renderers.check_files, weight_of, settings.sampler_beside,
         )  # fmt: skip
-        return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=bool(own.sampler))
+        is_sampled = bool(own.sampler)
+        return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=is_sampled), side
 
-    def _build_residency(
-        self, name: str, trainer: TrainerLink, renderers: Renderers, settings: GatewaySettings
-    ) -> Residency:
-        batches = self._batches[name] = Batches(self.futures, renderers, self.custom_losses, trainer)
-        queue = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
-        trainer_queue = self._trainer_queues[name] = TrainerQueue(self.futures, trainer, queue, self.sessions.is_wanted)
-        steps = self._steps[name] = StepCommands(self.futures, self.models, batches, trainer, trainer_queue)
-        replay = Replay(
-            self.journal,
-            steps.compute,
-            self.checkpoints,
-            self.database,
-            trainer,
-            trainer_queue,
-            settings.command_timeout_s,
-        )
-        patience_s = settings.retry_deadline_s
-        residency = self.residencies[name] = Residency(name, self.models, self.journal, replay, trainer, patience_s)
-        return residency
-
-    def _build_runner(self, base: BaseModel, trainer: TrainerLink, settings: GatewaySettings) -> CommandRunner:
+    def _build_trainer_side(
+        self, name: str, link: TrainerLink, renderers: Renderers, settings: GatewaySettings
+    ) -> TrainerSide:
+        batches = Batches(self.futures, renderers, self.custom_losses, link)
+        fair_queue = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
+        queue = TrainerQueue(self.futures, link, fair_queue, self.sessions.is_wanted)
+        steps = StepCommands(self.futures, self.models, batches, link, queue)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
-        steps, trainer_queue = self._steps[base.name], self._trainer_queues[base.name]
+        replay = Replay(self.journal, steps.compute, self.checkpoints, self.database, link, queue, timeout_s)
+        residency = Residency(name, self.models, self.journal, replay, link, patience_s)
+        return TrainerSide(link, batches, steps, queue, residency)
+
+    def _build_runner(self, name: str, side: TrainerSide, settings: GatewaySettings) -> CommandRunner:
+        timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
+        steps, samplers = side.steps, self.base_models.get(name).samplers
         creating = CreationCommands(
-            self.models, self.checkpoints, self.sessions, trainer, trainer_queue, base.samplers, timeout_s, patience_s,
-            lambda: self.suspension.make_room(base.name),
+            self.models, self.checkpoints, self.sessions, side.link, side.queue, samplers, timeout_s, patience_s,
+            lambda: self.suspension.make_room(name),
         )  # fmt: skip
-        saving = SaveCommands(self.models, self.checkpoints, self.sampling, trainer, trainer_queue, timeout_s)
+        saving = SaveCommands(self.models, self.checkpoints, self.sampling, side.link, side.queue, timeout_s)
         commands: dict[Kind, Command] = {
             Kind.CREATE_MODEL: creating.create_model,
             Kind.LOAD_STATE: creating.load_state,
@@ -184,10 +192,33 @@ class Parts:
             Kind.SAVE_FOR_SAMPLER: saving.save_for_sampler,
             Kind.SAVE_EXTERNAL: saving.save_external,
         }
-        residency, batches = self.residencies[base.name], self._batches[base.name]
         return CommandRunner(
-            self.futures, self.models, trainer, residency, self.journal, batches, commands, settings.disk_wait_s
+            self.futures, self.models, side.link, side.residency, self.journal, side.batches, commands,
+            settings.disk_wait_s,
+        )  # fmt: skip
+
+
+def choose_discovery(service: str, addresses: Sequence[str], in_kubernetes: bool, namespace: str = "") -> Discovery:
+    """Returns the discovery of one service.
+
+    Args:
+        service: Name of the setting that `addresses` come from.
+        addresses: host:port of each replica, or one service:port in Kubernetes. If empty, the service has no replicas.
+        in_kubernetes: Whether to watch the EndpointSlices of a Kubernetes service.
+        namespace: The Kubernetes namespace of the service; empty is the pod's own.
+
+    Raises InvalidInput that names the wrong setting.
+    """
+    if not in_kubernetes or not addresses:
+        return StaticDiscovery(addresses)
+    if len(addresses) != 1:
+        raise InvalidInput(
+            f"--discovery kubernetes needs exactly one --{service} service:port, not {len(addresses)}", field=service
         )
+    # Imported here because it takes half a second and is needed only in a cluster.
+    from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
+
+    return KubernetesDiscovery(addresses[0], namespace)
 
 
 def _check_nothing(who: str, files: Mapping[str, str]) -> None:

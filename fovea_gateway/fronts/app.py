@@ -18,15 +18,19 @@ from fovea.runtime.tasks import BackgroundTasks, repeat
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
 from fovea.wire.errors import FoveaError, SessionEnded
 from fovea_gateway.access.owners import LOOK_S
-from fovea_gateway.api import build_api
-from fovea_gateway.grpc_front.admin_servicer import AdminServicer
-from fovea_gateway.grpc_front.auth_interceptor import AuthInterceptor
-from fovea_gateway.grpc_front.call_bounds import MOST_CONNECTIONS, BoundedMessages, ConnectionShares, channel_limits
-from fovea_gateway.grpc_front.field_names import named
-from fovea_gateway.grpc_front.gateway_servicer import GatewayServicer
+from fovea_gateway.components import Components
+from fovea_gateway.fronts.administration import AdminServicer
+from fovea_gateway.fronts.gateway_servicer import GatewayServicer, named
+from fovea_gateway.fronts.grpc_interceptors import (
+    MOST_CONNECTIONS,
+    AuthInterceptor,
+    BoundedMessages,
+    ConnectionShares,
+    channel_limits,
+)
+from fovea_gateway.fronts.rest_app import build_api
 from fovea_gateway.http.connections import Connection, Connections
 from fovea_gateway.live.live_state import TICK_S
-from fovea_gateway.parts import Parts
 from fovea_gateway.sessions.sessions import Session
 from fovea_gateway.settings import GatewaySettings
 
@@ -51,38 +55,38 @@ class Upkeep:
         ready: Set once clients may connect.
     """
 
-    def __init__(self, settings: GatewaySettings, parts: Parts, ready: asyncio.Event) -> None:
-        self._settings, self._parts, self._ready = settings, parts, ready
+    def __init__(self, settings: GatewaySettings, components: Components, ready: asyncio.Event) -> None:
+        self._settings, self._components, self._ready = settings, components, ready
         self._background = BackgroundTasks()
 
     async def begin(self) -> None:
         """Waits until this gateway holds the database, restores its state, and accepts clients."""
-        parts, background = self._parts, self._background
+        components, background = self._components, self._background
         for folder in self._settings.private_folders:
             with contextlib.suppress(OSError):  # the database and `_check_storage` report the problem
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        await parts.database.open()
-        await parts.keys.load()
-        await parts.owners.read()
-        await parts.link_signer.open()
-        await parts.base_models.start()
+        await components.database.open()
+        await components.keys.load()
+        await components.owners.read()
+        await components.link_signer.open()
+        await components.base_models.start()
         await self._restore()
-        await parts.kept_rows.sweep()
+        await components.kept_rows.sweep()
         self._ready.set()
         rounds = itertools.count()
         background.start(self._free_ended(), "free what ended sessions owned")
-        background.start(parts.keys.watch(), "keys")
-        background.start(repeat(parts.owners.read, LOOK_S, "reading the owners"), "owners")
+        background.start(components.keys.watch(), "keys")
+        background.start(repeat(components.owners.read, LOOK_S, "reading the owners"), "owners")
         background.start(self._sweep_forever(), "sweep")
-        for residency in parts.residencies.values():
+        for residency in components.residencies.values():
             background.start(repeat(residency.sweep, _RETURN_S, "bringing models back"), "residency")
         background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
-        background.start(repeat(parts.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
-        background.start(repeat(parts.live_state.tick, TICK_S, "watching for the page"), "page")
+        background.start(repeat(components.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
+        background.start(repeat(components.live_state.tick, TICK_S, "watching for the page"), "page")
         background.start(self._check_storage(), "storage")
         background.start(
             repeat(
-                lambda: parts.orphans.sweep(with_folders=next(rounds) % _FOLDER_ROUNDS == 0),
+                lambda: components.orphans.sweep(with_folders=next(rounds) % _FOLDER_ROUNDS == 0),
                 _COLLECT_S,
                 "collecting orphans",
             ),
@@ -91,67 +95,67 @@ class Upkeep:
 
     async def drain(self) -> None:
         """Starts no new work and waits for running work to end; clients are still served."""
-        parts, drain_s = self._parts, self._settings.drain_s
-        await asyncio.gather(parts.training.drain(drain_s), parts.sampling.drain(drain_s))
-        parts.futures.release_waiters()
-        parts.live_view.close()
+        components, drain_s = self._components, self._settings.drain_s
+        await asyncio.gather(components.training.drain(drain_s), components.sampling.drain(drain_s))
+        components.futures.release_waiters()
+        components.live_view.close()
 
     async def end(self) -> None:
         """Leaves queued work to the next process and closes everything. Clients must no longer be connected."""
-        parts = self._parts
-        await parts.sampling.stop()
-        await parts.custom_losses.stop()
-        await parts.training.stop()
+        components = self._components
+        await components.sampling.stop()
+        await components.custom_losses.stop()
+        await components.training.stop()
         await self._background.cancel()
-        for residency in parts.residencies.values():
+        for residency in components.residencies.values():
             await residency.stop()
-        for base in parts.base_models:
+        for base in components.base_models:
             await base.snapshots.close()
-        await parts.copies.stop()
-        await parts.live_state.close()
-        parts.health.clear_gauges()
-        parts.storage.close()
-        await parts.base_models.close()
-        await parts.database.close()
+        await components.copies.stop()
+        await components.live_state.close()
+        components.health.clear_gauges()
+        components.storage.close()
+        await components.base_models.close()
+        await components.database.close()
 
     async def _restore(self) -> None:
         """Restores what an earlier process left: each component resumes its own kinds of work."""
-        parts = self._parts
-        await parts.sessions.restore()
-        await parts.models.restore()
-        pendings = await parts.futures.restore()
+        components = self._components
+        await components.sessions.restore()
+        await components.models.restore()
+        pendings = await components.futures.restore()
         if pendings:
             logger.info("resuming %d unfinished requests", len(pendings))
-        await parts.custom_losses.resume(pendings)
-        await parts.training.resume(pendings)
-        await parts.sampling.resume(pendings)
-        for session_id in await parts.models.unfreed_sessions():
-            parts.sessions.free(await parts.sessions.load(session_id))
+        await components.custom_losses.resume(pendings)
+        await components.training.resume(pendings)
+        await components.sampling.resume(pendings)
+        for session_id in await components.models.unfreed_sessions():
+            components.sessions.free(await components.sessions.load(session_id))
 
     async def _free_ended(self) -> None:
         while True:
-            session = await self._parts.sessions.next_ended()
+            session = await self._components.sessions.next_ended()
             self._background.start(self._free_session(session), f"end {session.session_id}")
 
     async def _free_session(self, session: Session) -> None:
-        parts, session_id = self._parts, session.session_id
+        components, session_id = self._components, session.session_id
         error = SessionEnded(f"session {session_id} has ended ({session.end_reason})")
         try:
-            await parts.futures.cancel_session(session_id, error)
-            await parts.training.end_session(session, error)
-            parts.sampling.forget(session_id)
-            await parts.custom_losses.forget(session_id)
-            parts.futures.forget(session_id)
-            for base in parts.base_models:
-                model_ids = await parts.models.of_session(session_id, base.name)
+            await components.futures.cancel_session(session_id, error)
+            await components.training.end_session(session, error)
+            components.sampling.forget(session_id)
+            await components.custom_losses.forget(session_id)
+            components.futures.forget(session_id)
+            for base in components.base_models:
+                model_ids = await components.models.of_session(session_id, base.name)
                 await base.snapshots.forget(model_ids, base.samplers.up)
         finally:
-            parts.sessions.forget(session_id)
+            components.sessions.forget(session_id)
 
     async def _check_storage(self) -> None:
-        if problem := await self._parts.storage.problem():
+        if problem := await self._components.storage.problem():
             logger.error(
-                "nothing can be saved at %s until this problem is fixed: %s", self._parts.storage.root, problem
+                "nothing can be saved at %s until this problem is fixed: %s", self._components.storage.root, problem
             )
 
     async def _sweep_forever(self) -> None:
@@ -160,17 +164,17 @@ class Upkeep:
         await repeat(self._sweep, period_s, "a sweep")
 
     async def _tend_journal(self) -> None:
-        for trainer in self._parts.base_models.trainers:
-            await self._parts.journal.trim(trainer)
-        await self._parts.journal.bound()
+        for trainer in self._components.base_models.trainers:
+            await self._components.journal.trim(trainer)
+        await self._components.journal.bound()
 
     async def _sweep(self) -> None:
-        await self._parts.suspension.sweep()
-        await self._parts.database.look_for_room()
-        await self._parts.futures.sweep()
-        await self._parts.checkpoints.sweep()
-        await self._parts.sampling.sweep()
-        await self._parts.kept_rows.sweep()
+        await self._components.suspension.sweep()
+        await self._components.database.look_for_room()
+        await self._components.futures.sweep()
+        await self._components.checkpoints.sweep()
+        await self._components.sampling.sweep()
+        await self._components.kept_rows.sweep()
 
 
 class Gateway:
@@ -178,20 +182,22 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.parts = Parts(settings, on_superseded=_die)
+        self.components = Components(settings, on_superseded=_die)
         self.rest_port = 0
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._upkeep = Upkeep(settings, self.parts, self._ready)
+        self._upkeep = Upkeep(settings, self.components, self._ready)
         self._background = BackgroundTasks()
-        auth = AuthInterceptor(self.parts.keys, self.parts.owners, self._ready)
+        auth = AuthInterceptor(self.components.keys, self.components.owners, self._ready)
         self.grpc = ServiceServer(
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
             begins_traces=True, as_told=self._as_told, options=channel_limits(settings),
             bounds=[auth, BoundedMessages()],
         )  # fmt: skip
-        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.parts, settings), self.grpc.grpc)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.parts), self.grpc.grpc)
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(
+            GatewayServicer(self.components, settings), self.grpc.grpc
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.components), self.grpc.grpc)
         self._rest = _RestServer(self._rest_config())
         self._rest_task: asyncio.Task[None] | None = None
 
@@ -256,7 +262,7 @@ class Gateway:
         """
         said: list[str] = []
         while not self._stopping.is_set():
-            missing = self.parts.health.missing()
+            missing = self.components.health.missing()
             if not missing:
                 await self.grpc.set_serving(True)
                 return
@@ -266,14 +272,14 @@ class Gateway:
             await asyncio.sleep(0.5)
 
     def _as_told(self, error: FoveaError) -> FoveaError:
-        return named(self.parts.paths.hide(error))
+        return named(self.components.paths.hide(error))
 
     def _rest_config(self) -> uvicorn.Config:
         # The other half of the open files is for gRPC, services, database and storage.
         most = min(self.settings.max_connections, open_files() // 2)
         self.connections = Connections(most, self.settings.request_timeout_s)
         return uvicorn.Config(
-            build_api(self.parts, self.settings, self._ready),
+            build_api(self.components, self.settings, self._ready),
             http=partial(Connection, connections=self.connections),  # type: ignore[arg-type]
             # uvicorn hands an upgraded transport to another protocol, so `connections` would never see it close.
             ws="none",

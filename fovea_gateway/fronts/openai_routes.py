@@ -12,8 +12,10 @@ from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire.errors import ContextOverflow, FoveaError, NotFound, Unauthenticated
+from fovea_gateway.access.scopes import Scope
 from fovea_gateway.checkpoints.checkpoint import SAMPLER, SCHEME, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
+from fovea_gateway.fronts.openai_answers import Asked, OpenAIAnswers
 from fovea_gateway.http.endpoint import REQUEST_ID, Api, Endpoints, Json
 from fovea_gateway.http.request_body import (
     ELEMENT_BYTES,
@@ -23,8 +25,6 @@ from fovea_gateway.http.request_body import (
     parse_loosely,
     read,
 )
-from fovea_gateway.openai.openai_answers import Asked, OpenAIAnswers
-from fovea_gateway.scopes import Scope
 
 T = TypeVar("T")
 

@@ -13,8 +13,12 @@ from starlette.routing import Route
 
 from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from fovea.wire.errors import NotFound
-from fovea_gateway.admin_routes import AdminRoutes
+from fovea_gateway.access.scopes import Scope
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
+from fovea_gateway.components import Components
+from fovea_gateway.fronts.administration import AdminRoutes
+from fovea_gateway.fronts.openai_answers import OpenAIAnswers
+from fovea_gateway.fronts.openai_routes import OPENAI, OpenAIRoutes
 from fovea_gateway.health import Health
 from fovea_gateway.http.endpoint import (
     BurstLimiter,
@@ -28,13 +32,9 @@ from fovea_gateway.http.endpoint import (
 from fovea_gateway.http.model_inputs import lora_message
 from fovea_gateway.http.request_body import read
 from fovea_gateway.live.live_routes import LiveRoutes
-from fovea_gateway.openai.openai_answers import OpenAIAnswers
-from fovea_gateway.openai.openai_routes import OPENAI, OpenAIRoutes
-from fovea_gateway.parts import Parts
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling import sample_wire
 from fovea_gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
-from fovea_gateway.scopes import Scope
 from fovea_gateway.sessions.future_routes import FutureRoutes
 from fovea_gateway.sessions.session_routes import SessionRoutes
 from fovea_gateway.settings import GatewaySettings
@@ -65,18 +65,18 @@ _HOSTED_ONLY = {
 """Routes that only the hosted service has. Each is refused with an error that names the missing feature."""
 
 
-def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> Starlette:
+def build_api(components: Components, settings: GatewaySettings, ready: asyncio.Event) -> Starlette:
     """Returns the application with all routes. Until `ready` is set, it refuses requests with an error that clients
     retry.
     """
     base_path = settings.base_path.rstrip("/")
     endpoints = Endpoints(
-        parts.keys.identify, parts.owners.check_rate, base_path, parts.request_memory, settings.request_timeout_s,
-        parts.activity.note_refusal, parts.paths.hide,
+        components.keys.identify, components.owners.check_rate, base_path, components.request_memory,
+        settings.request_timeout_s, components.activity.note_refusal, components.paths.hide,
     )  # fmt: skip
     limiter = BurstLimiter()
     future_routes = FutureRoutes(
-        parts.futures,
+        components.futures,
         limiter,
         {**training_routes.ENCODERS, **sample_wire.ENCODERS},
         settings.poll_hold_s,
@@ -87,36 +87,36 @@ def build_api(parts: Parts, settings: GatewaySettings, ready: asyncio.Event) -> 
     # Routes are tried in order, so the most frequent ones come first.
     groups: list[Routes] = [
         future_routes,
-        SamplingRoutes(parts.sampling, parts.futures, settings.max_body_bytes, settings.poll_hold_s),
+        SamplingRoutes(components.sampling, components.futures, settings.max_body_bytes, settings.poll_hold_s),
         OpenAIRoutes(
-            OpenAIAnswers(parts.sampling, parts.base_models),
-            parts.health.served_models,
-            parts.checkpoints,
+            OpenAIAnswers(components.sampling, components.base_models),
+            components.health.served_models,
+            components.checkpoints,
             settings.max_body_bytes,
         ),
-        ServerRoutes(parts.health, parts.base_models, settings.sdk_flags, settings.max_body_bytes),
-        SessionRoutes(parts.sessions),
+        ServerRoutes(components.health, components.base_models, settings.sdk_flags, settings.max_body_bytes),
+        SessionRoutes(components.sessions),
         TrainingRoutes(
-            parts.training,
-            parts.models,
-            parts.custom_losses,
-            parts.base_models,
-            parts.checkpoints,
+            components.training,
+            components.models,
+            components.custom_losses,
+            components.base_models,
+            components.checkpoints,
             lora,
             settings.max_body_bytes,
         ),
-        TrainingRunRoutes(parts.training_runs, parts.copies),
-        CheckpointRoutes(parts.checkpoints),
-        ExportRoutes(parts.exports, base_path),
+        TrainingRunRoutes(components.training_runs, components.copies),
+        CheckpointRoutes(components.checkpoints),
+        ExportRoutes(components.exports, base_path),
         UploadRoutes(
-            parts.uploads,
-            parts.base_models,
+            components.uploads,
+            components.base_models,
             lora,
             base_path,
             settings.request_timeout_s,
         ),
-        AdminRoutes(parts.keys, parts.owners, parts.database),
-        LiveRoutes(parts.live_view, parts.models, parts.keys.identify, base_path),
+        AdminRoutes(components.keys, components.owners, components.database),
+        LiveRoutes(components.live_view, components.models, components.keys.identify, base_path),
     ]
     return Starlette(
         routes=[route for group in groups for route in group.routes(endpoints)],
