@@ -271,7 +271,7 @@ class Gateway:
                 said = missing
             await asyncio.sleep(0.5)
 
-    def _as_told(self, error: FoveaError) -> FoveaError:
+    def _translate(self, error: FoveaError) -> FoveaError:
         return named(self.components.paths.hide(error))
 
     def _rest_config(self) -> uvicorn.Config:

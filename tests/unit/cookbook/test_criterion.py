@@ -41,4 +41,4 @@ def test_two_steps_are_too_few(criterion: Criterion) -> None:
 def test_a_verdict_tells_the_figures() -> None:
     verdict = Falls("m", to=0.5).judge(rows(4.0, 3.0, 1.0))
     assert (verdict.steps, verdict.first, verdict.last) == (3, 4.0, 1.0)
-    assert verdict.detail == "m 4 to 1, to fall to 0.5 of it"
+    assert verdict.detail == "m 4 to 1, must fall to 0.5 of it"

@@ -92,7 +92,7 @@ def test_a_program_sees_the_key_and_no_hub(tmp_path: Path, monkeypatch: pytest.M
 def test_loops_that_only_resume_find_the_checkpoint_of_the_recipe_before(here: Situation) -> None:
     loop = next(one for one in RECIPES if one.name == "rl_loop")
     result = execute(loop, here)
-    assert result.detail == "sl_loop_start left no checkpoint to start from"
+    assert result.detail == "sl_loop_start saved no checkpoint to start from"
     left = here.log_folder("sl_loop_start")
     left.mkdir(parents=True)
     saved = [{"name": "6", "state_path": "tinker://a"}, {"name": "final", "batch": 20, "state_path": "tinker://b"}]
@@ -116,7 +116,7 @@ def test_a_setting_that_is_replaced_is_told_with_the_run(here: Situation) -> Non
 
 
 def test_no_recipe_replaces_a_setting_without_saying_so() -> None:
-    with pytest.raises(ValueError, match=r"mine replaces \['loss_fn'\] without saying so"):
+    with pytest.raises(ValueError, match=r"mine replaces \['loss_fn'\] but does not list them"):
         Recipe("mine", ("C1",), "a.module", {"batch_size": 1, "loss_fn": "ppo"}, ())
     page = (Path(__file__).parents[3] / "docs/reference/tinker.md").read_text()
     assert replaced_table() in page, "write cookbook.recipes.replaced_table() into docs/reference/tinker.md"
@@ -137,7 +137,7 @@ def test_c117_counts_runs_with_the_recipes_own_settings_alone() -> None:
 def test_a_recipe_brings_the_one_it_starts_from() -> None:
     assert [one.name for one in select(["dpo", "rl_loop"])] == ["sl_loop_start", "rl_loop", "dpo"]
     assert select([]) == list(RECIPES)
-    with pytest.raises(UnknownRecipe, match="no recipe sl_lop; there are sl_loop, sl_loop_start, rl_loop"):
+    with pytest.raises(UnknownRecipe, match="unknown recipe sl_lop; choose from sl_loop, sl_loop_start, rl_loop"):
         select(["sl_lop"])
 
 
