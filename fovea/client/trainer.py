@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fovea.api.v1 import model_input_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.runtime import secret
-from fovea.wire.conventions import TRAINER_SERVICE
+from fovea.wire.conventions import TRAINER_SERVICE, group_by_size
 from fovea.wire.errors import Internal
 
 COMMAND_TIMEOUT_S = 3600.0
@@ -75,21 +75,38 @@ class TrainerClient(ServiceClient):
         header: trainer_pb2.ForwardBackwardHeader,
         datums: Iterable[trainer_pb2.Datum],
         timeout_s: float | None = COMMAND_TIMEOUT_S,
+        in_groups: bool = False,
     ) -> ForwardBackwardResult:
-        """Computes a loss on `header.datum_count` datums. Raises Internal if the answer is incomplete."""
+        """Computes a loss on `header.datum_count` datums. Raises Internal if the answer is incomplete.
+
+        Args:
+            header: The loss and its model; `reads_groups` is set here.
+            datums: The training examples, in order.
+            timeout_s: Deadline in seconds.
+            in_groups: Send many datums per message. Each message of a stream costs the event loops of both processes
+                about 0.2 ms, which is more than its bytes cost. Requires a trainer with `takes_groups`.
+        """
+        header.reads_groups = True
 
         async def records() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
             yield trainer_pb2.ForwardBackwardRequest(header=header)
-            for datum in datums:
-                yield trainer_pb2.ForwardBackwardRequest(datum=datum)
+            if in_groups:
+                for group in group_by_size(datums):
+                    yield trainer_pb2.ForwardBackwardRequest(group=trainer_pb2.DatumGroup(datums=group))
+            else:
+                for datum in datums:
+                    yield trainer_pb2.ForwardBackwardRequest(datum=datum)
 
         outputs: list[trainer_pb2.DatumOutput] = []
         metrics: dict[str, float] | None = None
         async for response in self._stream(self._stub.ForwardBackward, records(), timeout_s):
-            if response.WhichOneof("record") == "output":
-                outputs.append(response.output)
-            else:
-                metrics = dict(response.metrics.values)
+            match response.WhichOneof("record"):
+                case "group":
+                    outputs += response.group.outputs
+                case "output":
+                    outputs.append(response.output)
+                case _:
+                    metrics = dict(response.metrics.values)
         if metrics is None or len(outputs) != header.datum_count:
             raise Internal(f"the trainer answered {len(outputs)} of {header.datum_count} datums")
         return ForwardBackwardResult(outputs, metrics)

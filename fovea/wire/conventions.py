@@ -1,7 +1,10 @@
 """Constants that all processes share: gRPC service names, checkpoint file names and size limits."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 ADMIN_SERVICE = "fovea.api.v1.AdminService"
 GATEWAY_SERVICE = "fovea.api.v1.GatewayService"
@@ -68,6 +71,23 @@ Larger images are shrunk to it before sampling. 0 leaves every image at its size
 """
 
 _SIDE_DIGITS = 9
+
+M = TypeVar("M", bound=Message)
+
+
+def group_by_size(messages: Iterable[M]) -> Iterator[list[M]]:
+    """Yields the messages in order, in lists of at most PIECE_BYTES; a larger message is a list of its own."""
+    group: list[M] = []
+    group_bytes = 0
+    for message in messages:
+        size_bytes = message.ByteSize()
+        if group and group_bytes + size_bytes > PIECE_BYTES:
+            yield group
+            group, group_bytes = [], 0
+        group.append(message)
+        group_bytes += size_bytes
+    if group:
+        yield group
 
 
 def picture_side(metadata: Mapping[str, str]) -> int | None:

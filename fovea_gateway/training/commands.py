@@ -269,7 +269,8 @@ class StepCommands:
             pending, "computing, or waiting for the trainer", tokens, is_again=model is None
         ):
             client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
-            answer = await client.forward_backward(batch.header, batch.datums, timeout_s=None)
+            in_groups = self._trainer.info is not None and self._trainer.info.takes_groups
+            answer = await client.forward_backward(batch.header, batch.datums, None, in_groups)
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
             pending.usage.trained_tokens += tokens
         else:

@@ -16,6 +16,7 @@ from fovea.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.runtime.machine_memory import memory_use
 from fovea.runtime.tasks import SingleFlight
 from fovea.wire import tensors
+from fovea.wire.conventions import group_by_size
 from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_services.trainer import command_queue, trainer_metrics
 from fovea_services.trainer.batches.datum_decoding import check_digests, decode_datum
@@ -91,6 +92,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
             memory_kind=memory.kind,
+            takes_groups=True,
         )
 
     async def CreateModel(
@@ -153,9 +155,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         outcome = await self._replies.once(
             header.model_id, seq_id, lambda: self._computed(header, command), lambda outcome: outcome.size_bytes
         )
-        for index in range(len(datums)):
-            output = trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
-            yield trainer_pb2.ForwardBackwardResponse(output=output)
+        outputs = (
+            trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
+            for index in range(len(datums))
+        )
+        if header.reads_groups:
+            for group in group_by_size(outputs):
+                yield trainer_pb2.ForwardBackwardResponse(group=trainer_pb2.OutputGroup(outputs=group))
+        else:
+            for output in outputs:
+                yield trainer_pb2.ForwardBackwardResponse(output=output)
         yield trainer_pb2.ForwardBackwardResponse(metrics=trainer_pb2.Metrics(values=outcome.metrics))
 
     async def FetchAhead(
@@ -299,9 +308,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 raise InvalidInput("record: the stream must consist of one header, then datums", field="record")
             if kind == "header":
                 header = self._bounded(request.header)
-            elif header is not None and len(datums) < header.datum_count:
-                datums.append(request.datum)
-            else:
+                continue
+            datums += request.group.datums if kind == "group" else [request.datum]
+            if header is None or len(datums) > header.datum_count:
                 raise InvalidInput(
                     f"datum_count is {header.datum_count if header else 0}, but more datums were sent",
                     field="datum_count",

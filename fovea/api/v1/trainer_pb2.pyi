@@ -16,7 +16,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self, with_kept: bool = ...) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind")
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind", "takes_groups")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class GetTrainerInfoResponse(_message.Message):
     MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
+    TAKES_GROUPS_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     instance_id: str
@@ -76,7 +77,8 @@ class GetTrainerInfoResponse(_message.Message):
     memory_used_bytes: int
     memory_total_bytes: int
     memory_kind: str
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ...) -> None: ...
+    takes_groups: bool
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., takes_groups: bool = ...) -> None: ...
 
 class FullParameterConfig(_message.Message):
     __slots__ = ()
@@ -143,15 +145,23 @@ class DeleteModelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = ("header", "datum")
+    __slots__ = ("header", "datum", "group")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     DATUM_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     header: ForwardBackwardHeader
     datum: Datum
-    def __init__(self, header: _Optional[_Union[ForwardBackwardHeader, _Mapping]] = ..., datum: _Optional[_Union[Datum, _Mapping]] = ...) -> None: ...
+    group: DatumGroup
+    def __init__(self, header: _Optional[_Union[ForwardBackwardHeader, _Mapping]] = ..., datum: _Optional[_Union[Datum, _Mapping]] = ..., group: _Optional[_Union[DatumGroup, _Mapping]] = ...) -> None: ...
+
+class DatumGroup(_message.Message):
+    __slots__ = ("datums",)
+    DATUMS_FIELD_NUMBER: _ClassVar[int]
+    datums: _containers.RepeatedCompositeFieldContainer[Datum]
+    def __init__(self, datums: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ...) -> None: ...
 
 class ForwardBackwardHeader(_message.Message):
-    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count", "custom_loss", "seq_id", "drop_gradients")
+    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count", "custom_loss", "seq_id", "drop_gradients", "reads_groups")
     class LossConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +177,7 @@ class ForwardBackwardHeader(_message.Message):
     CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     DROP_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    READS_GROUPS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     loss_function: str
     loss_config: _containers.ScalarMap[str, float]
@@ -175,7 +186,8 @@ class ForwardBackwardHeader(_message.Message):
     custom_loss: CustomLoss
     seq_id: int
     drop_gradients: bool
-    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ..., seq_id: _Optional[int] = ..., drop_gradients: bool = ...) -> None: ...
+    reads_groups: bool
+    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ..., seq_id: _Optional[int] = ..., drop_gradients: bool = ..., reads_groups: bool = ...) -> None: ...
 
 class CustomLoss(_message.Message):
     __slots__ = ("name", "inputs", "graph")
@@ -211,12 +223,20 @@ class Datum(_message.Message):
     def __init__(self, input: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., loss_inputs: _Optional[_Mapping[str, _tensor_pb2.Tensor]] = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
-    __slots__ = ("output", "metrics")
+    __slots__ = ("output", "metrics", "group")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     output: DatumOutput
     metrics: Metrics
-    def __init__(self, output: _Optional[_Union[DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ...) -> None: ...
+    group: OutputGroup
+    def __init__(self, output: _Optional[_Union[DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., group: _Optional[_Union[OutputGroup, _Mapping]] = ...) -> None: ...
+
+class OutputGroup(_message.Message):
+    __slots__ = ("outputs",)
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[DatumOutput]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[DatumOutput, _Mapping]]] = ...) -> None: ...
 
 class DatumOutput(_message.Message):
     __slots__ = ("tensors",)

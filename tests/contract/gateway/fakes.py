@@ -333,7 +333,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.GetTrainerInfoResponse(
             model="fake", family="qwen3_vl", instance_id=self.instance_id, world_size=2, max_lora_rank=64,
             max_context_length=MAX_CONTEXT, model_ids=list(self.models), dtype="float32",
-            loss_functions=["cross_entropy", "importance_sampling"], model_files=self.model_files,
+            loss_functions=["cross_entropy", "importance_sampling"], model_files=self.model_files, takes_groups=True,
         )  # fmt: skip
 
     def _model(self, model_id: str) -> dict[str, Any]:
@@ -365,7 +365,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self, request_iterator: Any, context: Context
     ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
         records = [record async for record in request_iterator]
-        header, datums = records[0].header, [record.datum for record in records[1:]]
+        header, datums = records[0].header, [datum for record in records[1:] for datum in record.group.datums]
         seq_id = header.seq_id if header.backward else 0
         for response in await self._replies.once(header.model_id, seq_id, lambda: self._computed(header, datums)):
             yield response
@@ -394,7 +394,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             model["gradients"] = len(datums) + (0 if header.drop_gradients else model["gradients"])
         metrics = trainer_pb2.Metrics(values={"loss:sum": loss})
         return [
-            *(trainer_pb2.ForwardBackwardResponse(output=output) for output in outputs),
+            trainer_pb2.ForwardBackwardResponse(group=trainer_pb2.OutputGroup(outputs=outputs)),
             trainer_pb2.ForwardBackwardResponse(metrics=metrics),
         ]
 

@@ -113,7 +113,8 @@ async def test_a_broken_trainer_says_so_and_names_no_model(trainer: Trainer) -> 
         await trainer.client.info()
 
 
-async def test_forward_backward(trainer: Trainer) -> None:
+@pytest.mark.parametrize("in_groups", [False, True])
+async def test_forward_backward(trainer: Trainer, in_groups: bool) -> None:
     datums = [_datum(3), _datum(5)]
     header = trainer_pb2.ForwardBackwardHeader(
         model_id="m", loss_function="cross_entropy", backward=True, datum_count=2
@@ -121,7 +122,8 @@ async def test_forward_backward(trainer: Trainer) -> None:
     outcome = ForwardBackwardResult(
         {1: np.arange(5, dtype=np.float32), 0: np.zeros(3, np.float32)}, {"loss:sum": 2.5}, 0.9
     )
-    result, command = await trainer.asked(trainer.client.forward_backward(header, datums), outcome)
+    asked = trainer.client.forward_backward(header, datums, in_groups=in_groups)
+    result, command = await trainer.asked(asked, outcome)
     assert isinstance(command, command_queue.ForwardBackward)
     assert command.sizes == [DatumSize(3, 0), DatumSize(5, 0)]
     assert [trainer_pb2.Datum.FromString(data) for data in command.datums] == datums
@@ -129,6 +131,28 @@ async def test_forward_backward(trainer: Trainer) -> None:
     assert trainer_pb2.ForwardBackwardHeader.FromString(command.header) == header
     assert [tensors.decode(output.tensors["logprobs"]).shape for output in result.outputs] == [(3,), (5,)]
     assert result.metrics == {"loss:sum": 2.5}
+
+
+async def test_a_caller_that_reads_no_groups_gets_one_output_per_message(trainer: Trainer) -> None:
+    header = trainer_pb2.ForwardBackwardHeader(model_id="m", loss_function="cross_entropy", datum_count=2)
+    requests = [
+        trainer_pb2.ForwardBackwardRequest(header=header),
+        *(trainer_pb2.ForwardBackwardRequest(datum=_datum(length)) for length in (3, 5)),
+    ]
+    stub = trainer_pb2_grpc.TrainerServiceStub(trainer.client.channel)
+
+    async def read() -> list[trainer_pb2.ForwardBackwardResponse]:
+        return [response async for response in stub.ForwardBackward(iter(requests))]
+
+    outcome = ForwardBackwardResult({0: np.zeros(3, np.float32), 1: np.zeros(5, np.float32)}, {"loss:sum": 2.5}, 0.9)
+    answers, _ = await trainer.asked(read(), outcome)
+    assert [answer.WhichOneof("record") for answer in answers] == ["output", "output", "metrics"]
+
+
+async def test_more_datums_than_announced_are_refused_in_groups_too(trainer: Trainer) -> None:
+    header = trainer_pb2.ForwardBackwardHeader(model_id="m", loss_function="cross_entropy", datum_count=1)
+    with pytest.raises(InvalidInput, match="datum_count is 1, but more datums were sent"):
+        await trainer.client.forward_backward(header, [_datum(3), _datum(5)], in_groups=True)
 
 
 async def test_a_hint_is_no_command(trainer: Trainer) -> None:
