@@ -18,6 +18,7 @@ from fovea_gateway.components import Components
 from fovea_gateway.fronts.grpc_interceptors import CallBudget
 from fovea_gateway.sessions.future import Kind, Pending, split_messages
 from fovea_gateway.settings import GatewaySettings
+from fovea_gateway.training.batches import LossRequest
 
 # ruff: noqa: N802 - gRPC names the methods.
 
@@ -103,7 +104,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     data.append(record.datum)
             if header is None:
                 raise InvalidInput("the stream is empty; send a header first", field="header")
-            future_id = await self._components.training.submit_forward_backward(owner, header, data)
+            future_id = await self._components.training.submit_forward_backward(owner, LossRequest(header, data))
         return pb.SubmitForwardBackwardResponse(future_id=future_id)
 
     async def CreateCustomLoss(

@@ -192,15 +192,25 @@ def parse_start(prefix: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-async def parse_forward_backward(request: Request, body: bytes) -> tinker_pb2.ForwardBackwardRequest:
-    """Parses a protobuf body. Raises InvalidInput, PayloadTooLarge, ResourceExhausted."""
+async def parse_forward_backward(
+    request: Request, body: bytes, convert: Callable[[tinker_pb2.ForwardBackwardRequest, bytes], R]
+) -> R:
+    """Parses a protobuf body and converts it, both in one thread if it is large.
+
+    Raises InvalidInput, PayloadTooLarge and ResourceExhausted, and what `convert` raises.
+    """
     kind = tinker_pb2.ForwardBackwardRequest
     count = await off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
     request.state.incoming.memory.take(len(body) + count * ELEMENT_BYTES)
-    try:
-        return await off_loop(kind.FromString, body)
-    except DecodeError as error:
-        raise InvalidInput(f"the body is not a ForwardBackwardRequest: {error}") from None
+
+    def decode(body: bytes) -> R:
+        try:
+            message = kind.FromString(body)
+        except DecodeError as error:
+            raise InvalidInput(f"the body is not a ForwardBackwardRequest: {error}") from None
+        return convert(message, body)
+
+    return await off_loop(decode, body)
 
 
 def peek_address(prefix: bytes) -> tuple[str, int] | None:
@@ -303,6 +313,8 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
     Raises IndexError if it does not end, InvalidInput if it is longer than protobuf allows. Without that limit, a
     number of 200 kB takes seconds, and the time grows with the square of its length.
     """
+    if data[position] < 0x80:  # Most keys and lengths have one byte.
+        return data[position], position + 1
     value = 0
     for place in range(_VARINT_BYTES):
         byte = data[position + place]

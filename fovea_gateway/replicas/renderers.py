@@ -117,20 +117,29 @@ class Renderers(Replicas[Renderer]):
         Raises InvalidInput that names `field` and the problem, ContextOverflow for an input longer than the context,
         and Unavailable if no renderer answers in time.
         """
-        rendered = await self._splice_text(model_input, field) or await self._render_remotely(owner, model_input, field)
+        text = await self.render_text(model_input, field)
+        if text is not None:
+            return text
+        rendered = await self._render_remotely(owner, model_input, field)
         await self._check(rendered, field)
         return rendered
 
-    async def _splice_text(
+    async def render_text(
         self, model_input: model_input_pb2.ModelInput, field: str
     ) -> model_input_pb2.RenderedInput | None:
+        """Renders an input without a call to a renderer, or returns None if a renderer is needed.
+
+        Raises the same errors as `render`.
+        """
         if any(chunk.WhichOneof("kind") != "tokens" for chunk in model_input.chunks):
             return None
         tokens = b"".join(chunk.tokens.tokens for chunk in model_input.chunks)
         reserved = (await self.info(self._retry_deadline_s)).reserved_token_ids
         if np.isin(tensors.decode_tokens(tokens, field), reserved).any():
             return None
-        return model_input_pb2.RenderedInput(tokens=tokens)
+        rendered = model_input_pb2.RenderedInput(tokens=tokens)
+        await self._check(rendered, field)
+        return rendered
 
     async def _check(self, rendered: model_input_pb2.RenderedInput, field: str) -> None:
         info = await self.info(self._retry_deadline_s)

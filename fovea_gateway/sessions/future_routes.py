@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,10 +16,9 @@ from fovea_gateway.http.request_body import Body, parse_json, read
 from fovea_gateway.sessions.future import Kind, Outcome, Pending, ResultEncoder
 from fovea_gateway.sessions.futures import Futures
 
-T = TypeVar("T")
-
 _PROTOBUF = "application/x-protobuf"
-_OFF_LOOP_BYTES = 2**20
+_PROTO_OFF_LOOP_BYTES, _JSON_OFF_LOOP_BYTES = 2**15, 2**13
+"""The sizes from which a result is encoded in a thread. A number as JSON costs 0.5 us, so that 8 KiB cost 1 ms."""
 _SPREAD = 0.2
 
 
@@ -100,16 +99,17 @@ class FutureRoutes:
 
     async def _result(self, outcome: Outcome, accept: str) -> Response:
         encoder = self._encoders[outcome.kind]
-        if encoder.to_proto is not None and _PROTOBUF in accept:
-            return Response(await _off_loop(encoder.to_proto, outcome.result), media_type=_PROTOBUF)
-        return Json(await _off_loop(encoder.to_json, outcome.result))
+        is_proto = _PROTOBUF in accept
+        if len(outcome.result) < (_PROTO_OFF_LOOP_BYTES if is_proto else _JSON_OFF_LOOP_BYTES):
+            return _encoded(encoder, outcome.result, is_proto)
+        return await asyncio.to_thread(_encoded, encoder, outcome.result, is_proto)
 
 
-async def _off_loop(encode: Callable[[bytes], T], result: bytes) -> T:
-    """Encodes a large result in a thread, so that the event loop can serve other requests."""
-    if len(result) < _OFF_LOOP_BYTES:
-        return encode(result)
-    return await asyncio.to_thread(encode, result)
+def _encoded(encoder: ResultEncoder, result: bytes, is_proto: bool) -> Response:
+    """Returns the answer with a result. Runs in a thread if the result is large."""
+    if encoder.to_proto is not None and is_proto:
+        return Response(encoder.to_proto(result), media_type=_PROTOBUF)
+    return Json(encoder.to_json(result))
 
 
 def error_json(error: FoveaError) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
 from fovea.runtime.tasks import BackgroundTasks
+from fovea.tinker.v1 import tinker_pb2
 from fovea.wire import custom_loss
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound
@@ -35,11 +37,13 @@ from fovea_gateway.sessions.future import (
     Submission,
     check_seq_id,
     future_id,
+    join_messages,
     run_to_outcome,
     split_messages,
 )
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Sessions
+from fovea_gateway.training.training_wire import data_from_proto, header_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +189,40 @@ def _delete(connection: sa.Connection, session_id: str) -> None:
 BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MOST_AHEAD = 8
 """Batches per owner. The limit keeps commands that wait for a missing request from delaying the rendering of others."""
+_TEXTS_AT_ONCE = 32
+"""Texts that are rendered before the event loop may serve others. They take about 1 ms."""
+_TINKER_TAG = b"\0t"
+"""The start of a stored request that is a client's ForwardBackwardRequest. Any other stored request is a series of
+SubmitForwardBackwardRequest, which starts with the length of its header. That is never 0."""
+
+
+class LossRequest(NamedTuple):
+    """A decoded request for a loss computation."""
+
+    header: gateway_pb2.SubmitForwardBackwardHeader
+    data: Sequence[gateway_pb2.InputDatum]
+
+
+def blob_of_body(body: bytes) -> bytes:
+    """Returns the stored form of a request that came as a Tinker body: the client's bytes behind a tag."""
+    return _TINKER_TAG + body
+
+
+def blob_of_messages(request: LossRequest) -> bytes:
+    """Returns the stored form of a request that came over gRPC."""
+    parts = [gateway_pb2.SubmitForwardBackwardRequest(header=request.header)]
+    return join_messages(parts + [gateway_pb2.SubmitForwardBackwardRequest(datum=datum) for datum in request.data])
+
+
+def request_from_blob(blob: bytes) -> LossRequest:
+    """Decodes a stored request. Raises the errors of `data_from_proto`, which a request that was accepted has not."""
+    if not blob.startswith(_TINKER_TAG):
+        first, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, blob)
+        return LossRequest(first.header, [record.datum for record in rest])
+    body = tinker_pb2.ForwardBackwardRequest()
+    body.ParseFromString(memoryview(blob)[len(_TINKER_TAG) :])  # type: ignore[arg-type]
+    header = header_from_proto(body)
+    return LossRequest(header, data_from_proto(body, header))
 
 
 @dataclass(frozen=True)
@@ -212,21 +250,24 @@ class Batches:
         self._hints = BackgroundTasks()
         self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
 
-    def begin(self, pending: Pending) -> None:
+    def begin(self, pending: Pending, decoded: LossRequest | None) -> None:
         """Starts to prepare a batch in the background, unless its owner has `_MOST_AHEAD` batches under way already.
 
+        Without `decoded`, or later, the request is decoded from its stored form.
         Never raises: `take` raises the error of the preparation.
         """
         ahead = self._ahead[pending.submission.owner]
         if pending.submission.rejection is None and len(ahead) < _MOST_AHEAD:
-            task = asyncio.create_task(self._prepare_ahead(pending), name=f"render {pending.submission.future_id}")
+            task = asyncio.create_task(
+                self._prepare_ahead(pending, decoded), name=f"render {pending.submission.future_id}"
+            )
             task.add_done_callback(_look_at)
             ahead[pending.submission.future_id] = task
 
     async def take(self, pending: Pending) -> Batch:
         """Returns the batch of a request, prepared in advance or now. Raises InvalidInput that names a bad datum."""
         task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
-        return await (self.prepare(pending) if task is None else task)
+        return await (self._prepare(pending, None) if task is None else task)
 
     def drop(self, pending: Pending) -> None:
         """Cancels the preparation of a request that will not run."""
@@ -234,8 +275,8 @@ class Batches:
         if task is not None:
             task.cancel()
 
-    async def _prepare_ahead(self, pending: Pending) -> Batch:
-        batch = await self.prepare(pending)
+    async def _prepare_ahead(self, pending: Pending, decoded: LossRequest | None) -> Batch:
+        batch = await self._prepare(pending, decoded)
         if features := _features(batch):
             self._hints.start(self._tell_trainer(batch.header.model_id, features), "telling the trainer of images")
         return batch
@@ -246,24 +287,26 @@ class Batches:
         except FoveaError as error:  # Only a hint: without it the trainer fetches the images when it computes.
             logger.debug("could not announce %d images of model %s to the trainer: %s", len(features), model_id, error)
 
-    async def prepare(self, pending: Pending) -> Batch:
-        """Decodes and renders a request now."""
-        first, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
-        if not rest:
+    async def _prepare(self, pending: Pending, decoded: LossRequest | None) -> Batch:
+        """Renders a request now, and decodes it unless that has been done."""
+        given, data = decoded or await self._decode(pending)
+        if not data:
             raise InvalidInput("data is empty; send at least one datum", field="data")
         header = trainer_pb2.ForwardBackwardHeader(
-            model_id=first.header.model_id,
-            loss_function=first.header.loss_function,
-            loss_config=first.header.loss_config,
-            backward=first.header.backward,
-            datum_count=len(rest),
-            custom_loss=await self._custom_loss(pending, first.header),
+            model_id=given.model_id,
+            loss_function=given.loss_function,
+            loss_config=given.loss_config,
+            backward=given.backward,
+            datum_count=len(data),
+            custom_loss=await self._custom_loss(pending, given),
         )
         with stage("render", pending.submission.kind.value):
-            rendered = await self._render(
-                pending.submission.owner, {i: record.datum.input for i, record in enumerate(rest)}
-            )
-        return Batch(header, [_datum(index, rendered[index], record.datum) for index, record in enumerate(rest)])
+            rendered = await self._render(pending.submission.owner, {i: datum.input for i, datum in enumerate(data)})
+        return Batch(header, [_datum(index, rendered[index], datum) for index, datum in enumerate(data)])
+
+    async def _decode(self, pending: Pending) -> LossRequest:
+        blob = await self._futures.request_of(pending)
+        return await off_loop_by_size(len(blob), request_from_blob, blob)
 
     async def _custom_loss(
         self, pending: Pending, header: gateway_pb2.SubmitForwardBackwardHeader
@@ -274,26 +317,36 @@ class Batches:
 
     async def render_again(self, pending: Pending, batch: Batch, indexes: Sequence[int]) -> Batch:
         """Returns a copy of a batch in which the datums at `indexes` are rendered anew."""
-        _, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, await self._futures.request_of(pending))
+        data = (await self._decode(pending)).data
         with stage("render", pending.submission.kind.value):
-            rendered = await self._render(pending.submission.owner, {i: rest[i].datum.input for i in indexes})
+            rendered = await self._render(pending.submission.owner, {i: data[i].input for i in indexes})
         datums = list(batch.datums)
         for index, one in rendered.items():
-            datums[index] = _datum(index, one, rest[index].datum)
+            datums[index] = _datum(index, one, data[index])
         return Batch(batch.header, datums)
 
     async def _render(
         self, owner: str, inputs: Mapping[int, model_input_pb2.ModelInput]
     ) -> dict[int, model_input_pb2.RenderedInput]:
+        rendered, others = {}, {}
+        for index, model_input in inputs.items():
+            # Text needs no task of its own, which would cost as much again.
+            text = await self._renderers.render_text(model_input, f"data[{index}].model_input")
+            if text is None:
+                others[index] = model_input
+            else:
+                rendered[index] = text
+            if index % _TEXTS_AT_ONCE == _TEXTS_AT_ONCE - 1:
+                await asyncio.sleep(0)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
                     index: group.create_task(self._renderers.render(owner, model_input, f"data[{index}].model_input"))
-                    for index, model_input in inputs.items()
+                    for index, model_input in others.items()
                 }
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return {index: task.result() for index, task in tasks.items()}
+        return rendered | {index: task.result() for index, task in tasks.items()}
 
 
 def _features(batch: Batch) -> list[model_input_pb2.VisionFeature]:

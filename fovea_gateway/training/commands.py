@@ -26,7 +26,7 @@ from fovea.wire.errors import (
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.sessions.future import Done, Kind, Outcome, Pending, QueueState, Submission, run_to_outcome
 from fovea_gateway.sessions.futures import Futures
-from fovea_gateway.training.batches import BATCH_KINDS, Batch, Batches
+from fovea_gateway.training.batches import BATCH_KINDS, Batch, Batches, LossRequest
 from fovea_gateway.training.journal import Journal, TrainerQueue
 from fovea_gateway.training.models import Model, Models, ModelState
 from fovea_gateway.training.residency import Residency
@@ -69,10 +69,10 @@ class CommandRunner:
         self._trainer, self._batches, self._commands = trainer, batches, commands
         self._disk_wait_s = disk_wait_s
 
-    def begin(self, pending: Pending) -> None:
+    def begin(self, pending: Pending, decoded: LossRequest | None) -> None:
         """Starts the work that a command allows before it may run."""
         if pending.submission.kind in BATCH_KINDS:
-            self._batches.begin(pending)
+            self._batches.begin(pending, decoded)
 
     async def free(self, model: Model) -> None:
         """Makes the trainer free a model that has ended."""

@@ -4,9 +4,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-
-from google.protobuf.message import Message
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
@@ -14,10 +13,10 @@ from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, Sess
 from fovea_gateway.access.usage import KeptRows
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
-from fovea_gateway.sessions.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id, join_messages
+from fovea_gateway.sessions.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
-from fovea_gateway.training.batches import BATCH_KINDS
+from fovea_gateway.training.batches import BATCH_KINDS, LossRequest, blob_of_messages
 from fovea_gateway.training.commands import CommandRunner
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState, id_of_model
@@ -187,29 +186,36 @@ class Training:
             rejection = InvalidInput("lora_config is missing; rank 0 trains all parameters", field="lora_config")
         model = Model(own_id, session.session_id, owner, request.base_model, request.lora, dict(request.user_metadata))
         await self._models.add(model)
-        return await self._submit(owner, Kind.CREATE_MODEL, own_id, 0, [request], rejection), own_id
+        blob = request.SerializeToString()
+        return await self._submit(owner, Kind.CREATE_MODEL, own_id, 0, blob, rejection), own_id
 
     async def submit_forward_backward(
         self,
         owner: str,
-        header: gateway_pb2.SubmitForwardBackwardHeader,
-        data: Sequence[gateway_pb2.InputDatum],
+        request: LossRequest,
         rejection: FoveaError | None = None,
+        blob: bytes | None = None,
     ) -> str:
         """Accepts a loss computation, with or without gradients; returns the id of the future.
+
+        Args:
+            request: The decoded request. If it can be prepared at once, it is not decoded again.
+            rejection: The reason for which it will fail when it is due.
+            blob: The form in which it is stored, as `request_from_blob` reads it. It is made from `request` if absent.
 
         Raises NotFound and SessionEnded. Raises ResourceExhausted above the owner's share, unless this is the next
         command.
         """
-        parts = [gateway_pb2.SubmitForwardBackwardRequest(header=header)]
-        parts += [gateway_pb2.SubmitForwardBackwardRequest(datum=datum) for datum in data]
+        header = request.header
+        stored = await asyncio.to_thread(blob_of_messages, request) if blob is None else blob
         kind = Kind.FORWARD_BACKWARD if header.backward else Kind.FORWARD
-        tokens = sum(least_token_count(datum.input) for datum in data)
-        return await self._submit(owner, kind, header.model_id, header.seq_id, parts, rejection, tokens)
+        tokens = sum(least_token_count(datum.input) for datum in request.data)
+        return await self._submit(owner, kind, header.model_id, header.seq_id, stored, rejection, tokens, request)
 
     async def submit(self, owner: str, request: CommandRequest, rejection: FoveaError | None = None) -> str:
         """Accepts any other command. Raises the same errors as `submit_forward_backward`."""
-        return await self._submit(owner, _KINDS[type(request)], request.model_id, request.seq_id, [request], rejection)
+        blob = request.SerializeToString()
+        return await self._submit(owner, _KINDS[type(request)], request.model_id, request.seq_id, blob, rejection)
 
     async def _submit(
         self,
@@ -217,16 +223,16 @@ class Training:
         kind: Kind,
         model_id: str,
         seq_id: int,
-        request: Sequence[Message],
+        blob: bytes,
         rejection: FoveaError | None,
         token_count: int = 0,
+        decoded: LossRequest | None = None,
     ) -> str:
         model = await self._models.get(owner, model_id)
         await self._sessions.require(owner, model.session_id)
         model = self._models.use(model)
         check_seq_id(seq_id, "seq_id", 0 if kind is Kind.CREATE_MODEL else 1)
         model.last_request_at = time.time()  # Written with the next change of the model.
-        blob = join_messages(request) if kind in BATCH_KINDS else request[0].SerializeToString()
         failed = model.failed_seq_id
         known_failure = failed if failed is not None and self._futures.has_reported_failure(model_id, failed) else None
         submission = Submission(
@@ -237,7 +243,8 @@ class Training:
         in_turn = model.next_seq_id if queue is None else queue.in_turn
         # Later commands wait for this one. If it were refused, they would stay queued and occupy the owner's share.
         others_wait_for_it = kind is not Kind.CREATE_MODEL and seq_id <= in_turn
-        await self._futures.submit(submission, blob, self._start, others_wait_for_it)
+        start = partial(self._start, decoded=decoded)
+        await self._futures.submit(submission, blob, start, others_wait_for_it)
         return submission.future_id
 
     async def resume(self, pendings: Iterable[Pending]) -> None:
@@ -254,7 +261,7 @@ class Training:
             else:
                 self._start(pending)
 
-    def _start(self, pending: Pending) -> None:
+    def _start(self, pending: Pending, decoded: LossRequest | None = None) -> None:
         """Adds an accepted command to its model's queue. The model is in memory unless its session has just ended."""
         submission = pending.submission
         model = self._models.find(submission.scope)
@@ -265,7 +272,7 @@ class Training:
         queue = self._queues.get(model.model_id)
         if queue is None:
             queue = self._queues[model.model_id] = self._new_queue(model, runner)
-        runner.begin(pending)
+        runner.begin(pending, decoded)
         queue.add(pending)
 
     async def _refuse(self, pending: Pending) -> None:

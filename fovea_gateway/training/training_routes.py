@@ -21,7 +21,6 @@ from fovea_gateway.http.model_inputs import LoraConfig
 from fovea_gateway.http.request_body import (
     PREFIX_BYTES,
     BodyTooLarge,
-    off_loop_by_size,
     parse_forward_backward,
     parse_json,
     parse_loosely,
@@ -32,7 +31,7 @@ from fovea_gateway.http.request_body import (
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sessions.future import Kind, ResultEncoder, in_order, split_messages
 from fovea_gateway.training import training_wire as wire
-from fovea_gateway.training.batches import BATCH_KINDS, CustomLosses
+from fovea_gateway.training.batches import BATCH_KINDS, CustomLosses, LossRequest, blob_of_body
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.training import KINDS, CommandRequest, Training
 
@@ -121,36 +120,30 @@ class TrainingRoutes:
             await self._use_up(owner, error.prefix, error)
             raise
         try:
-            body = await parse_forward_backward(request, blob)
+            decoded, stored, rejection = await parse_forward_backward(request, blob, self._decode)
         except (InvalidInput, PayloadTooLarge) as error:
             await self._use_up(owner, blob[:PREFIX_BYTES], error)
             raise
-        header = gateway_pb2.SubmitForwardBackwardHeader(
-            model_id=body.model_id, seq_id=body.seq_id, loss_function=body.loss_fn, backward=not body.forward_only
-        )
-        data: list[gateway_pb2.InputDatum] = []
-        rejection: FoveaError | None = None
-        try:
-            data = await off_loop_by_size(len(blob), self._content, body, header)
-        except FoveaError as error:
-            rejection = error
-        future_id = await self._training.submit_forward_backward(owner, header, data, rejection)
-        return Json({"request_id": future_id, "model_id": body.model_id})
+        future_id = await self._training.submit_forward_backward(owner, decoded, rejection, stored)
+        return Json({"request_id": future_id, "model_id": decoded.header.model_id})
 
     async def _use_up(self, owner: str, prefix: bytes, error: FoveaError) -> None:
         """Fails the future of a refused body in its order, if the start of the body contains model_id and seq_id."""
         if address := peek_address(prefix):
             header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
             with suppress(NotFound, InvalidInput, SessionEnded):
-                await self._training.submit_forward_backward(owner, header, [], error)
+                await self._training.submit_forward_backward(owner, LossRequest(header, []), error)
 
-    def _content(
-        self, body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
-    ) -> list[gateway_pb2.InputDatum]:
-        wire.check_dense_size(body.data, self._max_body_bytes)
-        config, header.custom_loss_id = wire.loss_config_from_proto(body)
-        header.loss_config.update(config)
-        return [wire.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+    def _decode(
+        self, body: tinker_pb2.ForwardBackwardRequest, blob: bytes
+    ) -> tuple[LossRequest, bytes, FoveaError | None]:
+        """Returns a decoded body, its stored form, and the reason to reject it. Runs in a thread if it is large."""
+        header = wire.header_from_proto(body)
+        try:
+            wire.check_dense_size(body.data, self._max_body_bytes)
+            return LossRequest(header, wire.data_from_proto(body, header)), blob_of_body(blob), None
+        except FoveaError as error:
+            return LossRequest(header, []), b"", error
 
     async def optim_step(self, request: Request, owner: str) -> Response:
         return await self._submit(request, owner, wire.OptimStep, gateway_pb2.SubmitOptimStepRequest, _optim_step)

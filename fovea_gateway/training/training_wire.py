@@ -23,6 +23,10 @@ from fovea_gateway.http.request_body import Body, ModelNumber, Number
 from fovea_gateway.sessions.future import ResultEncoder, in_order, split_messages
 
 _DTYPES: dict[int, np.dtype] = {tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"), tinker_pb2.DTYPE_INT64: np.dtype("<i8")}
+_ELEMENT_TYPES: dict[int, "tensor_pb2.ElementType"] = {
+    tinker_pb2.DTYPE_FLOAT32: tensor_pb2.ELEMENT_TYPE_FLOAT32,
+    tinker_pb2.DTYPE_INT64: tensor_pb2.ELEMENT_TYPE_INT64,
+}
 _WIDEST_BYTES = 8
 _TOKEN_BYTES, _TARGET_BYTES = 4, 8
 _SPAN_LISTS = ("model_input_spans", "loss_fn_input_spans")
@@ -157,6 +161,25 @@ def check_dense_size(data: Sequence[tinker_pb2.Datum], most_bytes: int) -> None:
         raise PayloadTooLarge(f"the sparse tensors of data have {size_bytes} bytes when dense; at most {most_bytes}")
 
 
+def header_from_proto(body: tinker_pb2.ForwardBackwardRequest) -> gateway_pb2.SubmitForwardBackwardHeader:
+    """Returns the header of a protobuf body without the settings of its loss, which may be invalid."""
+    return gateway_pb2.SubmitForwardBackwardHeader(
+        model_id=body.model_id, seq_id=body.seq_id, loss_function=body.loss_fn, backward=not body.forward_only
+    )
+
+
+def data_from_proto(
+    body: tinker_pb2.ForwardBackwardRequest, header: gateway_pb2.SubmitForwardBackwardHeader
+) -> list[gateway_pb2.InputDatum]:
+    """Converts the training examples of a body, and completes its header with the settings of the loss.
+
+    Raises InvalidInput or Unimplemented that names the field.
+    """
+    config, header.custom_loss_id = loss_config_from_proto(body)
+    header.loss_config.update(config)
+    return [datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+
+
 def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDatum:
     """Converts a training example from a protobuf body. Raises InvalidInput or Unimplemented that names the field."""
     check_provenance(datum, field)
@@ -164,7 +187,7 @@ def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDa
     for index, chunk in enumerate(datum.model_input):
         fill_chunk(chunk, whole.input.chunks.add(), f"{field}.model_input.chunks[{index}]")
     for name, tensor in datum.loss_fn_inputs.items():
-        whole.loss_inputs[name].CopyFrom(tensor_from_proto(tensor, f"{field}.loss_fn_inputs.{name}"))
+        _fill_tensor(tensor, whole.loss_inputs[name], f"{field}.loss_fn_inputs.{name}")
     return whole
 
 
@@ -173,23 +196,40 @@ def tensor_from_proto(tensor: tinker_pb2.Tensor, field: str) -> tensor_pb2.Tenso
 
     Raises InvalidInput that names `field` for another dtype, or if the bytes, the shape and the indices do not match.
     """
+    message = tensor_pb2.Tensor()
+    _fill_tensor(tensor, message, field)
+    return message
+
+
+def _fill_tensor(tensor: tinker_pb2.Tensor, message: tensor_pb2.Tensor, field: str) -> None:
+    """Writes what `tensor_from_proto` returns into a message that is part of another one, which saves a copy."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidInput(f"{field} has dtype {tensor.dtype}; it must be float32 or int64", field=field)
     given_shape = tensors.check_shape(tensor.shape, field)
     if tensor.WhichOneof("encoding") == "sparse_csr":
-        return tensors.encode(_densify(tensor, dtype, field))
-    values = _flat(tensor.dense, dtype, field)
+        message.CopyFrom(tensors.encode(_densify(tensor, dtype, field)))
+        return
+    data = tensor.dense
+    count = _value_count(data, dtype, field)
     # The SDK omits the shape of a one-dimensional tensor.
-    shape = given_shape or (values.size,)
-    if math.prod(shape) != values.size:
-        raise InvalidInput(f"{field} has {values.size} values, but its shape is {list(shape)}", field=field)
-    return tensors.encode(values.reshape(shape))
+    shape = given_shape or (count,)
+    if math.prod(shape) != count:
+        raise InvalidInput(f"{field} has {count} values, but its shape is {list(shape)}", field=field)
+    # Both wires have the same little-endian values.
+    message.element_type = _ELEMENT_TYPES[tensor.dtype]
+    message.shape.extend(shape)
+    message.data = data
+
+
+def _value_count(data: bytes, dtype: np.dtype, field: str) -> int:
+    if len(data) % dtype.itemsize:
+        raise InvalidInput(f"{field} has {len(data)} bytes, not a multiple of {dtype.itemsize}", field=field)
+    return len(data) // dtype.itemsize
 
 
 def _flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
-    if len(data) % dtype.itemsize:
-        raise InvalidInput(f"{field} has {len(data)} bytes, not a multiple of {dtype.itemsize}", field=field)
+    _value_count(data, dtype, field)
     return np.frombuffer(data, dtype)
 
 

@@ -17,7 +17,14 @@ from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput, Unimplemented
 from fovea_gateway.http.model_inputs import ModelInput, input_from_json
 from fovea_gateway.http.request_body import peek_address
-from fovea_gateway.training.training_wire import datum_from_proto, loss_config_from_proto, tensor_from_proto
+from fovea_gateway.training.batches import LossRequest, blob_of_body, blob_of_messages, request_from_blob
+from fovea_gateway.training.training_wire import (
+    data_from_proto,
+    datum_from_proto,
+    header_from_proto,
+    loss_config_from_proto,
+    tensor_from_proto,
+)
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 text = ids.map(lambda tokens: types.EncodedTextChunk(tokens=tokens))
@@ -210,3 +217,15 @@ def test_a_shape_that_no_array_has_is_refused_by_name(shape: list[int]) -> None:
     ):
         with pytest.raises(InvalidInput, match=r"x\.shape"):
             tensor_from_proto(tensor, "x")
+
+
+@given(st.lists(st.tuples(chunks, st.dictionaries(names, tensor(), max_size=3)), max_size=3))
+def test_a_stored_request_is_read_in_both_forms(sent: list[tuple[list[Any], dict[str, types.TensorData]]]) -> None:
+    data = [types.Datum(model_input=types.ModelInput(chunks=one), loss_fn_inputs=inputs) for one, inputs in sent]
+    body = encode(data, loss_fn_config={"clip": 0.5})
+    header = header_from_proto(body)
+    decoded = LossRequest(header, data_from_proto(body, header))
+    assert dict(header.loss_config) == {"clip": 0.5}
+    assert request_from_blob(blob_of_body(body.SerializeToString())) == decoded
+    # The form of requests over gRPC, and of all requests that version 0.1.0 stored.
+    assert request_from_blob(blob_of_messages(decoded)) == decoded
