@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -222,12 +223,15 @@ async def _serve_fakes(pipe: Pipe) -> None:
 
 
 @asynccontextmanager
-async def gateway(fakes: Sequence[str], command: Sequence[str]) -> AsyncIterator[tuple[int, psutil.Process]]:
+async def gateway(
+    fakes: Sequence[str], command: Sequence[str], checkout: str = ""
+) -> AsyncIterator[tuple[int, psutil.Process]]:
     """Runs a gateway process. Yields its port.
 
     Args:
         fakes: Addresses of renderer, sampler and trainer.
         command: Arguments for Python, such as `-m fovea_gateway`.
+        checkout: The absolute path of the sources that it runs; by default those of this process.
     """
     renderer, sampler, trainer = fakes
     (port,) = free_ports(1)
@@ -237,7 +241,10 @@ async def gateway(fakes: Sequence[str], command: Sequence[str]) -> AsyncIterator
             "trainer": trainer, "port": port, "state-dir": folder, "log-level": "WARNING",
         }  # fmt: skip
         arguments = [f"--{name}={value}" for name, value in flags.items()]
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, *arguments)
+        environment = {**os.environ, "PYTHONPATH": checkout} if checkout else None
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, *arguments, cwd=checkout or None, env=environment
+        )
         try:
             await _until_up(port)
             yield port, psutil.Process(process.pid)

@@ -365,7 +365,8 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self, request_iterator: Any, context: Context
     ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
         records = [record async for record in request_iterator]
-        header, datums = records[0].header, [datum for record in records[1:] for datum in record.group.datums]
+        header = records[0].header
+        datums = [datum for record in records[1:] for datum in record.group.datums or [record.datum]]
         seq_id = header.seq_id if header.backward else 0
         for response in await self._replies.once(header.model_id, seq_id, lambda: self._computed(header, datums)):
             yield response
@@ -393,8 +394,10 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         if header.backward:
             model["gradients"] = len(datums) + (0 if header.drop_gradients else model["gradients"])
         metrics = trainer_pb2.Metrics(values={"loss:sum": loss})
+        groups = [trainer_pb2.ForwardBackwardResponse(group=trainer_pb2.OutputGroup(outputs=outputs))]
+        singles = [trainer_pb2.ForwardBackwardResponse(output=output) for output in outputs]
         return [
-            trainer_pb2.ForwardBackwardResponse(group=trainer_pb2.OutputGroup(outputs=outputs)),
+            *(groups if header.reads_groups else singles),
             trainer_pb2.ForwardBackwardResponse(metrics=metrics),
         ]
 
