@@ -6,7 +6,7 @@ import statistics
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,5 +82,10 @@ def busy(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """Returns the CPU seconds that processes have used since they started."""
-    return float(sum(one.cpu_times().user + one.cpu_times().system for one in processes))
+    """Returns the CPU seconds that processes have used since they started; 0 for one that has ended meanwhile."""
+    total = 0.0
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total

@@ -34,9 +34,11 @@ from fovea_services.trainer.loss_results import (
     reduce_measures,
 )
 from fovea_services.trainer.losses import Loss, Sandbox, loss_of
+from fovea_services.trainer.model.lora import LoraInjector
 from fovea_services.trainer.model.memory_budget import Budgets, MemoryBudget
 from fovea_services.trainer.model.sharding import ShardedModel
-from fovea_services.trainer.model.trained_model import FullModel, TrainedModel
+from fovea_services.trainer.model.small_passes import SmallPasses
+from fovea_services.trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_services.trainer.ranks.control_group import ControlGroup, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ class LossComputer:
         limits: DatumLimits,
         memory: MemoryBudget,
         sandbox: Sandbox,
+        injector: LoraInjector,
+        recorded_tokens: int,
     ) -> None:
         self._sharded = sharded
         self._module = sharded.module
@@ -88,6 +92,11 @@ class LossComputer:
         self._limits = limits
         self._memory = memory
         self._sandbox = sandbox
+        # Several ranks would have to record the collectives of FSDP too.
+        most_tokens = recorded_tokens if sharded.mesh.size() == 1 else 0
+        self._small_passes = SmallPasses(
+            self._module, injector, most_tokens, memory.has_room_to_record, memory.set_aside
+        )
 
     def prepare(self) -> bool:
         """Starts the workers for traced losses. Returns True if those of all ranks are ready. Collective.
@@ -228,7 +237,7 @@ class LossComputer:
             recompute = self._max_tokens(call, step) > recompute_above
             batch = self._layout.pack(own, call.images, run_tower, call.cached)
             with torch.set_grad_enabled(call.command.backward):
-                logprobs_TK = self._module(batch, call.model.unembedding, call.cached, recompute, call.loss.temperature)
+                logprobs_TK = self._logprobs(call, batch, recompute)
                 if own:  # a rank without a datum computes a filler
                     result.count_experts(self._module.expert_loads.counts())
                 total, found = _losses_of(batch, logprobs_TK, call.loss, result)
@@ -250,6 +259,18 @@ class LossComputer:
         # Results are read only after the loop: reading waits for the device, and would delay preparing the next
         # micro-batch.
         _guard(call.alone, result, bring_to_host)
+
+    def _logprobs(self, call: PreparedCall, batch: Batch, recompute: bool) -> Tensor:
+        """The log-probabilities of a micro-batch's targets, float32 [T, K], with gradients."""
+        temperature = call.loss.temperature
+        if (
+            isinstance(call.model, AdapterModel)
+            and call.cached is not None
+            and self._small_passes.takes(batch, recompute)
+        ):
+            return self._small_passes.logprobs(batch, call.model.weights, call.cached, temperature)
+        found: Tensor = self._module(batch, call.model.unembedding, call.cached, recompute, temperature)
+        return found
 
     def _should_continue(self, loss: Loss, result: RankResult) -> bool:
         """Returns True if no rank has failed; only for a loss with a time limit. Collective.

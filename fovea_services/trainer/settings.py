@@ -62,6 +62,12 @@ class TrainerSettings(ServiceSettings):
         description="Recompute activations in backward passes instead of retaining them, a third more work; auto does "
         "so for datums above the token budget.",
     )
+    recorded_tokens: int = Field(
+        8192,
+        ge=0,
+        description="The most tokens of a micro-batch whose pass is recorded as a CUDA graph, on one GPU and for dense "
+        "models, so that a small step does not wait for the host; 0 records nothing.",
+    )
     logit_chunk_mib: int = Field(
         512, ge=1, description="Memory for logits in MiB. Positions are computed in chunks of this size."
     )

@@ -129,8 +129,9 @@ class TrainingEngine:
         vision = VisionOutputCache(settings.vision_memory_mib * MIB)
         sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
         self._losses = LossComputer(
-            self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox
-        )
+            self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox,
+            self._injector, settings.recorded_tokens,
+        )  # fmt: skip
         self._layout = layout
         logger.info(
             "%s with %.1f M parameters in %s on %s, %s between micro-batches",

@@ -6,6 +6,7 @@ all-reduce, one optimizer parameter, and one copy per snapshot. Every rank holds
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from hashlib import sha256
@@ -180,6 +181,33 @@ class LoraWeights:
             else:
                 self.pairs[target.name] = _pair(views, target.name, settings.scale)
 
+    @property
+    def cast_weights(self) -> Tensor:
+        """The weights in the type of the model, flat, as they were at the last `cast`."""
+        return self._cast
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Equal for adapters that have the same tensors at the same places, and the same scale."""
+        return tuple(self._whole_shapes.items()), self.settings.scale
+
+    def pairs_on(self, cast: Tensor, grad: Tensor) -> dict[str, LoraPair]:
+        """Returns the pairs of an adapter without experts over other buffers, which are laid out as its own.
+
+        Args:
+            cast: In the type of the model, what is computed with. It stands for the masters too, which a pass needs
+                only as leaves of its graph.
+            grad: float32, to which backward passes add.
+        """
+        views: dict[str, list[Tensor]] = {}
+        for (name, shape), offset in zip(
+            self._whole_shapes.items(), _offsets(self._whole_shapes.values()), strict=True
+        ):
+            flats = (cast, cast, grad)
+            views[name] = [flat.narrow(0, offset, math.prod(shape)).view(shape) for flat in flats]
+            views[name][0].requires_grad_()
+        return {module: _pair(views, module, self.settings.scale) for module in self.pairs}
+
     def cast(self) -> None:
         """Updates the copies in the model's dtype, so that the next passes use the current weights."""
         if self._cast is not self.flat:
@@ -308,6 +336,15 @@ class LoraInjector:
         self._trained = {**weights.pairs, **weights.experts} if weights else {}
         if weights is not None:
             weights.cast()
+
+    @contextmanager
+    def holding(self, pairs: Mapping[str, LoraPair]) -> Iterator[None]:
+        """Has forward passes compute with these pairs until the block ends."""
+        before, self._trained = self._trained, dict(pairs)
+        try:
+            yield
+        finally:
+            self._trained = before
 
     def activate_full(self, masters: Mapping[str, Tensor]) -> None:
         """Makes the following passes add gradients to the `grad` of these float32 masters, keyed by parameter name."""

@@ -36,6 +36,8 @@ _WORKING_BYTES = 16 * 2**30
 """Memory to reserve for computing, in bytes. With less, steps become slow; snapshots that wait for a push then leave
 the device.
 """
+_RECORDED_SHARE = 0.25
+"""The share of a GPU's memory that recorded passes may keep for good."""
 _HOST_RESERVE_BYTES = 128 * 2**20
 UNLIMITED = 2**62
 """Bytes, where no limit is known."""
@@ -63,11 +65,17 @@ class DeviceMemory:
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self.device = device
         self._limit_bytes = limit_bytes
+        self.set_aside_bytes = 0
+        """Memory that recorded passes keep, which torch counts as unused although nothing else can have it."""
 
     @property
     def is_known(self) -> bool:
         """True if there is a limit to compare with."""
         return self.device.type != "cpu" or self._limit_bytes > 0
+
+    def set_aside(self, size_bytes: int) -> None:
+        """Counts memory that recorded passes keep."""
+        self.set_aside_bytes += max(size_bytes, 0)
 
     def free_bytes(self) -> int:
         """Returns the free memory in bytes.
@@ -77,7 +85,7 @@ class DeviceMemory:
         if self.device.type == "cpu":
             return self._limit_bytes - _resident_bytes() if self._limit_bytes else UNLIMITED
         used_bytes = torch.cuda.memory_allocated(self.device)
-        unused_bytes = torch.cuda.memory_reserved(self.device) - used_bytes
+        unused_bytes = torch.cuda.memory_reserved(self.device) - used_bytes - self.set_aside_bytes
         free_bytes = int(torch.cuda.mem_get_info(self.device)[0] + unused_bytes)
         return min(free_bytes, self._limit_bytes - used_bytes) if self._limit_bytes else free_bytes
 
@@ -289,6 +297,20 @@ class MemoryBudget:
                 f"{what} needs {mib(size_bytes)} on each of the trainer's devices, but only {mib(room_bytes)} are free "
                 f"beside {mib(reserve_bytes)} reserved for computing: delete a model, or use a lower rank"
             )
+
+    def has_room_to_record(self, token_count: int) -> bool:
+        """Says whether a pass of so many tokens may keep its activations for good. Not collective."""
+        if self._memory.device.type != "cuda":
+            return False
+        size_bytes = token_count * activation_bytes(self._config, self._dtype)
+        most_bytes = _RECORDED_SHARE * torch.cuda.get_device_properties(self._memory.device).total_memory
+        # Passes share their memory, so a pass needs only what the largest one so far does not have.
+        needed_bytes = size_bytes - self._memory.set_aside_bytes
+        return size_bytes <= most_bytes and self._memory.free_bytes() > needed_bytes + _WORKING_BYTES
+
+    def set_aside(self, size_bytes: int) -> None:
+        """Counts memory that a recorded pass has taken and keeps."""
+        self._memory.set_aside(size_bytes)
 
     def check_fits(self, token_count: int, budgets: Budgets) -> None:
         """Checks a micro-batch above the token budget. Not collective.

@@ -33,7 +33,7 @@ from fovea_services.trainer.model.expert_routing import ROUTED_EXPERTS, is_exper
 from fovea_services.trainer.model.experts import factor_shapes, use_experts
 from fovea_services.trainer.model.fused_layers import LLAMA_LIKE, fuse_language, fuse_qwen_tower
 from fovea_services.trainer.model.lora_linear import embedding
-from fovea_services.trainer.model.packed_attention import PACKED_ATTENTION
+from fovea_services.trainer.model.packed_attention import MAX_FLASH_CHANNELS, PACKED_ATTENTION
 
 
 class Role(StrEnum):
@@ -193,6 +193,22 @@ class Family:
         rows_TD: Tensor = table(tokens_T)  # Gemma scales its embeddings
         return rows_TD
 
+    def can_be_recorded(self, model: Any) -> bool:
+        """Says whether passes of the language model may become CUDA graphs: fixed work for fixed sizes.
+
+        Experts, windows and states choose kernels by the contents of a batch; attention in float32 does so too.
+        """
+        text = model.config.get_text_config()
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return (
+            model.device.type == "cuda"
+            and model.dtype in (torch.bfloat16, torch.float16)
+            and head_size <= MAX_FLASH_CHANNELS
+            and text.model_type in LLAMA_LIKE
+            and "sliding_attention" not in (getattr(text, "layer_types", None) or ())
+            and not any(map(is_experts, model.modules()))
+        )
+
     def run_vision(self, model: Any, tensors: Mapping[str, Tensor]) -> VisionOutput:
         """Runs the vision tower and the projection to the language model.
 
@@ -214,7 +230,7 @@ class Family:
     def run_language(
         self,
         model: Any,
-        tokens_T: Tensor,
+        tokens_T: Tensor | None,
         embeddings_TD: Tensor,
         positions: Tensor,
         documents: Documents,
@@ -226,7 +242,7 @@ class Family:
 
         Args:
             model: The model.
-            tokens_T: int64. Families with per-layer embeddings look them up from these ids.
+            tokens_T: int64. Families with per-layer embeddings look them up from these ids; others need none.
             embeddings_TD: Input embeddings, with image embeddings already inserted.
             positions: int64 [3, T] for families with multimodal RoPE, else [1, T].
             documents: Bounds of the documents.
@@ -235,7 +251,7 @@ class Family:
             experts_TLk: Experts that layers must use, as in `Batch`.
         """
         more: dict[str, Any] = {}
-        text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(tokens_T)
+        text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(embeddings_TD)
         layer_types = getattr(text, "layer_types", None) or ()
         if vision is not None and vision.deepstack and image_index_M is not None:
             more = {"visual_pos_masks": image_index_M, "deepstack_visual_embeds": list(vision.deepstack)}
@@ -245,6 +261,7 @@ class Family:
             blocks_T = _runs(image_index_M, count) if image_index_M is not None and whole else None
             more["packing"] = Packing(documents.bounds, count, blocks_T, only_windows)
         if getattr(text, "hidden_size_per_layer_input", 0):
+            assert tokens_T is not None
             ids_T = tokens_T if image_index_M is None else tokens_T.index_fill(0, image_index_M, text.pad_token_id)
             more["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_T.unsqueeze(0), None)
         if text.model_type in STATE_LAYERS:

@@ -45,7 +45,7 @@ HARMLESS = {
 _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-_MAX_FLASH_CHANNELS = 256
+MAX_FLASH_CHANNELS = 256
 """The largest head size of the flash attention kernels, in channels."""
 
 _SMALL_BLOCKS: Any = {
@@ -150,7 +150,7 @@ def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return Kernel.GROUPED
     is_plain = scores.softcap is None and scores.sinks_H is None and not packing.has_blocks(scores.window)
-    return Kernel.VARLEN if is_plain and query.shape[-1] <= _MAX_FLASH_CHANNELS else Kernel.FLEX
+    return Kernel.VARLEN if is_plain and query.shape[-1] <= MAX_FLASH_CHANNELS else Kernel.FLEX
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
@@ -237,7 +237,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Pac
     """Computes attention with torch's flex attention, [1, T, H, D]: one kernel for all documents, compiled on a GPU."""
     softcap, sinks_H = scores.softcap, scores.sinks_H
     attend = _compiled_flex() if query.is_cuda else flex_attention
-    is_large = query.is_cuda and query.shape[-1] > _MAX_FLASH_CHANNELS
+    is_large = query.is_cuda and query.shape[-1] > MAX_FLASH_CHANNELS
     out_1HTD, found = attend(
         query,
         key,

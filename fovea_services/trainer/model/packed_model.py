@@ -3,7 +3,7 @@
 Shapes: T packed tokens, K targets per position, D hidden size, M placeholder tokens.
 """
 
-# ruff: noqa: N806 -- the suffix of a tensor's name is its shape
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 import json
 import re
@@ -37,7 +37,7 @@ from fovea import vision
 from fovea.runtime.model_files import read_added_tokens
 from fovea.vision.vision_family import VisionFamily
 from fovea_services.random_weights import random_slices
-from fovea_services.trainer.batches.micro_batch import Batch, TowerInput
+from fovea_services.trainer.batches.micro_batch import Batch, Documents, TowerInput
 from fovea_services.trainer.batches.vision_cache import VisionOutput, split_output
 from fovea_services.trainer.model.expert_routing import ExpertLoads, is_experts
 from fovea_services.trainer.model.experts import ExpertLayout
@@ -116,39 +116,74 @@ class PackedModel(nn.Module):
         """
         for block in self._blocks:
             block.gradient_checkpointing = recompute  # type: ignore[assignment]
-        hidden_TD = self._hidden(batch, cached)
-        head = self.hf.get_output_embeddings().weight
-        softcap = getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)
-        return target_logprobs(
-            hidden_TD,
-            head,
-            unembedding,
-            batch.targets_TK,
-            self._chunk_positions,
-            self._head_dtype,
-            softcap,
-            temperature,
+        embeddings_TD, vision, index_M = self.embed(batch, cached)
+        hidden_TD = self.run_language(
+            embeddings_TD, batch.positions, batch.documents, vision, index_M, batch.tokens_T, batch.experts_TLk
         )
+        return self.logprobs(hidden_TD, unembedding, batch.targets_TK, temperature)
 
-    def _hidden(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> Tensor:
+    @cached_property
+    def can_be_recorded(self) -> bool:
+        """Says whether a pass of the language model neither looks up tokens nor has the host wait for the device."""
+        return self.family.can_be_recorded(self.hf)
+
+    @cached_property
+    def deepstack_levels(self) -> int:
+        """The number of the language model's first layers that features of images are added to."""
+        vision = getattr(self.hf.config, "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    def embed(
+        self, batch: Batch, cached: dict[str, VisionOutput] | None
+    ) -> tuple[Tensor, VisionOutput | None, Tensor | None]:
+        """Returns the embeddings [T, D], those of images in place, what the images' tower made, and where it goes.
+
+        Args:
+            cached: As `forward` takes it.
+        """
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
         vision = self._vision(batch, cached)
-        index_M = None
         if batch.placement is not None and vision is not None:
             index_M = batch.placement.index_M
-            embeddings_TD = embeddings_TD.index_copy(0, index_M, vision.embeddings.to(embeddings_TD.dtype))
-        elif vision is not None:
+            return embeddings_TD.index_copy(0, index_M, vision.embeddings.to(embeddings_TD.dtype)), vision, index_M
+        if vision is not None:
             embeddings_TD = embeddings_TD + vision.anchored()
-            vision = None
+        return embeddings_TD, None, None
+
+    def run_language(
+        self,
+        embeddings_TD: Tensor,
+        positions: Tensor,
+        documents: Documents,
+        vision: VisionOutput | None,
+        index_M: Tensor | None,
+        tokens_T: Tensor | None = None,
+        experts_TLk: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the final hidden states [T, D]; arguments are those of `Family.run_language`."""
         return self.family.run_language(
-            self.hf,
-            batch.tokens_T,
-            embeddings_TD,
-            batch.positions,
-            batch.documents,
-            vision,
-            index_M,
-            batch.experts_TLk,
+            self.hf, tokens_T, embeddings_TD, positions, documents, vision, index_M, experts_TLk
+        )
+
+    def logprobs(
+        self,
+        hidden_TD: Tensor,
+        unembedding: LoraPair | Tensor | None,
+        targets_TK: Tensor,
+        temperature: float,
+        takes_all: bool = False,
+    ) -> Tensor:
+        """Returns the log-probabilities of the targets, float32 [T, K]; arguments are those of `target_logprobs`."""
+        return target_logprobs(
+            hidden_TD,
+            self.hf.get_output_embeddings().weight,
+            unembedding,
+            targets_TK,
+            self._chunk_positions,
+            self._head_dtype,
+            getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None),
+            temperature,
+            takes_all,
         )
 
     def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:

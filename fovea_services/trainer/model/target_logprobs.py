@@ -34,6 +34,7 @@ def target_logprobs(
     head_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     temperature: float = 1.0,
+    takes_all: bool = False,
 ) -> Tensor:
     """Returns float32 [T, K], differentiable in the hidden states, the weight and the adapter.
 
@@ -47,6 +48,8 @@ def target_logprobs(
         head_dtype: Dtype of the logits, float32 or that of the weight; None means that of the weight.
         softcap: c, which no logit exceeds; None for no cap.
         temperature: Divisor of the logits, applied after the cap.
+        takes_all: The backward pass computes all positions, not only those with a gradient: to count those, the host
+            would have to wait for the device.
     """
     apply: Any = _TargetLogprobs.apply
     lora = trained if isinstance(trained, LoraPair) else None
@@ -62,6 +65,7 @@ def target_logprobs(
         head_dtype or weight_VD.dtype,
         softcap,
         temperature,
+        takes_all,
     )
     return result
 
@@ -227,6 +231,7 @@ class _TargetLogprobs(torch.autograd.Function):
         head_dtype: torch.dtype,
         softcap: float | None,
         temperature: float,
+        takes_all: bool,
     ) -> Tensor:
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         for start in range(0, hidden_TD.shape[0], chunk_positions):
@@ -235,7 +240,7 @@ class _TargetLogprobs(torch.autograd.Function):
             logprobs_TK[rows] = _Softmax.of(logits_CV).logprobs(targets_TK[rows])
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK)
         ctx.lora, ctx.master_VD, ctx.chunk_positions = lora, master_VD, chunk_positions
-        ctx.head_dtype, ctx.softcap, ctx.temperature = head_dtype, softcap, temperature
+        ctx.head_dtype, ctx.softcap, ctx.temperature, ctx.takes_all = head_dtype, softcap, temperature, takes_all
         return logprobs_TK
 
     @staticmethod
@@ -250,7 +255,10 @@ class _TargetLogprobs(torch.autograd.Function):
             d_weight = gradient_of(ctx.master_VD)
         elif need_weight:
             d_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
-        positions = grad_TK.abs().sum(dim=1).nonzero().squeeze(1)
+        if ctx.takes_all:
+            positions = torch.arange(len(grad_TK), device=grad_TK.device)
+        else:
+            positions = grad_TK.abs().sum(dim=1).nonzero().squeeze(1)
         for rows in torch.split(positions, ctx.chunk_positions):
             hidden_CD, grad_CK = hidden_TD[rows], grad_TK[rows]
             logits_CV, low_CR = _logits(hidden_CD, weight_VD, lora, ctx.head_dtype, ctx.softcap, ctx.temperature)
@@ -266,4 +274,4 @@ class _TargetLogprobs(torch.autograd.Function):
                 add_product(d_weight, d_logits_CV.T, hidden_CD)
         # Autograd rounds the gradient if the weight wants it in its own dtype.
         passed_on = d_weight if ctx.master_VD is None else None
-        return d_hidden, passed_on, *(8 * (None,))
+        return d_hidden, passed_on, *(9 * (None,))

@@ -1,0 +1,176 @@
+"""Small micro-batches on padded, recorded passes give what an ordinary pass gives, to whichever adapter they belong."""
+
+# ruff: noqa: N806 -- the suffix of a tensor's name is its shape
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from fovea_services.trainer.batches.micro_batch import Batch, Documents, Placement
+from fovea_services.trainer.batches.vision_cache import VisionOutput
+from fovea_services.trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
+from fovea_services.trainer.model.model_family import family_of
+from fovea_services.trainer.model.packed_model import PackedModel, read_weights
+from fovea_services.trainer.model.small_passes import SmallPasses, _Size, padded_size
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+SETTINGS = LoraSettings(4, 8.0, 0, True, True, True, False)
+
+
+def _passes(device: str, kept_bytes: list[int] | None = None) -> SmallPasses:
+    """Passes that are recorded on a GPU; what a recorded one keeps is added to `kept_bytes`."""
+    module, injector, _ = _loaded(device)
+    kept = [] if kept_bytes is None else kept_bytes
+    return SmallPasses(module, injector, 2048, lambda _: device == "cuda", kept.append)
+
+
+@cache
+def _loaded(device: str) -> tuple[PackedModel, LoraInjector, Any]:
+    """A small Qwen3-VL with random weights: float32 on a CPU, bfloat16 on a GPU, where float32 is not recorded."""
+    torch.manual_seed(0)
+    text = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "vocab_size": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64,
+    }  # fmt: skip
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=250, video_token_id=251)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    family = family_of("qwen3_vl")
+    with TemporaryDirectory() as folder:
+        Qwen3VLForConditionalGeneration(config).to(dtype).save_pretrained(folder)
+        hf = family.build(config, dtype)
+        read_weights(hf, Path(folder), torch.device(device))
+    module = PackedModel(family, None, hf, None, 128, torch.float32)
+    assert module.requires_grad_(False).can_be_recorded == (device == "cuda")
+    targets = list(family.lora_targets(hf))
+    return module, LoraInjector(targets), targets
+
+
+def _adapter(device: str, number: int) -> LoraWeights:
+    module, _, targets = _loaded(device)
+    weights = LoraWeights(SETTINGS, targets, torch.device(device), module.hf.dtype)
+    with torch.no_grad():
+        weights.flat.add_(
+            torch.randn(len(weights.flat), generator=torch.Generator().manual_seed(number)).to(device) / 9
+        )
+    return weights
+
+
+def _batch(device: str, lengths: list[int], images: bool, seed: int = 0) -> tuple[Batch, dict[str, VisionOutput]]:
+    module = _loaded(device)[0]
+    generator, count = torch.Generator().manual_seed(seed), sum(lengths)
+    text, levels = module.hf.config.get_text_config(), module.deepstack_levels
+    assert levels, "this family adds features of images to its first layers"
+    tokens_T = torch.randint(0, 200, (count,), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(3, -1)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    targets_T1 = torch.randint(0, 200, (count, 1), generator=generator)
+    placement, cached = None, {}
+    if images:
+        index_M = torch.tensor([1, 2, 3, lengths[0] + 1])
+        parts = [torch.randn(4, text.hidden_size, generator=generator).to(device) for _ in range(1 + levels)]
+        placement, cached = Placement(("cat",), index_M.to(device)), {"cat": VisionOutput(parts[0], tuple(parts[1:]))}
+    datums: Any = tuple(SimpleNamespace(tokens=range(length)) for length in lengths)
+    tensors = (one.to(device) for one in (tokens_T, positions, bounds, targets_T1))
+    tokens_T, positions, bounds, targets_T1 = tensors
+    documents = Documents(bounds, max(lengths))
+    return Batch(tokens_T, positions, documents, targets_T1, (), None, placement, datums), cached
+
+
+def _direction(logprobs: Tensor) -> Tensor:
+    """Gradients of the log-probabilities; half of them are zero, as those of prompts are."""
+    values = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(3)).relu()
+    return values.to(logprobs.device)
+
+
+def _found(device: str, passes: SmallPasses | None, weights: LoraWeights, batch: Any) -> tuple[Tensor, Tensor]:
+    module, injector, _ = _loaded(device)
+    packed, cached = batch
+    weights.flat_grad.zero_()
+    injector.activate(weights)
+    if passes is None:
+        logprobs = module(packed, weights.pairs[UNEMBEDDING], dict(cached))
+    else:
+        logprobs = passes.logprobs(packed, weights, dict(cached), 1.0)
+    torch.autograd.backward([(logprobs * _direction(logprobs)).sum()])
+    return logprobs.detach().clone(), weights.flat_grad.clone()
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_small_pass_is_an_ordinary_one(device: str, images: bool) -> None:
+    passes = _passes(device)
+    tolerances = {"cpu": (1e-5, 1e-5), "cuda": (0.1, 0.05)}[device]
+    for lengths in ([7, 70, 20], [7, 70, 21], [130]):
+        batch = _batch(device, lengths, images and len(lengths) > 1)
+        for number in range(3):  # the first pass of a size is run, the second one is recorded, the third is replayed
+            weights = _adapter(device, number)
+            expected, expected_gradient = _found(device, None, weights, batch)
+            found, gradient = _found(device, passes, weights, batch)
+            assert found.shape == expected.shape
+            assert (found - expected).abs().max() <= tolerances[0]
+            assert (gradient - expected_gradient).norm() <= tolerances[1] * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_replayed_pass_is_equal_to_the_bit_and_mixes_no_adapters(device: str) -> None:
+    kept_bytes: list[int] = []
+    passes = _passes(device, kept_bytes)
+    batches = [_batch(device, [40, 60], images=True, seed=seed) for seed in (0, 1)]
+    adapters = [_adapter(device, number) for number in range(2)]
+    first = [_found(device, _passes(device), adapter, batch) for adapter, batch in zip(adapters, batches, strict=True)]
+    for _ in range(3):
+        for adapter, batch, (logprobs, gradient) in zip(adapters, batches, first, strict=True):
+            found = _found(device, passes, adapter, batch)
+            assert torch.equal(found[0], logprobs)
+            if device == "cpu":  # flash attention adds gradients of keys in no fixed order
+                assert torch.equal(found[1], gradient)
+            assert (found[1] - gradient).norm() <= 1e-3 * gradient.norm()
+    assert bool(kept_bytes) == (device == "cuda")
+
+
+def test_gradients_add_up_over_passes() -> None:
+    passes = _passes("cpu")
+    weights, (batch, cached) = _adapter("cpu", 0), _batch("cpu", [30], images=False)
+    once = _found("cpu", passes, weights, (batch, cached))[1]
+    logprobs = passes.logprobs(batch, weights, dict(cached), 1.0)
+    torch.autograd.backward([(logprobs * _direction(logprobs)).sum()])
+    torch.testing.assert_close(weights.flat_grad, 2 * once)
+
+
+def test_without_gradients_nothing_is_added() -> None:
+    passes = _passes("cpu")
+    weights, (batch, cached) = _adapter("cpu", 0), _batch("cpu", [30], images=False)
+    expected = _found("cpu", passes, weights, (batch, cached))[0]
+    weights.flat_grad.zero_()
+    with torch.no_grad():
+        assert torch.equal(passes.logprobs(batch, weights, dict(cached), 1.0), expected)
+    assert not weights.flat_grad.any()
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [32, 32], [1, 1, 1, 200], [2048], [5] * 300])
+def test_padding_fills_the_size_with_documents_that_are_not_too_long(lengths: list[int]) -> None:
+    batch, _ = _batch("cpu", lengths, images=False)
+    size = _Size.of(batch, False, 1.0)
+    count = sum(lengths)
+    assert count <= size.tokens <= max(64, count + max(63, count // 8))
+    bounds = size.bounds(batch.documents.bounds, count)
+    assert len(bounds) == size.documents + 1
+    assert bounds[: len(lengths) + 1].tolist() == batch.documents.bounds.tolist()
+    assert bounds[-1] == size.tokens
+    assert 0 <= torch.diff(bounds).min() <= torch.diff(bounds).max() <= size.longest
+
+
+def test_sizes_are_few() -> None:
+    assert len({padded_size(count) for count in range(1, 8193)}) < 80
