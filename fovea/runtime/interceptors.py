@@ -27,7 +27,7 @@ CALL_SECONDS = Histogram(
 )
 
 Context = grpc.aio.ServicerContext
-_AsTold = Callable[[FoveaError], FoveaError]
+_Translate = Callable[[FoveaError], FoveaError]
 _UNTOUCHED = ("/grpc.",)  # health and reflection set their own statuses
 _KINDS = {
     (request, response): f"{'stream' if request else 'unary'}_{'stream' if response else 'unary'}"
@@ -45,11 +45,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     Args:
         begins_traces: Whether a call without a `traceparent` begins a trace. A call with one continues the caller's
             trace.
-        as_told: Returns the error that the caller receives for a given error.
+        translate: Returns the error that the caller receives for a given error.
     """
 
-    def __init__(self, begins_traces: bool = False, as_told: _AsTold = lambda error: error) -> None:
-        self._begins_traces, self._as_told = begins_traces, as_told
+    def __init__(self, begins_traces: bool = False, translate: _Translate = lambda error: error) -> None:
+        self._begins_traces, self._translate = begins_traces, translate
 
     async def intercept_service(
         self,
@@ -67,7 +67,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         guard = _guard_stream if handler.response_streaming else _guard_unary
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         guarded: grpc.RpcMethodHandler = make(
-            guard(method, getattr(untyped, kind), self._begins_traces, self._as_told),
+            guard(method, getattr(untyped, kind), self._begins_traces, self._translate),
             untyped.request_deserializer,
             untyped.response_serializer,
         )
@@ -75,10 +75,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _guard_unary(
-    method: str, inner: Callable[[Any, Context], Awaitable[Any]], begins_traces: bool, as_told: _AsTold
+    method: str, inner: Callable[[Any, Context], Awaitable[Any]], begins_traces: bool, translate: _Translate
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behavior(request: Any, context: Context) -> Any:
-        async with _Call(method, context, as_told):
+        async with _Call(method, context, translate):
             with _span(method, context, begins_traces):
                 return await inner(request, context)
 
@@ -86,10 +86,10 @@ def _guard_unary(
 
 
 def _guard_stream(
-    method: str, inner: Callable[[Any, Context], AsyncIterator[Any]], begins_traces: bool, as_told: _AsTold
+    method: str, inner: Callable[[Any, Context], AsyncIterator[Any]], begins_traces: bool, translate: _Translate
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def behavior(request: Any, context: Context) -> AsyncIterator[Any]:
-        async with _Call(method, context, as_told):
+        async with _Call(method, context, translate):
             with _span(method, context, begins_traces):
                 async for response in inner(request, context):
                     yield response
@@ -107,9 +107,9 @@ def _span(method: str, context: Context, begins_traces: bool) -> AbstractContext
 class _Call:
     """One call: measures and counts it, and sets its status."""
 
-    def __init__(self, method: str, context: Context, as_told: _AsTold) -> None:
+    def __init__(self, method: str, context: Context, translate: _Translate) -> None:
         self._method = method.rsplit("/", 1)[-1]
-        self._context, self._as_told = context, as_told
+        self._context, self._translate = context, translate
 
     async def __aenter__(self) -> None:
         self._start = time.perf_counter()
@@ -128,7 +128,7 @@ class _Call:
             known = error if isinstance(error, FoveaError) else self._unmapped(error)
             code, reason = known.code, known.reason
             context: Any = self._context
-            await context.abort_with_status(rpc_status.to_status(to_status(self._as_told(known))))
+            await context.abort_with_status(rpc_status.to_status(to_status(self._translate(known))))
         finally:
             CALLS.labels(self._method, code.name).inc()
             if reason:

@@ -49,7 +49,7 @@ class ServiceServer:
         settings: Address, ports and drain time.
         service_names: Full names, such as `fovea.api.v1.SamplerService`; health and reflection answer for each.
         begins_traces: Whether calls without a trace begin one. True only at the entry of the platform.
-        as_told: Returns the error that a caller receives for a given error.
+        translate: Returns the error that a caller receives for a given error.
         options: gRPC core options that override `SERVER_OPTIONS`.
         bounds: Interceptors between the error interceptor and the servicers. FoveaErrors from them become statuses.
     """
@@ -59,7 +59,7 @@ class ServiceServer:
         settings: ServiceSettings,
         service_names: Sequence[str],
         begins_traces: bool = False,
-        as_told: Callable[[FoveaError], FoveaError] = lambda error: error,
+        translate: Callable[[FoveaError], FoveaError] = lambda error: error,
         options: Mapping[str, int] = MappingProxyType({}),
         bounds: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
@@ -68,7 +68,7 @@ class ServiceServer:
         self._stop = asyncio.Event()
         self._serving = False
         self._metrics_port: int | None = None
-        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, as_told), *bounds]
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, translate), *bounds]
         if settings.internal and (secret := service_secret()):
             interceptors.insert(0, SecretInterceptor(secret))
         self.grpc = grpc.aio.server(

@@ -24,7 +24,7 @@ class ServiceSettings(BaseSettings):
     )
 
     internal: ClassVar[bool] = True
-    """Whether only services of the same Fovea call this one, with the secret that they share."""
+    """True if only services of the same Fovea call this one, with the secret that they share."""
 
     host: str = Field(
         "127.0.0.1",

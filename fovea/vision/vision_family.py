@@ -76,7 +76,7 @@ class VisionFamily(ABC):
     """Tokens that stand for a component of an image or a video. Text may not have one directly after the opener."""
 
     takes_adapters: ClassVar[bool] = True
-    """Whether vLLM supports LoRA for it; if not, all parameters are trained."""
+    """True if vLLM supports LoRA for it; otherwise all parameters are trained."""
 
     position_rows: ClassVar[int] = 1
     """Rows of the position ids of an input with images; 1 if they count up as for text."""

@@ -191,7 +191,7 @@ class Gateway:
         auth = AuthInterceptor(self.components.keys, self.components.owners, self._ready)
         self.grpc = ServiceServer(
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
-            begins_traces=True, as_told=self._translate, options=channel_limits(settings),
+            begins_traces=True, translate=self._translate, options=channel_limits(settings),
             bounds=[auth, BoundedMessages()],
         )  # fmt: skip
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(

@@ -181,7 +181,7 @@ class Endpoints:
         patience_s: Seconds to wait for a body to begin.
         on_refusal: Called for each request that ends with an error: with the owner (empty if unknown), the route and
             the error.
-        as_told: Converts an error into the one to send to the caller.
+        translate: Converts an error into the one to send to the caller.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class Endpoints:
         memory: Quota,
         patience_s: float,
         on_refusal: Callable[[str, str, FoveaError], None],
-        as_told: Callable[[FoveaError], FoveaError],
+        translate: Callable[[FoveaError], FoveaError],
     ) -> None:
         self._identify, self._check_rate, self._prefix = identify, check_rate, prefix
         self._memory, self._patience_s, self._on_refusal = memory, patience_s, on_refusal
-        self._as_told = as_told
+        self._translate = translate
 
     def route(self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER) -> Route:
         """Returns a route that needs an API key with this scope."""
@@ -258,7 +258,7 @@ class Endpoints:
             words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
             logger.info("request %s, %s %s: %d %s: %s", *words)
             metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
-            told = self._as_told(error)
+            told = self._translate(error)
             self._on_refusal(CALLER.get().owner, route, told)
             return api.answer_error(told)
         except ClientDisconnect:

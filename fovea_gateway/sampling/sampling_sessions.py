@@ -80,8 +80,7 @@ class Sampling:
     async def open(
         self, owner: str, session_id: str, request_seq_id: int, base_model: str, model_path: str
     ) -> SamplingSession:
-        """Opens a sampling session on the base model or on a saved snapshot; a repeated request returns the first
-        session.
+        """Opens a sampling session on the base model or a saved snapshot; a repeated request returns the first one.
 
         Raises NotFound for an unknown session, model or path, InvalidInput if neither is named, they do not fit, or the
         base model is for training only, ResourceExhausted above the owner's share of rows.

@@ -65,8 +65,8 @@ class TrainerSettings(ServiceSettings):
     recorded_tokens: int = Field(
         8192,
         ge=0,
-        description="The most tokens of a micro-batch whose pass is recorded as a CUDA graph, on one GPU and for dense "
-        "models, so that a small step does not wait for the host; 0 records nothing.",
+        description="Passes of micro-batches with at most this many tokens are recorded as CUDA graphs, so that small "
+        "steps do not wait for the host. For dense models on one GPU; 0 records nothing.",
     )
     logit_chunk_mib: int = Field(
         512, ge=1, description="Memory for logits in MiB. Positions are computed in chunks of this size."

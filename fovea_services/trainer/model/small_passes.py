@@ -138,7 +138,7 @@ class _Pass:
         return self._logprobs_S1.detach()[:count].clone()
 
     def backward(self, grad_T1: Tensor, weights: LoraWeights) -> None:
-        """Adds to the gradients of an adapter, whose weights the stand-in has."""
+        """Adds to the gradients of an adapter; the stand-in must hold its weights."""
         self._grad_S1.zero_()[: len(grad_T1)].copy_(grad_T1)
         if self._graphs is not None:
             self._graphs[1].replay()

@@ -149,7 +149,7 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
         sources: dict[str, Any] = {}
         for file in sorted({weight_map[name] for name in whole}):
-            path = f"{folder.path}/{file}" if folder.is_local else f"{scratch}/{file}"
+            path = f"{folder.path if folder.is_local else scratch}/{file}"
             if not folder.is_local:
                 folder.files.get_file(f"{folder.path}/{file}", path)
             tensors = files.enter_context(safe_open(path, "pt"))
@@ -163,10 +163,7 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
 
 
 def _read_shard(sources: Mapping[str, Any], name: str, like: Tensor, layout: ExpertLayout | None) -> Tensor:
-    """Returns this rank's rows of a parameter, in the dtype of the model.
-
-    Parameters are sharded along the first dimension.
-    """
+    """Returns this rank's rows of a parameter, in the dtype of the model. Shards divide the first dimension."""
     first, count = 0, like.shape[0] if like.dim() else 0
     if isinstance(like, DTensor):
         (count, *_), (first, *_) = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)

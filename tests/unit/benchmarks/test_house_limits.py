@@ -25,7 +25,7 @@ def found() -> dict[str, Figure]:
     return figures(House.of(None))
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", [name for name in MOST if not name.startswith("prose_")])
 def test_no_figure_exceeds_its_limit(found: dict[str, Figure], name: str) -> None:
     figure = found[name]
     assert figure.value <= MOST[name], "\n".join([f"{figure.value:g} {figure.unit}", *figure.behind])

@@ -41,7 +41,7 @@ def test_an_owner_is_told_of_its_own() -> None:
     assert (group.truth, group.drawn[0].reward) == ("seven", 1.0)
 
 
-def test_a_picture_that_a_page_was_told_of_can_still_be_fetched_a_moment_after_others_came(
+def test_a_picture_that_a_page_wtranslate_of_can_still_be_fetched_a_moment_after_others_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gallery = SampleGallery()

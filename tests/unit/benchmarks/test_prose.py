@@ -1,0 +1,41 @@
+"""The English of code and documents: patterns that make it hard to read, which may only become fewer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.prose import Finding, Text, counts, files, findings, texts
+
+ROOT = Path(__file__).parents[3]
+LIMITS: dict[str, int] = json.loads((ROOT / "benchmarks/house_limits.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Finding]:
+    return [finding for path in files([]) for text in texts(path) for finding in findings(text)]
+
+
+@pytest.mark.parametrize("name", sorted(counts([])))
+def test_no_pattern_occurs_more_often_than_its_limit(found: list[Finding], name: str) -> None:
+    own = [finding for finding in found if finding.pattern == name]
+    assert len(own) <= LIMITS[f"prose_{name}"], "\n".join(map(str, own))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "pattern"),
+    [
+        ("docstring", "What a client sends.", "clause_docstrings"),
+        ("message", "nobody asks for it", "indefinite_persons"),
+        ("comment", "# a process who ends", "who_for_things"),
+        ("document", "The caller is told why.", "vague_passives"),
+        ("message", "it is refused by name", "vague_passives"),
+    ],
+)
+def test_a_pattern_is_found(kind: str, words: str, pattern: str) -> None:
+    assert [finding.pattern for finding in findings(Text(Path("a.py"), 1, kind, words))] == [pattern]
+
+
+@pytest.mark.parametrize("words", ["People who train models", "It is for users who have a GPU."])
+def test_people_may_be_who(words: str) -> None:
+    assert not list(findings(Text(Path("a.md"), 1, "document", words)))
