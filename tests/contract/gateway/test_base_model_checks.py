@@ -129,7 +129,7 @@ async def test_the_gateway_does_what_they_ask(school: School, checkpoint: pathli
     verdicts = {row["id"]: row for row in json.loads(out.read_text())}
     assert {name: (row["status"], row["detail"]) for name, row in verdicts.items()} == {
         "C120": ("passed", "3 models, each of its own weights"),
-        "C121": ("passed", f"['{TEACHER}'] refused by name, and sampled"),
+        "C121": ("passed", f"['{TEACHER}'] refused with their names, and sampled"),
         "C122": ("passed", "4 of one run, on pages of two"),
         "C123": ("passed", "an adapter of one module, the same when downloaded"),
     }

@@ -60,7 +60,9 @@ async def test_a_killed_loop_goes_on(stack: Stack, tmp_path: pathlib.Path, servi
     fresh = await service.create_lora_training_client(base_model=stack.model_name, rank=8)
     asked: dict[str, Any] = {"on_step": print, "held_out": [Watched], "out": cut}
     template = ChatTemplate(fresh.get_tokenizer())
-    with pytest.raises(InvalidInput, match="has taken 6 steps, whose weights the training client does not have: make"):
+    with pytest.raises(
+        InvalidInput, match="a run of 6 steps, and the training client does not have its weights: create"
+    ):
         await train(fresh, template, [Watched] * 3, SETTINGS, **asked)
     with pytest.raises(InvalidInput, match="to a run with steps 6, not 7: give another folder"):
         await train(fresh, template, [Watched] * 3, replace(SETTINGS, steps=7), **asked)
