@@ -83,7 +83,7 @@ async def _watch(engine: Engine, server: ServiceServer, service: SamplerService)
     """Stops the service once the engine is dead. By then vLLM has failed every request in flight with an error."""
     while not engine.dead:  # noqa: ASYNC110 - vLLM sets a flag, not an event
         await asyncio.sleep(_WATCH_PERIOD_S)
-    logger.critical("the engine died; the process exits with code %d and must be restarted", EXIT_ENGINE_DIED)
+    logger.critical("the engine has died; the process exits with code %d and must be restarted", EXIT_ENGINE_DIED)
     service.set_ready(False)
     await server.set_serving(False)
     server.request_stop()
