@@ -105,7 +105,7 @@ async def test_a_full_push_that_has_no_time_to_wait(
     request = request_for(prompts.make("Endless").wire, stop=through, sample_count=16)
     async with aclosing(client.sample(request)) as events:
         async for _ in events:
-            with pytest.raises(DeadlineExceeded, match="samples in flight"):
+            with pytest.raises(DeadlineExceeded, match="requests in flight"):
                 await sender.push("late@1", trained(reference), timeout_s=2)
             break
     assert (await client.info()).resident_snapshot_id == ""
