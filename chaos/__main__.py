@@ -49,7 +49,7 @@ def main() -> int:
         print(result.summary())
         print(f"seconds until all serve again: {recoveries(result.happened)}")
         violations = [*result.violations, *checker.nothing_left(Counter(), Counter(), left)]
-        print(checker.told(violations), flush=True)
+        print(checker.summary(violations), flush=True)
         return 1 if violations else 0
 
     return asyncio.run(whole())

@@ -104,7 +104,7 @@ def named_snapshot(history: History, undisturbed: History) -> list[Violation]:
     """
     found: list[str] = []
     for one, other in _pairs(history, undisturbed, found):
-        if one.operation not in _SAMPLED or not _is_told(one) or not _is_told(other):
+        if one.operation not in _SAMPLED or not _has_answer(one) or not _has_answer(other):
             continue
         ours, theirs = _value(one), _value(other)
         where = f"{one.name} of snapshot {one.arguments.get('snapshot')}"
@@ -113,7 +113,7 @@ def named_snapshot(history: History, undisturbed: History) -> list[Violation]:
         elif (difference := _difference(ours["logprobs"], theirs["logprobs"])) > SAMPLE_TOLERANCE:
             found.append(f"{where} has other log-probabilities, by {difference:.1e}")
     for client in undisturbed.clients:
-        scores = [one for one in undisturbed.of(client) if one.operation == "score" and _is_told(one)]
+        scores = [one for one in undisturbed.of(client) if one.operation == "score" and _has_answer(one)]
         for before, after in pairwise(scores):
             difference = _difference(_value(before)["logprobs"], _value(after)["logprobs"])
             if difference < 10 * SAMPLE_TOLERANCE:
@@ -142,7 +142,7 @@ def nothing_left(growth: Inventory, undisturbed: Inventory, stopped: Sequence[st
     return _violations("nothing left", [*found, *(f"{what} after the stop" for what in stopped)])
 
 
-def told(violations: Sequence[Violation]) -> str:
+def summary(violations: Sequence[Violation]) -> str:
     """Formats violations for a terminal. Shortens the list, because a run that stopped halfway breaks many promises."""
     lines = []
     for promise, count in Counter(one.promise for one in violations).items():
@@ -173,7 +173,7 @@ def _model(commands: Sequence[Command]) -> str:
     )
 
 
-def _is_told(command: Command) -> bool:
+def _has_answer(command: Command) -> bool:
     """Returns whether a command has an answer that is not an error. Other answers break another promise."""
     return bool(command.answers) and not command.answers[0].error
 

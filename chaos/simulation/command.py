@@ -34,7 +34,7 @@ def _replay(seeds: list[int], template: Path) -> int:
     outcomes = [run_seed(seed, template) for seed in seeds]
     for outcome in outcomes:
         print(_line(outcome))
-        print(checker.told(outcome.violations))
+        print(checker.summary(outcome.violations))
     return int(any(outcome.violations for outcome in outcomes))
 
 
@@ -47,7 +47,7 @@ def _run_many(seeds: range, template: Path) -> int:
         totals.update(seeds=1, commands=outcome.commands, faults=outcome.faults, virtual_s=round(outcome.virtual_s))
         if outcome.violations:
             totals["broken"] += 1
-            print(f"{_line(outcome)}\n{checker.told(outcome.violations)}", flush=True)
+            print(f"{_line(outcome)}\n{checker.summary(outcome.violations)}", flush=True)
         if totals["seeds"] % _TOLD_EACH == 0 or outcome.seed == seeds[-1]:
             print(_summary(totals, time.process_time() - begun), flush=True)
     return int(bool(totals["broken"]))

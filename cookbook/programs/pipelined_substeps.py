@@ -15,7 +15,7 @@ from tinker_cookbook.rl.train import train_step
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.misc_utils import split_list
 
-from cookbook.programs.told import Told, read_command_line, write_metrics
+from cookbook.programs.arguments import Arguments, read_command_line, write_metrics
 
 SUBSTEPS = 4
 SAMPLES = 16
@@ -24,11 +24,11 @@ LEARNING_RATE = 1e-3
 LEAST_MOVE = 1e-2
 
 
-async def main(told: Told) -> None:
+async def main(arguments: Arguments) -> None:
     """Trains and compares both adapters. Raises RuntimeError if training changed nothing."""
-    service = tinker.ServiceClient(base_url=told.base_url)
-    data = await sampled_data(service, told)
-    pipelined, patient = [await new_adapter(service, told.model_name) for _ in range(2)]
+    service = tinker.ServiceClient(base_url=arguments.base_url)
+    data = await sampled_data(service, arguments)
+    pipelined, patient = [await new_adapter(service, arguments.model_name) for _ in range(2)]
     before = await logprobs(pipelined, data)
     await train_step(data, pipelined, LEARNING_RATE, SUBSTEPS, "importance_sampling")
     for batch in split_list(data, SUBSTEPS):
@@ -38,7 +38,7 @@ async def main(told: Told) -> None:
     if moved < LEAST_MOVE:
         raise RuntimeError(f"training changed log-probabilities by {moved:.3g} at most, so there is nothing to compare")
     rows = ({"difference": (a - b).abs().max().item()} for a, b in zip(one, other, strict=True))
-    write_metrics(told.log_path / "metrics.jsonl", ({"step": step, **row} for step, row in enumerate(rows)))
+    write_metrics(arguments.log_path / "metrics.jsonl", ({"step": step, **row} for step, row in enumerate(rows)))
 
 
 async def new_adapter(service: tinker.ServiceClient, model_name: str) -> tinker.TrainingClient:
@@ -47,11 +47,11 @@ async def new_adapter(service: tinker.ServiceClient, model_name: str) -> tinker.
     return training
 
 
-async def sampled_data(service: tinker.ServiceClient, told: Told) -> list[tinker.Datum]:
+async def sampled_data(service: tinker.ServiceClient, arguments: Arguments) -> list[tinker.Datum]:
     """Returns samples of the base model with advantages of both signs, like those of a rollout."""
-    renderer = get_renderer(told.renderer_name, get_tokenizer(told.model_name))
+    renderer = get_renderer(arguments.renderer_name, get_tokenizer(arguments.model_name))
     prompt = renderer.build_generation_prompt([{"role": "user", "content": "Which sign is this?"}])
-    sampler = await service.create_sampling_client(base_model=told.model_name)
+    sampler = await service.create_sampling_client(base_model=arguments.model_name)
     params = tinker.SamplingParams(max_tokens=12, seed=1, stop=[])
     answer = await sampler.sample(prompt, num_samples=SAMPLES, sampling_params=params)
     return [datum(prompt, sequence, 1.0 if i % 2 else -0.5) for i, sequence in enumerate(answer.sequences)]

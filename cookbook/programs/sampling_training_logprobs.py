@@ -14,7 +14,7 @@ import torch.autograd.forward_ad
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from cookbook.programs.told import Told, read_command_line, write_metrics
+from cookbook.programs.arguments import Arguments, read_command_line, write_metrics
 
 UPDATES = 3
 LEARNING_RATE = 1e-4
@@ -22,11 +22,11 @@ TOKENS = 2048
 DOCUMENT = Path(torch.autograd.forward_ad.__file__).read_text()
 
 
-async def main(told: Told) -> None:
+async def main(arguments: Arguments) -> None:
     """Trains, then scores the same tokens with the sampler. The last row has the mean squared difference."""
-    service = tinker.ServiceClient(base_url=told.base_url)
-    training = await service.create_lora_training_client(told.model_name)
-    ids: list[int] = get_tokenizer(told.model_name).encode(DOCUMENT)[:TOKENS]
+    service = tinker.ServiceClient(base_url=arguments.base_url)
+    training = await service.create_lora_training_client(arguments.model_name)
+    ids: list[int] = get_tokenizer(arguments.model_name).encode(DOCUMENT)[:TOKENS]
     weights = torch.ones(len(ids))
     weights[0] = 0.0
     datum = datum_from_model_input_weights(tinker.ModelInput.from_ints(ids), weights)
@@ -43,7 +43,7 @@ async def main(told: Told) -> None:
     scored = await sampler.compute_logprobs(tinker.ModelInput.from_ints(ids))
     sampled = torch.tensor(scored[1:])
     rows[-1]["mse"] = float(((sampled - trained) ** 2).mean())
-    write_metrics(told.log_path / "metrics.jsonl", rows)
+    write_metrics(arguments.log_path / "metrics.jsonl", rows)
 
 
 if __name__ == "__main__":

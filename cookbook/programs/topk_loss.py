@@ -15,19 +15,19 @@ from tinker_cookbook.distillation.sdft import build_sdft_teacher_prompt, build_t
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
-from cookbook.programs.told import Told, read_command_line, write_metrics
+from cookbook.programs.arguments import Arguments, read_command_line, write_metrics
 
 DEMONSTRATIONS = Path("tangqiaoyu/ToolAlpaca/train.jsonl")
 COUNT = 8
 TOPK = 8
 
 
-async def main(told: Told) -> None:
-    """Measures the start and all checkpoints of the run in `told.log_path`."""
-    tokenizer = get_tokenizer(told.model_name)
-    renderer = get_renderer(told.renderer_name, tokenizer)
-    service = tinker.ServiceClient(base_url=told.base_url)
-    teacher = await service.create_sampling_client(base_model=told.model_name)
+async def main(arguments: Arguments) -> None:
+    """Measures the start and all checkpoints of the run in `arguments.log_path`."""
+    tokenizer = get_tokenizer(arguments.model_name)
+    renderer = get_renderer(arguments.renderer_name, tokenizer)
+    service = tinker.ServiceClient(base_url=arguments.base_url)
+    teacher = await service.create_sampling_client(base_model=arguments.model_name)
     rows = demonstrations()
     prompts = [build_sdft_teacher_prompt(row["instruction"], row["output"], renderer) for row in rows]
     students = [student_datum(row["instruction"], row["output"], renderer, tokenizer) for row in rows]
@@ -35,9 +35,9 @@ async def main(told: Told) -> None:
     data, _ = await build_topk_distillation_datums(
         students, groups, teacher, prompts, topk=TOPK, vocab_size=len(tokenizer)
     )
-    losses = [await loss(service, path, data) for path in checkpoints(told)]
+    losses = [await loss(service, path, data) for path in checkpoints(arguments)]
     measured = ({"step": step, "topk_loss": value} for step, value in enumerate(losses))
-    write_metrics(told.log_path / "measured.jsonl", measured)
+    write_metrics(arguments.log_path / "measured.jsonl", measured)
 
 
 def demonstrations() -> list[dict[str, str]]:
@@ -45,10 +45,10 @@ def demonstrations() -> list[dict[str, str]]:
     return [json.loads(line) for line in DEMONSTRATIONS.read_text().splitlines()[:COUNT]]
 
 
-def checkpoints(told: Told) -> list[str]:
+def checkpoints(arguments: Arguments) -> list[str]:
     """Returns the paths of the start and of the recipe's checkpoints, in order."""
-    records = map(json.loads, (told.log_path / "checkpoints.jsonl").read_text().splitlines())
-    return [*([told.state] if told.state else []), *(record["state_path"] for record in records)]
+    records = map(json.loads, (arguments.log_path / "checkpoints.jsonl").read_text().splitlines())
+    return [*([arguments.state] if arguments.state else []), *(record["state_path"] for record in records)]
 
 
 def student_datum(question: str, answer: str, renderer: Renderer, tokenizer: Tokenizer) -> tinker.Datum:

@@ -8,30 +8,30 @@ import torch
 from tinker_cookbook.recipes.vlm_classifier.data import ClassifierDataset, ClassifierDatasetConfig
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from cookbook.programs.told import Told, read_command_line, write_metrics
+from cookbook.programs.arguments import Arguments, read_command_line, write_metrics
 
 BATCH_SIZE = 8
 STEPS = 4
 LEARNING_RATE = 2e-3
 
 
-async def main(told: Told) -> None:
+async def main(arguments: Arguments) -> None:
     """Checks a batch and trains on it. Raises AssertionError with the problem."""
     dataset = ClassifierDataset(
         ClassifierDatasetConfig(
             dataset="dpdl-benchmark/caltech101",
             dataset_split="train",
-            model_name_for_tokenizer=told.model_name,
-            renderer_name=told.renderer_name,
+            model_name_for_tokenizer=arguments.model_name,
+            renderer_name=arguments.renderer_name,
             batch_size=BATCH_SIZE,
         )
     )
     batch = dataset.get_batch(0)
     for datum in batch:
-        check_datum(datum, told.model_name)
-    losses = [loss async for loss in train(told, batch)]
+        check_datum(datum, arguments.model_name)
+    losses = [loss async for loss in train(arguments, batch)]
     rows = ({"step": step, "loss": loss} for step, loss in enumerate(losses))
-    write_metrics(told.log_path / "metrics.jsonl", rows)
+    write_metrics(arguments.log_path / "metrics.jsonl", rows)
 
 
 def check_datum(datum: tinker.Datum, model_name: str) -> None:
@@ -50,10 +50,10 @@ def check_datum(datum: tinker.Datum, model_name: str) -> None:
     assert torch.count_nonzero(weights[:end]) == len(trained) == end - int(weights.nonzero()[0]), "weights have gaps"
 
 
-async def train(told: Told, batch: list[tinker.Datum]) -> AsyncIterator[float]:
+async def train(arguments: Arguments, batch: list[tinker.Datum]) -> AsyncIterator[float]:
     """Returns the mean loss per weighted token of each step on the same batch."""
-    service = tinker.ServiceClient(base_url=told.base_url)
-    training = await service.create_lora_training_client(told.model_name, rank=16, seed=0)
+    service = tinker.ServiceClient(base_url=arguments.base_url)
+    training = await service.create_lora_training_client(arguments.model_name, rank=16, seed=0)
     weight = sum(float(column(datum, "weights").sum()) for datum in batch)
     for _ in range(STEPS):
         backward = training.forward_backward(batch, "cross_entropy")

@@ -112,7 +112,7 @@ def test_a_setting_that_is_replaced_is_told_with_the_run(here: Situation) -> Non
     loop = next(one for one in RECIPES if one.name == "rl_loop")
     assert execute(loop, here).replaced == []
     (told,) = execute(loop, dataclasses.replace(here, version="0.6.1")).replaced
-    assert told.startswith("loss_fn=importance_sampling in the place of stable_reinforce (Fovea does not support")
+    assert told.startswith("loss_fn=importance_sampling instead of stable_reinforce (Fovea does not support")
 
 
 def test_no_recipe_replaces_a_setting_without_saying_so() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Told:
+class Arguments:
     """The parsed command line.
 
     Attributes:
@@ -27,14 +27,14 @@ class Told:
     state: str | None
 
 
-def read_command_line() -> Told:
+def read_command_line() -> Arguments:
     """Parses sys.argv; exits with a usage message if something is missing."""
     parser = argparse.ArgumentParser()
     for name in ("base-url", "model-name", "renderer-name", "log-path"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--state")
     given = parser.parse_args()
-    return Told(given.base_url, given.model_name, given.renderer_name, Path(given.log_path), given.state)
+    return Arguments(given.base_url, given.model_name, given.renderer_name, Path(given.log_path), given.state)
 
 
 def write_metrics(path: Path, rows: Iterable[dict[str, Any]]) -> None:
