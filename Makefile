@@ -11,6 +11,9 @@ export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# The folders of the packages, for a machine on which Fovea is not installed.
+SOURCES := $(CURDIR):$(CURDIR)/client:$(CURDIR)/gateway:$(CURDIR)/services/renderer:$(CURDIR)/services/sampler:$(CURDIR)/services/trainer:$(CURDIR)/services/shared:$(CURDIR)/libraries:$(CURDIR)/tools
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo rl up test long fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock audit sbom wheel clean
 
@@ -105,10 +108,10 @@ e2e: setup ## Run only the end-to-end tests
 	$(BIN)/python -m pytest $(LANES) tests/e2e
 
 gpu: ## On a machine with GPUs: test training, pushes and agreement in bfloat16, one Fovea per layout (FOVEA_GPU_SHAPE=4b)
-	$(or $(wildcard $(BIN)/python),python3) -m pytest tests/gpu -v
+	PYTHONPATH=$(SOURCES) $(or $(wildcard $(BIN)/python),python3) -m pytest tests/gpu -v
 
-bench: setup ## Run the benchmarks that need no GPU; writes JSON lines to benchmarks/results/
-	sh benchmarks/cpu.sh
+bench: setup ## Run the benchmarks that need no GPU; writes JSON lines to tools/benchmarks/results/
+	sh tools/benchmarks/cpu.sh
 
 protos: setup ## Regenerate the gRPC stubs, and check v1 for breaking changes against main
 	$(BIN)/buf lint

@@ -9,9 +9,9 @@ from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 import fovea_gateway.gateway_metrics
-import fovea_services.renderer.renderer_metrics
-import fovea_services.sampler.sampler_metrics
-import fovea_services.trainer.trainer_metrics
+import fovea_renderer.renderer_metrics
+import fovea_sampler.sampler_metrics
+import fovea_trainer.trainer_metrics
 from fovea.runtime import interceptors
 from fovea.runtime.machine_memory import GpuMemory
 
@@ -19,9 +19,9 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 SERVICES: dict[str, ModuleType] = {
     "all four": interceptors,
     "gateway": fovea_gateway.gateway_metrics,
-    "renderer": fovea_services.renderer.renderer_metrics,
-    "sampler": fovea_services.sampler.sampler_metrics,
-    "trainer": fovea_services.trainer.trainer_metrics,
+    "renderer": fovea_renderer.renderer_metrics,
+    "sampler": fovea_sampler.sampler_metrics,
+    "trainer": fovea_trainer.trainer_metrics,
 }
 """Modules that declare the metrics of each service."""
 _HEAD = """# Metrics of the services

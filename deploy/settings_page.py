@@ -16,7 +16,7 @@ sampler's setting `max_loras` can be given as
 
 * `--set sampler.max_loras=16` to `fovea up`, unless it has an option of its own ([cli.md](cli.md));
 * `FOVEA_SAMPLER_MAX_LORAS=16` in the environment;
-* `--max-loras 16` to `python -m fovea_services.sampler`;
+* `--max-loras 16` to `python -m fovea_sampler`;
 * `sampler.settings.max_loras: 16` in the values of the [chart](../guides/operations.md#install), unless the chart has
   its own value for it.
 

@@ -1,4 +1,4 @@
-"""Generates the Python stubs: `python protos/generate.py [DESTINATION]`, the repository's root by default."""
+"""Generates the Python stubs: `python protos/generate.py [DESTINATION]`, `client/` by default."""
 
 import pathlib
 import sys
@@ -22,4 +22,4 @@ def generate(destination: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    generate(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else PROTOS.parent)
+    generate(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else PROTOS.parent / "client")

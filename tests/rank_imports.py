@@ -3,4 +3,4 @@
 from fovea.runtime.processes import importing
 
 with importing("scipy", "sklearn"):
-    import fovea_services.trainer.trainer_process  # noqa: F401
+    import fovea_trainer.trainer_process  # noqa: F401

@@ -12,9 +12,9 @@ from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.conventions import RENDERER_SERVICE
-from fovea_services.renderer.renderer_service import RendererServicer, open_renderer
-from fovea_services.renderer.rendering import Renderer
-from fovea_services.renderer.settings import RendererSettings
+from fovea_renderer.renderer_service import RendererServicer, open_renderer
+from fovea_renderer.rendering import Renderer
+from fovea_renderer.settings import RendererSettings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(directory: Path, **settings: Any) -> AsyncIterator[Served]:
-    """Runs a renderer in this process, as `fovea_services.renderer.renderer_service.serve` does."""
+    """Runs a renderer in this process, as `fovea_renderer.renderer_service.serve` does."""
     chosen = RendererSettings(model=str(directory), drain_s=0, **settings)
     server = ServiceServer(chosen, [RENDERER_SERVICE])
     opened: asyncio.Future[Renderer] = asyncio.get_running_loop().create_future()

@@ -21,9 +21,9 @@ from tests.processes import survivors
 _QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
 _MODULES = {
     "GatewayService": "fovea_gateway",
-    "RendererService": "fovea_services.renderer",
-    "SamplerService": "fovea_services.sampler",
-    "TrainerService": "fovea_services.trainer",
+    "RendererService": "fovea_renderer",
+    "SamplerService": "fovea_sampler",
+    "TrainerService": "fovea_trainer",
 }
 _START_S = 300.0
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from fovea.runtime.settings import ServiceSettings
 from fovea_gateway.settings import GatewaySettings
-from fovea_services.renderer.settings import RendererSettings
-from fovea_services.sampler.settings import SamplerSettings
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_renderer.settings import RendererSettings
+from fovea_sampler.settings import SamplerSettings
+from fovea_trainer.settings import TrainerSettings
 
 Schema = dict[str, Any]
 

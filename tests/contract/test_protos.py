@@ -12,9 +12,9 @@ def test_committed_stubs_are_current(tmp_path: pathlib.Path) -> None:
     fresh = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*_pb2*")}
     assert len(fresh) >= 20
     committed = {
-        path.relative_to(ROOT): path.read_bytes()
+        path.relative_to(ROOT / "client"): path.read_bytes()
         for folder in ("api", "tinker")
-        for path in (ROOT / "fovea" / folder).rglob("*_pb2*")
+        for path in (ROOT / "client" / "fovea" / folder).rglob("*_pb2*")
         if path.suffix in {".py", ".pyi"}
     }
     assert sorted(fresh) == sorted(committed)

@@ -55,7 +55,7 @@ class Stack:
         """A service's process and everything below it."""
         for child in psutil.Process(self.state["pid"]).children():
             with suppress(psutil.NoSuchProcess):  # killed a moment ago
-                if {f"fovea_{service}", f"fovea_services.{service}"} & set(child.cmdline()):
+                if {f"fovea_{service}"} & set(child.cmdline()):
                     return [child, *child.children(recursive=True)]
         return []
 
@@ -64,7 +64,7 @@ class Stack:
         found = self.processes("trainer")
         if number < 0:
             return found[0] if found else None
-        of_ranks = (one for one in found if "fovea_services.trainer" in " ".join(one.cmdline()))
+        of_ranks = (one for one in found if "fovea_trainer" in " ".join(one.cmdline()))
         return next((one for one in of_ranks if one.environ().get("RANK") == str(number)), None)
 
     def kill(self, victim: str) -> None:

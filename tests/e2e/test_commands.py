@@ -40,7 +40,7 @@ def test_status_and_logs_tell_what_runs(stack: Stack) -> None:
         assert all(item["serves"] and item["memory_bytes"] > 50 * 2**20 for item in report["services"].values())
     assert f"Fovea {report['version']} at {stack.base_url}, up for " in fovea(stack, "status")
     trained = fovea(stack, "logs", "trainer", "--lines", "100000")
-    assert "fovea_services.trainer" in trained
+    assert "fovea_trainer" in trained
     assert all(" trainer │ " in line for line in trained.splitlines())
 
 

@@ -16,15 +16,15 @@ import fovea_tinyvlm
 from fovea.api.v1 import model_input_pb2, sampler_pb2, trainer_pb2
 from fovea.wire import custom_loss, tensors
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
-from fovea_services.renderer import image_header
-from fovea_services.renderer.image_header import InvalidChunk
-from fovea_services.renderer.worker_pool import WorkerProcess, WorkerSettings
-from fovea_services.renderer.worker_protocol import Job
-from fovea_services.sampler.engine_api import Limits
-from fovea_services.sampler.sample_validation import read_request
-from fovea_services.trainer.batches.datum_decoding import DatumLimits, decode_datum
-from fovea_services.trainer.losses import LOSSES, Sandbox, loss_of
-from fovea_services.trainer.weights.weight_files import read_tensors
+from fovea_renderer import image_header
+from fovea_renderer.image_header import InvalidChunk
+from fovea_renderer.worker_pool import WorkerProcess, WorkerSettings
+from fovea_renderer.worker_protocol import Job
+from fovea_sampler.engine_api import Limits
+from fovea_sampler.sample_validation import read_request
+from fovea_trainer.batches.datum_decoding import DatumLimits, decode_datum
+from fovea_trainer.losses import LOSSES, Sandbox, loss_of
+from fovea_trainer.weights.weight_files import read_tensors
 from tests.fuzz.mutations import Messages, fuzzed, mutated_bytes, mutated_json
 from tests.unit.renderer.pictures import encoded, picture
 from tests.unit.trainer.losses.traced import graph, message, node, ref, square_loss

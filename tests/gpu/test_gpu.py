@@ -9,7 +9,7 @@ import tinker
 
 from benchmarks.agreement import draw, kl, score
 from benchmarks.client import Bench, datum, take_step
-from fovea_services.trainer.model.memory_budget import MAX_TOKENS
+from fovea_trainer.model.memory_budget import MAX_TOKENS
 
 LARGEST_KL = 1e-3
 """nat a token; bfloat16 leaves differences of some hundredths at single tokens."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fovea_services.sampler.engine.snapshot_receiver import SnapshotOffload
+from fovea_sampler.engine.snapshot_receiver import SnapshotOffload
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

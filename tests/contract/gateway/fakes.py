@@ -32,7 +32,7 @@ from fovea.runtime.interceptors import ErrorInterceptor
 from fovea.runtime.server import SERVER_OPTIONS
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded, Unavailable
-from fovea_services.trainer.recovery.reply_cache import ReplyCache
+from fovea_trainer.recovery.reply_cache import ReplyCache
 
 MODEL = "fovea/fake-vl"
 VOCABULARY_SIZE = 1000

@@ -14,8 +14,8 @@ from fovea.client.renderer import RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import InvalidInput, Unavailable
-from fovea_services.renderer.renderer_service import RendererServicer
-from fovea_services.renderer.settings import RendererSettings
+from fovea_renderer.renderer_service import RendererServicer
+from fovea_renderer.settings import RendererSettings
 from tests.contract.renderer.inputs import image, model_input, reference, text
 from tests.served_renderer import Served
 from tests.unit.renderer.pictures import png
@@ -96,6 +96,6 @@ async def test_a_killed_worker_costs_no_request(all_served: dict[str, Served]) -
 def worker_ids(served: Served) -> list[int]:
     """Process ids of this process's image workers of one model."""
     children = {int(child) for file in Path("/proc/self/task").glob("*/children") for child in file.read_text().split()}
-    command = f"fovea_services.renderer.image_worker --connection.* --model {re.escape(str(served.directory))} "
+    command = f"fovea_renderer.image_worker --connection.* --model {re.escape(str(served.directory))} "
     lines = {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in children}
     return [child for child, line in lines.items() if re.search(command, line)]

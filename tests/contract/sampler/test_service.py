@@ -24,11 +24,11 @@ from fovea.wire.errors import (
     Unavailable,
 )
 from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
-from fovea_services.sampler.engine_api import Limits
-from fovea_services.sampler.generation import Generation, ImageFetcher
-from fovea_services.sampler.pushes import SnapshotPushes
-from fovea_services.sampler.sampler_servicer import EngineInfo, SamplerService
-from fovea_services.sampler.weight_store import AdapterCache, WeightStore
+from fovea_sampler.engine_api import Limits
+from fovea_sampler.generation import Generation, ImageFetcher
+from fovea_sampler.pushes import SnapshotPushes
+from fovea_sampler.sampler_servicer import EngineInfo, SamplerService
+from fovea_sampler.weight_store import AdapterCache, WeightStore
 from tests.otlp_collector import Collector, attributes
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 from tests.vision_families import IMAGE, small_qwen3_vl

@@ -16,15 +16,15 @@ from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
 from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
-from fovea_services.trainer import command_queue, trainer_metrics
-from fovea_services.trainer.batches.datum_decoding import DatumLimits, DatumSize
-from fovea_services.trainer.command_queue import CommandQueue, resolve
-from fovea_services.trainer.loss_results import ForwardBackwardResult
-from fovea_services.trainer.model.lora import LoraSettings
-from fovea_services.trainer.model.optimizer import Adam
-from fovea_services.trainer.model.packed_model import family_of
-from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.trainer_servicer import TrainerServicer
+from fovea_trainer import command_queue, trainer_metrics
+from fovea_trainer.batches.datum_decoding import DatumLimits, DatumSize
+from fovea_trainer.command_queue import CommandQueue, resolve
+from fovea_trainer.loss_results import ForwardBackwardResult
+from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.model.optimizer import Adam
+from fovea_trainer.model.packed_model import family_of
+from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.trainer_servicer import TrainerServicer
 from tests.otlp_collector import Collector
 from tests.vision_families import small_qwen3_vl
 

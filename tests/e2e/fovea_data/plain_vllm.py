@@ -9,7 +9,17 @@ import pathlib
 import sys
 from typing import Any
 
-sys.modules.update(dict.fromkeys(("fovea", "fovea_data", "fovea_rollout", "fovea_services", "fovea_gateway"), None))
+OURS = (
+    "fovea",
+    "fovea_data",
+    "fovea_rollout",
+    "fovea_renderer",
+    "fovea_sampler",
+    "fovea_trainer",
+    "fovea_weights",
+    "fovea_gateway",
+)
+sys.modules.update(dict.fromkeys(OURS, None))
 
 LONGEST = 8
 

@@ -81,7 +81,7 @@ class SamplerProcess:
 @contextlib.contextmanager
 def running_sampler(model: Path, *arguments: str) -> Iterator[SamplerProcess]:
     """A sampler that serves; ended with SIGTERM, whereupon it must leave by itself."""
-    command = [sys.executable, "-m", "fovea_services.sampler", "--model", str(model), "--metrics-port", "0", *arguments]
+    command = [sys.executable, "-m", "fovea_sampler", "--model", str(model), "--metrics-port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     sampler = SamplerProcess(process)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fovea.wire.features import FeatureTensors
-from fovea_services.sampler.engine.manifest_check import checkpoint_shapes
+from fovea_sampler.engine.manifest_check import checkpoint_shapes
 
 ALPHA = 32.0
 StateDict = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire.manifest import buckets
-from fovea_services.weight_transfer import device_digest
+from fovea_weights.weight_transfer import device_digest
 from tests.e2e.sampler.reference import ALPHA
 
 _BUCKET_BYTES = 1 << 20

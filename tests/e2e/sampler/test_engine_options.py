@@ -68,10 +68,10 @@ def tokens_of(sampler: SamplerProcess) -> int:
 
 def test_a_wrong_one_ends_the_start_with_its_name(model: Path) -> None:
     """That `fovea up` hands them on, and ends with a service's words, is in tests/unit/fovea/cli/test_supervisor.py."""
-    command = [sys.executable, "-m", "fovea_services.sampler", "--model", str(model), "--metrics-port", "0"]
+    command = [sys.executable, "-m", "fovea_sampler", "--model", str(model), "--metrics-port", "0"]
     variables = os.environ | {_VARIABLE: '{"gdn_prefil_backend": "triton"}'}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     words = "--engine-arguments: vLLM has no engine argument gdn_prefil_backend; the nearest is gdn_"
-    assert ended.stderr.splitlines()[-1].startswith(f"fovea_services.sampler: {words}")
+    assert ended.stderr.splitlines()[-1].startswith(f"fovea_sampler: {words}")
     assert "Traceback" not in ended.stderr

@@ -16,14 +16,14 @@ import torch
 from fovea.client import TrainerClient
 from fovea.runtime.hosts import free_ports, interface_of
 from fovea.runtime.processes import configure_logging, die_with_parent
-from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_trainer.ranks.rank_launcher import RankEnvironment
+from fovea_trainer.settings import TrainerSettings
 from tests.e2e.trainer.trainer_process import checkpoints, until_serving
 from tests.ranks import PRELOADED
 
 
 class CopiedTrainer:
-    """A trainer on a free port, with the arguments of `python -m fovea_services.trainer`."""
+    """A trainer on a free port, with the arguments of `python -m fovea_trainer`."""
 
     def __init__(self, model_dir: Path, log: Path, *arguments: str) -> None:
         (self.port,) = free_ports(1)
@@ -77,8 +77,8 @@ class CopiedTrainer:
 
 
 def _be_rank(rank_env: RankEnvironment, command: list[str], environment: dict[str, str], log: Path) -> None:
-    """What `fovea_services.trainer.__main__` does for a rank."""
-    from fovea_services.trainer.trainer_process import follower_process, leader_process
+    """What `fovea_trainer.__main__` does for a rank."""
+    from fovea_trainer.trainer_process import follower_process, leader_process
 
     gc.freeze()
     die_with_parent()

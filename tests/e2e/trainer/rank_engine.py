@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.api.v1 import trainer_pb2
-from fovea_services.trainer.batches.datum_decoding import decode_datum
-from fovea_services.trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
-from fovea_services.trainer.losses import loss_of
-from fovea_services.trainer.model.lora import LoraSettings
-from fovea_services.trainer.model.optimizer import Adam
-from fovea_services.trainer.model.sharding import full_of
-from fovea_services.trainer.model.trained_model import FullModel, TrainedModel
-from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.training_engine import TrainingEngine
+from fovea_trainer.batches.datum_decoding import decode_datum
+from fovea_trainer.command_queue import CreateModel, DeleteModel, ForwardBackward, OptimStep
+from fovea_trainer.losses import loss_of
+from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.model.optimizer import Adam
+from fovea_trainer.model.sharding import full_of
+from fovea_trainer.model.trained_model import FullModel, TrainedModel
+from fovea_trainer.ranks.control_group import ControlGroup
+from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.training_engine import TrainingEngine
 from tests import ranks
 
 MODEL = "m"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.wire.errors import InvalidInput, to_status
 from fovea.wire.manifest import buckets, padded_bytes, sender_groups, tensor_bytes
-from fovea_services.weight_transfer import device_digest
+from fovea_weights.weight_transfer import device_digest
 
 Event = sampler_pb2.ReceiveSnapshotResponse
 

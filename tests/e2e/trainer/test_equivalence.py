@@ -8,7 +8,7 @@ from peft import PeftModel
 from fovea.api.v1 import trainer_pb2
 from fovea.client import ForwardBackwardResult
 from fovea.wire import tensors
-from fovea_services.trainer.model.packed_model import file_names
+from fovea_trainer.model.packed_model import file_names
 from tests.e2e.trainer import reference
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import chunk_lists, datum, datums_of, header, logprobs_of, text

@@ -16,9 +16,9 @@ from fovea.wire import tensors
 from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.refusals import running_renderer
-from fovea_services.trainer.model.lora import LoraSettings
-from fovea_services.trainer.model.optimizer import Adam
 from fovea_tinyvlm.families import ensure_family
+from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.model.optimizer import Adam
 from tests.e2e.trainer.examples import datum
 from tests.e2e.trainer.rank_engine import Call, run_ranks
 from tests.e2e.trainer.test_ranks import relative

@@ -265,7 +265,7 @@ async def _child_of(pid: int) -> psutil.Process:
     while True:
         for child in psutil.Process(pid).children():
             with suppress(psutil.Error):
-                if "fovea_services.trainer.losses.loss_worker" in child.cmdline():
+                if "fovea_trainer.losses.loss_worker" in child.cmdline():
                     return child
         await asyncio.sleep(0.01)
 

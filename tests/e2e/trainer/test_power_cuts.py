@@ -22,7 +22,7 @@ import pytest
 
 import fovea_tinyvlm
 from fovea.wire.conventions import PLAIN_SUFFIX, REPLACED_SUFFIX, STAGING_SUFFIX
-from fovea_services.trainer.recovery.recovery_folder import POINT
+from fovea_trainer.recovery.recovery_folder import POINT
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_process import Process

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, Unavailable
-from fovea_services.trainer.model.packed_model import file_names
+from fovea_trainer.model.packed_model import file_names
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
 from tests.e2e.trainer.receiving_sampler import ReceivingSampler

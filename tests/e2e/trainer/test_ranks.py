@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 import fovea_tinyvlm
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
-from fovea_services.trainer.model.lora import LoraSettings
-from fovea_services.trainer.model.optimizer import Adam
+from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.model.optimizer import Adam
 from tests.e2e.trainer.examples import datum, datums_of, text
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.rank_engine import Call, run_ranks

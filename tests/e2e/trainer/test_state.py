@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import Internal, InvalidInput, NotFound, ResourceExhausted
-from fovea_services.trainer.weights.torch_checkpoint import Writer
+from fovea_trainer.weights.torch_checkpoint import Writer
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
 from tests.small_disk import fill

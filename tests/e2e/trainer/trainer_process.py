@@ -18,7 +18,7 @@ START_TIMEOUT_S = 120.0
 
 
 class TrainerProcess:
-    """`python -m fovea_services.trainer` on a free port."""
+    """`python -m fovea_trainer` on a free port."""
 
     def __init__(self, model_dir: Path, log: Path, *arguments: str, ranks: int = 2) -> None:
         (self.port,) = free_ports(1)
@@ -26,7 +26,7 @@ class TrainerProcess:
         self.log = log
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "fovea_services.trainer", "--model", str(model_dir), "--port", str(self.port)]
+        command = [sys.executable, "-m", "fovea_trainer", "--model", str(model_dir), "--port", str(self.port)]
         recovery = () if "--recovery" in arguments else ("--recovery", str(log.parent / "recovery"))
         with log.open("w") as output:
             self.process = subprocess.Popen(

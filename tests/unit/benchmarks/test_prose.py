@@ -8,7 +8,7 @@ import pytest
 from benchmarks.prose import Finding, Text, counts, files, findings, texts
 
 ROOT = Path(__file__).parents[3]
-LIMITS: dict[str, int] = json.loads((ROOT / "benchmarks/house_limits.json").read_text())
+LIMITS: dict[str, int] = json.loads((ROOT / "tools/benchmarks/house_limits.json").read_text())
 
 
 @pytest.fixture(scope="module")

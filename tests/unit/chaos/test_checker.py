@@ -164,7 +164,7 @@ def test_saved_weights_are_compared_tensor_by_tensor() -> None:
 def test_what_an_undisturbed_run_leaves_may_be_left_and_no_more() -> None:
     usual = Counter({"rows of futures": 40, "files state/checkpoints/a": 2})
     assert checker.nothing_left(Counter(usual), usual) == []
-    for more in ({"rows of journal": 1}, {"processes fovea_services.trainer rank 0": 1}, {"files state/recovery/#": 3}):
+    for more in ({"rows of journal": 1}, {"processes fovea_trainer rank 0": 1}, {"files state/recovery/#": 3}):
         assert checker.nothing_left(usual + Counter(more), usual)
     assert checker.nothing_left(Counter({"rows of futures": 39, "files state/checkpoints/a": 2}), usual), "lost"
     assert checker.nothing_left(Counter(usual), usual, ["port 4711"])
@@ -179,7 +179,7 @@ def test_a_sample_that_failed_breaks_one_promise_alone() -> None:
 
 
 def test_an_alarm_of_the_gateway_breaks_a_promise() -> None:
-    # In the words of fovea_gateway/training/replay.py.
+    # In the words of gateway/fovea_gateway/training/replay.py.
     alarm = "ERROR gateway: request 4 (optim_step) of model m gave another answer when it ran again than the one"
     assert checker.no_alarm("INFO ready\nERROR the disk of /state is full\n") == []
     assert checker.no_alarm(f"INFO ready\n{alarm}\n") == [Violation("same results", alarm)]

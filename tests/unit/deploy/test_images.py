@@ -8,6 +8,7 @@ from pathlib import Path
 from deploy.images.build import images
 from deploy.images.engine import PACKAGES
 from tests.unit.deploy.chart import ROOT
+from tests.unit.deploy.test_docker import DOCKERFILES
 
 
 def test_every_image_of_compose_is_built_as_it_says() -> None:
@@ -20,7 +21,7 @@ def test_every_image_of_compose_is_built_as_it_says() -> None:
     }
     for image, words in options.items():
         service = image.removeprefix("fovea/").partition(":")[0]
-        assert words[0] == f"--file={ROOT}/deploy/docker/{service}.Dockerfile"
+        assert words[0] == f"--file={DOCKERFILES[service]}"
         assert words[1:] == (["--build-arg=EXTRA=cpu"] if service == "sampler" else [])
 
 

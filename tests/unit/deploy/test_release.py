@@ -33,7 +33,7 @@ def test_every_pinned_package_has_a_hash() -> None:
 
 
 def test_pip_installs_by_hash_alone() -> None:
-    places = [ROOT / "Makefile", *(ROOT / "deploy/docker").glob("*.Dockerfile")]
+    places = [ROOT / "Makefile", ROOT / "gateway/Dockerfile", *ROOT.glob("services/*/Dockerfile")]
     installs = [
         line for place in places for line in place.read_text().splitlines() if re.search(r"\bpip install", line)
     ]
@@ -66,8 +66,8 @@ def tools(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text(f"#!/bin/sh\n{note}{does}")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "copy/.ci").mkdir(parents=True)
-    (tmp_path / "copy/fovea").mkdir()
-    for file in (".ci/release", "fovea/__init__.py"):
+    (tmp_path / "copy/client/fovea").mkdir(parents=True)
+    for file in (".ci/release", "client/fovea/__init__.py"):
         (tmp_path / "copy" / file).write_bytes((ROOT / file).read_bytes())
     return os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REGISTRY": "registry.example/fovea"}
 
@@ -91,11 +91,12 @@ def test_what_is_released_is_looked_up_listed_and_signed_by_digest(tools: dict[s
     assert done.returncode == 0, done.stderr
     first, *calls = (tmp_path / "calls").read_text().splitlines()
     assert first == "make audit sbom"
-    for service in ("gateway", "renderer", "sampler", "trainer"):
+    for folder in ("gateway", "services/renderer", "services/sampler", "services/trainer"):
+        service = Path(folder).name
         build, sign, attest = calls[:3]
         del calls[:3]
         assert f"--build-arg BASE={base}" in build
-        assert f"deploy/docker/{service}.Dockerfile" in build
+        assert f"--file {folder}/Dockerfile " in build
         assert sign == f"cosign sign --yes registry.example/fovea/{service}@{DIGEST}"
         assert attest.endswith(f"fovea-{'gpu' if service == 'sampler' else 'cpu'}.cdx.json {sign.split()[-1]}")
     assert calls == []

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fovea_services.weight_transfer import _kernel
+from fovea_weights.weight_transfer import _kernel
 
 SIZES = (1, 7, 4096, 4097, 3 * 4096 + 5)
 PROGRAM = """
 import json, sys
 import torch
-from fovea_services.weight_transfer import kernel_sum, torch_sum
+from fovea_weights.weight_transfer import kernel_sum, torch_sum
 generator = torch.Generator().manual_seed(1)
 for size in json.loads(sys.argv[1]):
     words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from fovea_services.weight_transfer import SharedGpuGroup
+from fovea_weights.weight_transfer import SharedGpuGroup
 
 MEMBERS = 3
 

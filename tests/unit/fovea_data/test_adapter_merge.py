@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from fovea.runtime.model_files import read_json
 from fovea.wire.errors import InvalidInput
 from fovea_data.adapter_merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, merge_adapter, spread_shared_experts
-from fovea_services.trainer.model.lora import LoraSettings, LoraWeights
-from fovea_services.trainer.model.packed_model import build_model
-from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.weights.weight_files import one_by_one, peft_files
+from fovea_trainer.model.lora import LoraSettings, LoraWeights
+from fovea_trainer.model.packed_model import build_model
+from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.weights.weight_files import one_by_one, peft_files
 from tests.families import ensure_family
 
 CPU = torch.device("cpu")

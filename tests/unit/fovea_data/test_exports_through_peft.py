@@ -16,9 +16,9 @@ from torch import Tensor
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.model_files import read_json
 from fovea_data.adapter_merge import ADAPTER_CONFIG, UNTIE, merge_adapter, notes_of
-from fovea_services.trainer.weights.snapshot_taker import ExportForm
 from fovea_tinyvlm.families import FAMILIES
 from fovea_tinyvlm.recipe import KINDS
+from fovea_trainer.weights.snapshot_taker import ExportForm
 from tests.families import ensure_family
 from tests.unit.fovea_data.test_adapter_merge import loaded, trained
 

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from fovea_services.renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
+from fovea_renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
 GOOD, DIES, HANGS, REFUSES, FAILS, RUNS_OUT_OF_MEMORY, DIES_ONCE, TELLS = range(1, 9)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fovea_services.renderer.image_sources import is_public, parse_address
+from fovea_renderer.image_sources import is_public, parse_address
 
 PUBLIC = ["8.8.8.8", "1.1.1.1", "93.184.216.34", "2606:4700::1111", "2a00:1450:4001::1", "::ffff:8.8.8.8"]
 NOT_PUBLIC = {

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fovea.wire.errors import FeatureEvicted, ResourceExhausted
-from fovea_services.renderer.image_header import InvalidChunk
-from fovea_services.renderer.image_sources import FeatureCache
-from fovea_services.renderer.worker_pool import ProcessedImage
+from fovea_renderer.image_header import InvalidChunk
+from fovea_renderer.image_sources import FeatureCache
+from fovea_renderer.worker_pool import ProcessedImage
 
 GRID = np.array([[1, 4, 6]], dtype=np.int64)
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from fovea.wire.conventions import MAX_IMAGE_BYTES
-from fovea_services.renderer.image_header import InvalidChunk
-from fovea_services.renderer.image_sources import ImageFetcher
+from fovea_renderer.image_header import InvalidChunk
+from fovea_renderer.image_sources import ImageFetcher
 
 BODY = b"image bytes" * 1000
 ANSWERS = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fovea.wire.conventions import MAX_IMAGE_BYTES
-from fovea_services.renderer import image_header
-from fovea_services.renderer.image_header import ImageFormat, ImageHeader, InvalidChunk
+from fovea_renderer import image_header
+from fovea_renderer.image_header import ImageFormat, ImageHeader, InvalidChunk
 from tests.unit.renderer.pictures import encoded, picture, png
 
 

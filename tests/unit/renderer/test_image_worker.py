@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from fovea_services.renderer import image_worker
-from fovea_services.renderer.image_worker import ImagePatcher, QwenPatches, anywhere, open_processor
+from fovea_renderer import image_worker
+from fovea_renderer.image_worker import ImagePatcher, QwenPatches, anywhere, open_processor
 from tests.families import ensure_family
 from tests.unit.renderer.pictures import picture
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea_services.renderer import model_directory
+from fovea_renderer import model_directory
 from tests.unit.renderer import checkpoints
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
+from fovea_renderer import pixels
+from fovea_renderer.image_header import ImageFormat, InvalidChunk
 from fovea_rollout.pictures import read_picture
-from fovea_services.renderer import pixels
-from fovea_services.renderer.image_header import ImageFormat, InvalidChunk
 from tests.unit.renderer.pictures import encoded, picture, pixels_of
 
 WIDTH, HEIGHT = 24, 16

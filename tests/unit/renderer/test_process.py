@@ -30,12 +30,12 @@ def ended(directory: Path) -> dict[str, Ended]:
         "unknown family": ["--model", str(directory / "unknown")],
         "unknown setting": ["--model", str(directory / "nothing"), "--wokers", "2"],
     }
-    programs = [["fovea_services.renderer", *each] for each in arguments.values()]
-    return dict(zip(arguments, run_copies("fovea_services.renderer.renderer_service", *programs), strict=True))
+    programs = [["fovea_renderer", *each] for each in arguments.values()]
+    return dict(zip(arguments, run_copies("fovea_renderer.renderer_service", *programs), strict=True))
 
 
 def test_the_service_process_loads_no_model_library(ended: dict[str, Ended]) -> None:
-    assert "fovea_services.renderer.renderer_service" in ended["help"].loaded
+    assert "fovea_renderer.renderer_service" in ended["help"].loaded
     assert HEAVY & ended["help"].loaded == set()
 
 

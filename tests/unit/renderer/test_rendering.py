@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.wire.errors import ContextOverflow, InvalidInput, ResourceExhausted
-from fovea_services.renderer.image_header import ImageHeader
-from fovea_services.renderer.image_sources import FeatureCache, ImageCache, ImageFetcher
-from fovea_services.renderer.input_messages import Chunk, ImageChunk, Rendered
-from fovea_services.renderer.rendering import ImageSupport, Renderer, ServedModel
-from fovea_services.renderer.worker_pool import ProcessedImage
+from fovea_renderer.image_header import ImageHeader
+from fovea_renderer.image_sources import FeatureCache, ImageCache, ImageFetcher
+from fovea_renderer.input_messages import Chunk, ImageChunk, Rendered
+from fovea_renderer.rendering import ImageSupport, Renderer, ServedModel
+from fovea_renderer.worker_pool import ProcessedImage
 from tests.unit.renderer.checkpoints import IMAGE, PROCESSORS, VOCABULARY_SIZE, family
 from tests.unit.renderer.pictures import png
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fovea.wire.errors import DeadlineExceeded, Internal, ResourceExhausted, Unavailable
-from fovea_services.renderer.image_header import ImageHeader, InvalidChunk
-from fovea_services.renderer.worker_pool import WorkerPool, WorkerSettings
+from fovea_renderer.image_header import ImageHeader, InvalidChunk
+from fovea_renderer.worker_pool import WorkerPool, WorkerSettings
 from tests.unit.renderer import odd_worker
 
 

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from fovea_services.renderer.worker_protocol import SharedMemory, TensorPosition
+from fovea_renderer.worker_protocol import SharedMemory, TensorPosition
 
 
 def put(memory: SharedMemory, tensors: dict[str, np.ndarray]) -> list[TensorPosition]:

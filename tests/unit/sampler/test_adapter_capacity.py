@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import fovea_tinyvlm
-from fovea_services.sampler.engine.manifest_check import checkpoint_shapes
-from fovea_services.sampler.engine.vllm_launch import capacity_for, cpu_room, measure_adapter_capacity
-from fovea_services.sampler.settings import SamplerSettings
+from fovea_sampler.engine.manifest_check import checkpoint_shapes
+from fovea_sampler.engine.vllm_launch import capacity_for, cpu_room, measure_adapter_capacity
+from fovea_sampler.settings import SamplerSettings
 from tests.e2e.sampler.reference import Reference, random_adapter
 
 GIB = 2**30

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fovea_services.sampler.engine import vllm_launch
-from fovea_services.sampler.engine.engine_arguments import REFUSED, SETTING_OF, check_expert_parallel, checked
-from fovea_services.sampler.engine.vllm_launch import AdapterCapacity
-from fovea_services.sampler.settings import SamplerSettings
+from fovea_sampler.engine import vllm_launch
+from fovea_sampler.engine.engine_arguments import REFUSED, SETTING_OF, check_expert_parallel, checked
+from fovea_sampler.engine.vllm_launch import AdapterCapacity
+from fovea_sampler.settings import SamplerSettings
 
 MADE = ("seed", "logprobs_mode")
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from fovea_services.sampler.vllm_patches.experts_cpu import TorchExperts
-from fovea_services.sampler.vllm_patches.punica import Run
+from fovea_sampler.vllm_patches.experts_cpu import TorchExperts
+from fovea_sampler.vllm_patches.punica import Run
 
 TOKENS, TOP, EXPERTS, WIDTH, INNER, MAX_RANK, SLOTS = 11, 2, 4, 8, 6, 5, 3
 RUNS = [Run(1, 4, 2, 3), Run(4, 5, 0, MAX_RANK), Run(6, 9, 2, 3), Run(9, 11, 1, 2)]

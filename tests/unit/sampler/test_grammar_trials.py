@@ -14,9 +14,9 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from fovea.wire.errors import InvalidInput
-from fovea_services.sampler.engine.request_conversion import structure_of
-from fovea_services.sampler.grammar_trials import GrammarTrials, Kind
-from fovea_services.sampler.vllm_patches.grammar_budget import BudgetedGrammar, TriedParams, apply, budget_of
+from fovea_sampler.engine.request_conversion import structure_of
+from fovea_sampler.grammar_trials import GrammarTrials, Kind
+from fovea_sampler.vllm_patches.grammar_budget import BudgetedGrammar, TriedParams, apply, budget_of
 
 VOCABULARY = [bytes([value]).decode("latin1") for value in range(256)] + ["a" * count for count in range(2, 12)]
 BOMB = "((a{1,300}){1,300}){200,300}"

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from fovea_services.sampler.engine.engine_arguments import room_for_pushes
-from fovea_services.sampler.engine.snapshot_receiver import SnapshotOffload
+from fovea_sampler.engine.engine_arguments import room_for_pushes
+from fovea_sampler.engine.snapshot_receiver import SnapshotOffload
 
 
 def test_on_cpu_everything_stays_where_it_arrived() -> None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fovea_services.sampler.vllm_patches import image_attention_cpu
-from fovea_services.sampler.vllm_patches.image_attention_cpu import Segment, segments
+from fovea_sampler.vllm_patches import image_attention_cpu
+from fovea_sampler.vllm_patches.image_attention_cpu import Segment, segments
 
 
 def test_a_step_is_cut_where_images_begin_and_end() -> None:

@@ -4,14 +4,14 @@ import subprocess
 import sys
 
 LIGHT = [
-    "fovea_services.sampler.settings",
-    "fovea_services.sampler.sampler_servicer",
-    "fovea_services.sampler.sample_validation",
-    "fovea_services.sampler.pushes",
-    "fovea_services.sampler.generation",
+    "fovea_sampler.settings",
+    "fovea_sampler.sampler_servicer",
+    "fovea_sampler.sample_validation",
+    "fovea_sampler.pushes",
+    "fovea_sampler.generation",
     "fovea.vision",
-    "fovea_services.sampler.engine.vllm_launch",
-    "fovea_services.sampler.engine.manifest_check",
+    "fovea_sampler.engine.vllm_launch",
+    "fovea_sampler.engine.manifest_check",
 ]
 
 

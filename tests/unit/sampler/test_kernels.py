@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from fovea_services.sampler.vllm_patches import kernels_cpu
-from fovea_services.sampler.vllm_patches.punica import Run, _apply, _runs
+from fovea_sampler.vllm_patches import kernels_cpu
+from fovea_sampler.vllm_patches.punica import Run, _apply, _runs
 
 SLOTS, MOST, WIDE, OUT = 3, 8, 12, 10
 

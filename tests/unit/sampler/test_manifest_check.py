@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from fovea.api.v1 import weights_pb2
-from fovea_services.sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes
+from fovea_sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.up.weight": (6, 4), "model.norm.weight": (4,)}
 PREFIX = "base_model.model."

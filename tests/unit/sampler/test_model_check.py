@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fovea_services.sampler.engine.engine_arguments import missing_entries
-from fovea_services.sampler.engine.vllm_launch import check_model, measure_adapter_capacity
-from fovea_services.sampler.settings import SamplerSettings
+from fovea_sampler.engine.engine_arguments import missing_entries
+from fovea_sampler.engine.vllm_launch import check_model, measure_adapter_capacity
+from fovea_sampler.settings import SamplerSettings
 
 
 def _write(directory: Path, **config: Any) -> str:

@@ -9,8 +9,8 @@ from vllm.logprobs import Logprob
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire.errors import FoveaError
-from fovea_services.sampler.engine import openai_requests
-from fovea_services.sampler.engine.openai_serving import _Chat
+from fovea_sampler.engine import openai_requests
+from fovea_sampler.engine.openai_serving import _Chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "one café 🦊 two"

@@ -13,7 +13,7 @@ from vllm.renderers.registry import renderer_from_config
 
 import fovea_tinyvlm
 from fovea.wire.errors import InvalidInput
-from fovea_services.sampler.engine.openai_requests import PICTURE, TextRenderer
+from fovea_sampler.engine.openai_requests import PICTURE, TextRenderer
 from tests.families import ensure_family
 
 TYPED = (

@@ -9,8 +9,8 @@ from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput
-from fovea_services.sampler.engine_api import Limits, SampleSpec
-from fovea_services.sampler.sample_validation import read_request
+from fovea_sampler.engine_api import Limits, SampleSpec
+from fovea_sampler.sample_validation import read_request
 
 LIMITS = Limits(
     vocabulary_size=100, max_context=100_000, max_sample_count=1, max_top_logprobs=64, max_images=0, max_image_tokens=0

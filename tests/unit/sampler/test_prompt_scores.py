@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fovea.api.v1 import sampler_pb2
-from fovea_services.sampler.engine_api import SampleSpec, TargetRows
-from fovea_services.sampler.vllm_patches.prompt_scorer import PromptScores, ScorePlan, Scores
+from fovea_sampler.engine_api import SampleSpec, TargetRows
+from fovea_sampler.vllm_patches.prompt_scorer import PromptScores, ScorePlan, Scores
 
 VOCABULARY = 11
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from fovea_services.sampler.vllm_patches.routed_experts import _Rows, _RowsConnector
+from fovea_sampler.vllm_patches.routed_experts import _Rows, _RowsConnector
 
 
 def rows(start: int, end: int) -> np.ndarray:

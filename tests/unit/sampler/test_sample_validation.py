@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, InvalidInput
-from fovea_services.sampler.engine_api import Limits, sequence_seed
-from fovea_services.sampler.sample_validation import read_request
+from fovea_sampler.engine_api import Limits, sequence_seed
+from fovea_sampler.sample_validation import read_request
 from tests.vision_families import IMAGE, OPENER, PAD, VIDEO, small_qwen3_vl
 
 VISION = small_qwen3_vl()

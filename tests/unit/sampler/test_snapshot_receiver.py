@@ -9,10 +9,10 @@ import torch
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.manifest import buckets, padded_bytes
-from fovea_services.sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
-from fovea_services.trainer.weights.snapshot_store import packed, specs_of
-from fovea_services.trainer.weights.transfer_groups import SenderGroup, TransferGroups
-from fovea_services.weight_transfer import device_digest
+from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
+from fovea_trainer.weights.snapshot_store import packed, specs_of
+from fovea_trainer.weights.transfer_groups import SenderGroup, TransferGroups
+from fovea_weights.weight_transfer import device_digest
 
 GROUP, WORKERS, SENDERS, BUCKET_BYTES = "g", 2, 2, 256
 TENSORS = {f"layer.{index}": torch.randn(5 + 11 * index) for index in range(7)} | {"last": torch.ones(3).bfloat16()}

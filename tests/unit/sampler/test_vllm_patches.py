@@ -54,8 +54,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from fovea.runtime.hosts import interface_of
-from fovea_services.sampler import vllm_patches
-from fovea_services.sampler.vllm_patches import (
+from fovea_sampler import vllm_patches
+from fovea_sampler.vllm_patches import (
     fresh_blocks,
     kernels_cpu,
     model_classes,

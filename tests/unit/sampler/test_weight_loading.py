@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedM
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from fovea_services.sampler.engine import weight_loading
+from fovea_sampler.engine import weight_loading
 
 
 class Method:

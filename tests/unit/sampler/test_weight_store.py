@@ -19,9 +19,9 @@ from fovea.wire.errors import (
     SnapshotNotLoaded,
     Unavailable,
 )
-from fovea_services.sampler.engine_api import AdapterName
-from fovea_services.sampler.pushes import Loaded, Ready, SnapshotPushes
-from fovea_services.sampler.weight_store import AdapterCache, HeldAdapter, WeightStore
+from fovea_sampler.engine_api import AdapterName
+from fovea_sampler.pushes import Loaded, Ready, SnapshotPushes
+from fovea_sampler.weight_store import AdapterCache, HeldAdapter, WeightStore
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 
 FULL, ADAPTER = weights_pb2.SNAPSHOT_KIND_FULL, weights_pb2.SNAPSHOT_KIND_ADAPTER

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from fovea.wire.errors import InvalidInput, Unavailable
-from fovea_services.trainer.command_queue import ClearGradients, CommandQueue, Heartbeat, Shutdown, resolve
+from fovea_trainer.command_queue import ClearGradients, CommandQueue, Heartbeat, Shutdown, resolve
 
 
 def _serve(queue: CommandQueue, seen: list[str], gate: threading.Event) -> threading.Thread:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.batches.datum_decoding import Datum
-from fovea_services.trainer.loss_results import MicroBatchResult, RankResult, expert_loads, mean_logprob_gap
+from fovea_trainer.batches.datum_decoding import Datum
+from fovea_trainer.loss_results import MicroBatchResult, RankResult, expert_loads, mean_logprob_gap
 
 
 def datum(index: int, **inputs: list[float]) -> Datum:

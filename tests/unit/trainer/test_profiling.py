@@ -1,6 +1,6 @@
 """What a profile says of the device's time."""
 
-from fovea_services.trainer.rank_worker import HostTime, busy_lines, host_lines
+from fovea_trainer.rank_worker import HostTime, busy_lines, host_lines
 
 
 def test_overlaps_count_once_and_gaps_are_named() -> None:

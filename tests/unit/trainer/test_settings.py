@@ -2,7 +2,7 @@
 
 import pytest
 
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_trainer.settings import TrainerSettings
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoProcessor
 import fovea_tinyvlm
 from fovea.runtime import model_files
 from fovea.runtime.model_files import check_directory, context_length, fingerprints, read_image_processor
-from fovea_services.renderer import model_directory as renderer_checkpoint
-from fovea_services.renderer.image_worker import ImagePatcher
-from fovea_services.trainer.model.model_family import PatchNormalizer
+from fovea_renderer import model_directory as renderer_checkpoint
+from fovea_renderer.image_worker import ImagePatcher
+from fovea_trainer.model.model_family import PatchNormalizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 

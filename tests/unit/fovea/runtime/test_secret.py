@@ -17,8 +17,8 @@ from fovea.runtime.settings import ServiceSettings
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import BrokenOff, FeatureEvicted, Unauthenticated
 from fovea_gateway.settings import GatewaySettings
-from fovea_services.renderer.settings import RendererSettings
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_renderer.settings import RendererSettings
+from fovea_trainer.settings import TrainerSettings
 
 SECRET = "0123456789abcdef"
 

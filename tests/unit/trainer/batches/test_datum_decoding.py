@@ -8,14 +8,14 @@ import pytest
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.batches.datum_decoding import (
+from fovea_trainer.batches.datum_decoding import (
     DatumLimits,
     DatumSize,
     ExpertShape,
     check_digests,
     decode_datum,
 )
-from fovea_services.trainer.losses import LOSSES, loss_of
+from fovea_trainer.losses import LOSSES, loss_of
 from tests.unit.trainer.losses.traced import square_loss
 from tests.vision_families import IMAGE, OPENER, PAD, VIDEO, small_qwen3_vl
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea_services.trainer.batches.datum_decoding import DatumSize
-from fovea_services.trainer.batches.micro_batch import plan
+from fovea_trainer.batches.datum_decoding import DatumSize
+from fovea_trainer.batches.micro_batch import plan
 
 SIZES = st.lists(
     st.builds(DatumSize, st.integers(1, 500), st.sampled_from([0, 0, 4, 256, 1000])), min_size=1, max_size=60

@@ -2,7 +2,7 @@
 
 import torch
 
-from fovea_services.trainer.batches.vision_cache import VisionOutput, VisionOutputCache, split_output
+from fovea_trainer.batches.vision_cache import VisionOutput, VisionOutputCache, split_output
 
 COUNTS = [4, 1, 4]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fovea_services.trainer.losses import Sandbox
+from fovea_trainer.losses import Sandbox
 
 
 @pytest.fixture(scope="session")

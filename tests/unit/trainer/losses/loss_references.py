@@ -1,6 +1,6 @@
 """Each loss of one datum in plain float64 numpy, straight from its formula, position by position.
 
-Written from tinker-contract.md section 5 and the papers; shares no code with fovea_services/trainer.
+Written from tinker-contract.md section 5 and the papers; shares no code with services/trainer/fovea_trainer.
 """
 
 import math

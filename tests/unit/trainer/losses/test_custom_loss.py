@@ -12,7 +12,7 @@ from torch.nn import functional
 from fovea.api.v1 import trainer_pb2
 from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.losses import LossValue, Sandbox, graph_evaluation, loss_of
+from fovea_trainer.losses import LossValue, Sandbox, graph_evaluation, loss_of
 from tests.unit.trainer.losses.traced import graph, node, output, ref, square_loss, traced
 
 N, K = 12, 3

@@ -12,8 +12,8 @@ import torch
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.losses import LOSSES, Loss, LossValue, loss_of
-from fovea_services.trainer.model.target_logprobs import target_logprobs
+from fovea_trainer.losses import LOSSES, Loss, LossValue, loss_of
+from fovea_trainer.model.target_logprobs import target_logprobs
 from tests.unit.trainer.losses import loss_references
 from tests.unit.trainer.losses.loss_references import REFERENCES
 

@@ -16,8 +16,8 @@ import torch
 from fovea.api.v1 import trainer_pb2
 from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.losses import Loss, LossValue, Sandbox, loss_of
-from fovea_services.trainer.losses.frames import Answer, Failure, FrameError, Request, read_answer
+from fovea_trainer.losses import Loss, LossValue, Sandbox, loss_of
+from fovea_trainer.losses.frames import Answer, Failure, FrameError, Request, read_answer
 from tests.processes import is_gone
 from tests.unit.trainer.losses.traced import graph, node, ref, square_loss
 
@@ -60,7 +60,7 @@ def worker_of(sandbox: Sandbox) -> psutil.Process:
     (parent,) = [
         one
         for one, command in commands.items()
-        if "fovea_services.trainer.losses.loss_worker" in command and command[-2] == str(sandbox.memory_mib)
+        if "fovea_trainer.losses.loss_worker" in command and command[-2] == str(sandbox.memory_mib)
     ]
     (found,) = parent.children()
     return found

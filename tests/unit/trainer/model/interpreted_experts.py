@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fovea_services.trainer.model import expert_kernels
-from fovea_services.trainer.model.expert_routing import Routing, computed_with_kernels
-from fovea_services.trainer.model.experts import experts_forward
-from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from fovea_services.trainer.model.model_family import LoraTarget, Role
+from fovea_trainer.model import expert_kernels
+from fovea_trainer.model.expert_routing import Routing, computed_with_kernels
+from fovea_trainer.model.experts import experts_forward
+from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.model_family import LoraTarget, Role
 from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, random_experts
 
 EXPERTS = 5

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from fovea_services.trainer.model.document_masks import Packing, group_by_length
-from fovea_services.trainer.model.packed_attention import Scores, flex, packed_attention
+from fovea_trainer.model.document_masks import Packing, group_by_length
+from fovea_trainer.model.packed_attention import Scores, flex, packed_attention
 
 CASES = [[5], [3, 3, 3], [1, 4, 2], [4, 2, 4, 2, 4], [7, 1, 1, 7, 3], [2, 5, 2]]
 

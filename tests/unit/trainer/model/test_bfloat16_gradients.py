@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea_services.trainer.losses import LOSSES
-from fovea_services.trainer.model.lora_linear import LoraPair
-from fovea_services.trainer.model.target_logprobs import target_logprobs
+from fovea_trainer.losses import LOSSES
+from fovea_trainer.model.lora_linear import LoraPair
+from fovea_trainer.model.target_logprobs import target_logprobs
 from tests.unit.trainer.losses import loss_references
 from tests.unit.trainer.losses.test_losses import Arrays, compute, make_loss
 

@@ -24,7 +24,7 @@ def test_they_give_what_operators_give() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    from fovea_services.trainer.model import expert_kernels
+    from fovea_trainer.model import expert_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rows = {"TOP_K": 8, "BLOCK": 2048}

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fovea_services.trainer.model.expert_routing import EXPERTS, expert_mesh
-from fovea_services.trainer.model.experts import experts_forward
-from fovea_services.trainer.model.lora import LoraSettings, LoraWeights
-from fovea_services.trainer.model.model_family import LoraTarget, Role
+from fovea_trainer.model.expert_routing import EXPERTS, expert_mesh
+from fovea_trainer.model.experts import experts_forward
+from fovea_trainer.model.lora import LoraSettings, LoraWeights
+from fovea_trainer.model.model_family import LoraTarget, Role
 from tests.ranks import run_ranks
 from tests.unit.trainer.model.random_experts import COUNT, HIDDEN, random_experts
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fovea_services.trainer.model.experts import experts_forward
-from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from fovea_services.trainer.model.model_family import LoraTarget, Role
-from fovea_services.trainer.weights.weight_files import (
+from fovea_trainer.model.experts import experts_forward
+from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.model_family import LoraTarget, Role
+from fovea_trainer.weights.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     copy_into,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fovea_tinyvlm
-from fovea_services.trainer.model.packed_model import load_model
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_trainer.model.packed_model import load_model
+from fovea_trainer.settings import TrainerSettings
 
 CPU = torch.device("cpu")
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "factor": 2.0}

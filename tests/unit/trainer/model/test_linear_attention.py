@@ -9,7 +9,7 @@ from transformers import Lfm2Config, Qwen3_5TextConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from fovea_services.trainer.model import linear_attention
+from fovea_trainer.model import linear_attention
 
 HIDDEN = 24
 LENGTHS = [1, 64, 65, 3, 130, 1, 64, 2, 200, 17]

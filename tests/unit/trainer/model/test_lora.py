@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from fovea_services.trainer.model.model_family import LoraTarget, Role
-from fovea_services.trainer.weights.weight_files import copy_into, peft_files, read_tensors
+from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.model_family import LoraTarget, Role
+from fovea_trainer.weights.weight_files import copy_into, peft_files, read_tensors
 
 CPU = torch.device("cpu")
 

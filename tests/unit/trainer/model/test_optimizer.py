@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.model import optimizer
-from fovea_services.trainer.model.optimizer import Adam, AdamW, clip_factor
+from fovea_trainer.model import optimizer
+from fovea_trainer.model.optimizer import Adam, AdamW, clip_factor
 
 STEPS = [
     Adam(1e-2, 0.9, 0.95, 1e-8, 0.1, 0.0),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fovea_services.trainer.weights.snapshot_store import digest_of, packed, specs_of
-from fovea_services.trainer.weights.snapshot_taker import packed_digest
+from fovea_trainer.weights.snapshot_store import digest_of, packed, specs_of
+from fovea_trainer.weights.snapshot_taker import packed_digest
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

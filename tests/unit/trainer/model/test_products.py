@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fovea_services.trainer.model.lora_linear import LoraPair, embedding, products
+from fovea_trainer.model.lora_linear import LoraPair, embedding, products
 
 SCALE = 1.5
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-6}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
-from fovea_services.trainer.batches.datum_decoding import ExpertShape
-from fovea_services.trainer.model.expert_routing import ROUTED_EXPERTS, expert_shape, replay_routing
+from fovea_trainer.batches.datum_decoding import ExpertShape
+from fovea_trainer.model.expert_routing import ROUTED_EXPERTS, expert_shape, replay_routing
 
 COUNT, TOP, LENGTH = 8, 2, 12
 SIZES = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fovea_services.trainer.model.lora_linear import LoraPair
-from fovea_services.trainer.model.target_logprobs import target_logprobs
+from fovea_trainer.model.lora_linear import LoraPair
+from fovea_trainer.model.target_logprobs import target_logprobs
 
 T, K, D, V, R = 7, 3, 5, 11, 2
 SCALE = 1.7

@@ -26,13 +26,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from fovea_services.trainer.batches.datum_decoding import Datum
-from fovea_services.trainer.batches.micro_batch import BatchLayout
-from fovea_services.trainer.model.experts import ExpertAdapter
-from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from fovea_services.trainer.model.model_family import LoraTarget, Role
-from fovea_services.trainer.model.packed_model import PackedModel, load_model
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_trainer.batches.datum_decoding import Datum
+from fovea_trainer.batches.micro_batch import BatchLayout
+from fovea_trainer.model.experts import ExpertAdapter
+from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.model_family import LoraTarget, Role
+from fovea_trainer.model.packed_model import PackedModel, load_model
+from fovea_trainer.settings import TrainerSettings
 
 CPU = torch.device("cpu")
 VOCABULARY = 96

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3VLConfig
 
-from fovea_services.trainer.batches.datum_decoding import Datum
-from fovea_services.trainer.batches.micro_batch import BatchLayout
-from fovea_services.trainer.model.linear_attention import retained_bytes
-from fovea_services.trainer.model.lora import LoraInjector
-from fovea_services.trainer.model.memory_budget import (
+from fovea_tinyvlm.families import ensure_family
+from fovea_trainer.batches.datum_decoding import Datum
+from fovea_trainer.batches.micro_batch import BatchLayout
+from fovea_trainer.model.linear_attention import retained_bytes
+from fovea_trainer.model.lora import LoraInjector
+from fovea_trainer.model.memory_budget import (
     MAX_PATCHES,
     MAX_TOKENS,
     activation_bytes,
@@ -19,9 +20,8 @@ from fovea_services.trainer.model.memory_budget import (
     min_bytes,
     patch_bytes,
 )
-from fovea_services.trainer.model.packed_model import PackedModel, load_model
-from fovea_services.trainer.settings import TrainerSettings
-from fovea_tinyvlm.families import ensure_family
+from fovea_trainer.model.packed_model import PackedModel, load_model
+from fovea_trainer.settings import TrainerSettings
 
 CPU = torch.device("cpu")
 

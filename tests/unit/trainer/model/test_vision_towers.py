@@ -40,12 +40,12 @@ from transformers import (
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
-from fovea_services.trainer.batches.datum_decoding import Datum
-from fovea_services.trainer.batches.micro_batch import BatchLayout, wanted_images
-from fovea_services.trainer.batches.vision_cache import VisionOutput
-from fovea_services.trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
-from fovea_services.trainer.model.model_family import family_of
-from fovea_services.trainer.model.packed_model import PackedModel, constants, read_weights
+from fovea_trainer.batches.datum_decoding import Datum
+from fovea_trainer.batches.micro_batch import BatchLayout, wanted_images
+from fovea_trainer.batches.vision_cache import VisionOutput
+from fovea_trainer.model.lora import LoraInjector, LoraSettings, LoraWeights
+from fovea_trainer.model.model_family import family_of
+from fovea_trainer.model.packed_model import PackedModel, constants, read_weights
 from tests.vision_families import small_qwen3_vl
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fovea_services.trainer.ranks.rendezvous import AuthenticatedListener, AuthenticationFailed, connect
+from fovea_trainer.ranks.rendezvous import AuthenticatedListener, AuthenticationFailed, connect
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fovea.runtime.model_files import MODEL_TYPES
-from fovea_services.trainer.model.model_family import FAMILIES
-from fovea_services.trainer.ranks.rank_launcher import check_checkpoint
+from fovea_trainer.model.model_family import FAMILIES
+from fovea_trainer.ranks.rank_launcher import check_checkpoint
 from tests.copies import Ended, run_copies
 from tests.unit.renderer import checkpoints
 
@@ -26,7 +26,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     config = {"model_type": "qwen3_omni_moe", "vision_config": {}, "image_token_id": 1}
     (folder / "config.json").write_text(json.dumps(config))
     arguments = ["--model", str(folder), "--port", "0", "--metrics-port", "0"]
-    programs = ([f"fovea_services.{service}", *arguments] for service in SERVICES)
+    programs = ([f"fovea_{service}", *arguments] for service in SERVICES)
     return dict(zip(SERVICES, run_copies("fovea.runtime.server", *programs), strict=True))
 
 

@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from fovea_services.trainer.ranks import peer_monitor
-from fovea_services.trainer.ranks.peer_monitor import Peer, PeerMonitor
-from fovea_services.trainer.ranks.rank_launcher import RankEnvironment
+from fovea_trainer.ranks import peer_monitor
+from fovea_trainer.ranks.peer_monitor import Peer, PeerMonitor
+from fovea_trainer.ranks.rank_launcher import RankEnvironment
 
 
 class Ranks:

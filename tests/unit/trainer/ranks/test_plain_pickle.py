@@ -23,18 +23,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import FeatureEvicted, InvalidInput
-from fovea_services.trainer import command_queue
-from fovea_services.trainer.batches.datum_decoding import DatumSize
-from fovea_services.trainer.model.lora import LoraSettings
-from fovea_services.trainer.ranks.control_group import (
+from fovea_trainer import command_queue
+from fovea_trainer.batches.datum_decoding import DatumSize
+from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.ranks.control_group import (
     MessagePickler,
     MessageUnpickler,
     MetadataUnpickler,
     NotPlain,
     exchange_plain_data,
 )
-from fovea_services.trainer.ranks.peer_monitor import Peer
-from fovea_services.trainer.weights.torch_checkpoint import PlainReader, TensorPlanner
+from fovea_trainer.ranks.peer_monitor import Peer
+from fovea_trainer.weights.torch_checkpoint import PlainReader, TensorPlanner
 
 
 class Call:
@@ -77,10 +77,10 @@ def test_an_attack_is_refused_by_name(name: str, reader: type[pickle.Unpickler],
 @pytest.mark.parametrize(
     "name",
     [
-        "fovea_services.trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
-        "fovea_services.trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
-        "fovea_services.trainer.ranks.rank_launcher _exit",  # a function of our own
-        "fovea_services.trainer.ranks.control_group Enum",  # makes classes
+        "fovea_trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
+        "fovea_trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
+        "fovea_trainer.ranks.rank_launcher _exit",  # a function of our own
+        "fovea_trainer.ranks.control_group Enum",  # makes classes
         "torch.distributed.checkpoint.filesystem FileSystemReader",
         "torch load",
         "torch hub.load",

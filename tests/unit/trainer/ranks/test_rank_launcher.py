@@ -29,8 +29,8 @@ time.sleep(600)
 
 START = """
 import os, sys
-from fovea_services.trainer.ranks.rank_launcher import launch
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_trainer.ranks.rank_launcher import launch
+from fovea_trainer.settings import TrainerSettings
 os.environ["PYTHONPATH"] = {folder!r}  # of the ranks
 sys.argv[1:] = [{ranks!r}]
 sys.exit(launch(TrainerSettings(model="m", ranks={count}, drain_s=0)))
@@ -41,10 +41,9 @@ class Launcher:
     """The launcher, with ranks that do what they are told by number, such as `0=sleep,1=kill`."""
 
     def __init__(self, folder: Path, ranks: str) -> None:
-        package = folder / "fovea_services" / "trainer"
+        package = folder / "fovea_trainer"
         package.mkdir(parents=True)
-        for initial in (package.parent / "__init__.py", package / "__init__.py"):
-            initial.touch()
+        (package / "__init__.py").touch()
         (package / "__main__.py").write_text(RANK)
         code = START.format(folder=str(folder), ranks=ranks, count=len(ranks.split(",")))
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}

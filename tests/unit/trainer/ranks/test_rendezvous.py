@@ -10,14 +10,14 @@ import pytest
 
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.secret import VARIABLE
-from fovea_services.trainer.ranks.rendezvous import (
+from fovea_trainer.ranks.rendezvous import (
     AuthenticationFailed,
     Rendezvous,
     RendezvousFailed,
     connect,
     rendezvous,
 )
-from fovea_services.trainer.settings import TrainerSettings
+from fovea_trainer.settings import TrainerSettings
 
 Node = Callable[..., TrainerSettings]
 Meet = Callable[[TrainerSettings], Rendezvous]

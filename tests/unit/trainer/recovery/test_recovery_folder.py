@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fovea_services.trainer.recovery.recovery_folder import Point, RecoveryFolder
-from fovea_services.trainer.weights.checkpoint_folder import Folder, write_folder
+from fovea_trainer.recovery.recovery_folder import Point, RecoveryFolder
+from fovea_trainer.weights.checkpoint_folder import Folder, write_folder
 
 NAMES = ["plain", "a/b:train:0", "..", "100%@*"]
 

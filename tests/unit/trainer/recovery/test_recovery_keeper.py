@@ -15,16 +15,16 @@ from torch import nn
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import NotFound, StorageBehind, Unavailable
-from fovea_services.trainer.command_queue import CommandQueue, KeepState, Shutdown, resolve
-from fovea_services.trainer.model.lora import LoraInjector, LoraSettings
-from fovea_services.trainer.model.model_family import LoraTarget, Role
-from fovea_services.trainer.model.trained_model import AdapterModel
-from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.recovery.recovery_folder import RecoveryFolder
-from fovea_services.trainer.recovery.recovery_keeper import RecoveryKeeper
-from fovea_services.trainer.recovery.recovery_writer import RecoveryWriter
-from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.weights.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
+from fovea_trainer.command_queue import CommandQueue, KeepState, Shutdown, resolve
+from fovea_trainer.model.lora import LoraInjector, LoraSettings
+from fovea_trainer.model.model_family import LoraTarget, Role
+from fovea_trainer.model.trained_model import AdapterModel
+from fovea_trainer.ranks.control_group import ControlGroup
+from fovea_trainer.recovery.recovery_folder import RecoveryFolder
+from fovea_trainer.recovery.recovery_keeper import RecoveryKeeper
+from fovea_trainer.recovery.recovery_writer import RecoveryWriter
+from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.weights.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
 from tests.waiting import eventually
 
 CPU = torch.device("cpu")

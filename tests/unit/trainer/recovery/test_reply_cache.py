@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import Expired, FailedPrecondition, FeatureEvicted, InvalidInput
-from fovea_services.trainer.recovery.reply_cache import ReplyCache
+from fovea_trainer.recovery.reply_cache import ReplyCache
 
 
 class Work:

@@ -11,8 +11,8 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
 from fovea.wire.errors import InvalidInput, NotFound
-from fovea_services.trainer.weights import weight_files
-from fovea_services.trainer.weights.checkpoint_folder import Folder
+from fovea_trainer.weights import weight_files
+from fovea_trainer.weights.checkpoint_folder import Folder
 
 WEIGHTS = "adapter_model.safetensors"
 LAYER = "base_model.model.layers.0"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fovea.wire.errors import InvalidInput, NotFound
-from fovea_services.trainer.weights.checkpoint_folder import Folder, write_folder
+from fovea_trainer.weights.checkpoint_folder import Folder, write_folder
 from tests.syncs import Syncs
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.weights.checkpoint_folder import CheckpointRoots
+from fovea_trainer.weights.checkpoint_folder import CheckpointRoots
 
 
 @pytest.fixture

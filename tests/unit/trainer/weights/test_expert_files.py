@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.wire.errors import InvalidInput
-from fovea_services.trainer.model.expert_routing import expert_mesh
-from fovea_services.trainer.model.packed_model import build_model, read_weights
-from fovea_services.trainer.model.sharding import ShardedModel, local_of
-from fovea_services.trainer.ranks.control_group import ControlGroup
-from fovea_services.trainer.settings import TrainerSettings
-from fovea_services.trainer.weights import weight_files
-from fovea_services.trainer.weights.checkpoint_folder import Folder
 from fovea_tinyvlm.families import ensure_families
+from fovea_trainer.model.expert_routing import expert_mesh
+from fovea_trainer.model.packed_model import build_model, read_weights
+from fovea_trainer.model.sharding import ShardedModel, local_of
+from fovea_trainer.ranks.control_group import ControlGroup
+from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.weights import weight_files
+from fovea_trainer.weights.checkpoint_folder import Folder
 from tests.ranks import run_ranks
 
 NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]

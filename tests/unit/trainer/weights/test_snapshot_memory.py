@@ -4,7 +4,7 @@ import torch
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import SnapshotDigest
-from fovea_services.trainer.weights.snapshot_store import (
+from fovea_trainer.weights.snapshot_store import (
     SnapshotStore,
     StoredSnapshot,
     digest_of,

@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from fovea_services.trainer.weights.transfer_groups import TransferGroups
+from fovea_trainer.weights.transfer_groups import TransferGroups
 from tests.listeners import listeners
 
 

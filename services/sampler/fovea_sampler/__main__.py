@@ -1,0 +1,42 @@
+"""Entry point of the sampler: `python -m fovea_sampler --model DIR --port N --renderer HOST:PORT`."""
+
+import asyncio
+import time
+
+
+def main() -> None:
+    """Starts the engine, runs the service until it ends, and exits the process with the exit code of the service."""
+    started = time.monotonic()
+    from fovea_sampler.settings import SamplerSettings
+
+    settings = SamplerSettings.from_command_line("fovea_sampler")
+    from fovea.runtime.processes import configure_logging, importing, leave
+
+    configure_logging("sampler", settings.log_level)
+    # The order matters. The environment must be set before torch is imported, and the engine must be launched (it
+    # forks) before gRPC starts threads.
+    from fovea_sampler.engine import vllm_launch
+
+    vllm_launch.prepare_environment(settings)
+    try:
+        vllm_launch.check_model(settings.model)
+        vllm_launch.context(settings)
+        with importing():
+            capacity = vllm_launch.measure_adapter_capacity(settings)
+            config = vllm_launch.engine_config(settings, capacity)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"fovea_sampler: {error}") from None
+    llm = vllm_launch.launch(config)
+    try:
+        from fovea_sampler.engine.vllm_engine import Engine
+        from fovea_sampler.sampler_app import serve
+
+        engine = Engine(llm, settings, vllm_launch.checkpoint_directory(settings.model))
+        status = asyncio.run(serve(settings, engine, capacity, started))
+    finally:
+        llm.shutdown()
+    leave(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""Serves OpenAI's API with vLLM's own serving classes, over an engine that the caller of the RPC replaces.
+
+vLLM parses the request, applies the chat template, and writes the response with its tool-call parsers. Its calls to the
+engine become a plan. The caller (the gateway) draws the samples of the plan and streams them back, and the replacement
+engine returns them to vLLM.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.entrypoints.generate.base.serving import decode_token_ids
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from fovea.api.v1 import sampler_pb2
+from fovea.wire import tensors
+from fovea.wire.errors import (
+    FoveaError,
+    Internal,
+    InvalidInput,
+    Unavailable,
+)
+from fovea_sampler.engine import openai_requests
+from fovea_sampler.engine.openai_requests import TextRenderer, token_bytes
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Step = sampler_pb2.OpenAIPlan | bytes
+
+_TOOL_PARSERS = {
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "<|tool_call>": "gemma4",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|tool_call_start|>": "lfm2",
+    "<|python_tag|>": "llama3_json",
+}
+"""vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
+
+_ANSWER_BYTES = 2**20
+_REPLACEMENT = "\ufffd".encode()
+
+
+class OpenAIServing:
+    """Answers requests of OpenAI's API for one model.
+
+    Args:
+        llm: The engine; only its tokenizer, chat template and configuration are used.
+        tool_parser: The name of a tool-call parser of vLLM; `auto` chooses it from the chat template.
+        end_ids: Tokens that end a sequence, unless a request sets `ignore_eos`.
+    """
+
+    def __init__(self, llm: "AsyncLLM", tool_parser: str, end_ids: Sequence[int]) -> None:
+        self._llm = llm
+        self._end_ids = frozenset(end_ids)
+        self._renderer = TextRenderer(llm.renderer)
+        self._options: dict[str, Any] = {
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "enable_auto_tools": True,
+            "tool_parser": _parser_of(llm.renderer.get_tokenizer()) if tool_parser == "auto" else tool_parser,
+        }
+        self._online = OnlineRenderer(llm.model_config, self._renderer, request_logger=None, **self._options)  # type: ignore[arg-type]
+
+    async def answer(
+        self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
+    ) -> AsyncGenerator[Step]:
+        """Yields the plan of what to sample, then the bytes of the response; see `engine_api.OpenAIAnswers`."""
+        body: dict[str, Any] = json.loads(asked.body)
+        if "messages" in body:
+            body["messages"] = await self._renderer.guard(body["messages"])
+        request = openai_requests.read(asked.route, body, most_samples)
+        image_id = await self._renderer.image_id() if asked.image_count else None
+        engine = _CallerEngine(self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids)
+        tasks = [
+            asyncio.create_task(engine.listen(sampled), name="sampled"),
+            asyncio.create_task(self._write(engine, request), name="answer"),
+        ]
+        try:
+            while (step := await engine.steps.get()) is not None:
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, engine: "_CallerEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
+        """Runs vLLM's handler and puts its response, then None, into `engine.steps`; or the handler's error."""
+        try:
+            models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
+            given: Any = (engine, models)
+            if isinstance(request, ChatCompletionRequest):
+                chat = _Chat(*given, "assistant", online_renderer=self._online, request_logger=None, **self._options)
+                chat.system_fingerprint = None
+                answer: Any = await chat.create_chat_completion(request)
+            else:
+                completion = OpenAIServingCompletion(*given, online_renderer=self._online, request_logger=None)
+                completion.system_fingerprint = None
+                answer = await completion.create_completion(request)
+            if isinstance(answer, ErrorResponse):
+                raise openai_requests.error_of(answer)
+            if isinstance(answer, AsyncGenerator):
+                async for event in answer:
+                    engine.steps.put_nowait(event.encode())
+            else:
+                body = answer.model_dump_json().encode()
+                for start in range(0, len(body), _ANSWER_BYTES):
+                    engine.steps.put_nowait(body[start : start + _ANSWER_BYTES])
+            engine.steps.put_nowait(None)
+        except FoveaError as error:
+            engine.steps.put_nowait(error)
+        except Exception as error:  # templates and parsers raise anything: vLLM decides if the client is at fault
+            engine.steps.put_nowait(openai_requests.error_of(create_error_response(error)))
+
+
+class _Chat(OpenAIServingChat):  # type: ignore[misc]
+    """vLLM's chat handler, with the exact bytes of each token in its log-probabilities.
+
+    vLLM decodes tokens one by one, so a token that is a part of a UTF-8 character becomes U+FFFD. Clients that join the
+    bytes of the tokens would not get the text of the answer.
+    """
+
+    def _create_chat_logprobs(
+        self, token_ids: Sequence[int], top_logprobs: Any, tokenizer: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """Calls vLLM's method, then replaces the bytes of partial characters."""
+        made = super()._create_chat_logprobs(token_ids, top_logprobs, tokenizer, *arguments, **options)
+        for token, known, said in zip(token_ids, top_logprobs, made.content, strict=True):
+            for each, one in ((token, said), *zip(known or (), said.top_logprobs, strict=False)):
+                if bytes(one.bytes or ()).find(_REPLACEMENT) >= 0:
+                    one.bytes = list(token_bytes(tokenizer, each) or one.bytes)
+        return made
+
+
+class _CallerEngine:
+    """The replacement engine that vLLM's serving classes call during one request.
+
+    Attributes:
+        steps: The plan, then the chunks of the response, then None. An exception ends the request.
+    """
+
+    errored = False
+
+    def __init__(
+        self,
+        llm: "AsyncLLM",
+        renderer: TextRenderer,
+        request: ChatCompletionRequest | CompletionRequest,
+        image_count: int,
+        image_id: int | None,
+        end_ids: frozenset[int],
+    ) -> None:
+        self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
+        self.input_processor, self.renderer = llm.input_processor, renderer
+        self.steps: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
+        self._request, self._image_count, self._image_id, self._end_ids = request, image_count, image_id, end_ids
+        self._plan: sampler_pb2.OpenAIPlan | None = None
+        self._inboxes: list[asyncio.Queue[sampler_pb2.SampledEvent]] = []
+        self._prompts: list[list[int]] = []
+        self._is_planned = False
+
+    def check_admission(self, count: int) -> None:
+        """Accepts everything: the sampling calls of the gateway have their own limit."""
+
+    def generate(
+        self, prompt: Mapping[str, Any], params: SamplingParams, request_id: str, **ignored: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        """Adds a prompt to the plan and returns its results.
+
+        vLLM calls it for all prompts before it reads any result.
+        """
+        if self._plan is None:
+            self._plan = self._new_plan(params)
+        self._add_prompt(prompt["prompt_token_ids"])
+        self._inboxes.append(asyncio.Queue())
+        return self._results(len(self._inboxes) - 1, params, request_id)
+
+    async def listen(self, sampled: AsyncIterator[sampler_pb2.SampledEvent]) -> None:
+        """Distributes the caller's samples to the prompts until the caller ends the stream."""
+        try:
+            async for one in sampled:
+                if not 0 <= one.prompt_index < len(self._inboxes):
+                    raise InvalidInput(
+                        f"prompt_index is {one.prompt_index}, but there are {len(self._inboxes)} prompts"
+                    )
+                self._inboxes[one.prompt_index].put_nowait(one)
+            self.steps.put_nowait(Unavailable("the caller ended the stream before every sequence had ended"))
+        except FoveaError as error:
+            self.steps.put_nowait(error)
+
+    def _new_plan(self, params: SamplingParams) -> sampler_pb2.OpenAIPlan:
+        stop = sampler_pb2.StopCondition(
+            token_ids=params.stop_token_ids or [], strings=params.stop or [], ignore_eos=params.ignore_eos
+        )
+        drawn = sampler_pb2.SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or -1,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=params.seed,
+            stop=stop,
+            # vLLM's own default counts an image as one token. An absent max_tokens lets the sampler fill the context.
+            max_tokens=openai_requests.max_tokens_of(self._request),
+            structured_outputs=openai_requests.structure_of(params),
+        )
+        return sampler_pb2.OpenAIPlan(
+            sample_count=params.n,
+            params=drawn,
+            top_sample_logprobs=params.logprobs or 0,
+            is_stream=bool(self._request.stream),
+        )
+
+    def _add_prompt(self, ids: list[int]) -> None:
+        assert self._plan is not None
+        prompt = self._plan.prompts.add()
+        if self._image_id is None:
+            prompt.chunks.add().tokens.tokens = tensors.encode_tokens(ids)
+            return
+        places = [place for place, token in enumerate(ids) if token == self._image_id]
+        if len(places) != self._image_count:
+            raise InvalidInput(
+                f"messages have {self._image_count} images, but the chat template writes {len(places)}: put images "
+                "only into user messages",
+                field="messages",
+            )
+        for start, end in zip([-1, *places], [*places, len(ids)], strict=True):
+            if start >= 0:
+                prompt.chunks.add().image.SetInParent()
+            if end > start + 1:
+                prompt.chunks.add().tokens.tokens = tensors.encode_tokens(ids[start + 1 : end])
+
+    async def _results(self, index: int, params: SamplingParams, request_id: str) -> AsyncGenerator[RequestOutput]:
+        assert self._plan is not None
+        if not self._is_planned:
+            self._is_planned = True
+            self.steps.put_nowait(self._plan)
+        inbox, is_delta = self._inboxes[index], params.output_kind is RequestOutputKind.DELTA
+        ids: list[int] = []
+        sequences: list[_Sequence] = []
+        while not sequences or not all(sequence.is_ended for sequence in sequences):
+            sampled = await inbox.get()
+            if not sequences:
+                ids = tensors.decode_tokens(sampled.prompt_tokens).tolist()
+                sequences = [self._new_sequence(number, params, ids) for number in range(params.n)]
+            if sampled.event.WhichOneof("event") != "delta":
+                continue
+            if not sampled.event.delta.index < params.n:
+                raise Internal(
+                    f"the caller sampled sequence {sampled.event.delta.index}, but only {params.n} are planned"
+                )
+            sequence = sequences[sampled.event.delta.index]
+            sequence.add(sampled.event.delta)
+            if is_delta:
+                is_last = all(one.is_ended for one in sequences)
+                yield RequestOutput(request_id, None, ids, None, [sequence.output(is_delta)], is_last)
+        if not is_delta:
+            outputs = [sequence.output(is_delta) for sequence in sequences]
+            yield RequestOutput(request_id, None, ids, None, outputs, finished=True)
+
+    def _new_sequence(self, index: int, params: SamplingParams, prompt_ids: list[int]) -> "_Sequence":
+        ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_ids)
+        return _Sequence(index, self.renderer.get_tokenizer(), params, prompt_ids, ends)
+
+
+class _Sequence:
+    """One sequence: it detokenizes the sampled tokens and builds vLLM's outputs."""
+
+    def __init__(
+        self, index: int, tokenizer: Any, params: SamplingParams, prompt_ids: list[int], end_ids: set[int]
+    ) -> None:
+        self._index, self._tokenizer, self._params, self._end_ids = index, tokenizer, params, end_ids
+        request = EngineCoreRequest(
+            request_id="", prompt_token_ids=prompt_ids, mm_features=None, sampling_params=params, pooling_params=None,
+            arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+        self._text = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        self._tokens: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self._finish_reason is not None
+
+    def add(self, delta: sampler_pb2.SequenceDelta) -> None:
+        """Appends the tokens of a delta."""
+        tokens = tensors.decode_tokens(delta.tokens).tolist()
+        is_stop = delta.finish_reason == sampler_pb2.FINISH_REASON_STOP
+        is_by_token = is_stop and bool(tokens) and tokens[-1] in self._end_ids
+        found = self._text.update(tokens, stop_terminated=is_by_token)
+        self._tokens += tokens
+        if self._params.logprobs is not None:
+            self._logprobs += self._read_logprobs(delta, tokens)
+        if delta.finish_reason == sampler_pb2.FINISH_REASON_LENGTH:
+            self._finish_reason = "length"
+        elif is_stop:
+            self._finish_reason = "stop"
+            asked = is_by_token and tokens[-1] in (self._params.stop_token_ids or ())
+            self._stop_reason = tokens[-1] if asked else found
+
+    def output(self, is_delta: bool) -> CompletionOutput:
+        """Returns everything so far, or only the part since the last output if `is_delta`."""
+        output = CompletionOutput(
+            index=self._index,
+            text=self._text.get_next_output_text(self.is_ended, is_delta),
+            token_ids=self._tokens,
+            cumulative_logprob=None,
+            logprobs=self._logprobs if self._params.logprobs is not None else None,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        if is_delta:
+            self._tokens, self._logprobs = [], []
+        return output
+
+    def _read_logprobs(self, delta: sampler_pb2.SequenceDelta, tokens: list[int]) -> list[dict[int, Logprob]]:
+        own = np.frombuffer(delta.logprobs, "<f4").tolist()
+        k = self._params.logprobs or 0
+        ids = tensors.decode(delta.top_logprobs.token_ids).tolist() if k else [[]] * len(tokens)
+        best = tensors.decode(delta.top_logprobs.logprobs).tolist() if k else [[]] * len(tokens)
+        return [self._position(*row) for row in zip(tokens, own, ids, best, strict=True)]
+
+    def _position(self, token: int, logprob: float, ids: list[int], best: list[float]) -> dict[int, Logprob]:
+        """Returns the log-probabilities at one position: the best first, as OpenAI lists them, then the sampled one."""
+        known = dict(zip(ids, best, strict=True))
+        known.setdefault(token, logprob)
+        texts = decode_token_ids(list(known), self._tokenizer)
+        return {
+            each: Logprob(value, rank, text)
+            for rank, ((each, value), (text, _)) in enumerate(zip(known.items(), texts, strict=True), 1)
+        }
+
+
+def _parser_of(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template or ""]
+    return next((name for mark, name in _TOOL_PARSERS.items() if any(mark in text for text in texts)), "hermes")

@@ -1,0 +1,188 @@
+"""The methods that Fovea adds to vLLM's worker. The service calls them through `collective_rpc`.
+
+vLLM imports this module in the worker's process before it creates the worker, and the import prepares the process.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fovea.api.v1 import sampler_pb2, weights_pb2
+from fovea.runtime.processes import die_with_parent
+from fovea_sampler import vllm_patches
+from fovea_sampler.engine import weight_loading
+from fovea_sampler.engine.manifest_check import ExpertSizes, ManifestChecker, check_biases, checkpoint_shapes
+from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
+from fovea_sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
+from fovea_sampler.engine.weight_loading import AdapterBank
+
+
+def _end_with_service() -> None:
+    """Ensures that this process ends when the service ends for any reason."""
+    # A terminal sends Ctrl-C to the whole process group. Only the service handles it, by letting requests in flight
+    # end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    service, parent = int(os.environ.get(SERVICE_PID_VARIABLE, "1")), os.getppid()
+    if service in (1, parent):
+        return
+    # This is one of several workers. Their parent is vLLM's engine process, which would outlive the service.
+    try:
+        ends = os.pidfd_open(service), os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_end_engine_after, args=ends, name="end-with-service", daemon=True).start()
+
+
+def _end_engine_after(service: int, engine: int) -> None:
+    """Waits until the service ends, then kills the engine. Both are pidfds.
+
+    The engine's workers end with the engine.
+    """
+    select.select([service], [], [])
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(engine, signal.SIGKILL)
+    os._exit(1)
+
+
+_end_with_service()
+weight_loading.register()
+vllm_patches.before_model()
+
+
+class WorkerExtension:
+    """A mix-in that vLLM adds to its worker class (`worker_extension_cls`)."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+    device: torch.device
+    rank: int
+
+    def fovea_prepare(self, checkpoint: str) -> tuple[str, int]:
+        """Prepares the loaded model for adapters from memory, snapshots and exact log-probabilities. Called once.
+
+        Args:
+            checkpoint: The directory of the checkpoint.
+
+        Returns:
+            The reason why the worker cannot return the experts of tokens, or an empty string; and the bytes of the
+            expert ids of one token.
+        """
+        self._receiver = SnapshotReceiver(self.device, self.rank)
+        model, shapes = self.model_runner.get_model(), checkpoint_shapes(Path(checkpoint))
+        rename, left_out = _rename_of(model), _left_out(model, shapes)
+        adaptable: dict[str, torch.nn.Module] = {}
+        sizes: dict[str, ExpertSizes] = {}
+        max_rank = 0
+        if self.model_runner.lora_config is not None:
+            manager = self.model_runner.lora_manager
+            adaptable, max_rank = _adaptable_modules(manager._adapter_manager), manager.lora_config.max_lora_rank
+            sizes = _expert_sizes(manager._adapter_manager)
+            self._bank = AdapterBank(manager)  # after this, vLLM's manager no longer exposes its modules
+        check_biases(shapes, rename, adaptable)
+        self._checker = ManifestChecker(shapes, rename, left_out, set(adaptable), max_rank, sizes)
+        self.weight_transfer_engine.init_transfer_engine(weight_loading.ArrivalInitInfo(self._receiver.arrival))
+        vllm_patches.after_model(self.model_runner)
+        experts = self.model_runner.fovea_experts
+        return experts.problem, experts.row_bytes
+
+    def fovea_cache_bytes(self) -> int:
+        """Returns the bytes of this worker's KV cache if vLLM has sized it, as it does on a GPU; else 0."""
+        return int(getattr(self, "available_kv_cache_memory_bytes", 0))
+
+    def fovea_join(self, task_id: str, request: bytes, backend: str) -> None:
+        """Starts to join the group of a serialized JoinTransferGroupRequest; poll `fovea_report` for the outcome."""
+        self._receiver.start_join(task_id, sampler_pb2.JoinTransferGroupRequest.FromString(request), backend)
+
+    def fovea_check(self, manifest: bytes) -> str:
+        """Returns the problem of a serialized SnapshotManifest, or an empty string."""
+        return self._checker.problem(weights_pb2.SnapshotManifest.FromString(manifest))
+
+    def fovea_receive(self, task_id: str, group_id: str, manifest: bytes, timeout_s: float) -> str:
+        """Starts to receive a snapshot; `fovea_report` reports when all tensors have arrived.
+
+        Returns the problem of the serialized SnapshotManifest, or an empty string.
+        """
+        parsed = weights_pb2.SnapshotManifest.FromString(manifest)
+        if problem := self._checker.problem(parsed):
+            return problem
+        is_adapter = parsed.snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER
+        if not is_adapter and (problem := weight_loading.problem(self.model_runner.get_model())):
+            return problem
+        finish: Callable[[Arrival], Any] = self._bank.build if is_adapter else lambda arrival: arrival
+        self._receiver.start_receive(task_id, group_id, parsed, timeout_s, finish)
+        return ""
+
+    def fovea_report(self, task_id: str) -> dict[str, str]:
+        """Returns the phase, the error and the digest of a task."""
+        return self._receiver.report(task_id)
+
+    def fovea_forget_task(self, task_id: str) -> None:
+        """Frees the tensors that a task received."""
+        self._receiver.forget(task_id)
+
+    def fovea_leave(self, group_id: str) -> None:
+        """Leaves a transfer group."""
+        self._receiver.leave(group_id)
+
+    def fovea_store_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:
+        """Gives an adapter to vLLM under an unused name and id if it has arrived with that digest.
+
+        Returns the report of the task, as `fovea_report` does. The service calls it until all workers are done.
+        """
+        report = self._receiver.report(task_id)
+        if report["phase"] == "done" and report["digest"] == digest:
+            self._bank.keep(name, lora_id, self._receiver.arrival(task_id))
+        return report
+
+    def fovea_forget_adapter(self, name: str) -> None:
+        """Frees an adapter that no request uses."""
+        self._bank.forget(name)
+
+
+def _rename_of(model: torch.nn.Module) -> Any:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    renamer = mapper.get_rename_mapper()
+    return lambda name: renamer.map_name(name) or name
+
+
+def _left_out(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
+    """Returns the checkpoint's tensors that vLLM does not load, such as Qwen3.5's layers for multi-token prediction."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return {name for name in names if mapper is not None and mapper.map_name(name) is None}
+
+
+def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:
+    """Returns the modules that support LoRA by vLLM name, without embeddings.
+
+    A packed projection appears under the name of each projection that it packs.
+    """
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+
+    adaptable: dict[str, torch.nn.Module] = {}
+    for name, module in manager.modules.items():
+        if not isinstance(module, VocabParallelEmbeddingWithLoRA):
+            adaptable |= dict.fromkeys(manager.packed_modules.get(name, [name]), module)
+    return adaptable
+
+
+def _expert_sizes(manager: Any) -> dict[str, ExpertSizes]:
+    """Returns the sizes of the experts that support LoRA, by vLLM name, summed over all workers."""
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    found: dict[str, ExpertSizes] = {}
+    for name, module in manager.modules.items():
+        if isinstance(module, FusedMoEWithLoRA):
+            config = module.moe_config
+            inner = config.intermediate_size_per_partition_unpadded * module.tp_size
+            found[name] = (config.num_logical_experts, inner, config.hidden_dim_unpadded)
+    return found

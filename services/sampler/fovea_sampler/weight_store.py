@@ -1,0 +1,266 @@
+"""The weights that requests can sample from: the resident full parameters, and the adapters on the base model.
+
+This is the only record in this process of loaded snapshots and of the requests that use them. The engine's workers hold
+the tensors, under the names that this module assigns.
+"""
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from cachetools import LRUCache
+
+from fovea.runtime.tasks import BackgroundTasks, SharedLock, run_to_end
+from fovea.wire.errors import AlreadyExists, NotFinite, ResourceExhausted, SnapshotNotLoaded
+from fovea_sampler import sampler_metrics
+from fovea_sampler.engine_api import AdapterName, WeightEngine
+
+BASE = ""
+"""The snapshot id of the base model."""
+_MOST_QUARANTINED = 10_000
+
+
+@dataclass(eq=False)
+class HeldAdapter:
+    """One adapter version that the engine holds. `drained` is set while no request uses it."""
+
+    snapshot_id: str
+    engine_name: AdapterName
+    digest: str
+    size_bytes: int
+    user_count: int = 0
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def in_use(self) -> Iterator[AdapterName]:
+        """Keeps the adapter in the engine for the duration of the block."""
+        self.user_count += 1
+        self.drained.clear()
+        try:
+            yield self.engine_name
+        finally:
+            self.user_count -= 1
+            if not self.user_count:
+                self.drained.set()
+
+
+class AdapterCache:
+    """The record of held adapters, in the order of their last use.
+
+    It does not call the engine: its callers free the adapters that it selects for eviction.
+
+    Args:
+        max_count: The most adapters.
+        max_bytes: The most bytes of all adapters together.
+    """
+
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._held: OrderedDict[str, HeldAdapter] = OrderedDict()
+        self._arriving: list[int] = []
+        self._numbers = itertools.count(1)
+
+    def snapshot_ids(self) -> list[str]:
+        return list(self._held)
+
+    def find(self, snapshot_id: str) -> HeldAdapter | None:
+        """Returns the adapter and marks it as the most recently used one, or returns None."""
+        held = self._held.get(snapshot_id)
+        if held is not None:
+            self._held.move_to_end(snapshot_id)
+        return held
+
+    def new_name(self, snapshot_id: str) -> AdapterName:
+        """Returns a name for the engine that has never been used before."""
+        number = next(self._numbers)
+        return AdapterName(f"{snapshot_id}#{number}", number)
+
+    def evictions_for(self, size_bytes: int) -> list[HeldAdapter]:
+        """Returns the idle adapters to evict, least recently used first, to make room for one of `size_bytes`.
+
+        Raises ResourceExhausted if evicting all idle ones is not enough. Adapters in use and adapters that are still
+        arriving are never evicted.
+        """
+        evicted: list[HeldAdapter] = []
+        count = len(self._held) + len(self._arriving)
+        used_bytes = sum(held.size_bytes for held in self._held.values()) + sum(self._arriving)
+        for held in self._held.values():
+            if count < self._max_count and used_bytes + size_bytes <= self._max_bytes:
+                break
+            if not held.user_count:
+                evicted.append(held)
+                count, used_bytes = count - 1, used_bytes - held.size_bytes
+        if count >= self._max_count or used_bytes + size_bytes > self._max_bytes:
+            raise ResourceExhausted(
+                f"no room for an adapter of {size_bytes} bytes: {count} adapters of {used_bytes} bytes are in use or "
+                f"arriving, the limits are {self._max_count} adapters and {self._max_bytes} bytes"
+            )
+        return evicted
+
+    @contextmanager
+    def room_for(self, size_bytes: int) -> Iterator[list[HeldAdapter]]:
+        """Reserves room for one more adapter and yields the evicted adapters, which new requests can no longer use.
+
+        Raises ResourceExhausted as `evictions_for` does.
+        """
+        evicted = self.evictions_for(size_bytes)
+        for held in evicted:  # without an await in between: another task could begin to use an idle adapter
+            self.remove(held.snapshot_id)
+        self._arriving.append(size_bytes)
+        try:
+            yield evicted
+        finally:
+            self._arriving.remove(size_bytes)
+
+    def add(self, held: HeldAdapter) -> None:
+        """Adds an adapter as the most recently used one."""
+        self._held[held.snapshot_id] = held
+        sampler_metrics.ADAPTERS.set(len(self._held))
+
+    def remove(self, snapshot_id: str) -> HeldAdapter | None:
+        """Hides an adapter from new requests. Requests that already use it continue."""
+        held = self._held.pop(snapshot_id, None)
+        sampler_metrics.ADAPTERS.set(len(self._held))
+        return held
+
+
+class WeightStore:
+    """Holds weights in place for requests, and changes them only when no request uses them.
+
+    Args:
+        engine: The engine that holds the tensors.
+        adapters: The record of the adapters that `engine` holds.
+    """
+
+    def __init__(self, engine: WeightEngine, adapters: AdapterCache) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._lock = SharedLock()
+        self._resident: str | None = BASE
+        self._dropping = BackgroundTasks()
+        self._quarantined: LRUCache[str, str] = LRUCache(_MOST_QUARANTINED)
+
+    @property
+    def resident_snapshot_id(self) -> str | None:
+        """The snapshot id of the full weights: empty for the base model, None after a load that failed half-way."""
+        return self._resident
+
+    def adapter_snapshot_ids(self) -> list[str]:
+        """Returns the adapters that can be sampled from now.
+
+        Adapters are deltas on the base model. While other full weights are loaded, none can be sampled from.
+        """
+        return self._adapters.snapshot_ids() if self._resident == BASE else []
+
+    def holds_adapter(self, snapshot_id: str) -> bool:
+        """Returns True if the adapter is held, and marks it as the most recently used one."""
+        return self._adapters.find(snapshot_id) is not None
+
+    def check_adapter(self, snapshot_id: str, digest: str, size_bytes: int) -> None:
+        """Raises AlreadyExists if an adapter of this id is held with another digest, ResourceExhausted without room."""
+        held = self._adapters.find(snapshot_id)
+        if held is None:
+            self._adapters.evictions_for(size_bytes)
+        elif held.digest != digest:
+            raise AlreadyExists(f"snapshot {snapshot_id} is held with digest {held.digest}; snapshots never change")
+
+    def require(self, snapshot_id: str) -> HeldAdapter | None:
+        """Returns the adapter of a loaded snapshot, or None if the snapshot is the resident full weights.
+
+        Raises NotFinite for a quarantined snapshot, SnapshotNotLoaded for one that is not loaded.
+        """
+        if (reason := self._quarantined.get(snapshot_id)) is not None:
+            raise NotFinite(reason, snapshot_id=snapshot_id)
+        if snapshot_id == self._resident:
+            return None
+        held = self._adapters.find(snapshot_id) if self._resident == BASE and snapshot_id != BASE else None
+        if held is None:
+            raise SnapshotNotLoaded(
+                f"snapshot {snapshot_id!r} is not loaded; push it to this sampler first", snapshot_id=snapshot_id
+            )
+        return held
+
+    def quarantine(self, snapshot_id: str, found: str) -> NotFinite:
+        """Refuses a snapshot permanently, since snapshots never change, and returns the error to raise.
+
+        The base model is not refused: one request that it cannot compute must not stop all other requests to it.
+
+        Args:
+            snapshot_id: The snapshot that was sampled from.
+            found: A clause that states what is wrong with its results.
+        """
+        if snapshot_id == BASE:
+            return NotFinite(f"{found}. The base model cannot compute this request: change its prompt or images")
+        reason = (
+            f"snapshot {snapshot_id!r} cannot be sampled: {found}, so its weights are too large for the model's "
+            "arithmetic. This sampler refuses it from now on. Sample an earlier snapshot; or load an earlier "
+            "checkpoint, continue training with a lower learning rate or with grad_clip_norm, and save again"
+        )
+        self._quarantined[snapshot_id] = reason
+        return NotFinite(reason, snapshot_id=snapshot_id)
+
+    @asynccontextmanager
+    async def use(self, snapshot_id: str) -> AsyncIterator[AdapterName | None]:
+        """Keeps a snapshot loaded while a request samples from it. Raises as `require` does."""
+        async with self._lock.shared():
+            held = self.require(snapshot_id)
+            if held is None:
+                yield None
+                return
+            with held.in_use() as name:
+                yield name
+
+    async def hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int, timeout_s: float) -> str:
+        """Waits for an adapter and makes it ready to sample from if its digest is `digest`; returns its digest.
+
+        Idle adapters are evicted at once, while it is still arriving. Raises ResourceExhausted if all others are in
+        use, Unavailable if the adapter does not arrive.
+        """
+        with self._adapters.room_for(size_bytes) as evicted:
+            await run_to_end(self._forget(evicted))
+            name = self._adapters.new_name(snapshot_id)
+            try:
+                arrived = await self._engine.store_adapter(task_id, name, digest, timeout_s)
+            except BaseException:
+                await run_to_end(self._engine.forget_adapter(name))
+                raise
+            if arrived == digest:
+                if self._adapters.find(snapshot_id) is None:
+                    self._adapters.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
+                else:  # the same snapshot arrived over another group meanwhile
+                    await run_to_end(self._engine.forget_adapter(name))
+        return arrived
+
+    async def load_full(self, task_id: str, snapshot_id: str) -> float:
+        """Loads received full weights into the model; returns the seconds for which generation stood still.
+
+        Waits for the requests in flight. After a failure nothing can be sampled until full weights are pushed again.
+        """
+        async with self._lock.exclusive():
+            return await run_to_end(self._load_full(task_id, snapshot_id))
+
+    async def drop(self, snapshot_id: str) -> None:
+        """Frees an adapter once its requests have ended. Full weights stay until others are pushed."""
+        held = self._adapters.remove(snapshot_id)
+        if held is not None:
+            # The caller may stop waiting; the engine must still free the adapter.
+            await asyncio.shield(self._dropping.start(self._forget([held]), f"dropping {snapshot_id}"))
+
+    async def _load_full(self, task_id: str, snapshot_id: str) -> float:
+        self._resident = None
+        pause_s = await self._engine.load_full(task_id, snapshot_id)
+        self._resident = snapshot_id
+        return pause_s
+
+    async def _forget(self, evicted: Sequence[HeldAdapter]) -> None:
+        """Frees adapters that new requests can no longer find, each once its requests have ended."""
+        await asyncio.gather(*(self._forget_when_drained(held) for held in evicted))
+
+    async def _forget_when_drained(self, held: HeldAdapter) -> None:
+        if held.user_count:
+            await held.drained.wait()
+        await self._engine.forget_adapter(held.engine_name)

@@ -1,0 +1,319 @@
+"""The queue that passes commands from gRPC calls to the thread that runs them, and returns their results.
+
+That thread runs one command at a time, together with all other ranks. Commands are plain data, sent by rank 0 to the
+other ranks of this trainer only.
+"""
+
+import asyncio
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fovea.runtime import tracing
+from fovea.wire.errors import FoveaError, Unavailable
+from fovea_trainer import trainer_metrics
+from fovea_trainer.batches.datum_decoding import Datum, DatumSize
+from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.model.optimizer import Adam
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Does nothing. Keeps idle connections alive and detects ranks that do not answer."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Makes every rank leave its loop and end."""
+
+
+@dataclass(frozen=True)
+class CreateModel:
+    """Creates a model: an adapter, or full parameters if `lora` is None."""
+
+    model_id: str
+    lora: LoraSettings | None
+
+
+@dataclass(frozen=True)
+class RestoreModel:
+    """Creates a model from its newest durable point."""
+
+    model_id: str
+    lora: LoraSettings | None
+
+
+@dataclass(frozen=True)
+class KeepState:
+    """Copies the current state of a model and starts writing it as a durable point."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class DeleteModel:
+    """Frees a model, its gradients and its optimizer. Does nothing if it is unknown."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class PrepareLosses:
+    """Starts the workers for traced losses without waiting. Returns True if those of all ranks are ready."""
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """Computes a loss.
+
+    Args:
+        model_id: Id of the model.
+        header: The serialized header, checked on rank 0.
+        backward: True to add to the model's gradients.
+        drop_gradients: True to drop existing gradients first.
+        datums: The serialized datums, checked on rank 0.
+        sizes: Size of each datum.
+        decoded: The decoded datums, on rank 0 only; not sent to other ranks.
+    """
+
+    model_id: str
+    header: bytes
+    backward: bool
+    drop_gradients: bool
+    datums: list[bytes]
+    sizes: list[DatumSize]
+    decoded: list[Datum] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "decoded": None}
+
+
+@dataclass(frozen=True)
+class ClearGradients:
+    """Drops the gradients accumulated since the last step."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """Takes an optimizer step on the gradients of all ranks, and drops them.
+
+    Here and below, `seq_id` 0 means unnumbered.
+    """
+
+    model_id: str
+    adam: Adam
+    seq_id: int = 0
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """Writes weights and optimizer."""
+
+    model_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """Reads weights, and the optimizer if `optimizer` is set."""
+
+    model_id: str
+    uri: str
+    optimizer: bool
+    seq_id: int = 0
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Freezes weights as a named snapshot."""
+
+    model_id: str
+    snapshot_id: str
+    uri: str
+    is_export: bool = False
+
+
+@dataclass(frozen=True)
+class RestoreSnapshot:
+    """Reads a snapshot back into memory: from `uri`, or if empty from the recovery store."""
+
+    snapshot_id: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class ForgetSnapshot:
+    """Drops a snapshot from memory."""
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """Makes the senders beside rank 0 join a transfer group with samplers, and close all groups not in `kept`."""
+
+    group_id: str
+    world_size: int
+    backend: str
+    join_timeout_s: float
+    broadcast_timeout_s: float
+    kept: list[str]
+
+
+@dataclass(frozen=True)
+class BroadcastFull:
+    """Gathers a full-parameter snapshot and sends it over an open transfer group. The senders alternate."""
+
+    snapshot_id: str
+    group_id: str
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class DescribeFull:
+    """Returns identity and tensors of a full-parameter snapshot; the empty id means the base.
+
+    The snapshot stays in memory until `UnpinFull`.
+    """
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class UnpinFull:
+    """Ends the push of a full-parameter snapshot, which may then be dropped from memory."""
+
+    snapshot_id: str
+
+
+Command = (
+    Heartbeat
+    | Shutdown
+    | CreateModel
+    | RestoreModel
+    | KeepState
+    | DeleteModel
+    | PrepareLosses
+    | ForwardBackward
+    | ClearGradients
+    | OptimStep
+    | SaveState
+    | LoadState
+    | TakeSnapshot
+    | RestoreSnapshot
+    | ForgetSnapshot
+    | OpenGroup
+    | BroadcastFull
+    | DescribeFull
+    | UnpinFull
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A queued command.
+
+    Args:
+        command: The command.
+        result: Receives the result or error.
+        traceparent: Trace context of the call; empty without tracing.
+        queued_at: Time of queueing, a reading of `time.time`.
+    """
+
+    command: Command
+    result: "Future[Any]"
+    traceparent: str = field(default_factory=tracing.traceparent)
+    queued_at: float = field(default_factory=time.time)
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Records a tracing span around the execution of the command, if the call is traced. Works in any thread."""
+        if not self.traceparent:
+            yield
+            return
+        with tracing.span(f"command {type(self.command).__name__}", self.traceparent):
+            tracing.record("queue", self.queued_at)
+            yield
+
+
+class CommandQueue:
+    """A first-in, first-out queue of commands.
+
+    `submit` is for the event loop, `next` and the jobs' futures are for the rank's thread.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._jobs: queue.Queue[Job] = queue.Queue()
+        self._pending: set[Future[Any]] = set()
+        self._broken: FoveaError | None = Unavailable("the trainer is still loading its model")
+
+    def open(self) -> None:
+        """Starts accepting commands."""
+        self._broken = None
+
+    def check(self) -> None:
+        """Checks that commands are accepted. Callable from any thread.
+
+        Raises:
+            FoveaError: The trainer is still loading or is broken; states which.
+        """
+        if self._broken is not None:
+            raise self._broken
+
+    async def submit(self, command: Command) -> Any:
+        """Runs a command on all ranks and returns rank 0's result.
+
+        A command is not run if its caller is cancelled before the command starts. A running command is not interrupted.
+
+        Raises:
+            Unavailable: The trainer broke. Errors of the command are passed on.
+        """
+        self.check()
+        result: Future[Any] = Future()
+        self._pending.add(result)
+        result.add_done_callback(self._pending.discard)
+        trainer_metrics.QUEUED.inc()
+        self._jobs.put(Job(command, result))
+        return await asyncio.wrap_future(result)
+
+    def next(self) -> Job:
+        """Returns the next job, or a heartbeat if none arrives in time."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._heartbeat_s)
+            except queue.Empty:
+                return Job(Heartbeat(), Future())
+            trainer_metrics.QUEUED.dec()
+            if job.result.set_running_or_notify_cancel():
+                trainer_metrics.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
+                return job
+
+    def shut_down(self) -> None:
+        """Makes the ranks exit after all queued commands."""
+        trainer_metrics.QUEUED.inc()
+        self._jobs.put(Job(Shutdown(), Future()))
+
+    def fail_all(self, error: FoveaError) -> None:
+        """Fails all running and queued commands, and all that follow. Callable from any thread."""
+        self._broken = error
+        for result in list(self._pending):
+            resolve(result, error=error)
+
+
+def resolve(result: "Future[Any]", value: Any = None, error: BaseException | None = None) -> None:
+    """Sets the outcome of a future, unless `fail_all` or a cancellation has already done so."""
+    try:
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+    except InvalidStateError:
+        return

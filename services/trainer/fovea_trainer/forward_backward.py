@@ -1,0 +1,318 @@
+"""One forward_backward call on one rank: prepare and agree, then compute step by step with all ranks.
+
+No rank may fail alone between the first collective and the last. Everything that depends on input or on other services
+is therefore done and agreed on before.
+
+There are two exceptions, after which all ranks fail together at the end. First, a loss or gradient may not exist, which
+only the log-probabilities show; its rank continues with a loss of zero. Second, memory may run out; the rank then
+computes no more. This is sound if its passes need no other rank. If they do, micro-batches that may not fit are refused
+beforehand; if memory runs out nevertheless, the trainer ends.
+"""
+
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fovea.api.v1 import model_input_pb2, trainer_pb2
+from fovea.wire.errors import FoveaError
+from fovea.wire.features import FeatureTensors
+from fovea_trainer.batches.datum_decoding import Datum, DatumLimits, decode_datum
+from fovea_trainer.batches.micro_batch import Batch, BatchLayout, Plan, Step, plan, wanted_images
+from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutput, VisionOutputCache
+from fovea_trainer.command_queue import ForwardBackward
+from fovea_trainer.loss_results import (
+    ForwardBackwardResult,
+    MicroBatchResult,
+    RankResult,
+    expert_loads,
+    reduce_measures,
+)
+from fovea_trainer.losses import Loss, Sandbox, loss_of
+from fovea_trainer.model.lora import LoraInjector
+from fovea_trainer.model.memory_budget import Budgets, MemoryBudget
+from fovea_trainer.model.sharding import ShardedModel
+from fovea_trainer.model.small_passes import SmallPasses
+from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
+from fovea_trainer.ranks.control_group import ControlGroup, is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """The inputs of this rank's computation.
+
+    Args:
+        command: The command.
+        model: The model, to the gradients of which the call adds.
+        alone: True if the passes need no other rank.
+        loss: The loss.
+        datums: This rank's datums, keyed by index.
+        images: Tensors of the images that the tower may have to process, keyed by digest.
+        cached: Known outputs of the frozen tower; None if the tower is trained.
+    """
+
+    command: ForwardBackward
+    model: TrainedModel
+    alone: bool
+    loss: Loss
+    datums: dict[int, Datum]
+    images: dict[str, FeatureTensors]
+    cached: dict[str, VisionOutput] | None
+
+
+class LossComputer:
+    """Runs forward_backward calls on this rank."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        control: ControlGroup,
+        features: TensorFetcher,
+        layout: BatchLayout,
+        vision: VisionOutputCache,
+        limits: DatumLimits,
+        memory: MemoryBudget,
+        sandbox: Sandbox,
+        injector: LoraInjector,
+        recorded_tokens: int,
+    ) -> None:
+        self._sharded = sharded
+        self._module = sharded.module
+        self._control = control
+        self._features = features
+        self._layout = layout
+        self._vision = vision
+        self._limits = limits
+        self._memory = memory
+        self._sandbox = sandbox
+        # Several ranks would have to record the collectives of FSDP too.
+        most_tokens = recorded_tokens if sharded.mesh.size() == 1 else 0
+        self._small_passes = SmallPasses(
+            self._module, injector, most_tokens, memory.has_room_to_record, memory.set_aside
+        )
+
+    def prepare(self) -> bool:
+        """Starts the workers for traced losses. Returns True if those of all ranks are ready. Collective.
+
+        Raises the errors of `Sandbox.prepare` on all ranks.
+        """
+        return self._control.minimum(int(self._control.agree(self._sandbox.prepare))) == 1
+
+    def run(self, command: ForwardBackward, model: TrainedModel) -> ForwardBackwardResult:
+        """Computes the loss; adds to the model's gradients if `backward` is set. Collective.
+
+        An error is raised on all ranks, and an adapter then has the gradients it had before the call. Gradients of full
+        parameters are not copied, so after an error those of earlier calls are dropped as well.
+
+        Raises:
+            InvalidInput: A loss or its gradient is not finite, or a traced loss failed or exceeded its limits.
+            ResourceExhausted: Memory ran out.
+            FeatureEvicted: A renderer no longer holds an image; see `TensorFetcher.tensors_of`.
+        """
+        budgets = self._memory.budgets(model.pending_bytes if command.backward else 0, model.trains_vision)
+        schedule = self._plan(command, budgets)
+        call = self._control.agree(lambda: self._prepare(command, model, schedule, budgets))
+        seconds_left = call.loss.seconds_left
+        try:
+            own = self._attempt(call, schedule, self._memory.recompute_above(budgets))
+            if own.out_of_memory and (not command.backward or model.restore_gradients()):
+                reason = own.failure or "another rank ran out of memory"
+                logger.warning("%s; retrying with the smallest micro-batches and recomputation", reason)
+                schedule = self._plan(command, Budgets(1, 1))
+                call.loss.limit_time(seconds_left)
+                own = self._attempt(call, schedule, 0)
+            self._control.agree(own.check)
+        except FoveaError:
+            if command.backward:
+                model.restore_gradients()
+            raise
+        finally:
+            model.drop_saved_gradients()
+        if command.backward:
+            model.gradients_added()
+        self._vision.store_all(call.cached or {})
+        counts = [] if own.expert_counts is None else own.expert_counts.tolist()
+        gathered = self._control.gather((own.logprobs, dict(own.measures), counts))
+        if not gathered:
+            return ForwardBackwardResult(own.logprobs, {}, schedule.efficiency)
+        logprobs = {index: values for part, _, _ in gathered for index, values in part.items()}
+        metrics = reduce_measures(measures for _, measures, _ in gathered)
+        metrics |= expert_loads(self._module.expert_loads.layers, [part for _, _, part in gathered])
+        metrics |= {"tokens:sum": float(sum(size.token_count for size in command.sizes))}
+        return ForwardBackwardResult(logprobs, metrics, schedule.efficiency)
+
+    def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature], trains_vision: bool) -> None:
+        """Starts fetching the tensors that a later call may need.
+
+        Skips images with a cached output. Callable from any thread.
+        """
+        self._features.fetch_ahead(
+            [feature for feature in features if trains_vision or not self._vision.holds(feature.digest)]
+        )
+
+    def forget(self, model_id: str) -> None:
+        """Drops the image tensors retained for a model's next call."""
+        self._features.forget(model_id)
+
+    def _plan(self, command: ForwardBackward, budgets: Budgets) -> Plan:
+        """Plans the micro-batches. The assignment of datums to ranks does not depend on the budgets."""
+        return plan(command.sizes, self._control.world_size, budgets.tokens, budgets.patches)
+
+    def _attempt(self, call: PreparedCall, schedule: Plan, recompute_above: float) -> RankResult:
+        """Computes all micro-batches once.
+
+        If memory ran out on any rank, `out_of_memory` is set on all ranks, which are then ready for another attempt.
+        """
+        towers = self._tower_steps(call, schedule)
+        call.model.activate()
+        if call.alone:
+            self._sharded.gather()
+        result = RankResult()
+        self._compute(call, schedule, towers, recompute_above, result)
+        if call.alone and any(self._control.any_each([result.out_of_memory])):
+            result.run_out()
+            self._sharded.abandon_pass()
+            self._memory.collect()
+        return result
+
+    def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan, budgets: Budgets) -> PreparedCall:
+        alone = self._sharded.computes_alone(isinstance(model, FullModel))
+        if command.backward:
+            model.save_gradients(self._memory.device_for)
+        if not alone:
+            for step in schedule.steps:
+                self._memory.check_fits(self._tokens_of(command, step, self._control.rank), budgets)
+        loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header), self._sandbox)
+        datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
+        cached = None
+        if not model.trains_vision:
+            counts = {span.feature.digest: span.embedding_count for datum in datums.values() for span in datum.spans}
+            cached = self._vision.lookup(counts)
+        images = self._features.tensors_of(command.model_id, list(datums.values()), cached or {})
+        return PreparedCall(command, model, alone, loss, datums, images, cached)
+
+    def _tokens_of(self, command: ForwardBackward, step: Step, rank: int) -> int:
+        return sum(command.sizes[index].token_count for index in step.datums[rank])
+
+    def _max_tokens(self, call: PreparedCall, step: Step) -> int:
+        """Returns the most tokens of any rank in a shared pass.
+
+        The ranks must agree on recomputation, since it communicates again.
+        """
+        ranks = [self._control.rank] if call.alone else range(len(step.datums))
+        return max(self._tokens_of(call.command, step, rank) for rank in ranks)
+
+    def _datum(self, command: ForwardBackward, index: int, loss: Loss) -> Datum:
+        if command.decoded is not None:
+            return command.decoded[index]
+        return decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
+
+    def _tower_steps(self, call: PreparedCall, schedule: Plan) -> list[bool]:
+        """Returns for each step whether the ranks run the vision tower, the same on all of them. Collective."""
+        if call.cached is None or not any(step.has_vision for step in schedule.steps):
+            return [step.has_vision for step in schedule.steps]
+        known = set(call.cached)
+        needs = []
+        for step in schedule.steps:
+            own = (call.datums[index] for index in step.datums[self._control.rank])
+            wanted = wanted_images(own, known)
+            needs.append(bool(wanted))
+            known |= {digest for digest, _ in wanted}
+        return self._control.any_each(needs)
+
+    def _compute(
+        self, call: PreparedCall, schedule: Plan, towers: list[bool], recompute_above: float, result: RankResult
+    ) -> None:
+        batches: list[MicroBatchResult] = []
+
+        def compute(step: Step, run_tower: bool) -> None:
+            own = [call.datums[index] for index in step.datums[self._control.rank]]
+            recompute = self._max_tokens(call, step) > recompute_above
+            batch = self._layout.pack(own, call.images, run_tower, call.cached)
+            with torch.set_grad_enabled(call.command.backward):
+                logprobs_TK = self._logprobs(call, batch, recompute)
+                if own:  # a rank without a datum computes a filler
+                    result.count_experts(self._module.expert_loads.counts())
+                total, found = _losses_of(batch, logprobs_TK, call.loss, result)
+            if call.command.backward:
+                torch.autograd.backward([total])
+                call.model.collect_gradients()
+            batches.append(found)
+
+        def bring_to_host() -> None:
+            for found in batches:
+                result.add(found, call.loss.name, f"model {call.model.model_id!r} at step {call.model.step}")
+
+        for step, run_tower in zip(schedule.steps, towers, strict=True):
+            _guard(call.alone, result, partial(compute, step, run_tower))
+            if step is not schedule.steps[-1] and not self._should_continue(call.loss, result):
+                break
+            if result.out_of_memory:
+                break
+        # Results are read only after the loop: reading waits for the device, and would delay preparing the next
+        # micro-batch.
+        _guard(call.alone, result, bring_to_host)
+
+    def _logprobs(self, call: PreparedCall, batch: Batch, recompute: bool) -> Tensor:
+        """The log-probabilities of a micro-batch's targets, float32 [T, K], with gradients."""
+        temperature = call.loss.temperature
+        if (
+            isinstance(call.model, AdapterModel)
+            and call.cached is not None
+            and self._small_passes.takes(batch, recompute)
+        ):
+            return self._small_passes.logprobs(batch, call.model.weights, call.cached, temperature)
+        found: Tensor = self._module(batch, call.model.unembedding, call.cached, recompute, temperature)
+        return found
+
+    def _should_continue(self, loss: Loss, result: RankResult) -> bool:
+        """Returns True if no rank has failed; only for a loss with a time limit. Collective.
+
+        It also sets all ranks to the least time left. However datums are distributed, a call then waits for slow losses
+        only once.
+        """
+        if loss.seconds_left is None:
+            return True
+        left_us = self._control.minimum(-1 if result.failure else int(loss.seconds_left * 1e6))
+        loss.limit_time(left_us / 1e6)
+        return left_us >= 0
+
+
+def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:
+    """Runs `action`. Records that memory ran out if no other rank depends on these passes, else raises the error."""
+    if result.out_of_memory:
+        return
+    try:
+        action()
+    except Exception as error:
+        if not (alone and is_out_of_memory(error)):
+            raise
+        result.run_out(error)
+
+
+def _losses_of(batch: Batch, logprobs_TK: Tensor, loss: Loss, result: RankResult) -> tuple[Tensor, MicroBatchResult]:
+    """Returns the sum of the losses of a micro-batch, a scalar with gradient, and the results to report.
+
+    If there is no loss, the sum is a zero that still depends on the model, because all ranks must run the backward
+    pass.
+    """
+    parts = batch.split_logprobs(logprobs_TK)
+    rows = [part.detach() for part in parts]
+    try:
+        if result.failure is None and parts:
+            values = loss.compute_each([datum.index for datum in batch.datums], parts, batch.inputs)
+            losses = torch.stack([value.loss for value in values])
+            measures = {
+                name: torch.stack([value.metrics[name] for value in values]).detach() for name in values[0].metrics
+            }
+            return losses.sum(), MicroBatchResult(batch.datums, rows, losses.detach(), measures)
+    except FoveaError as error:
+        result.fail(error)
+    return logprobs_TK.sum() * 0.0, MicroBatchResult(batch.datums, rows, None, {})

@@ -1,0 +1,145 @@
+"""Faster versions of Hugging Face layers, equal up to rounding.
+
+On a GPU each pointwise part of a language layer runs as one kernel. Unfused, those parts make about fifty passes over
+memory per layer, which takes as long as the matrix products. They are optional: a family without them is only slower.
+
+Shapes: T tokens of all documents, H heads, D head size, I intermediate size, P patches, W bytes per patch.
+"""
+
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
+from collections.abc import Callable
+from functools import cache, wraps
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fovea_trainer.model.lora_linear import shared_products
+from fovea_trainer.model.packed_attention import packed_attention
+
+Result = TypeVar("Result")
+
+
+def fused(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorates a pure function of tensors: compiled on a GPU, run eagerly on a CPU.
+
+    The first argument decides the device. One compiled kernel serves all sizes.
+    """
+
+    @cache
+    def compiled() -> Any:  # only when a GPU needs it: importing the compiler takes a second
+        # Adapters, full parameters, and passes with and without gradients compile separately. Above the limit torch
+        # would stop compiling.
+        torch._dynamo.config.recompile_limit = 32
+        # Keep the rounding between steps as written: the sampler rounds there too, so both agree better.
+        return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
+
+    @wraps(function)
+    def run(first: Tensor, *rest: Any) -> Result:
+        result: Result = (compiled() if first.is_cuda else function)(first, *rest)
+        return result
+
+    return run
+
+
+LLAMA_LIKE = (
+    *("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text"),
+    *("qwen3_moe", "qwen3_vl_moe_text"),
+)
+"""Model types of language models with Llama's layers, on their own or within a vision model.
+
+That means RMSNorm without an offset and a gated SiLU MLP or experts, with or without Qwen3's query and key norms.
+"""
+
+
+def fuse_language(model: Any) -> None:
+    """Fuses the language layers of a `LLAMA_LIKE` model."""
+    for layer in model.get_decoder().layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.forward = MethodType(_norm, norm)
+        if hasattr(layer.mlp, "gate_proj"):
+            layer.mlp.forward = MethodType(_mlp, layer.mlp)
+        if hasattr(layer.self_attn, "q_norm"):
+            layer.self_attn.forward = MethodType(_attention, layer.self_attn)
+
+
+def fuse_qwen_tower(model: Any) -> None:
+    """Replaces the patch embedding of a Qwen tower by a single matrix product."""
+    patch_embed = model.model.visual.patch_embed
+    patch_embed.forward = MethodType(_embed_patches, patch_embed)
+
+
+def _embed_patches(patch_embed: Any, pixels_PW: Tensor) -> Tensor:
+    """Computes the module's Conv3d as a matrix product, since each patch has exactly the size of the kernel.
+
+    On a CPU, torch's convolution takes five times as long.
+    """
+    weight = patch_embed.proj.weight
+    return functional.linear(pixels_PW.to(weight.dtype), weight.flatten(1), patch_embed.proj.bias)
+
+
+def _norm(norm: Any, hidden: Tensor) -> Tensor:
+    return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _mlp(mlp: Any, hidden: Tensor) -> Tensor:
+    product: Tensor = mlp.down_proj(swiglu(*shared_products(hidden, mlp.gate_proj, mlp.up_proj)))
+    return product
+
+
+def _attention(
+    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **options: Any
+) -> tuple[Tensor, None]:
+    rows_1T = hidden_states.shape[:-1]
+    heads = (*rows_1T, -1, attention.head_dim)
+    cos_1TD, sin_1TD = position_embeddings
+    found = shared_products(hidden_states, attention.q_proj, attention.k_proj, attention.v_proj)
+    query_1THD, key_1THD, value_1THD = (product.view(heads) for product in found)
+    query_1THD, key_1THD = (
+        norm_and_rotate(product_1THD, norm.weight, norm.variance_epsilon, cos_1TD, sin_1TD)
+        for product_1THD, norm in ((query_1THD, attention.q_norm), (key_1THD, attention.k_norm))
+    )
+    out_1THD, _ = packed_attention(
+        attention,
+        query_1THD.transpose(1, 2),
+        key_1THD.transpose(1, 2),
+        value_1THD.transpose(1, 2),
+        scaling=attention.scaling,
+        sliding_window=getattr(attention, "sliding_window", None),
+        **options,
+    )
+    return attention.o_proj(out_1THD.reshape(*rows_1T, -1)), None
+
+
+@fused
+def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+    """Returns silu(gate) * up (Shazeer, 2020)."""
+    return functional.silu(gate_TI) * up_TI
+
+
+@fused
+def weighted_swiglu(gate_SI: Tensor, up_SI: Tensor, weight_S1: Tensor) -> Tensor:
+    """Returns silu(gate) * up * weight, with one weight per row."""
+    return functional.silu(gate_SI) * up_SI * weight_S1
+
+
+@fused
+def norm_and_rotate(heads_THD: Tensor, weight_D: Tensor, epsilon: float, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Applies RMSNorm to each head, then rotary position embedding (Su et al., 2021).
+
+    Args:
+        heads_THD: Queries or keys.
+        weight_D: Weight of the norm.
+        epsilon: Added to the mean square.
+        cos_TD: Cosines of the rotation angles.
+        sin_TD: Sines of the rotation angles.
+    """
+    values_THD = heads_THD.float()
+    values_THD = values_THD * torch.rsqrt(values_THD.square().mean(-1, keepdim=True) + epsilon)
+    normed_THD = weight_D * values_THD.to(heads_THD.dtype)
+    first, second = normed_THD.chunk(2, dim=-1)
+    turned_THD = torch.cat((-second, first), dim=-1)
+    return normed_THD * cos_TD.unsqueeze(-2) + turned_THD * sin_TD.unsqueeze(-2)

@@ -1,0 +1,366 @@
+"""Memory of a rank's device: free memory, sizes of micro-batches, and refusal of what does not fit.
+
+Memory is estimated before it is allocated. Large micro-batches keep a GPU busy, but too large ones do not fit.
+Decisions are the same on all ranks and follow the rank with the least memory.
+"""
+
+import ctypes
+import gc
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from fovea.runtime.machine_memory import host_free_bytes
+from fovea.wire.errors import ResourceExhausted
+from fovea_trainer.model import linear_attention
+from fovea_trainer.ranks.control_group import ControlGroup
+from fovea_trainer.settings import TrainerSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 16384
+"""The largest micro-batch in tokens. Larger ones do not make a step faster, as measured with a model of 4 billion
+parameters.
+"""
+MAX_PATCHES = 65536
+_MIN_TOKENS = 1024
+_MIN_PATCHES = 4096
+_TOWER_SHARE = 0.2
+"""The vision tower's share of the memory for activations, if the tower is trained."""
+_WORKING_BYTES = 16 * 2**30
+"""Memory to reserve for computing, in bytes. With less, steps become slow; snapshots that wait for a push then leave
+the device.
+"""
+_RECORDED_SHARE = 0.25
+"""The share of a GPU's memory that recorded passes may keep for good."""
+_HOST_RESERVE_BYTES = 128 * 2**20
+UNLIMITED = 2**62
+"""Bytes, where no limit is known."""
+
+_FLOAT32_NORMS = ("gemma3_text", "gemma4_text")
+"""Model types of language models that have norms around both halves of a layer and on queries and keys. Such norms
+retain float32 copies.
+"""
+
+_ROUTING_SIZE = 32
+"""The routing indices of a token, expressed as a number of 16-bit values."""
+
+_PAGE_BYTES = 4096
+
+
+class DeviceMemory:
+    """The memory of one rank's device.
+
+    Args:
+        device: Device of the rank.
+        limit_bytes: Upper limit: on a GPU for torch's allocations, on a CPU for the whole process. 0 means the GPU's
+            own memory, or no limit on a CPU.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self.device = device
+        self._limit_bytes = limit_bytes
+        self.set_aside_bytes = 0
+        """Memory that recorded passes keep, which torch counts as unused although nothing else can have it."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if there is a limit to compare with."""
+        return self.device.type != "cpu" or self._limit_bytes > 0
+
+    def set_aside(self, size_bytes: int) -> None:
+        """Counts memory that recorded passes keep."""
+        self.set_aside_bytes += max(size_bytes, 0)
+
+    def free_bytes(self) -> int:
+        """Returns the free memory in bytes.
+
+        On a GPU this includes memory that torch has reserved in this process but does not use.
+        """
+        if self.device.type == "cpu":
+            return self._limit_bytes - _resident_bytes() if self._limit_bytes else UNLIMITED
+        used_bytes = torch.cuda.memory_allocated(self.device)
+        unused_bytes = torch.cuda.memory_reserved(self.device) - used_bytes - self.set_aside_bytes
+        free_bytes = int(torch.cuda.mem_get_info(self.device)[0] + unused_bytes)
+        return min(free_bytes, self._limit_bytes - used_bytes) if self._limit_bytes else free_bytes
+
+    def collect(self) -> None:
+        """Frees memory: collects dropped tensors, and returns cached blocks that torch cannot merge."""
+        gc.collect()
+        if self.device.type == "cpu":
+            ctypes.CDLL(None).malloc_trim(0)
+        else:
+            torch.cuda.empty_cache()
+
+
+def mib(size_bytes: int) -> str:
+    """Formats a size for messages, for example `1,024 MiB`."""
+    return f"{max(size_bytes, 0) / 2**20:,.0f} MiB"
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The maximum number of tokens and of patches in one rank's micro-batch."""
+
+    tokens: int
+    patches: int
+
+
+CPU_BUDGETS = Budgets(8192, MAX_PATCHES)
+"""Budgets on a CPU, where larger micro-batches are not faster."""
+
+
+def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype, trains_vision: bool) -> Budgets:
+    """Returns the largest budgets with activations that fit into a given memory, but at least a useful minimum.
+
+    Args:
+        size_bytes: Memory for activations.
+        config: Configuration of the model.
+        dtype: Dtype of the model.
+        trains_vision: True if the vision tower is trained.
+    """
+    patches = MAX_PATCHES
+    if trains_vision:
+        tower_bytes = int(_TOWER_SHARE * size_bytes)
+        patches = min(MAX_PATCHES, max(_MIN_PATCHES, tower_bytes // patch_bytes(config, dtype)))
+        size_bytes -= tower_bytes
+    tokens = size_bytes // activation_bytes(config, dtype)
+    return Budgets(max(_MIN_TOKENS, min(MAX_TOKENS, tokens // 1024 * 1024)), patches)
+
+
+def min_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, trains_vision: bool) -> int:
+    """Returns the bytes that the smallest micro-batch needs.
+
+    That is its activations, its logits with their gradient and float32 copy, and the activations of a trained tower.
+    """
+    logit_bytes = min(logit_chunk_bytes, _MIN_TOKENS * config.get_text_config().vocab_size * dtype.itemsize)
+    tower_bytes = _MIN_PATCHES * patch_bytes(config, dtype) if trains_vision else 0
+    return int(_MIN_TOKENS * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
+
+
+def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes that all layers retain per token for the backward pass.
+
+    The estimate is a quarter above measured values.
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    delta_nets = kinds.count("linear_attention")
+    retained_bytes = delta_nets * linear_attention.retained_bytes(text, dtype) if delta_nets else 0
+    return (
+        _copies_bytes(text, dtype)
+        + retained_bytes
+        + sum(_retained_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
+    )
+
+
+def _retained_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
+    """Returns the bytes that one layer retains per token, without those of a gated delta net."""
+    layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
+    head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = text.num_attention_heads + layer.num_key_value_heads
+    first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
+    is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
+    mlp_size = 0 if _has_experts(text, index) else text.intermediate_size * (2 if is_wide else 1)
+    inner_size = (mlp_size or _routed_size(text)) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
+    attention_size = 0 if kind == "linear_attention" else head_size * heads
+    norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
+    retained_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
+    return int(dtype.itemsize * retained_size + torch.float32.itemsize * norm_size)
+
+
+def _has_experts(text: PretrainedConfig, index: int) -> bool:
+    is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
+    every = getattr(text, "decoder_sparse_step", None) or 1
+    return bool(getattr(text, "num_experts", 0)) and not is_dense and (index + 1) % every == 0
+
+
+def _routed_size(text: PretrainedConfig) -> int:
+    """Returns the width of a dense MLP that would retain as much as routed experts, shared expert and router."""
+    experts_size = text.num_experts_per_tok * text.moe_intermediate_size
+    shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
+    # The experts also retain the weighted product, which a dense MLP does not have: a third more. Probabilities are
+    # float32.
+    return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
+
+
+def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes per token of its copies for the experts: inputs, outputs and the gradients of both."""
+    copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
+    return int(4 * copies * text.hidden_size * dtype.itemsize)
+
+
+def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes per token with recomputation of activations.
+
+    These are the input of each layer and all activations of one layer.
+    """
+    text = config.get_text_config()
+    inputs_bytes = text.num_hidden_layers * text.hidden_size * dtype.itemsize
+    copies_bytes = _copies_bytes(text, dtype)
+    layers_bytes = activation_bytes(config, dtype) - copies_bytes
+    return int(inputs_bytes + copies_bytes + 2 * layers_bytes // text.num_hidden_layers)
+
+
+def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes that the vision tower retains per patch for the backward pass. Counted, not measured."""
+    vision = config.vision_config.to_dict()
+    # Qwen's towers use other names. In Qwen2-VL `hidden_size` is that of the language model.
+    hidden_size = vision.get("embed_dim") or vision["hidden_size"]
+    inner_size = vision.get("intermediate_size") or vision["mlp_ratio"] * hidden_size
+    depth = vision.get("depth") or vision["num_hidden_layers"]
+    return int(depth * (16 * hidden_size + 3 * inner_size) * dtype.itemsize)
+
+
+class MemoryBudget:
+    """Admits models and sizes micro-batches by the free memory of the ranks.
+
+    Methods are collective unless they say otherwise.
+
+    Args:
+        settings: Settings of the trainer.
+        config: Configuration of the model.
+        dtype: Dtype of the model.
+        memory: Memory of this rank's device.
+        control: Control group of the rank's thread.
+        spill: Moves tensors that may be elsewhere off this rank's device. Returns True if there were any.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        memory: DeviceMemory,
+        control: ControlGroup,
+        spill: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._dtype = dtype
+        self._memory = memory
+        self._control = control
+        self._spill = spill
+        self._has_vision = hasattr(config, "vision_config")
+        self._logged: Budgets | None = None
+
+    def budgets(self, pending_bytes: int, trains_vision: bool) -> Budgets:
+        """Returns the budgets for the micro-batches of one call.
+
+        Args:
+            pending_bytes: Bytes that the call will allocate in addition.
+            trains_vision: True if the vision tower is trained.
+        """
+        settings = self._settings
+        fitting = CPU_BUDGETS
+        if self._memory.is_known:
+            room_bytes = self._free(pending_bytes + _WORKING_BYTES) - pending_bytes
+            fitting = budgets_within(room_bytes, self._config, self._dtype, trains_vision and self._has_vision)
+        found = Budgets(
+            self._control.minimum(settings.token_budget or fitting.tokens),
+            self._control.minimum(settings.patch_budget or fitting.patches),
+        )
+        if found != self._logged:
+            self._logged = found
+            logger.info("micro-batches have up to %d tokens and %d patches", found.tokens, found.patches)
+        return found
+
+    def recompute_above(self, budgets: Budgets) -> float:
+        """Returns the token count above which a micro-batch recomputes its activations instead of retaining them."""
+        return {"auto": budgets.tokens, "always": 0, "never": math.inf}[self._settings.recompute]
+
+    def admit(self, size_bytes: int, trains_vision: bool, what: str) -> None:
+        """Checks that a new allocation fits beside the reserve for computing.
+
+        Args:
+            size_bytes: Bytes needed on each rank.
+            trains_vision: True if the vision tower is trained.
+            what: The thing to allocate, for the error message.
+
+        Raises:
+            ResourceExhausted: It does not fit; raised on all ranks.
+        """
+        logit_bytes = self._settings.logit_chunk_mib * 2**20
+        reserve_bytes = min_bytes(self._config, self._dtype, logit_bytes, trains_vision and self._has_vision)
+        room_bytes = self._control.minimum(self._free(size_bytes + reserve_bytes) - reserve_bytes)
+        if size_bytes > room_bytes:
+            raise ResourceExhausted(
+                f"{what} needs {mib(size_bytes)} on each of the trainer's devices, but only {mib(room_bytes)} are free "
+                f"beside {mib(reserve_bytes)} reserved for computing: delete a model, or use a lower rank"
+            )
+
+    def has_room_to_record(self, token_count: int) -> bool:
+        """Says whether a pass of so many tokens may keep its activations for good. Not collective."""
+        if self._memory.device.type != "cuda":
+            return False
+        size_bytes = token_count * activation_bytes(self._config, self._dtype)
+        most_bytes = _RECORDED_SHARE * torch.cuda.get_device_properties(self._memory.device).total_memory
+        # Passes share their memory, so a pass needs only what the largest one so far does not have.
+        needed_bytes = size_bytes - self._memory.set_aside_bytes
+        return size_bytes <= most_bytes and self._memory.free_bytes() > needed_bytes + _WORKING_BYTES
+
+    def set_aside(self, size_bytes: int) -> None:
+        """Counts memory that a recorded pass has taken and keeps."""
+        self._memory.set_aside(size_bytes)
+
+    def check_fits(self, token_count: int, budgets: Budgets) -> None:
+        """Checks a micro-batch above the token budget. Not collective.
+
+        Raises:
+            ResourceExhausted: It may not fit on this rank.
+        """
+        if token_count <= budgets.tokens or not self._memory.is_known:
+            return
+        size_bytes = token_count * recomputed_bytes(self._config, self._dtype)
+        if size_bytes > (free_bytes := self._memory.free_bytes()):
+            raise ResourceExhausted(
+                f"a datum of {token_count} tokens needs {mib(size_bytes)} of memory, but only {mib(free_bytes)} are "
+                "free: send shorter datums, or delete models"
+            )
+
+    def device_for(self, size_bytes: int) -> torch.device:
+        """Returns the device for a copy that is used later. Not collective.
+
+        That is this rank's device if it keeps enough memory for computing, else the host.
+        """
+        has_room = not self._memory.is_known or self._memory.free_bytes() > 2 * size_bytes + _WORKING_BYTES
+        return self._memory.device if has_room else torch.device("cpu")
+
+    def has_room(self, device: torch.device, size_bytes: int) -> bool:
+        """Returns True if a copy of that size fits on a device that `device_for` returned. Not collective."""
+        return size_bytes + _HOST_RESERVE_BYTES <= self._free_at(device)
+
+    def check_copy(self, device: torch.device, size_bytes: int, what: str) -> None:
+        """Checks that a copy fits on a device. Not collective.
+
+        Raises:
+            ResourceExhausted: It does not fit.
+        """
+        if not self.has_room(device, size_bytes):
+            raise ResourceExhausted(
+                f"{what} needs {mib(size_bytes)} of the trainer's memory beside a reserve of "
+                f"{mib(_HOST_RESERVE_BYTES)}, but only {mib(self._free_at(device))} are free: delete a model, or use a "
+                "lower rank"
+            )
+
+    def _free_at(self, device: torch.device) -> int:
+        away = device.type == "cpu" and self._memory.device.type != "cpu"
+        return host_free_bytes() if away else self._memory.free_bytes()
+
+    def collect(self) -> None:
+        """Frees memory as `DeviceMemory.collect` does. Not collective."""
+        self._memory.collect()
+
+    def _free(self, wanted_bytes: int) -> int:
+        if self._memory.is_known and self._memory.free_bytes() < wanted_bytes and self._spill():
+            self._memory.collect()
+        return self._memory.free_bytes()

@@ -1,0 +1,371 @@
+"""The root module that FSDP wraps: from a packed micro-batch to the log-probabilities of its targets.
+
+Shapes: T packed tokens, K targets per position, D hidden size, M placeholder tokens.
+"""
+
+# ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from fovea import vision
+from fovea.runtime.model_files import read_added_tokens
+from fovea.vision.vision_family import VisionFamily
+from fovea_trainer.batches.micro_batch import Batch, Documents, TowerInput
+from fovea_trainer.batches.vision_cache import VisionOutput, split_output
+from fovea_trainer.model.expert_routing import ExpertLoads, is_experts
+from fovea_trainer.model.experts import ExpertLayout
+from fovea_trainer.model.lora_linear import LoraPair
+from fovea_trainer.model.model_family import Family, PatchNormalizer, family_of
+from fovea_trainer.model.target_logprobs import target_logprobs
+from fovea_trainer.settings import TrainerSettings
+from fovea_weights.random_weights import random_slices
+
+HF_PREFIX = "hf."
+MIB = 2**20
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model of a supported family, run on packed micro-batches.
+
+    Everything that needs gathered parameters happens inside `forward`, including the unembedding, because FSDP's hooks
+    surround `forward`.
+
+    Args:
+        family: The model's family.
+        vision: Image handling of the family; None for a text-only model.
+        hf: The Hugging Face model.
+        normalizer: None for a family that sends no byte patches.
+        chunk_positions: Number of positions for which logits are computed at a time.
+        head_dtype: Dtype of logits.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        vision: VisionFamily | None,
+        hf: Any,
+        normalizer: PatchNormalizer | None,
+        chunk_positions: int,
+        head_dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.family = family
+        self.vision = vision
+        self.hf = hf
+        self._blocks = list(family.blocks(hf))
+        self.expert_loads = ExpertLoads(hf.get_decoder())
+        self._normalizer = normalizer
+        self._chunk_positions = chunk_positions
+        self._head_dtype = head_dtype
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @cached_property
+    def file_names(self) -> dict[str, str]:
+        """As `file_names`. Known once the weights are read."""
+        return file_names(self.hf)
+
+    @cached_property
+    def expert_layouts(self) -> dict[str, ExpertLayout]:
+        """Layout of the experts in checkpoint files, keyed by parameter name. Known once the weights are read."""
+        layout = _expert_layout(self.hf)
+        return {name: layout for name, _ in self.hf.named_parameters() if _is_of_experts(self.hf, name)}
+
+    def forward(
+        self,
+        batch: Batch,
+        unembedding: LoraPair | Tensor | None,
+        cached: dict[str, VisionOutput] | None,
+        recompute: bool = False,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Returns the log-probabilities of the targets, float32 [T, K], with gradients.
+
+        Args:
+            batch: The micro-batch.
+            unembedding: Trained tensor of the unembedding, as for `target_logprobs`.
+            cached: Outputs of a frozen tower, keyed by image digest; new ones are added. None if the tower is trained.
+            recompute: True to retain only the input of each block and recompute activations. Must be equal on ranks
+                that run a pass together.
+            temperature: Divisor of the logits.
+        """
+        for block in self._blocks:
+            block.gradient_checkpointing = recompute  # type: ignore[assignment]
+        embeddings_TD, vision, index_M = self.embed(batch, cached)
+        hidden_TD = self.run_language(
+            embeddings_TD, batch.positions, batch.documents, vision, index_M, batch.tokens_T, batch.experts_TLk
+        )
+        return self.logprobs(hidden_TD, unembedding, batch.targets_TK, temperature)
+
+    @cached_property
+    def can_be_recorded(self) -> bool:
+        """Says whether a pass of the language model neither looks up tokens nor has the host wait for the device."""
+        return self.family.can_be_recorded(self.hf)
+
+    @cached_property
+    def deepstack_levels(self) -> int:
+        """The number of the language model's first layers that features of images are added to."""
+        vision = getattr(self.hf.config, "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    def embed(
+        self, batch: Batch, cached: dict[str, VisionOutput] | None
+    ) -> tuple[Tensor, VisionOutput | None, Tensor | None]:
+        """Returns the embeddings [T, D], those of images in place, what the images' tower made, and where it goes.
+
+        Args:
+            cached: As `forward` takes it.
+        """
+        embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
+        vision = self._vision(batch, cached)
+        if batch.placement is not None and vision is not None:
+            index_M = batch.placement.index_M
+            return embeddings_TD.index_copy(0, index_M, vision.embeddings.to(embeddings_TD.dtype)), vision, index_M
+        if vision is not None:
+            embeddings_TD = embeddings_TD + vision.anchored()
+        return embeddings_TD, None, None
+
+    def run_language(
+        self,
+        embeddings_TD: Tensor,
+        positions: Tensor,
+        documents: Documents,
+        vision: VisionOutput | None,
+        index_M: Tensor | None,
+        tokens_T: Tensor | None = None,
+        experts_TLk: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the final hidden states [T, D]; arguments are those of `Family.run_language`."""
+        return self.family.run_language(
+            self.hf, tokens_T, embeddings_TD, positions, documents, vision, index_M, experts_TLk
+        )
+
+    def logprobs(
+        self,
+        hidden_TD: Tensor,
+        unembedding: LoraPair | Tensor | None,
+        targets_TK: Tensor,
+        temperature: float,
+        takes_all: bool = False,
+    ) -> Tensor:
+        """Returns the log-probabilities of the targets, float32 [T, K]; arguments are those of `target_logprobs`."""
+        return target_logprobs(
+            hidden_TD,
+            self.hf.get_output_embeddings().weight,
+            unembedding,
+            targets_TK,
+            self._chunk_positions,
+            self._head_dtype,
+            getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None),
+            temperature,
+            takes_all,
+        )
+
+    def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:
+        """Returns the tower's output for all images of the micro-batch, or for a filler image."""
+        if cached is None:
+            return self._run_tower(batch.tower) if batch.tower else None
+        if batch.tower is not None:
+            with torch.no_grad():
+                output = self._run_tower(batch.tower)
+            if batch.tower.images:
+                images = split_output(output, [count for _, count in batch.tower.images])
+                cached |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
+        if batch.placement is None:
+            return None
+        return VisionOutput.joined([cached[digest] for digest in batch.placement.digests])
+
+    def _run_tower(self, tower: TowerInput) -> VisionOutput:
+        return VisionOutput.joined(
+            [self.family.run_vision(self.hf, self._in_model_type(tensors)) for tensors in tower.calls]
+        )
+
+    def _in_model_type(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Converts pixels to the model's dtype. Byte patches, which some families send, are also normalised."""
+        found = {
+            name: tensor.to(self.hf.dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+        }
+        if (patches_PW := found["pixel_values"]).dtype == torch.uint8:
+            assert self._normalizer is not None
+            found["pixel_values"] = self._normalizer(patches_PW, self.hf.dtype)
+        return found
+
+
+def file_names(model: PreTrainedModel) -> dict[str, str]:
+    """Returns the names of parameters and constants in the files of the checkpoint, keyed by their names in the model.
+
+    transformers renames modules of some models on loading. vLLM, like other programs that load an exported model,
+    expects the names of the files. Experts get their names in the model, whatever their layout in the files.
+
+    Raises:
+        ValueError: The files store a parameter other than experts in another shape.
+    """
+    every = [name for name, _ in (*model.named_parameters(), *constants(model))]
+    experts = {name: name for name in every if _is_of_experts(model, name)}
+    alone = {name: torch.empty(0) for name in every if name not in experts}
+    names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
+    if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
+        raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
+    return {name: experts.get(name) or names[id(alone[name])] for name in every}
+
+
+def _is_of_experts(model: PreTrainedModel, name: str) -> bool:
+    return is_experts(model.get_submodule(name.rpartition(".")[0]))
+
+
+def _expert_layout(model: Any) -> ExpertLayout:
+    """Derives the layout from the conversions that transformers applied on loading."""
+    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
+    own = [one for one in converters if any(".experts." in name for name in one.target_patterns)]
+    steps = {type(step) for one in own for step in one.operations}
+    if MergeModulelist in steps:
+        return ExpertLayout.ONE_BY_ONE
+    return ExpertLayout.TRANSPOSED if Transpose in steps else ExpertLayout.AS_IN_MODULE
+
+
+def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields buffers that checkpoints contain: weights that are not trained, such as Gemma 4's factor of a layer."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def build_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """Builds the base model on the meta device, ready to be sharded and loaded.
+
+    Raises:
+        ValueError: The model is not supported.
+    """
+    config = AutoConfig.from_pretrained(model_dir)
+    family = family_of(config.model_type)
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    hf = family.build(config, dtype)
+    images = vision.bind(config.to_dict(), read_added_tokens(model_dir))
+    normalizer = None
+    if images is not None and (patches := images.blank_image()["pixel_values"]).dtype == np.uint8:
+        channels = int(hf.config.vision_config.in_channels)
+        normalizer = PatchNormalizer.from_checkpoint(model_dir, channels, patches.shape[1]).to(device)
+    head_dtype = torch.float32 if settings.head_dtype == "float32" else dtype
+    chunk = _logit_chunk(settings.logit_chunk_mib * MIB, hf.config.get_text_config().vocab_size, head_dtype)
+    return family, dtype, PackedModel(family, images, hf, normalizer, chunk, head_dtype)
+
+
+def load_model(
+    settings: TrainerSettings, model_dir: Path, device: torch.device
+) -> tuple[Family, torch.dtype, PackedModel]:
+    """Builds the base model unsharded, with its weights."""
+    family, dtype, module = build_model(settings, model_dir, device)
+    read_weights(module.hf, model_dir, device)
+    return family, dtype, module
+
+
+def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
+    """Reads the weights of a model on the meta device. For sharded parameters this reads only the rank's rows.
+
+    Names and layouts go through transformers' conversions, as in its `from_pretrained`. Tensors that no file contains
+    (tied parameters, buffers) are created as there. Call this on all ranks.
+
+    Raises:
+        ValueError: The files do not match the model.
+        OSError: The files cannot be read.
+    """
+    conversions = get_model_conversion_mapping(model)
+    dtype = model.config.dtype
+    config = LoadStateDictConfig(
+        device_map={"": device}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=conversions
+    )
+    tied = dict(model.all_tied_weights_keys)
+    with ExitStack() as files:
+        tensors: dict[str, Any] = {}
+        for path in _weight_files(model_dir):
+            # With mmap, the mapped pages would count as memory of this process until all is read.
+            file = files.enter_context(safe_open(path, "pt", backend="pread"))
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors |= random_slices(file, device) or stored
+        transformers_logging.disable_progress_bar()  # it would print one bar per layer
+        loaded = [convert_and_load_state_dict_in_model(model, layer, config)[0] for layer in _layers(tensors)]
+    found = loaded[0]
+    for other in loaded[1:]:
+        found.missing_keys &= other.missing_keys
+        found.unexpected_keys |= other.unexpected_keys
+        found.mismatched_keys |= other.mismatched_keys
+        found.conversion_errors |= other.conversion_errors
+    errors = [f"{name}: {error}" for name, error in found.conversion_errors.items()]
+    errors += [f"{name} has shape {list(there)}, not {list(own)}" for name, there, own in found.mismatched_keys]
+    converters = [one for one in model._weight_conversions if isinstance(one, WeightConverter)]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        mixing = (one for one in converters if not all(map(_keeps_rows, one.operations)))
+        errors += [f"{one.source_patterns} cannot be read in shards: run a single rank" for one in mixing]
+    if not errors:
+        found = model._finalize_model_loading(model, config, found)
+        errors = [f"{name} is missing" for name in sorted(found.missing_keys)]
+        # Tied parameters are sharded as one, so files with two different tensors cannot be represented.
+        errors += [
+            f"{name} differs from {tied[name]}, to which it is tied"
+            for name in tied.keys() - model.all_tied_weights_keys
+        ]
+    if errors:
+        raise ValueError(f"the weights in {model_dir} do not match its config.json: {errors[0]}")
+
+
+def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a checkpoint's tensors layer by layer, experts included, and those outside of layers together.
+
+    transformers' reader threads run ahead of the step that stacks experts. Given all layers at once, they would hold
+    the model twice.
+    """
+    layers: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        found = re.match(r"\D*\d+\.", name)
+        layers[found.group() if found else ""][name] = tensor
+    yield from layers.values()
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    whole, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    return [model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    """Returns True if a conversion maps rows (experts) to the same rows, so a rank can convert its own rows alone."""
+    if isinstance(operation, Transpose):
+        return 0 not in (operation.dim0, operation.dim1)
+    is_merge = isinstance(operation, MergeModulelist) and operation.dim == 0
+    return is_merge or (isinstance(operation, Concatenate) and operation.dim != 0)
+
+
+def _logit_chunk(size_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
+    """Returns the number of positions per chunk: a multiple of 128, the tile of a matrix product, where possible."""
+    positions = max(1, size_bytes // (dtype.itemsize * vocabulary_size))
+    return positions // 128 * 128 or positions

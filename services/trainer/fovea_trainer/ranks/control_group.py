@@ -1,0 +1,221 @@
+"""Communication between ranks besides tensors: a gloo group on the host with a timeout longer than any idle time.
+
+Every command follows one rule: a FoveaError is raised on all ranks or on none. `agree` ensures this for work that can
+fail on a single rank. Any other exception ends the rank, and with it the trainer. After a failure inside a collective
+the ranks may be at different commands, so continuing would deadlock or corrupt data.
+
+Objects are pickled as plain data; so is the metadata that DCP writes about a checkpoint. An attacker that controls a
+pickle can run any code, unless the unpickler restricts the names it looks up. These unpicklers allow data classes and
+the few functions that rebuild arrays. For anything else the error names what was requested.
+"""
+
+import logging
+import pickle
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from google.protobuf.message import Message
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import api, filesystem, metadata, planner, storage
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fovea.wire import errors
+from fovea.wire.errors import FoveaError, Internal, ResourceExhausted
+
+_DCP = {module.__name__ for module in (filesystem, metadata, planner, storage)}
+_OWN = "fovea_trainer."
+_MESSAGES = "fovea.api.v1."
+_TYPES: dict[tuple[str, str], type] = {
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("traceback", "FrameSummary"): traceback.FrameSummary,
+    ("traceback", "StackSummary"): traceback.StackSummary,
+}
+_FUNCTIONS = {
+    ("fovea.wire.errors", "_rebuild"),
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+class NotPlain(pickle.UnpicklingError):
+    """A pickle refers to something that plain data does not need. The message names it."""
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads the metadata that DCP writes about a checkpoint."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Looks up a global.
+
+        Raises:
+            NotPlain: The name is not allowed.
+        """
+        if (module, name) in _TYPES:
+            return _TYPES[module, name]
+        if self._is_plain(module, name):
+            found = super().find_class(module, name)
+            if (module, name) in _FUNCTIONS or self._holds_data(module, found):
+                return found
+        raise NotPlain(f"it names {module}.{name}, which plain data does not need: it is damaged, or malicious")
+
+    def _is_plain(self, module: str, name: str) -> bool:
+        """Returns True if a name may be imported. Dotted names are rejected, because they reach into objects."""
+        return "." not in name and (module in _DCP or module == "torch" or (module, name) in _FUNCTIONS)
+
+    def _holds_data(self, module: str, found: Any) -> bool:
+        """Returns True if creating or calling `found` has no effect besides holding data."""
+        if module == "torch":
+            return isinstance(found, torch.dtype | torch.layout | torch.memory_format)
+        # A class imported from another module may do more. Enum itself is excluded too, since it creates classes.
+        return isinstance(found, type) and found.__module__ == module and self._is_data(found)
+
+    def _is_data(self, found: type) -> bool:
+        return is_dataclass(found) or issubclass(found, Enum)
+
+
+class MessageUnpickler(MetadataUnpickler):
+    """Reads messages between ranks: commands and results, errors, and DCP's plans."""
+
+    def _is_plain(self, module: str, name: str) -> bool:
+        ours = module.startswith((_OWN, _MESSAGES)) or module in ("builtins", errors.__name__, api.__name__)
+        return super()._is_plain(module, name) or (ours and "." not in name)
+
+    def _is_data(self, found: type) -> bool:
+        is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+        # DCP reports failed ranks and their errors in a CheckpointException, which only holds data.
+        return super()._is_data(found) or is_named_tuple or issubclass(found, Message | Exception | CheckpointException)
+
+
+class MessagePickler(pickle.Pickler):
+    """Writes what `MessageUnpickler` reads. Exceptions of other libraries are replaced by their text."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Replaces objects that the reader would reject."""
+        if isinstance(obj, Exception) and type(obj).__module__ not in ("builtins", errors.__name__):
+            return RuntimeError, (f"{type(obj).__name__}: {obj}",)
+        return NotImplemented
+
+
+def exchange_plain_data() -> None:
+    """Makes torch's object collectives, including DCP's, use plain data only, in this process."""
+    collectives: Any = distributed_c10d
+    assert {"_pickler", "_unpickler"} <= vars(collectives).keys(), "this version of torch pickles differently"
+    collectives._pickler, collectives._unpickler = MessagePickler, MessageUnpickler
+
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CONTROL_TIMEOUT = timedelta(days=7)
+"""How long an idle rank waits for the next command. Heartbeats keep this timeout from expiring."""
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
+
+
+class ControlGroup:
+    """Collectives on Python objects over all ranks. All ranks must call each method in the same order.
+
+    Objects must be plain data: see `MessageUnpickler`.
+    """
+
+    def __init__(self) -> None:
+        exchange_plain_data()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        self._flag = torch.zeros(1, dtype=torch.int32)
+
+    def broadcast(self, value: T | None) -> T:
+        """Returns rank 0's value on every rank. On rank 0 it is the same object."""
+        if self.world_size == 1:
+            return cast(T, value)
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return cast(T, box[0])
+
+    def gather(self, value: T) -> list[T]:
+        """Returns all ranks' values on rank 0, in rank order, and an empty list on other ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T | None] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return cast(list[T], values or [])
+
+    def barrier(self) -> None:
+        """Returns once all ranks have called it."""
+        self._any(False)
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Runs `action` on every rank. If it fails on any rank, raises one of the errors on all ranks.
+
+        `action` must not communicate. An exception other than FoveaError is logged here. It becomes ResourceExhausted
+        if memory ran out, else Internal, with the first line of its message.
+
+        Args:
+            action: The work of this rank.
+
+        Returns:
+            This rank's result.
+        """
+        error: FoveaError | None = None
+        try:
+            result = action()
+        except FoveaError as known:
+            error = known
+        except Exception as failure:
+            logger.exception("rank %d failed before computing", self.rank)
+            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            if is_out_of_memory(failure):
+                error = ResourceExhausted(f"rank {self.rank} of the trainer ran out of memory: {reason}")
+            else:
+                error = Internal(f"rank {self.rank} of the trainer failed, see its log: {reason}")
+        if self._any(error is not None):
+            errors: list[FoveaError | None] = [None] * self.world_size
+            dist.all_gather_object(errors, error, group=self.group)
+            raise next(found for found in errors if found is not None)
+        return result
+
+    def on_rank_0(self, action: Callable[[], T]) -> T:
+        """Runs `action` on rank 0 only and returns its result on all ranks. An error is raised on all ranks."""
+        result = self.agree(action if self.rank == 0 else lambda: cast(T, None))
+        return self.broadcast(result)
+
+    def any_each(self, flags: list[bool]) -> list[bool]:
+        """Returns the elementwise OR over the ranks' flags. All ranks must pass lists of the same length."""
+        counts = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
+        return [bool(count) for count in counts.tolist()]
+
+    def minimum(self, value: int) -> int:
+        """Returns the smallest value of any rank."""
+        found = torch.tensor(value)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
+        return int(found.item())
+
+    def _any(self, flag: bool) -> bool:
+        self._flag.fill_(int(flag))
+        dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(self._flag.item())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True for an out-of-memory error. For CPU memory and cuBLAS torch raises a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -1,0 +1,261 @@
+"""Starts the ranks of this node as separate processes, and ends with them. Imports no torch, so it starts fast."""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from fovea.runtime.hosts import interface_of, is_loopback
+from fovea.runtime.model_files import check_directory, check_supported, read_config
+from fovea_trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
+from fovea_trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_LAUNCHER = "FOVEA_LAUNCHER_PID"
+_RENDEZVOUS = "FOVEA_RENDEZVOUS"
+_LISTENER = "FOVEA_STORE_FD"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """The identity of a rank and the meeting point of all ranks. The launcher passes it in the environment.
+
+    Attributes:
+        rank: Index among all ranks.
+        world_size: Number of ranks.
+        local_rank: Index among the ranks of this node, each of which has its own device.
+        node: Index of this rank's node.
+        rendezvous: A private folder if all ranks are on one node, else host:port of node 0.
+        launcher: Process id of the launcher.
+        store_fd: On rank 0 of several nodes, the bound socket that listens at `rendezvous`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    rendezvous: str
+    launcher: int
+    store_fd: int | None = None
+
+    @classmethod
+    def from_environ(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """Reads this process's identity; returns None if no launcher started it."""
+        if _LAUNCHER not in environment:
+            return None
+        rank, world_size, local_rank, node, launcher = (
+            int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", _LAUNCHER)
+        )
+        store_fd = int(environment[_LISTENER]) if _LISTENER in environment else None
+        return cls(rank, world_size, local_rank, node, environment[_RENDEZVOUS], launcher, store_fd)
+
+    def to_environ(self) -> dict[str, str]:
+        """Returns the variables that `from_environ` reads, with torch's names where torch reads them too."""
+        listener = {} if self.store_fd is None else {_LISTENER: str(self.store_fd)}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "GROUP_RANK": str(self.node),
+            _RENDEZVOUS: self.rendezvous,
+            _LAUNCHER: str(self.launcher),
+            **listener,
+        }
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """True for the rank that serves health and metrics of its node."""
+        return self.local_rank == 0
+
+    @property
+    def folder(self) -> Path | None:
+        """The private folder in which the ranks of one node meet; None with several nodes."""
+        return Path(self.rendezvous) if self.rendezvous.startswith("/") else None
+
+    @property
+    def host(self) -> str:
+        """Address of rank 0, with several nodes."""
+        return self.rendezvous.rpartition(":")[0]
+
+    def open_store(self, timeout: timedelta) -> "Store":
+        """Opens the store in which the ranks find each other: a file in the private folder, or a server on rank 0."""
+        from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+        if self.folder:
+            return FileStore(str(self.folder / "store"), self.world_size)
+        port = int(self.rendezvous.rpartition(":")[2])
+        return TCPStore(
+            self.host, port, None, self.store_fd is not None, timeout, False, master_listen_fd=self.store_fd
+        )
+
+
+EXIT_S = 8.0
+"""Seconds that the ranks get to exit together after the last call has ended."""
+
+MARGIN_S = 5.0
+"""Additional seconds that a stopping node waits, because rank 0 may be on another node."""
+
+
+def launch(settings: TrainerSettings) -> int:
+    """Runs this command line again as `settings.ranks` ranks on this node. Returns the exit status.
+
+    SIGTERM and SIGINT are forwarded to the ranks. Rank 0, on any node, finishes the running commands, then all ranks
+    exit. The status is 0 on nodes that received the signal and had their ranks exit after it. It is 1 if the ranks
+    ended without a signal or did not meet, so that a supervisor restarts the trainer.
+    """
+    # These handlers apply until ranks exist. Without a handler, the first process of a container ignores signals.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
+    name = f"trainer: node {settings.node_rank}"
+    if settings.nodes == 1:
+        with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # accessible to this user only
+            return asyncio.run(_Node(settings, name, folder, Rendezvous([settings.ranks], "127.0.0.1", 0)).run())
+    try:
+        print(
+            f"{name}: waiting for {settings.nodes - 1} other nodes at {settings.master_addr}",
+            file=sys.stderr,
+            flush=True,
+        )
+        found = rendezvous(settings)
+    except RendezvousFailed as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    store = f"{settings.master_addr}:{found.store_port}"
+    return asyncio.run(_Node(settings, name, store, found).run())
+
+
+def check_checkpoint(model: str) -> None:
+    """Checks a checkpoint by its small files only.
+
+    Raises:
+        ValueError: The checkpoint cannot be trained.
+        OSError: A file cannot be read.
+    """
+    from huggingface_hub import hf_hub_download
+
+    check_supported(read_config(model, hf_hub_download))
+    if Path(model).is_dir():
+        check_directory(Path(model))
+
+
+class _Node:
+    """The ranks of this node."""
+
+    def __init__(self, settings: TrainerSettings, name: str, store: str, found: Rendezvous) -> None:
+        self._settings = settings
+        self._name = name
+        self._store = store
+        self._rendezvous = found
+        self._first = sum(found.ranks[: settings.node_rank])
+        self._stop_requested = asyncio.Event()
+        self._running: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
+
+    async def run(self) -> int:
+        """Runs the ranks. Returns the exit status once all have ended."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop_requested.set)
+        for local_rank in range(self._settings.ranks):
+            process = await self._start(local_rank)
+            self._running[asyncio.create_task(process.wait())] = (self._first + local_rank, process)
+        if self._rendezvous.store_listener:
+            self._rendezvous.store_listener.close()  # rank 0 has inherited it
+        stop = asyncio.create_task(self._stop_requested.wait())
+        while self._running and not stop.done():
+            ended = await self._ended({stop})
+            if any(ended.values()):
+                await self._stop()
+                return self._report(ended, "")
+        return self._report(await self._stop(), " after it was asked to stop") if stop.done() else 0
+
+    async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
+        rank, fd = self._first + local_rank, None
+        if rank == 0 and self._rendezvous.store_listener:
+            fd = self._rendezvous.store_listener.fileno()
+        world_size = sum(self._rendezvous.ranks)
+        rank_env = RankEnvironment(rank, world_size, local_rank, self._settings.node_rank, self._store, os.getpid(), fd)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fovea_trainer", *sys.argv[1:]),
+            env=_defaults(self._settings, self._rendezvous.address) | os.environ | _fixed(self._settings, rank_env),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=() if fd is None else (fd,),
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
+        )
+
+    async def _ended(self, others: set[asyncio.Task[Any]], timeout_s: float | None = None) -> dict[int, int]:
+        """Returns exit statuses of the ranks that end first, keyed by rank.
+
+        Returns none if one of `others` ends first, or at timeout.
+        """
+        done, _ = await asyncio.wait({*self._running, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return {self._running.pop(task)[0]: task.result() for task in list(self._running) if task in done}
+
+    async def _stop(self) -> dict[int, int]:
+        """Terminates all ranks and kills those that do not exit.
+
+        Returns their statuses, except for those ended by SIGTERM.
+        """
+        for _, process in self._running.values():
+            process.terminate()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.drain_s + EXIT_S + MARGIN_S
+        ended: dict[int, int] = {}
+        while self._running:
+            if loop.time() >= deadline:
+                for _, process in self._running.values():
+                    process.kill()
+            ended |= await self._ended(set(), max(0.1, deadline - loop.time()))
+        return {rank: status for rank, status in ended.items() if status != -signal.SIGTERM}
+
+    def _report(self, ended: dict[int, int], when: str) -> int:
+        """Prints the rank that failed first. Returns the exit status.
+
+        A rank that a signal killed comes first: it died before the others, which then failed.
+        """
+        failures = sorted((status > 0, rank, status) for rank, status in ended.items() if status)
+        if not failures:
+            return 0
+        _, rank, status = failures[0]
+        how = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
+        print(f"{self._name}: rank {rank} ended {how}{when}; see its log for the reason", file=sys.stderr)
+        return 1
+
+
+def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
+    """Returns environment defaults for the ranks, which values set by the user override."""
+    pinning_threads = 1 << min(5, len(os.sched_getaffinity(0)).bit_length() - 1)  # torch accepts powers of two
+    allocator = {
+        # Micro-batches differ in size. Without this, unused blocks of other sizes remain: 4 GiB of them at the limit.
+        "expandable_segments": True,
+        # The first durable point of a whole model pins 64 GiB of host memory while all commands wait. With the driver's
+        # own method this took 100 s in a trainer and 38 s alone; with this one it takes 8 s.
+        "pinned_use_cuda_host_register": True,
+        "pinned_num_register_threads": pinning_threads,
+    }
+    found = {
+        "PYTORCH_CUDA_ALLOC_CONF": ",".join(f"{name}:{value}" for name, value in allocator.items()),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    # Otherwise gloo and NCCL listen on the network of this machine's host name.
+    if interface := interface_of(address):
+        found["GLOO_SOCKET_IFNAME"] = interface
+        # NCCL has one setting for all groups, including those of pushes, and samplers may be on another network.
+        if settings.nodes > 1 or is_loopback(settings.transfer_address or settings.host):
+            found["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return found
+
+
+def _fixed(settings: TrainerSettings, rank_env: RankEnvironment) -> dict[str, str]:
+    local = {"LOCAL_WORLD_SIZE": str(settings.ranks), "OMP_NUM_THREADS": str(settings.threads)}
+    return rank_env.to_environ() | local
+
+
+def _exit(*_: Any) -> NoReturn:
+    sys.exit(0)

@@ -1,0 +1,170 @@
+"""The recovery store: the newest durable point of each model and its unnamed snapshots, as files.
+
+    ROOT/MODEL/SEQ_ID/               a state as SaveState writes it, and `fovea_point.json`
+    ROOT/MODEL/snapshots/SNAPSHOT/   a snapshot as TakeSnapshot writes it
+
+Model and snapshot names are percent-encoded. A point folder that lacks a file of its description is ignored. Checksums
+are compared only before a model is restored from a point.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+from urllib.parse import quote, unquote
+
+from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
+from fovea_trainer.weights.checkpoint_folder import Checksums, Folder
+
+logger = logging.getLogger(__name__)
+
+POINT = "fovea_point.json"
+SNAPSHOTS = "snapshots"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The description of a durable point.
+
+    Args:
+        seq_id: Number of the last numbered command that the point includes.
+        step: Optimizer steps that the model has taken.
+        answer: The response to that command, as a JSON value.
+        lora: Settings of an adapter; None for full parameters.
+        base: Digest of the base checkpoint's files.
+        written_at: Seconds since 1970, for information only.
+        files: Size in bytes of every other file, keyed by path.
+        numerics: The settings of the writing trainer that affect rounding.
+        checksums: CRC-32 of the same files, keyed by path.
+    """
+
+    seq_id: int
+    step: int
+    answer: Any
+    lora: dict[str, Any] | None
+    base: str
+    written_at: float
+    files: dict[str, int]
+    numerics: dict[str, str] = field(default_factory=dict)
+    checksums: Checksums = field(default_factory=dict)
+
+    def write_to(self, folder: Folder) -> None:
+        """Writes the description into the folder that it describes."""
+        folder.write(POINT, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def of(cls, folder: Folder) -> Self | None:
+        """Returns the point in a folder, or None if the folder has no complete point."""
+        sizes = folder.sizes()
+        if sizes.pop(POINT, None) is None:
+            return None
+        try:
+            found = cls(**json.loads(folder.read(POINT)))
+        except (ValueError, TypeError) as error:
+            logger.warning("%s/%s cannot be read: %s", folder.path, POINT, error)
+            return None
+        if found.files != sizes:
+            logger.warning("%s is incomplete: found files and sizes %s, expected %s", folder.path, sizes, found.files)
+            return None
+        return found
+
+
+class RecoveryFolder:
+    """The files of the recovery store. Methods block. Several threads may call them, but only one at a time per model.
+
+    Args:
+        uri: Folder or fsspec URL.
+
+    Raises:
+        InvalidInput: `uri` has an unknown protocol.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._root = Folder.at(uri, "recovery")
+        self._root.make_private()  # it contains the weights and optimizer moments of every tenant
+
+    def point_url(self, model_id: str, seq_id: int) -> str:
+        """Returns the URL of the point of a model at a sequence number."""
+        return self._root.url(_quoted(model_id), str(seq_id))
+
+    def snapshot_url(self, model_id: str, snapshot_id: str) -> str:
+        """Returns the URL of a snapshot."""
+        return self._root.url(_quoted(model_id), SNAPSHOTS, _quoted(snapshot_id))
+
+    def newest(self, model_id: str) -> tuple[str, Point] | None:
+        """Returns the URL and description of the newest complete point of a model, or None."""
+        return next(self._whole(model_id), None)
+
+    def whole(self, model_id: str) -> list[tuple[str, Point]]:
+        """Returns URL and description of all complete points of a model, the newest first.
+
+        There are several if the trainer stopped while it replaced one by the next.
+        """
+        return list(self._whole(model_id))
+
+    def drop_older(self, model_id: str, seq_id: int) -> None:
+        """Removes all points of a model except the one at `seq_id`."""
+        for other in self._points(model_id):
+            if other != seq_id:
+                Folder.at(self.point_url(model_id, other)).discard()
+
+    def find_snapshot(self, snapshot_id: str) -> str | None:
+        """Returns the URL of a stored snapshot, or None."""
+        for model in self._names(self._root):
+            if _quoted(snapshot_id) in self._names(Folder.at(self._root.url(model, SNAPSHOTS))):
+                return self._root.url(model, SNAPSHOTS, _quoted(snapshot_id))
+        return None
+
+    def remove_snapshot(self, snapshot_id: str) -> None:
+        """Removes a snapshot. Does nothing if it is unknown."""
+        if url := self.find_snapshot(snapshot_id):
+            Folder.at(url).discard()
+
+    def remove_model(self, model_id: str) -> None:
+        """Removes all files of a model. Does nothing if it is unknown."""
+        Folder.at(self._root.url(_quoted(model_id))).discard()
+
+    def model_ids(self) -> list[str]:
+        """Returns the ids of all models that have files."""
+        return [unquote(name) for name in self._names(self._root)]
+
+    def size_bytes(self, model_id: str) -> int:
+        """Returns the total size in bytes of the files of a model."""
+        return Folder.at(self._root.url(_quoted(model_id))).size_bytes()
+
+    def sweep(self) -> None:
+        """Removes what an earlier instance left half-written. Call it once at start.
+
+        Finished models stay: only the gateway knows which models are finished. File ages would depend on a possibly
+        wrong clock.
+        """
+        for model_id in self.model_ids():
+            folder = Folder.at(self._root.url(_quoted(model_id)))
+            for parent in (folder, Folder.at(folder.url(SNAPSHOTS))):
+                for name in self._names(parent):
+                    if STAGING_SUFFIX in name or REPLACED_SUFFIX in name:
+                        Folder.at(parent.url(name)).discard()
+
+    def _whole(self, model_id: str) -> Iterator[tuple[str, Point]]:
+        for seq_id in sorted(self._points(model_id), reverse=True):
+            url = self.point_url(model_id, seq_id)
+            if found := Point.of(Folder.at(url)):
+                yield url, found
+
+    def _points(self, model_id: str) -> list[int]:
+        names = self._names(Folder.at(self._root.url(_quoted(model_id))))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _names(self, folder: Folder) -> list[str]:
+        folder.files.invalidate_cache()
+        try:
+            listed = folder.files.ls(folder.path, detail=False)
+        except FileNotFoundError:
+            return []
+        return [name.rstrip("/").rpartition("/")[2] for name in listed]
+
+
+def _quoted(name: str) -> str:
+    """Encodes a name as one path segment, so that it can contain neither a separator nor `..`."""
+    return quote(name, safe="").replace(".", "%2E")

@@ -1,0 +1,398 @@
+"""Execution of commands on one rank. All ranks hold the same models and execute the same commands in the same order."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from fovea.api.v1 import model_input_pb2, weights_pb2
+from fovea.runtime.model_files import context_length, fingerprints
+from fovea.wire.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    FoveaError,
+    InvalidInput,
+    NotFound,
+    ResourceExhausted,
+)
+from fovea_trainer import command_queue
+from fovea_trainer.batches.datum_decoding import Datum, DatumLimits
+from fovea_trainer.batches.micro_batch import BatchLayout
+from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutputCache
+from fovea_trainer.forward_backward import LossComputer
+from fovea_trainer.loss_results import ForwardBackwardResult
+from fovea_trainer.losses import Sandbox
+from fovea_trainer.model.expert_routing import expert_mesh, expert_shape
+from fovea_trainer.model.lora import LoraInjector, LoraSettings
+from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
+from fovea_trainer.model.packed_model import build_model, read_weights
+from fovea_trainer.model.sharding import ShardedModel
+from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
+from fovea_trainer.ranks.control_group import ControlGroup
+from fovea_trainer.recovery.recovery_folder import RecoveryFolder
+from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
+from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.weights.checkpoint_folder import CheckpointRoots
+from fovea_trainer.weights.snapshot_store import SnapshotStore, specs_of
+from fovea_trainer.weights.snapshot_taker import SnapshotTaker
+from fovea_trainer.weights.training_state import StateStore
+from fovea_trainer.weights.transfer_groups import FullSender, TransferGroups
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+
+WARM_UP_TOKENS = 67
+"""A length that equals no other size of a model: torch.compile treats sizes that are equal once as always equal."""
+
+
+class TrainingEngine:
+    """The base model and all models trained on it, on this rank.
+
+    Args:
+        settings: Settings of the trainer.
+        model_dir: Folder of the checkpoint.
+        control: The ranks' control group.
+        device: Device of this rank.
+        groups: Transfer groups, on ranks that send weights.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        model_dir: Path,
+        control: ControlGroup,
+        device: torch.device,
+        groups: TransferGroups | None,
+    ) -> None:
+        self._settings = settings
+        self._control = control
+        self._device = device
+        self.world_size = control.world_size
+        self.models: dict[str, TrainedModel] = {}
+        self.adapters = SnapshotStore(settings.snapshot_memory_mib * MIB)
+        self.full = SnapshotStore(settings.snapshot_memory_mib * MIB)
+        self._load(model_dir)
+        self.model_files = fingerprints(model_dir)
+        self.numerics = numerics_of(settings, self.dtype, device, self.world_size)
+        """Facts that affect the rounding of results, keyed by setting."""
+        self._roots = CheckpointRoots(settings.checkpoints)
+        self._states = StateStore(control, settings.model)
+        self.recovery: RecoveryWriter | None = None
+        """Writes and finds durable points; None if recovery is disabled."""
+        if place := control.broadcast(settings.recovery):  # rank 0's setting, since recovery involves all ranks
+            folder = control.agree(lambda: RecoveryFolder(place))
+            self.recovery = RecoveryWriter(
+                folder, control, device, settings.model, self.model_files, self.numerics, self.adapters
+            )
+        self._snapshots = SnapshotTaker(
+            control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
+        )
+        self._full_sender = FullSender(settings, control, self._sharded, self._snapshots, groups)
+
+    def _load(self, model_dir: Path) -> None:
+        settings = self._settings
+        self.family, self.dtype, module = build_model(settings, model_dir, self._device)
+        config = module.hf.config
+        self._targets = list(self.family.lora_targets(module.hf))
+        self._injector = LoraInjector(self._targets)
+        size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        keep = settings.keep_gathered == "always" or (
+            settings.keep_gathered == "auto" and size_bytes <= _keep_gathered_bytes(self._device)
+        )
+        mesh = init_device_mesh(self._device.type, (self._control.world_size,))
+        experts = expert_shape(module.hf)
+        spread = expert_mesh(
+            self._device.type, self._control.world_size, settings.expert_parallel, experts.count if experts else 0
+        )
+        self._sharded = ShardedModel(module, mesh, keep, spread)
+        read_weights(module.hf, model_dir, self._device)
+        module.requires_grad_(False)  # again: with one rank, transformers has replaced the parameters
+        text = config.get_text_config()
+        context = context_length(config.to_dict()) or text.max_position_embeddings
+        self.limits = DatumLimits(
+            text.vocab_size,
+            min(settings.max_context_length or context, context),
+            module.vision,
+            experts,
+        )
+        layout = BatchLayout(module.vision, self._device)
+        features = TensorFetcher(
+            settings.feature_cache_mib * MIB, module.vision, settings.fetch_timeout_s, settings.renderer
+        )
+        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
+        vision = VisionOutputCache(settings.vision_memory_mib * MIB)
+        sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
+        self._losses = LossComputer(
+            self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox,
+            self._injector, settings.recorded_tokens,
+        )  # fmt: skip
+        self._layout = layout
+        logger.info(
+            "%s with %.1f M parameters in %s on %s, %s between micro-batches",
+            self.family.model_type,
+            sum(p.numel() for p in module.parameters()) / 1e6,
+            self.dtype,
+            self._device,
+            "whole" if mesh.size() == 1 else "gathered" if keep else "sharded",
+        )
+
+    def _spill(self) -> bool:
+        """Frees device memory: moves snapshots from a GPU to the host, or drops older ones on a CPU.
+
+        Returns:
+            True if there were any.
+        """
+        kinds = (self.adapters, self.full)
+        return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
+
+    def warm_up(self) -> None:
+        """Runs passes of a temporary adapter, vision included. Collective."""
+        settings = LoraSettings(1, 1.0, 0, True, True, True, self.limits.vision is not None)
+        scratch = self._adapter("", settings)
+        self._warm_up(scratch)
+        scratch.reduce_gradients()
+        self._injector.activate(None)
+        self._control.barrier()
+
+    def _warm_up(self, model: TrainedModel) -> None:
+        """Runs one pass without gradients and one with them, so that no kernel is compiled at the first call."""
+        model.activate()
+        batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.limits.vision is not None, None)
+        with torch.no_grad():
+            self._sharded.module(batch, model.unembedding, None)
+        self._sharded.module(batch, model.unembedding, None).sum().backward()
+        model.zero_gradients()
+
+    def execute(self, command: command_queue.Command) -> Any:
+        """Executes a command. A FoveaError is raised on all ranks alike; any other exception ends this trainer."""
+        if uri := getattr(command, "uri", ""):
+            self._control.agree(lambda: self._roots.check(uri))
+        match command:
+            case command_queue.CreateModel():
+                return self._create(command)
+            case command_queue.RestoreModel():
+                return self._restore(command)
+            case command_queue.KeepState():
+                return self._keep_state(command)
+            case command_queue.DeleteModel():
+                return self._delete(command)
+            case command_queue.PrepareLosses():
+                return self._losses.prepare()
+            case command_queue.ForwardBackward():
+                return self._forward_backward(command)
+            case command_queue.ClearGradients():
+                return self.model(command.model_id).zero_gradients()
+            case command_queue.OptimStep():
+                return self._optim_step(command)
+            case command_queue.SaveState():
+                model = self.model(command.model_id)
+                return self._states.save(model, command.uri), model.step
+            case command_queue.LoadState():
+                return self._load_state(command)
+            case command_queue.TakeSnapshot():
+                return self._snapshots.take(command, self.model(command.model_id))
+            case command_queue.RestoreSnapshot():
+                return self._restore_snapshot(command)
+            case command_queue.ForgetSnapshot():
+                self.adapters.drop(command.snapshot_id)
+                return self.full.drop(command.snapshot_id)
+            case command_queue.DescribeFull():
+                found = self._snapshots.describe_full(command.snapshot_id, self._live_full())
+                self.full.pin(command.snapshot_id)
+                return found
+            case command_queue.UnpinFull():
+                return self.full.unpin(command.snapshot_id)
+            case command_queue.OpenGroup():
+                return self._full_sender.open_group(command)
+            case command_queue.BroadcastFull():
+                return self._full_sender.broadcast(command, self._live_full())
+            case command_queue.Heartbeat():
+                return self._control.barrier()
+        raise TypeError(f"unknown command: {command!r}")
+
+    def fetch_ahead(self, model_id: str, features: Iterable[model_input_pb2.VisionFeature]) -> None:
+        """Starts fetching image tensors outside of commands, so that no command waits for it. Callable from any thread.
+
+        With several ranks this does nothing: the plan of the call decides which rank needs an image, and does not exist
+        yet.
+        """
+        model = self.models.get(model_id)
+        if model is not None and self.world_size == 1:
+            self._losses.fetch_ahead(features, model.trains_vision)
+
+    def model(self, model_id: str) -> TrainedModel:
+        """Returns a model.
+
+        Raises:
+            NotFound: The id is unknown.
+        """
+        if model_id not in self.models:
+            raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
+        return self.models[model_id]
+
+    def _create(self, command: command_queue.CreateModel) -> tuple[int, list[weights_pb2.TensorSpec]]:
+        """Creates a model. Returns the number of trained parameters, and the specs of an adapter's snapshots."""
+        existing = self.models.get(command.model_id)
+        if existing is not None:
+            if getattr(existing, "settings", None) != command.lora:
+                raise AlreadyExists(f"model_id {command.model_id!r} exists with other settings", field="model_id")
+            return existing.trainable_parameter_count, _adapter_specs(existing)
+        if self._live_full() is not None:
+            raise FailedPrecondition(
+                f"a full-parameter model occupies this trainer: {', '.join(self.models)}. Delete it first.",
+                field="model_id",
+            )
+        if command.lora is None and self.models:
+            raise FailedPrecondition(
+                f"full-parameter training needs a trainer without other models, but {len(self.models)} exist: "
+                f"{', '.join(sorted(self.models)[:5])}. Delete them first.",
+                field="full",
+            )
+        if len(self.models) >= self._settings.max_models:
+            raise ResourceExhausted(
+                f"{len(self.models)} models exist, which is the limit: delete one", field="model_id"
+            )
+        model = (
+            self._new_full(command.model_id)
+            if command.lora is None
+            else self._new_adapter(command.model_id, command.lora)
+        )
+        self.models[command.model_id] = model
+        return model.trainable_parameter_count, _adapter_specs(model)
+
+    def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
+        size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype, self._settings.expert_parallel)
+        self._memory_budget.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
+        return self._control.agree(lambda: self._adapter(model_id, settings))
+
+    def _adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
+        device, experts = self._device, self._sharded.experts
+        return AdapterModel(model_id, settings, self._targets, self._injector, device, self.dtype, experts)
+
+    def _new_full(self, model_id: str) -> FullModel:
+        self._memory_budget.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")
+        model = self._control.agree(lambda: FullModel(model_id, self._sharded, self._injector))
+        model.make_trainable()
+        if not self._sharded.computes_alone(True):
+            self._warm_up(model)
+            return model
+        try:
+            self._control.agree(lambda: self._warm_up(model))
+        except ResourceExhausted:
+            self._sharded.abandon_pass()
+            model.restore_base()
+            raise
+        return model
+
+    def _restore(self, command: command_queue.RestoreModel) -> RestoredModel | None:
+        """Restores a model from its newest durable point. Returns None if the model exists.
+
+        Raises:
+            NotFound: The model has no readable point.
+            InvalidInput: The model was created with other settings.
+            ResourceExhausted: There is no room for the model now.
+        """
+        model_id = command.model_id
+        if model_id in self.models:
+            return None
+        if self.recovery is None:
+            raise NotFound(
+                f"model {model_id!r} is not loaded, and recovery is disabled on this trainer: set --recovery",
+                field="model_id",
+            )
+        url, point = self.recovery.find(model_id)
+        if point.lora != (asdict(command.lora) if command.lora else None):
+            raise InvalidInput(f"model {model_id!r} was created with {point.lora}", field="kind")
+        try:
+            self._create(command_queue.CreateModel(model_id, command.lora))
+        except FailedPrecondition as error:  # blocked by other models; a restored model can wait for them
+            raise ResourceExhausted(error.message, field=error.field) from None
+        try:
+            self._states.load(self.models[model_id], url, optimizer=True)
+        except FoveaError as error:
+            self._free(model_id)
+            if isinstance(error, ResourceExhausted):
+                raise
+            raise NotFound(f"the durable point {url} cannot be read: {error.message}", field="model_id") from None
+        self.recovery.restored(model_id, point)
+        return RestoredModel(point.seq_id, point.step, point.answer)
+
+    def _keep_state(self, command: command_queue.KeepState) -> PendingState:
+        assert self.recovery is not None
+        return self.recovery.write_state(self.model(command.model_id))
+
+    def _delete(self, command: command_queue.DeleteModel) -> None:
+        if self.recovery is not None:
+            self.recovery.before_change()
+            self.recovery.forget(command.model_id)
+        self._free(command.model_id)
+
+    def _free(self, model_id: str) -> None:
+        model = self.models.pop(model_id, None)
+        if isinstance(model, FullModel):
+            model.restore_base()
+        self._injector.activate(None)
+        self._losses.forget(model_id)
+        self.adapters.release_model(model_id)
+        self.full.release_model(model_id)
+
+    def _forward_backward(self, command: command_queue.ForwardBackward) -> ForwardBackwardResult:
+        model = self.model(command.model_id)
+        if command.backward and command.drop_gradients:
+            model.zero_gradients()
+        return self._losses.run(command, model)
+
+    def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
+        model = self.model(command.model_id)
+        if self.recovery is not None:
+            self.recovery.before_change()
+        answer = model.optim_step(command.adam, self._control), model.step
+        if self.recovery is not None:
+            self.recovery.changed(command.model_id, command.seq_id, answer)
+        return answer
+
+    def _load_state(self, command: command_queue.LoadState) -> int:
+        if self.recovery is not None:
+            self.recovery.before_change()
+        step = self._states.load(self.model(command.model_id), command.uri, command.optimizer)
+        if self.recovery is not None:
+            self.recovery.changed(command.model_id, command.seq_id, step)
+        return step
+
+    def _restore_snapshot(self, command: command_queue.RestoreSnapshot) -> weights_pb2.Snapshot:
+        kept = self.recovery is not None and not command.uri and self.recovery.find_snapshot(command.snapshot_id)
+        if not (uri := command.uri or kept):
+            raise NotFound(
+                f"snapshot {command.snapshot_id!r} is neither in memory nor in the recovery store, and no uri was "
+                "given to read it from",
+                field="snapshot_id",
+            )
+        return self._snapshots.restore(command.snapshot_id, uri).identity
+
+    def close(self) -> None:
+        """Stops background work."""
+        if self.recovery is not None:
+            self.recovery.close()
+
+    def _live_full(self) -> FullModel | None:
+        return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
+
+
+def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
+    if not isinstance(model, AdapterModel):
+        return []
+    weights = model.weights
+    return specs_of(dict(weights.named(torch.empty(weights.whole_size, device="meta"))))
+
+
+def _keep_gathered_bytes(device: torch.device) -> int:
+    """Returns the largest model size in bytes for which every rank keeps the whole model in memory."""
+    if device.type == "cpu":
+        return 2**30
+    return torch.cuda.get_device_properties(device).total_memory // 6

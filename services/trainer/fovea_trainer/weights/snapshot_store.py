@@ -1,0 +1,197 @@
+"""Frozen weights in memory, keyed by snapshot id, with a digest that any receiver can check.
+
+Rank 0 alone holds adapters. Of full parameters every rank holds its shards. Snapshots stay on the device while it has
+free memory, otherwise on the host.
+"""
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from fovea.api.v1 import weights_pb2
+from fovea.wire.manifest import buckets, padded_bytes, tensor_bytes
+from fovea_trainer.model.sharding import dtype_name
+from fovea_weights.weight_transfer import device_digest
+
+_DIGEST_BYTES = 256 * 2**20
+PACKED = "packed"
+"""Name of the single tensor of a stored adapter, uint8 [n]: the buckets of a push, one after the other."""
+
+
+@dataclass(frozen=True)
+class StoredSnapshot:
+    """One snapshot.
+
+    Args:
+        identity: The snapshot's identity message.
+        tensors: For an adapter the one tensor `PACKED`; for full parameters this rank's shards in transfer order.
+            Stored on this rank's device, or on the host if the device has no room.
+        specs: Name, dtype and unsharded shape of each tensor, in transfer order.
+        lora: Settings of the adapter; None for full parameters.
+        local_bytes: Bytes that the snapshot occupies on this rank.
+    """
+
+    identity: weights_pb2.Snapshot
+    tensors: dict[str, Tensor]
+    specs: list[weights_pb2.TensorSpec]
+    lora: weights_pb2.LoraConfig | None
+    local_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "local_bytes", sum(t.numel() * t.element_size() for t in self.tensors.values()))
+
+
+class SnapshotStore:
+    """Snapshots by id. Above `max_bytes` the least recently used are dropped, but never the newest of a model.
+
+    Thread-safe. Ranks that make the same calls drop the same snapshots.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._held: OrderedDict[str, StoredSnapshot] = OrderedDict()
+        self._newest: dict[str, str] = {}
+        self._pins: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def make_room(self, identity: weights_pb2.Snapshot, size_bytes: int) -> None:
+        """Drops what `put` would drop for a snapshot of this size.
+
+        Call it before the snapshot is made, because the old and new one may not fit into memory together.
+        """
+        with self._lock:
+            kept = {name for model, name in self._newest.items() if model != identity.model_id}
+            self._shrink(self.max_bytes - size_bytes, {*kept, identity.snapshot_id})
+
+    def put(self, snapshot: StoredSnapshot) -> None:
+        """Stores a snapshot as the newest of its model."""
+        with self._lock:
+            self._held[snapshot.identity.snapshot_id] = snapshot
+            self._newest[snapshot.identity.model_id] = snapshot.identity.snapshot_id
+            self._shrink(self.max_bytes, set(self._newest.values()))
+
+    def _shrink(self, max_bytes: int, kept: set[str]) -> None:
+        total = sum(_global_bytes(held) for held in self._held.values())
+        for name in [name for name in self._held if name not in kept and not self._pins[name]]:
+            if total <= max_bytes:
+                break
+            total -= _global_bytes(self._held.pop(name))
+
+    def get(self, snapshot_id: str) -> StoredSnapshot | None:
+        """Returns the snapshot, or None if it is not held. Counts as a use."""
+        with self._lock:
+            if snapshot_id in self._held:
+                self._held.move_to_end(snapshot_id)
+            return self._held.get(snapshot_id)
+
+    def drop_older(self) -> bool:
+        """Drops all but the newest snapshot of each model. Returns True if any were dropped."""
+        with self._lock:
+            count = len(self._held)
+            self._shrink(0, set(self._newest.values()))
+            return len(self._held) < count
+
+    def spill(self) -> bool:
+        """Moves device tensors to the host. Returns True if there were any.
+
+        A push in progress continues with the host copies.
+        """
+        with self._lock:
+            away = [held for held in self._held.values() if any(t.device.type != "cpu" for t in held.tensors.values())]
+        for held in away:
+            moved = replace(held, tensors={name: tensor.cpu() for name, tensor in held.tensors.items()})
+            with self._lock:
+                if self._held.get(held.identity.snapshot_id) is held:
+                    self._held[held.identity.snapshot_id] = moved
+        return bool(away)
+
+    def pin(self, snapshot_id: str) -> None:
+        """Protects a snapshot from being dropped while it is sent. Pins are counted."""
+        with self._lock:
+            self._pins[snapshot_id] += 1
+
+    def unpin(self, snapshot_id: str) -> None:
+        """Undoes one `pin`. A snapshot that only the pin protected may be dropped at once."""
+        with self._lock:
+            self._pins[snapshot_id] -= 1
+            self._pins += Counter()  # removes the entries at zero
+            self._shrink(self.max_bytes, set(self._newest.values()))
+
+    def drop(self, snapshot_id: str) -> None:
+        """Drops a snapshot. Does nothing if it is unknown."""
+        with self._lock:
+            dropped = self._held.pop(snapshot_id, None)
+            if dropped and self._newest.get(dropped.identity.model_id) == snapshot_id:
+                del self._newest[dropped.identity.model_id]
+
+    def release_model(self, model_id: str) -> None:
+        """Stops protecting the newest snapshot of a model that was freed."""
+        with self._lock:
+            self._newest.pop(model_id, None)
+
+
+def _global_bytes(snapshot: StoredSnapshot) -> int:
+    return int(snapshot.identity.size_bytes)
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
+    """Returns name, dtype and shape of each tensor, in order. For a sharded tensor it is the unsharded shape."""
+    return [
+        weights_pb2.TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+
+
+def size_of(specs: Iterable[weights_pb2.TensorSpec]) -> int:
+    """Returns the total size of all tensors in bytes."""
+    return sum(tensor_bytes(spec) for spec in specs)
+
+
+def packed(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> Tensor:
+    """Returns the payload of one broadcast: all tensors, each padded as the manifest requires.
+
+    Args:
+        specs: Specs of the tensors.
+        tensors: The tensors, in the same order, on one device.
+
+    Returns:
+        uint8 [n] on the device of the tensors.
+    """
+    parts: list[Tensor] = []
+    for spec, tensor in zip(specs, tensors, strict=True):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        parts.append(flat)
+        if missing := padded_bytes(spec) - flat.numel():
+            parts.append(flat.new_zeros(missing))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unpacked(specs: Iterable[weights_pb2.TensorSpec], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and view of each tensor in `data`, uint8 [n]. The inverse of `packed`."""
+    offset = 0
+    for spec in specs:
+        part = data.narrow(0, offset, tensor_bytes(spec))
+        yield spec.name, part.view(getattr(torch, spec.dtype)).view(*spec.shape)
+        offset += padded_bytes(spec)
+
+
+def packed_buckets(
+    specs: Iterable[weights_pb2.TensorSpec], tensors: Iterable[Tensor], bucket_bytes: int
+) -> Iterator[tuple[list[weights_pb2.TensorSpec], Tensor]]:
+    """Yields specs and payload of each broadcast of a snapshot. Reads only the tensors of one bucket at a time."""
+    rest = iter(tensors)
+    for bucket in buckets(specs, bucket_bytes):
+        yield bucket, packed(bucket, islice(rest, len(bucket)))
+
+
+def digest_of(specs: Sequence[weights_pb2.TensorSpec], tensors: Iterable[Tensor]) -> str:
+    """Returns the digest of tensors, computed on their device."""
+    digest = device_digest()
+    for bucket, data in packed_buckets(specs, tensors, _DIGEST_BYTES):
+        digest.add(bucket, data.view(torch.int64))
+    return digest.hexdigest()

@@ -1,0 +1,133 @@
+"""Counts the database rows, files, processes and listening ports of a Fovea; undisturbed runs give the right counts."""
+
+import hashlib
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from safetensors import safe_open
+
+from chaos.stack import Stack
+from fovea.api.v1 import weights_pb2
+
+_NUMBERS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+")
+"""Matches names that differ in each run: UUIDs, names from `tempfile`, digests and counts."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The gateway's database entry of one command. `number` is its position in the order of completion."""
+
+    scope: str
+    seq_id: int
+    kind: str
+    state: str
+    number: int | None
+
+
+Inventory = Counter[str]
+"""Counts of each kind of object, such as `rows of futures`."""
+
+
+def take(stack: Stack) -> Inventory:
+    """Returns the current counts."""
+    found: Inventory = Counter()
+    with _database(stack) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for table in tables:
+            (count,) = database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
+            found[f"rows of {table}"] = count
+    for root in _roots(stack):
+        for path in _files(root):
+            found[f"files {root.name}/{_NUMBERS.sub('#', str(path.relative_to(root)))}"] += 1
+    for process in stack.marked():
+        with suppress(psutil.Error):
+            found[f"processes {role(process)}"] += 1
+            listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            found[f"ports of {role(process)}"] += len(listening)
+    return found
+
+
+def growth(before: Inventory, after: Inventory) -> Inventory:
+    """Returns the signed differences of two inventories."""
+    return Counter(
+        {name: after[name] - before[name] for name in before.keys() | after.keys() if after[name] != before[name]}
+    )
+
+
+def left_after_stop(stack: Stack) -> list[str]:
+    """Returns what remains after everything was stopped."""
+    left = [f"process {process.pid} {role(process)}" for process in stack.marked()]
+    left += [f"port {port}" for port in stack.ports if _is_taken(port)]
+    left += [f"folder {folder}" for folder in stack.temporary[1:] if folder.exists()]
+    return left + [f"file {path}" for root in _roots(stack)[1:] for path in _files(root)]
+
+
+def ledger(stack: Stack, scopes: Iterable[str]) -> list[Finish]:
+    """Returns the entries of these models' commands."""
+    query = "SELECT scope, seq_id, kind, state, finish_number FROM futures WHERE scope = ? ORDER BY seq_id"
+    with _database(stack) as database:
+        return [Finish(*row) for scope in scopes for row in database.execute(query, (scope,))]
+
+
+def snapshots(stack: Stack, model_id: str) -> list[str]:
+    """Returns digests of the weights of a model's snapshots, in the order of creation."""
+    query = "SELECT identity FROM snapshots WHERE model_id = ? ORDER BY created_at"
+    with _database(stack) as database:
+        rows = database.execute(query, (model_id,)).fetchall()
+    return [weights_pb2.Snapshot.FromString(identity).digest for (identity,) in rows]
+
+
+def saved_tensors(stack: Stack, path: str) -> dict[str, str]:
+    """Returns the digest of each tensor of a saved state, tinker://..., keyed by file and tensor."""
+    with _database(stack) as database:
+        (uri,) = database.execute("SELECT uri FROM checkpoints WHERE path = ?", (path,)).fetchone()
+    folder, digests = stack.local(uri), {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                tensor = tensors.get_tensor(name).contiguous()
+                data = tensor.view(-1).numpy().tobytes() if tensor.numel() else b""
+                digests[f"{file.relative_to(folder)}:{name}"] = hashlib.sha256(data).hexdigest()[:16]
+    return digests
+
+
+@contextmanager
+def _database(stack: Stack) -> Iterator[sqlite3.Connection]:
+    """Opens a copy of the database, because SQLite would resolve the link /proc/PID/root to another folder here."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("gateway.db", "gateway.db-wal"):
+            shutil.copy(stack.folder / name, folder)
+        with closing(sqlite3.connect(Path(folder) / "gateway.db")) as database:
+            yield database
+
+
+def _roots(stack: Stack) -> list[Path]:
+    """Returns the folders with files: first the state folder, which is kept, then temporary ones."""
+    return [stack.folder, *stack.temporary, *([stack.disk.shared_memory] if stack.disk else [])]
+
+
+def _files(root: Path) -> list[Path]:
+    """Returns the files that exist now, sockets included. A file may vanish meanwhile."""
+    return [path for path in root.rglob("*") if not path.is_dir()] if root.exists() else []
+
+
+def role(process: psutil.Process) -> str:
+    """Returns a description of a process that is the same after each start."""
+    words = process.cmdline()
+    if "-m" in words:
+        module = words[words.index("-m") + 1]
+        rank = process.environ().get("RANK") if module == "fovea_trainer" else None
+        return f"{module} rank {rank}" if rank else module
+    return _NUMBERS.sub("#", " ".join(words).strip()[:60])
+
+
+def _is_taken(port: int) -> bool:
+    return any(one.laddr[1:2] == (port,) and one.status == psutil.CONN_LISTEN for one in psutil.net_connections("tcp"))
