@@ -68,6 +68,8 @@ class MetadataUnpickler(pickle.Unpickler):
         """
         if (module, name) in _TYPES:
             return _TYPES[module, name]
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if self._is_plain(module, name):
             found = super().find_class(module, name)
             if (module, name) in _FUNCTIONS or self._holds_data(module, found):
@@ -87,6 +89,15 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def _is_data(self, found: type) -> bool:
         return is_dataclass(found) or issubclass(found, Enum)
+
+
+def _enum_member(found: Any, name: str) -> Enum:
+    """Stands for `getattr`, by which early Python 3.11 (3.11.2) pickles members of an Enum; reads nothing else."""
+    if not (isinstance(found, type) and issubclass(found, Enum)):
+        raise NotPlain(
+            f"it names builtins.getattr of {found!r:.80}, which plain data does not need: it is damaged, or malicious"
+        )
+    return found[name]
 
 
 class MessageUnpickler(MetadataUnpickler):

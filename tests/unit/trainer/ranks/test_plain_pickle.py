@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -96,6 +97,21 @@ def test_what_is_reached_through_known_modules_is_refused(name: str, reader: typ
     ):
         with pytest.raises(NotPlain, match="which plain data does not need"):
             reader(io.BytesIO(pickled)).load()
+
+
+@pytest.mark.parametrize("reader", [MetadataUnpickler, MessageUnpickler])
+def test_members_of_enums_may_be_read_by_getattr_and_nothing_else(reader: type[pickle.Unpickler]) -> None:
+    """Debian 12's Python 3.11.2 pickles members so, those in the metadata of DCP's checkpoints too."""
+
+    def pickled(name: bytes) -> bytes:
+        planner = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
+        return b"cbuiltins\ngetattr\n(" + planner + b"V" + name + b"\ntR."
+
+    assert reader(io.BytesIO(pickled(b"TENSOR"))).load() is WriteItemType.TENSOR
+    with pytest.raises(KeyError):
+        reader(io.BytesIO(pickled(b"__init__"))).load()
+    with pytest.raises(NotPlain, match="which plain data does not need"):
+        reader(io.BytesIO(b"cbuiltins\ngetattr\n(Vtext\nVformat\ntR.")).load()
 
 
 def test_torchs_collectives_of_objects_refuse_it_too(tmp_path: Path, install: None) -> None:
