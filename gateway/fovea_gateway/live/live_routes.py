@@ -20,7 +20,7 @@ from starlette.routing import Route
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from fovea_gateway.access.quotas import Quota
 from fovea_gateway.access.scopes import CALLER, Caller, Scope
-from fovea_gateway.http.endpoint import Endpoints, Json, check_query, compress, count_of
+from fovea_gateway.http.endpoint import Endpoints, Json, check_query, compress, count_of, key_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
 from fovea_gateway.live.live_view import LiveView, to_text
 from fovea_gateway.live.step_curves import LARGEST
@@ -125,7 +125,7 @@ class LiveRoutes:
         check_query(request)
         with self._streams.holding(owner) as use:
             use.take(1)  # Raises if there are too many streams. A running stream counts itself.
-        stream = self._stream(CALLER.get(), request.headers.get("x-api-key"))
+        stream = self._stream(CALLER.get(), key_of(request))
         return StreamingResponse(stream, media_type="text/event-stream", headers=_EVENT_HEADERS)
 
     async def curves(self, request: Request, owner: str) -> Response:

@@ -15,7 +15,7 @@ from fovea_gateway.access.scopes import Scope
 from fovea_gateway.live import live_routes
 from fovea_gateway.live.live_state import read_curves
 from fovea_gateway.live.step_curves import StepCurves
-from tests.contract.gateway.conftest import Stand
+from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.requests import Rest
 
 Told = tuple[str, dict[str, Any]]
@@ -66,6 +66,16 @@ async def test_the_page_is_served_by_itself_and_lets_nothing_in(stand: Stand) ->
             assert again.status_code == 304
         for wrong in ("none.js", "..%2Flive_routes.py", "%2e%2e%2flive_routes.py"):
             assert (await http.get(f"/page/{wrong}")).status_code == 404
+
+
+async def test_a_bearer_token_opens_the_stream_too(stand: Stand) -> None:
+    async with httpx.AsyncClient(base_url=f"{stand.url}/api/v1/", headers={"Authorization": f"Bearer {KEY}"}) as http:
+        names = []
+        async for name, _ in _events(http):
+            names.append(name)
+            if len(names) == 3:
+                break
+    assert len(names) == 3, f"the stream ended after {names}"
 
 
 async def test_behind_a_path_the_page_is_found_with_and_without_a_slash(stand: Stand) -> None:
