@@ -374,6 +374,8 @@ class _Run:
                 continue
             loss += self._connection.training.forward(data, "cross_entropy").result().metrics["loss:sum"]
             tokens += _weight(data)
+        if not tokens:
+            raise InvalidInput("no held-out row could be encoded: all are broken now", field="held_out")
         return _finite(loss / tokens)
 
     def _accuracy(self, rows: Dataset, sampling: tinker.SamplingClient, score: Score) -> float:
@@ -388,7 +390,7 @@ class _Run:
             said = answers(sampling, encoder, [one.question for one in asked], longest)
             total += sum(score(answer, one) for answer, one in zip(said, asked, strict=True))
             count += len(asked)
-        return total / count
+        return total / count if count else 0.0
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
         for one in self._loggers:

@@ -190,6 +190,8 @@ def restart(
             f"{service!r} is not a service; choose from {', '.join(state['services'])}", param_hint="SERVICE"
         )
     pid = state["services"][service]["pid"]
+    if pid is None:
+        raise typer.Exit(print_error(f"{service} is not running now; `fovea status` shows when it serves again"))
     os.kill(pid, signal.SIGKILL)
     begun = time.monotonic()
     while not _is_back(read_state(state_dir), service, pid):

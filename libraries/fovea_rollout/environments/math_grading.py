@@ -47,6 +47,9 @@ _SPELLINGS = (
 )
 
 
+_PLAIN = re.compile(r"[-+]?\d*(\.\d*|/\d+)?([eE][-+]?\d{1,3})?")
+
+
 def is_same_answer(truth: str, answer: str) -> bool:
     """Returns whether an answer is right.
 
@@ -62,10 +65,18 @@ def is_same_answer(truth: str, answer: str) -> bool:
     right, said = _spelt(truth), _spelt(answer)
     if right == said:
         return bool(said)
+    numbers = _number(right), _number(said)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return bool(said) and _GRADER.compare(right, said)
+
+
+def _number(text: str) -> Fraction | None:
+    """Returns a plain number. None for any other text, also for an exponent that would take hours to write out."""
     try:
-        return Fraction(right) == Fraction(said)
+        return Fraction(text) if _PLAIN.fullmatch(text) else None
     except (ValueError, ZeroDivisionError):
-        return bool(said) and _GRADER.compare(right, said)
+        return None
 
 
 def _spelt(text: str) -> str:

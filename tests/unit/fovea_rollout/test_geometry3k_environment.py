@@ -69,6 +69,12 @@ def test_three_wrong_calls_end_it() -> None:
     assert not any(step.reward for step in steps)
 
 
+def test_a_number_with_a_huge_exponent_is_left_to_the_process_that_has_a_limit() -> None:
+    """Written out, it would have 30 million digits."""
+    assert math_grading._number("1e30000000") is None
+    assert math_grading._number("1.5e3") == math_grading._number("3000/2") == 1500
+
+
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
