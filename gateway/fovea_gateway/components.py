@@ -75,7 +75,7 @@ class Components:
         self._build_features(settings, sides)
 
     def _build_state(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
-        """Builds the components that know no base model."""
+        """Builds the components that do not depend on base models."""
         self.request_memory = Quota(
             "max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress"
         )
@@ -205,7 +205,7 @@ def choose_discovery(service: str, addresses: Sequence[str], in_kubernetes: bool
         service: Name of the setting that `addresses` come from.
         addresses: host:port of each replica, or one service:port in Kubernetes. If empty, the service has no replicas.
         in_kubernetes: Whether to watch the EndpointSlices of a Kubernetes service.
-        namespace: The Kubernetes namespace of the service; empty is the pod's own.
+        namespace: The Kubernetes namespace of the service; if empty, the pod's own.
 
     Raises InvalidInput that names the wrong setting.
     """

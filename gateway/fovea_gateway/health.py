@@ -45,13 +45,13 @@ class Health:
     async def served_models(self) -> list[gateway_pb2.ServedModel]:
         """Returns the served models and their limits, as the services report them.
 
-        A base model of which no renderer was ever seen is left out. Raises Unavailable if that leaves none.
+        A base model is left out until one of its renderers has answered. Raises Unavailable if that leaves none.
         """
         seen = [base for base in self._base_models if any(renderer.info for renderer in base.renderers.members)]
         return [await _served(base) for base in seen or self._base_models]
 
     def missing(self) -> list[str]:
-        """Returns the services that do not answer, or that have other model files than their trainer."""
+        """Returns the names of the services that do not answer, or that have other model files than their trainer."""
         missing = []
         for base in self._base_models:
             of_model = "" if base is self._base_models.default else f" of {base.name}"

@@ -289,7 +289,7 @@ class GatewaySettings(ServiceSettings):
 
     @property
     def private_folders(self) -> list[Path]:
-        """Returns the local folders that contain owners' data. A new one is created for its user alone."""
+        """Returns the local folders that contain owners' data. New ones are accessible only to the gateway's user."""
         is_local = "://" not in self.checkpoint_root
         return [self.state_dir, *([Path(self.checkpoint_root)] if is_local else [])]
 
@@ -308,7 +308,7 @@ class GatewaySettings(ServiceSettings):
 
     @property
     def row_room_bytes(self) -> int:
-        """Returns `max_row_bytes`, or less on a small disk."""
+        """Returns `max_row_bytes`; for a database in the state folder, at most a quarter of its disk."""
         if self.database_url:
             return self.max_row_bytes
         folder = self.state_dir.absolute()

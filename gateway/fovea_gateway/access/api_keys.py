@@ -141,12 +141,12 @@ class Key:
 
 
 def nameless(key_hash: str) -> str:
-    """Returns the owner of a key that was given without one."""
+    """Returns the owner's name for a key that the settings give without an owner."""
     return f"key-{key_hash[:_ID_LENGTH]}"
 
 
 def new_key(key_hash: str, owner: str, **more: Any) -> Key:
-    """Returns the record of a key; without an owner, its hash names one."""
+    """Returns the record of a key. If `owner` is empty, the owner's name is derived from the hash."""
     return Key(key_hash[:_ID_LENGTH], key_hash, owner or nameless(key_hash), **more)
 
 
@@ -177,7 +177,8 @@ class KeyRing:
     async def load(self) -> None:
         """Makes the settings' keys the only configured ones, and reads all keys.
 
-        Raises InvalidInput if no key is valid, or if the settings give one key to two owners.
+        Raises InvalidInput if no key is valid, or if the settings give a key to another owner than `fovea keys create`
+        did.
         """
         hashed = {hash_key(key): owner for owner, key in self._given}
         given = {each: new_key(each, owner, source=Source.CONFIGURED) for each, owner in hashed.items()}
@@ -194,7 +195,7 @@ class KeyRing:
                 logger.warning("key %s of the settings %s", key.key_id, problem)
 
     async def watch(self) -> None:
-        """Reads the changes that `fovea keys` makes in the database, until it is cancelled."""
+        """Reads the keys every second until it is cancelled, because `fovea keys` changes them in the database."""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -203,16 +204,16 @@ class KeyRing:
                 logger.exception("the API keys could not be read; the keys read before remain in use")
 
     def identify(self, key: str | None, addresses: Iterable[str] = ()) -> Caller:
-        """Returns the caller that owns this key, and sets it as the current task's caller.
+        """Returns the caller that this key identifies, and sets it as the current task's caller.
 
         Args:
             addresses: The Host and Origin headers of an HTTP request.
 
         Raises:
             Unauthenticated: The key is missing, unknown or no longer valid.
-            PermissionDenied: The published key came with an address that another site can have. By DNS rebinding, a
-                page of any site can make the browser send requests to the gateway as if the gateway were that site's
-                server.
+            PermissionDenied: The published key came with a host name that is neither loopback nor allowed. Such a
+                request may be DNS rebinding: a page of another site makes the browser send its requests to this
+                gateway.
         """
         if not key:
             raise Unauthenticated(
@@ -238,7 +239,7 @@ class KeyRing:
                 )
 
     def identify_call(self, metadata: Any) -> Caller:
-        """Returns the caller of a gRPC call with this metadata, pairs of name and value. Raises Unauthenticated."""
+        """Returns the caller of a gRPC call, given its metadata as pairs of name and value. Raises Unauthenticated."""
         return self.identify(dict(metadata or ()).get("x-api-key"))
 
     async def create(self, owner: str, name: str, scope: Scope, expires_at: float | None) -> tuple[str, Key]:
@@ -294,7 +295,7 @@ def insert_key(connection: sa.Connection, key: Key) -> bool:
 
 
 def change_key(connection: sa.Connection, key_id: str, **values: float | None) -> Key | None:
-    """Updates columns of a key, unless it is revoked, which is permanent. Returns the key, or None for an unknown id.
+    """Updates columns of a key unless it is revoked. Returns the key, or None for an unknown id.
 
     The change also applies to a key that the settings still list.
     """
@@ -305,7 +306,7 @@ def change_key(connection: sa.Connection, key_id: str, **values: float | None) -
 
 
 def configure_keys(connection: sa.Connection, given: Mapping[str, Key]) -> None:
-    """Makes the settings' keys, by hash, the only configured ones. A key that was created stays as it is.
+    """Makes the settings' keys, given by hash, the only configured ones. Keys that were created stay unchanged.
 
     Raises InvalidInput if the settings give a created key to another owner.
     """

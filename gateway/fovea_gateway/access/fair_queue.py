@@ -6,10 +6,10 @@ Sharing for a Storage Service Utility", SIGMETRICS 2004).
 
 In virtual time, a request starts where its owner's previous request finished, or when it arrives if that is later. It
 finishes as many tokens later as it costs, divided by the owner's weight. The queue admits the request with the earliest
-start first, and virtual time is the start of the request that was admitted last. It follows that owners that want more
-than there is get tokens in proportion to their weights, however many requests of whatever size they send; that an owner
-that was absent neither saves up a share nor owes one; and that an owner's first request waits only for a slot, not for
-the requests that others have queued.
+start first, and virtual time is the start of the request that was admitted last. Three properties follow. Owners that
+always have waiting requests get tokens in proportion to their weights, regardless of the number and size of their
+requests. An owner that was absent neither saves up a share nor owes one. An owner's first request waits only for a
+slot, not for the requests that others have queued.
 """
 
 import asyncio
@@ -54,12 +54,13 @@ class Turn:
 
     Attributes:
         cost: The estimated tokens of the request; `settle` corrects the estimate. For a timed turn, milliseconds.
-        is_timed: The turn is settled with its `seconds` when it ends, whether it succeeds or fails.
-        size: Slots that the request takes. One free slot is enough for it to begin.
-        is_followed: Returns, when the turn ends, whether the owner's next request is about to come and waits for
-            nothing else. The slot is then reserved for that request if it starts before all others that wait (Iyer and
-            Druschel, "Anticipatory scheduling", SOSP 2001). Without this, an owner that sends one request after another
-            would get a third beside an owner that floods the queue, not a half.
+        is_timed: Whether the turn is settled with its `seconds`, in milliseconds, when it ends. This includes turns
+            that fail.
+        size: The number of slots that the request uses. One free slot is enough for it to begin.
+        is_followed: Called when the turn ends. Returns whether the owner's next request is about to come and needs only
+            a slot. The slot is then reserved for that request if it starts before all waiting ones (Iyer and Druschel,
+            "Anticipatory scheduling", SOSP 2001). Without this, an owner that sends one request after another would get
+            a third beside an owner that floods the queue, not a half.
         is_wanted: Returns whether a client waits for the request. A request without a waiting client gives way to those
             that have one.
         gives_way: Whether the request is giving way now.
@@ -90,8 +91,8 @@ class Turn:
 
 @dataclass(eq=False)
 class _Flow:
-    """The state of one owner: its waiting turns in order, the slots it has, and the virtual time at which its last
-    admitted turn finishes.
+    """The state of one owner: its waiting turns in order, the number of slots that it holds, and the virtual time at
+    which its last admitted turn finishes.
     """
 
     waiting: deque[Turn] = field(default_factory=deque)
@@ -115,14 +116,14 @@ class FairQueue:
 
     Args:
         places: The number of slots.
-        weight_of: Returns an owner's weight, which is above 0.
-        alone: The slots to use while all requests are one owner's and no other owner was there lately, if that is more
-            than `places`. A server that does one thing at a time then finds its next request when the last one ends,
-            and still no other owner has to wait for requests that were sent ahead.
-        beside: The slots to use while an owner with no waiting request is there, or was there lately, if that is less
-            than `places`. This is for a server that does each thing more slowly the more it does at once. Every owner
-            can have an equal share of these slots, whatever the others have. While every owner has waiting requests,
-            all slots are used, because that gives all of them the highest throughput.
+        weight_of: Returns the weight of an owner, which must be above 0.
+        alone: The number of slots while all requests belong to one owner and no other owner was there lately; ignored
+            unless it is above `places`. A server that does one thing at a time then has its next request when the last
+            one ends, and no other owner has to wait for requests that were sent ahead.
+        beside: The number of slots while some owner has no waiting request, but has a slot or was there lately; ignored
+            unless it is below `places`. This is for a server that does each thing more slowly the more it does at once.
+            Each owner may have an equal share of these slots, even if others hold more than theirs. While every owner
+            has waiting requests, all slots are used, because that gives all of them the highest throughput.
     """
 
     def __init__(self, places: int, weight_of: Callable[[str], float], alone: int = 0, beside: int = 0) -> None:
@@ -146,7 +147,9 @@ class FairQueue:
 
     @asynccontextmanager
     async def place(self, turn: Turn) -> AsyncIterator[None]:
-        """Waits for a slot and holds it until the block ends. Raises the error that `dismiss` was given."""
+        """Waits for a slot and holds it until the block ends. Raises the error of `dismiss` if that is called
+        meanwhile.
+        """
         await self._wait(turn)
         while not turn.is_wanted() and self._has_wanted():
             await self._give_way(turn)
@@ -178,7 +181,7 @@ class FairQueue:
         )
 
     def resize(self, places: int, beside: int = 0) -> None:
-        """Changes the number of slots, and the number used beside an owner with no waiting request."""
+        """Changes the number of slots, and `beside`."""
         self._alone += places - self._places
         self._places, self._beside = places, min(beside or places, places)
         self._admit()
@@ -206,7 +209,7 @@ class FairQueue:
         return any(not turn.admitted.done() and turn.is_wanted() for turn in waiting)
 
     async def _give_way(self, turn: Turn) -> None:
-        """Returns a slot just acquired, and waits for one again once that takes it from no client."""
+        """Returns the slot just acquired. Waits for another one once no request with a waiting client is queued."""
         turn.settle(0.0)
         turn.gives_way = True
         self._leave(turn)
@@ -293,7 +296,9 @@ class FairQueue:
         return found
 
     def _room(self) -> tuple[int, int]:
-        """Returns how many slots may be in use in total, and how many each owner may have even above that total."""
+        """Returns how many slots may be in use in total, and how many of them each owner may have even above that
+        total.
+        """
         now = asyncio.get_running_loop().time()
         while self._left_at and now - next(iter(self._left_at.values())) >= _RECENT_S:
             del self._left_at[next(iter(self._left_at))]
@@ -335,8 +340,8 @@ class FairQueue:
         self._forget_absent()
 
     def _keep_place(self, turn: Turn, flow: _Flow) -> None:
-        """Reserves the slot of a turn that ends for its owner's next one, if that would start before all waiting turns
-        or hardly after them.
+        """Reserves the slot of an ending turn for its owner's next turn, if that would start before all waiting turns
+        or hardly after the first of them.
         """
         if self._kept_for or flow.waiting or turn.gives_way or (first := self._next_start()) is None:
             return
@@ -360,8 +365,8 @@ class FairQueue:
             self._forget_absent()
 
     def _forget_absent(self) -> None:
-        """Drops owners that are level with the others, since their past no longer matters; if no owner is present,
-        drops all.
+        """Drops absent owners that are level with the others, since their past no longer matters. If no owner is
+        present, drops all.
         """
         if not self._present and not self._kept_for:
             self._now = max([self._now, *(flow.finish for flow in self._flows.values())])

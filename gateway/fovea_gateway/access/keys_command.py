@@ -1,6 +1,7 @@
 """`fovea keys create | list | revoke | expire`: manages the API keys in a gateway's database.
 
-The command writes to the database directly, whether the gateway runs or not; a running gateway follows within seconds.
+The command writes to the database directly, whether or not a gateway runs; a running gateway reads the change within
+seconds.
 """
 
 import argparse

@@ -29,11 +29,12 @@ class Owner:
     Attributes:
         weight: Its share of trainer, samplers and renderers, relative to the weights of all owners that want them at
             the time.
-        max_models: Models in the trainer at once.
-        max_stored_bytes: Total bytes of its checkpoints. Once they are reached, nothing more is saved.
-        max_tokens_in_flight: Total tokens of its unfinished samples and losses.
-        max_requests_per_s: Average requests per second; a burst may be as large as one second's worth. Polls and
-            heartbeats do not count.
+        max_models: The maximum number of its models in the trainer at once.
+        max_stored_bytes: Total bytes of its checkpoints and their texts. Once the total is reached, nothing more is
+            saved.
+        max_tokens_in_flight: The maximum total of the tokens of its unfinished samples and losses.
+        max_requests_per_s: The maximum average of requests per second; a burst may be as large as one second's worth.
+            Polls and heartbeats do not count.
     """
 
     owner: str
@@ -62,7 +63,7 @@ LIMITS = FIELDS[1:]
 
 
 class _Bucket:
-    """A token bucket of requests. It fills at the owner's rate, up to one second's worth, at least one."""
+    """A token bucket of requests. It fills at the owner's rate and holds the requests of one second, at least one."""
 
     def __init__(self) -> None:
         self._level, self._at = float("inf"), 0.0
@@ -81,7 +82,7 @@ class Owners:
     """The records of all owners, and the request rate of each.
 
     Args:
-        limits: Limits of owners that have none of their own, keyed by the names in `LIMITS`.
+        limits: The limits for owners that have none of their own, keyed by the names in `LIMITS`.
     """
 
     def __init__(self, database: Database, limits: Mapping[str, float] | None = None) -> None:
@@ -119,7 +120,7 @@ class Owners:
         """Counts a request. Raises ResourceExhausted above the owner's rate; clients then send the request again.
 
         Args:
-            use: A separate bucket to count in, so that requests of the live page do not use up the rate of training.
+            use: The name of a separate bucket, so that requests of the live page do not use up the rate of training.
         """
         rate = self.of(owner).max_requests_per_s
         if rate and not self._buckets.setdefault((owner, use), _Bucket()).take(rate, time.monotonic()):

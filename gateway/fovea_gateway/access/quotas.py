@@ -8,15 +8,15 @@ from fovea.wire.errors import ResourceExhausted
 
 
 class Quota:
-    """A number of things of which one owner may hold as many as are free for all.
+    """A limit on things that all owners share. Each owner may hold at most as many as are still free.
 
-    A single owner can therefore take half, and two owners a third each, and some are always free for the next owner.
-    This is the dynamic threshold by which switches share their buffers (Choudhury and Hahne, 1998). Nothing is reserved
-    for owners that are absent.
+    A single owner can therefore take half, and two owners a third each, so that some are always free for the next
+    owner. This is the dynamic threshold by which switches share their buffers (Choudhury and Hahne, 1998). Nothing is
+    reserved for owners that are absent.
 
     Args:
-        setting: The name of the setting that holds the number.
-        capacity: The number.
+        setting: The name of the setting that contains the capacity.
+        capacity: The total number of things.
         what: A plural noun for the things, for the error message.
     """
 
@@ -54,11 +54,11 @@ class Quota:
 
     @property
     def is_half_free(self) -> bool:
-        """Returns whether so little is in use that no owner can exceed its share."""
+        """Returns whether at most half of the capacity is in use, so that no owner can exceed its share."""
         return self._total <= self._capacity // 2
 
     def surplus(self, owner: str) -> int:
-        """Returns the amount an owner must give back to hold no more than is then free; 0 or less means none."""
+        """Returns the amount that an owner must give back to hold no more than is free then; 0 or less means none."""
         return (self._held[owner] + self._total - self._capacity + 1) // 2
 
     def holding(self, owner: str) -> "QuotaUse":

@@ -31,7 +31,7 @@ class Caller:
 
     Attributes:
         owner: The owner of the key; all data belongs to an owner.
-        key_id: Which of the owner's keys was used; empty for work that no request started.
+        key_id: The id of the key; empty for work that no request started.
     """
 
     owner: str
@@ -53,9 +53,10 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller(""))  # noqa: B
 
 
 def asked_owner(asked: str, what: str) -> str | None:
-    """Returns the owner to show `what` of: the caller if `asked` is empty, None for all owners if it is `*`.
+    """Returns the owner of the data that a request asks for: the caller if `asked` is empty, None (all owners) if it is
+    `*`.
 
-    Raises PermissionDenied for another owner if the caller lacks the scope admin.
+    Raises PermissionDenied, which names the data as `what`, for other owners if the caller lacks the scope admin.
     """
     caller = CALLER.get()
     owner = asked or caller.owner

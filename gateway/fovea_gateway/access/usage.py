@@ -67,7 +67,7 @@ class Usage:
         prompt_tokens: Prompt tokens of samples, including cached ones.
         cached_tokens: Prompt tokens that a sampler had computed before.
         sampled_tokens: Generated tokens.
-        gpu_seconds: The work's share, by tokens, of the time of trainer and samplers, multiplied by the number of their
+        gpu_seconds: The work's share, by tokens, of the time of the trainer and the samplers, times the number of their
             devices.
     """
 
@@ -96,7 +96,7 @@ def day_of(at: float) -> str:
 
 
 def add_usage(connection: sa.Connection, all_used: Iterable[Used], at: float) -> None:
-    """Adds usage to the rows of the day of `at`."""
+    """Adds usage to the rows of the UTC day that contains `at`, in seconds since the epoch."""
     sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0] * len(FIGURES))
     for owner, key_id, used in all_used:
         values = [getattr(used, name) for name in FIGURES]
@@ -120,7 +120,7 @@ def _adding(dialect: str) -> sa.Insert:
 
 
 def read_usage(connection: sa.Connection, owner: str | None, days: int) -> dict[str, Any]:
-    """Returns usage of the last days, including today, by owner, key and day; and the bytes that each owner has stored.
+    """Returns the usage of the last `days` days, including today, by owner, key and day; and each owner's stored bytes.
 
     Args:
         owner: None for all owners.
@@ -146,7 +146,7 @@ async def usage_for(database: Database, asked: str, days: int) -> dict[str, Any]
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """Returns the total bytes of an owner's checkpoints and of the texts that the database stores for it."""
+    """Returns the total bytes of an owner's checkpoints, and of its texts in the database."""
     found: int = read_usage(connection, owner, 0)["stored_bytes"].get(owner, 0)
     return found + row_bytes(connection, owner, overhead=0)[owner]
 
@@ -203,7 +203,9 @@ class KeptRows:
         self._quota.take(owner, size_bytes)
 
     async def sweep(self) -> None:
-        """Deletes expired rows, and ended ones of owners above their share. Recounts the rows if they may be many."""
+        """Deletes expired rows, and ended ones of owners above their share. Recounts the rows while more than half is
+        used.
+        """
         if (now := self._clock.now()) >= self._next_at:
             while await self._forget(now - self._ttl_s):
                 pass
@@ -233,11 +235,11 @@ class KeptRows:
 
 
 def check_text(texts: Mapping[str, Any]) -> int:
-    """Returns the total bytes, as JSON, of texts that a client wants stored with one thing. Raises InvalidInput for too
+    """Returns the total bytes, as JSON, of texts that a client stores with one record. Raises InvalidInput for too
     many.
 
     Args:
-        texts: By field; empty ones count 0.
+        texts: The texts by field name; empty ones count 0.
     """
     sizes = {field: len(json.dumps(value)) for field, value in texts.items() if value}
     if (total := sum(sizes.values())) > MOST_TEXT_BYTES:
@@ -253,8 +255,9 @@ def check_text(texts: Mapping[str, Any]) -> int:
 def forget_over(connection: sa.Connection, before: float, owner: str | None) -> tuple[list[str], int]:
     """Deletes a batch of ended sessions and failed models, the oldest first.
 
-    The sessions ended before a time and hold no checkpoint; all that belongs to them is deleted too. The models failed
-    before that time.
+    A session is deleted if it ended before the time `before` and has no checkpoint, no model that is ready or being
+    created, no journal entry and no custom loss. A failed model is deleted if its last request came before that time
+    and it has no checkpoint. All that belongs to them is deleted too.
 
     Returns the ids of the models, and how many rows of sessions and models were deleted.
     """

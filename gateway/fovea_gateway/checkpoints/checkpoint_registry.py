@@ -46,7 +46,7 @@ _NOUNS = {
 
 
 def check_ttl(ttl_s: int, field: str = "ttl_seconds") -> float | None:
-    """Returns when something with this time to live expires; None for 0.
+    """Returns the expiry, in seconds since the epoch, for a time to live in seconds; None for 0.
 
     Raises InvalidInput outside 1 hour .. 10 years.
     """
@@ -58,7 +58,7 @@ def check_ttl(ttl_s: int, field: str = "ttl_seconds") -> float | None:
 
 
 def check_ttl_or_none(ttl_s: int | None) -> float | None:
-    """Returns the same for a number from a client: None means forever, and 0 is an error like any other short time."""
+    """Returns the expiry for a client's time to live. None means never; 0 is an error, like any time below 1 hour."""
     return None if ttl_s is None else check_ttl(ttl_s or -1)
 
 
@@ -66,7 +66,7 @@ class Search(NamedTuple):
     """The criteria of a search for checkpoints.
 
     Attributes:
-        with_public: Also include what other owners published.
+        with_public: Whether to include the published checkpoints of other owners.
         segment: One of the kinds; None for all.
         before: The `created_at` and path of the last checkpoint of the previous page.
     """
@@ -104,8 +104,7 @@ class Checkpoints:
         user_metadata: dict[str, str],
         overwrite: bool = False,
     ) -> tuple[Checkpoint, Checkpoint | None]:
-        """Plans a checkpoint in a folder that nothing else uses; returns it and the checkpoint that it replaces, if
-        any.
+        """Plans a checkpoint in a new folder. Returns it, and the checkpoint that it replaces, if any.
 
         Raises InvalidInput for a bad name or too much metadata, AlreadyExists for a name in use, ResourceExhausted if
         the owner has no room.
@@ -122,19 +121,19 @@ class Checkpoints:
         return planned, old
 
     async def check_room(self, owner: str) -> None:
-        """Raises ResourceExhausted if an owner has stored as many bytes as it may."""
+        """Raises ResourceExhausted if an owner has reached its limit of stored bytes."""
         if await self.room(owner) <= 0:
             raise self.no_room(owner)
 
     async def room(self, owner: str) -> float:
-        """Returns the bytes that an owner may still store: infinity without a limit."""
+        """Returns the number of bytes that an owner may still store; infinity if it has no limit."""
         if not (most := self._owners.of(owner).max_stored_bytes):
             return math.inf
         stored = await self._database.read(lambda connection: stored_bytes(connection, owner))
         return most - stored - self.unfinished_bytes[owner]
 
     def no_room(self, owner: str) -> ResourceExhausted:
-        """Returns the error for an owner that has stored as many bytes as it may."""
+        """Returns the error for an owner that has reached its limit of stored bytes."""
         return ResourceExhausted(
             f"this owner's max_stored_bytes is {self._owners.of(owner).max_stored_bytes}, and its checkpoints "
             "with their texts and its unfinished uploads use all of it: delete checkpoints, or let them expire",
@@ -146,12 +145,12 @@ class Checkpoints:
         await self.storage.remove(f"{self.storage.root}/{folder_name(model_id)}")
 
     def new_folder(self, model_id: str, segment: str, name: str) -> str:
-        """Returns the URI of a folder below the root that nothing uses."""
+        """Returns the URI of a new folder below the root. It is not created yet."""
         return f"{self.storage.root}/{folder_name(model_id)}/{segment}/{name}.{uuid.uuid4().hex[:8]}"
 
     @asynccontextmanager
     async def writing(self, *uris: str) -> AsyncIterator[None]:
-        """Removes these folders if the block fails, because a trainer that died cannot clean up."""
+        """Removes these folders if the block fails, because a trainer that died cannot remove them."""
         self.being_written.update(uris)
         try:
             yield
@@ -165,7 +164,8 @@ class Checkpoints:
     async def find(self, owner: str, path: str, field: str = "path") -> Checkpoint:
         """Returns a checkpoint that the caller may read.
 
-        Raises NotFound if it is unknown, expired, or another owner's and not published.
+        Raises NotFound if it is unknown, expired, or another owner's and not published; InvalidInput for a malformed
+        path.
         """
         parse_path(path, field)
         checkpoint = await self._database.read(lambda connection: get_row(connection, path))
@@ -299,7 +299,7 @@ def delete_row(connection: sa.Connection, checkpoint: Checkpoint) -> None:
 
 
 def update_expiry(connection: sa.Connection, path: str, expires_at: float | None) -> None:
-    """Sets or removes when a checkpoint expires."""
+    """Sets or removes the expiry of a checkpoint."""
     connection.execute(sa.update(checkpoints).where(checkpoints.c.path == path).values(expires_at=expires_at))
 
 

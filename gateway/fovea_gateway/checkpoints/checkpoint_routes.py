@@ -1,6 +1,6 @@
 """Routes of checkpoints, exports and uploads, as SDK 0.39 calls them.
 
-Listing an export needs an API key. Fetching its files, and sending those of an upload, needs a link.
+Listing the files of an export needs an API key. Fetching them, or sending the files of an upload, needs a signed link.
 """
 
 import re
@@ -72,8 +72,8 @@ class SearchCheckpoints(Body):
     cursor: SearchCursor | None = None
 
     def first(self, owner: str) -> Search:
-        """Returns the first database query. The cursor has no fractions of a microsecond, so the query starts one
-        later.
+        """Returns the first database query. The cursor's time is in whole microseconds, so the query starts one
+        microsecond later, and `matches` removes the repeated checkpoints.
         """
         types = {kind: segment for segment, kind in _TYPES.items()}
         return Search(
@@ -149,7 +149,7 @@ class CheckpointRoutes:
         return Json(answer)
 
     async def page(self, request: Request, owner: str) -> Response:
-        """Lists a page of checkpoints: the caller's, or with the scope admin those of another owner or of all
+        """Lists a page of checkpoints: the caller's own, or for the scope admin those of another owner or of all
         (`owner=*`).
         """
         check_query(request, "limit", "offset", "owner")
@@ -338,8 +338,8 @@ def parse_range(header: str | None, size_bytes: int) -> range | None:
     """Returns the bytes that a Range header asks for (RFC 9110, section 14); empty if they are beyond the end of the
     file.
 
-    Returns None, for the whole file, if there is no header, or for other units and several ranges, which servers may
-    ignore.
+    Returns None, which means the whole file, if there is no header, or if the header has another unit, several ranges
+    or a last byte before the first: servers may ignore those.
     """
     match = _RANGE.fullmatch(header or "")
     if match is None or not any(match.groups()):
@@ -379,7 +379,7 @@ def _place(checkpoint: Checkpoint) -> tuple[datetime, str]:
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns a checkpoint as listings show it."""
+    """Returns the JSON of a checkpoint in a listing."""
     return {
         "checkpoint_id": f"{checkpoint.segment}/{checkpoint.name}",
         "checkpoint_type": _TYPES[checkpoint.segment],

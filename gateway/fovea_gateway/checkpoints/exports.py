@@ -64,11 +64,11 @@ class ExportedFile(NamedTuple):
 
 
 class LinkSigner:
-    """Signs links with a secret stored in the database, so that they stay valid when the gateway restarts. Call `open`
+    """Signs links with a secret from the database, so that they remain valid when the gateway restarts. Call `open`
     first.
 
     Args:
-        is_valid: Returns whether the API key with an id is valid now.
+        is_valid: Returns whether the API key with this id is valid now.
     """
 
     def __init__(self, database: Database, is_valid: Callable[[str], bool]) -> None:
@@ -76,7 +76,7 @@ class LinkSigner:
         self._key = b""
 
     async def open(self) -> None:
-        """Reads the key."""
+        """Reads the secret, and creates it on first use."""
         self._key = await self._database.write(_take_secret)
 
     def sign(self, *parts: str) -> str:
@@ -90,7 +90,7 @@ class LinkSigner:
 
 
 class Exports:
-    """Serves external weights, and weights to sample from, which are stored in the same formats."""
+    """Serves the files of external weights, and of weights to sample from, which have the same formats."""
 
     def __init__(self, database: Database, checkpoints: Checkpoints, signer: LinkSigner) -> None:
         self._database, self._checkpoints, self._signer = database, checkpoints, signer
@@ -175,10 +175,10 @@ async def complete_export(storage: Storage, written: str, target: str, recipient
 
 
 def parse_recipients(texts: Iterable[str]) -> list[Recipient]:
-    """Parses public keys from `age1...` or SSH texts.
+    """Parses public keys, each an `age1...` or SSH text.
 
-    Raises InvalidInput, which gives the index of the first wrong one but does not repeat it: it may be a secret key
-    that was sent by mistake.
+    Raises InvalidInput with the index of the first wrong text. The message does not repeat the text, which may be a
+    secret key that was sent by mistake.
     """
     listed = list(texts)
     if len(listed) > _MOST_RECIPIENTS:
@@ -215,7 +215,7 @@ async def _encrypt_folder(files: Storage, source: str, target: str, recipients: 
 
 
 def _take_secret(connection: sa.Connection) -> bytes:
-    """Returns the key that signs links (32 bytes), and creates it on first use."""
+    """Returns the secret that signs links (32 bytes), and creates it on first use."""
     table = schema.secrets
     insert_new(connection, table, {"name": _SECRET, "value": secrets.token_bytes(_SECRET_BYTES)})
     value: bytes = connection.execute(sa.select(table.c.value).where(table.c.name == _SECRET)).scalar_one()

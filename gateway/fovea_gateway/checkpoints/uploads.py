@@ -1,4 +1,4 @@
-"""Uploads: adapters made elsewhere, sent to signed links, and validated before they become checkpoints.
+"""Uploads of adapters that were made elsewhere. Clients send files to signed links; valid adapters become checkpoints.
 
 The state of an unfinished upload is stored in its folder. The folder's name contains the time at which it expires.
 """
@@ -137,9 +137,10 @@ class Uploads:
                 self._count(link.upload_id, owner, part, -counted)
 
     async def finish(self, owner: str, upload_id: str) -> str:
-        """Validates the files that were sent and makes them a checkpoint; returns its path. May be called again.
+        """Validates the files that were sent and makes them a checkpoint; returns its path. A second call returns the
+        same path.
 
-        Raises NotFound if the caller has no such upload, InvalidInput that names the first problem with its files; the
+        Raises NotFound if the caller has no such upload, and InvalidInput for the first problem with its files; the
         client may then send them again.
         """
         async with self._lock(upload_id):

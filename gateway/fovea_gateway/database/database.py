@@ -35,13 +35,13 @@ _CLOSE_PATIENCE_S = 5.0
 class Database:
     """One gateway's database. A write may run twice, if another one in its transaction fails.
 
-    While the database is unavailable, reads and writes wait for it without limit. An abandoned write might still take
-    effect without the caller's knowledge, and accepted work must not fail because a read is not possible.
+    While the database is unavailable, reads and writes wait for it without limit. If a write gave up, it might still
+    take effect later without the caller's knowledge. If a read gave up, work that was accepted would fail.
 
     Args:
         url: A SQLAlchemy URL; `postgresql://` means psycopg 3.
         on_superseded: Called once another gateway has taken over the state, which makes this process's memory stale.
-        patience_s: How long the first connection may take, in seconds.
+        patience_s: Seconds that the first connection may take.
 
     Raises:
         InvalidInput: The URL cannot be used.

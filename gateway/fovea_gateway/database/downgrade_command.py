@@ -26,7 +26,7 @@ def downgrade(url: str, revision: int) -> None:
     """Downgrades a database that no gateway uses.
 
     Raises:
-        FailedPrecondition: A gateway uses it, or it cannot have that schema.
+        FailedPrecondition: A gateway uses the database, or it cannot be migrated to that schema.
         Internal: A gateway on this machine uses it, or its schema is unknown.
     """
     engine = make_engine(parse_url(url), 1)

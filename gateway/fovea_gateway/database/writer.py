@@ -1,8 +1,8 @@
 """The only connection that writes, while this gateway owns the state. Everything here runs in one thread.
 
 One gateway at a time owns the state, because two would both run the queued work. With SQLite, ownership is a lock on a
-file beside the database, and a second gateway is refused. With PostgreSQL, it is an advisory lock held by the session
-that writes; a second gateway waits for it, which is how one takes over from another.
+file beside the database, and a second gateway is refused. With PostgreSQL, it is an advisory lock of the session that
+writes; a second gateway waits for the lock and takes over when the first one ends.
 """
 
 import fcntl
@@ -68,7 +68,7 @@ class Writer:
 
     Args:
         engine: The engine of the database; its URL selects the kind of ownership.
-        patience_s: How long the first connection may take, in seconds; later ones have no limit.
+        patience_s: Seconds that the first connection may take; later ones have no limit.
         stopped: Once it is set, every wait ends with Stopped.
     """
 
@@ -140,7 +140,7 @@ class Writer:
         return results
 
     def _is_committed(self, connection: sa.Connection, number: int) -> bool:
-        """Returns whether the transaction was committed though the answer to its commit was lost."""
+        """Returns whether the transaction was committed even though the answer to its commit was lost."""
         with connection.begin():
             return self._ownership.last_mark(connection) == number
 
@@ -181,7 +181,7 @@ class Writer:
 
 
 def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
-    """Runs jobs in their order, since a future's outcome may come right behind its submission."""
+    """Runs jobs in their order, since the outcome of a future may directly follow its submission."""
     results: list[Any] = []
     for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Batched) else None):
         if run is None:
@@ -195,7 +195,7 @@ class Ownership(Protocol):
     """The right to write. Only the writer's thread uses it."""
 
     def take(self, connection: sa.Connection) -> bool:
-        """Acquires the state, also again on a new connection; returns False while another gateway owns it."""
+        """Acquires the state, and does so again on each new connection. Returns False while another gateway owns it."""
         ...
 
     def begin(self, connection: sa.Connection) -> None:
@@ -257,10 +257,10 @@ class FileOwnership:
 class SessionOwnership:
     """An advisory lock, and a row that every transaction of its holder updates.
 
-    The lock ends with the database session, and the next gateway acquires it. The row fences off a gateway that has
-    lost its session without noticing: its updates find no row of its name. The row also holds the number of the last
-    transaction, which shows whether a commit took place if the answer to it was lost: once a gateway has the lock
-    again, its earlier session has ended, and the number is final.
+    The lock ends with the database session, and the next gateway acquires it. The row stops a gateway that has lost its
+    session without noticing: its updates find no row with its name. The row also contains the number of the last
+    transaction. If the answer to a commit was lost, that number shows whether the commit took place: once the gateway
+    has the lock again, its earlier session has ended, and the number is final.
     """
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class SessionOwnership:
         self._numbered = sa.update(owner).where(self._mine).values(last_mark=sa.bindparam("number"))
 
     def take(self, connection: sa.Connection) -> bool:
-        """Tries to acquire the lock. Raises Superseded if another gateway has held it since."""
+        """Tries to acquire the lock. Raises Superseded if another gateway has owned the state since `begin`."""
         if self._has_begun:
             self.last_mark(connection)
         is_taken: bool = connection.execute(_TAKE, {"lock": _LOCK}).scalar_one()
@@ -315,7 +315,7 @@ class DiskReserve:
 
     Ending sessions and deleting checkpoints frees room, but needs some room itself. The file is deleted when the disk
     is full, and created again once there is room; in between, the gateway accepts no new work. Any thread may read
-    `is_spent`; the methods belong to the thread that writes the database.
+    `is_spent`; only the thread that writes the database may call the methods.
 
     Args:
         database: The path of the database; empty for PostgreSQL, which has no reserve.
@@ -346,7 +346,7 @@ class DiskReserve:
         return code == _SQLITE_FULL or (code & 0xFF == _SQLITE_IOERR and self._free_bytes() < _LEAST_BYTES)
 
     def give_up(self) -> bool:
-        """Deletes the file; returns False if it was deleted before."""
+        """Deletes the file. Returns False if it was deleted before, or if there is no reserve."""
         if self._path is None or self.is_spent:
             return False
         logger.error("the disk of %s is full: the reserve is deleted, and no new work is accepted", self._path.parent)

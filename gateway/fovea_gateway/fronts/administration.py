@@ -1,7 +1,8 @@
 """Administration of keys, owners and usage: Fovea's own REST routes, and the gRPC AdminService.
 
-Keys and limits of all owners need the scope admin. Usage needs it only for other owners' usage. Scopes are checked
-before a handler or method runs."""
+Access to keys and owners needs the scope admin. Usage and parked sessions need it only for other owners. Scopes are
+checked before a handler or method runs.
+"""
 
 import dataclasses
 
@@ -99,7 +100,7 @@ class AdminRoutes:
         return Json({"owner": dataclasses.asdict(record)})
 
     async def usage(self, request: Request, owner: str) -> Response:
-        """Returns usage by key and day: the caller's, or with the scope admin that of another owner or of all
+        """Returns usage by key and day: the caller's own, or for the scope admin that of another owner or of all
         (`owner=*`).
         """
         check_query(request, "days", "owner")

@@ -48,8 +48,8 @@ _SHARES_S = 2.0
 
 
 class Upkeep:
-    """The background work of a gateway: it restores the state of an earlier one, frees, sweeps, and shuts down in
-    order.
+    """The background work of a gateway. It restores the state of an earlier process, frees what ended sessions owned,
+    sweeps, and shuts down in order.
 
     Args:
         ready: Set once clients may connect.
@@ -101,7 +101,7 @@ class Upkeep:
         components.live_view.close()
 
     async def end(self) -> None:
-        """Leaves queued work to the next process and closes everything. Clients must no longer be connected."""
+        """Leaves queued work to the next process and closes everything. Call this once no client is connected."""
         components = self._components
         await components.sampling.stop()
         await components.custom_losses.stop()
@@ -119,7 +119,7 @@ class Upkeep:
         await components.database.close()
 
     async def _restore(self) -> None:
-        """Restores what an earlier process left: each component resumes its own kinds of work."""
+        """Restores the state that an earlier process left. Each component resumes its own kinds of work."""
         components = self._components
         await components.sessions.restore()
         await components.models.restore()
@@ -283,7 +283,7 @@ class Gateway:
             http=partial(Connection, connections=self.connections),  # type: ignore[arg-type]
             # uvicorn hands an upgraded transport to another protocol, so `connections` would never see it close.
             ws="none",
-            # Each request starts without the caller of earlier requests on the same connection.
+            # Otherwise a request would start with the caller of an earlier request on the same connection.
             reset_contextvars=True,
             log_config=None,
             access_log=False,
@@ -295,9 +295,9 @@ class Gateway:
 
 
 class _RestServer(uvicorn.Server):
-    """A uvicorn server without its own signal handlers and waits, since the process has one place that stops it.
+    """A uvicorn server without signal handlers and without pauses at its end, since `Gateway` stops it.
 
-    uvicorn checks ten times a second whether it is to end, and then sleeps even if no client is connected.
+    uvicorn's own server checks ten times a second whether it must stop, and then sleeps even if no client is connected.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -309,7 +309,7 @@ class _RestServer(uvicorn.Server):
         yield
 
     def stop_soon(self) -> None:
-        """Accepts no more requests, and ends once those in progress are answered."""
+        """Stops accepting requests, and ends the server once the requests in progress are answered."""
         self.should_exit = True
         self._asked.set()
 

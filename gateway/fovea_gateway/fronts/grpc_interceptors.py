@@ -129,8 +129,8 @@ _BULK = ("CreateCustomLoss", "SampleTokens", "SubmitForwardBackward", "UploadIma
 def channel_limits(settings: GatewaySettings) -> dict[str, int]:
     """Returns options of gRPC's core for untrusted connections.
 
-    A connection without calls is closed after a while; gRPC clients open a new one with their next call. Pings detect a
-    connection to a machine that is gone.
+    A connection without calls is closed after `_IDLE_MS`; gRPC clients open a new one with their next call. Pings
+    detect a connection to a machine that is gone.
     """
     return {
         MOST_CONNECTIONS: min(settings.max_connections, open_files() // 4),
@@ -144,13 +144,13 @@ def channel_limits(settings: GatewaySettings) -> dict[str, int]:
 class ConnectionShares:
     """Shares gRPC connections among client addresses, as `Connections` does for REST.
 
-    gRPC's core limits the number of connections, but not per client. One address may have as many as are free for all,
-    so half if it is the only one. Connections above that are closed a moment later, those that have been silent for
-    longest first. To gRPC's core this looks as if the client had disconnected.
+    gRPC's core limits the total number of connections, but not the number per client. Here each address may have at
+    most as many as are still free; a single client may therefore have half. A sweep closes the connections above that,
+    those that have been silent for longest first. To gRPC's core this looks as if the client had disconnected.
 
     Args:
         port: The port of the gRPC server.
-        most: The limit of its core for connections.
+        most: The total number of connections that gRPC's core allows.
     """
 
     def __init__(self, port: int, most: int) -> None:
@@ -197,7 +197,7 @@ class ConnectionShares:
 
 
 def _copied(descriptor: int) -> socket.socket | None:
-    """Returns a duplicate of an open file if it is a socket. Its owner may close the original at any moment."""
+    """Returns a duplicate of an open file if it is a socket, because its owner may close the original at any moment."""
     try:
         copy = os.dup(descriptor)
     except OSError:
@@ -247,7 +247,7 @@ class CallBudget:
 
     Args:
         limit: The bytes that it may send.
-        memory: The owner's use of the memory for all requests in progress.
+        memory: The owner's part of the memory for all requests in progress.
     """
 
     def __init__(self, limit: int, memory: QuotaUse) -> None:
@@ -261,7 +261,9 @@ class CallBudget:
         self._memory.take(size_bytes)
 
     async def add_message(self, message: Message) -> None:
-        """Counts a message at its size in memory. Raises the errors of `add`."""
+        """Counts a message at its estimated size in memory. Raises the errors of `add`, and PayloadTooLarge for too
+        many fields.
+        """
         encoded = message.SerializeToString()
         count = await off_loop(check_protobuf_elements, encoded, message.DESCRIPTOR, _BULK_ELEMENTS)
         self.add(len(encoded) + ELEMENT_BYTES * count)

@@ -56,7 +56,7 @@ Told = asyncio.Queue[sampler_pb2.AnswerOpenAIRequest | None]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its body without images, and its images."""
+    """A client's request, split into its body without images and its images."""
 
     model: str
     message: sampler_pb2.OpenAIRequest
@@ -236,8 +236,8 @@ def _read_data(rest: str, field: str) -> model_input_pb2.Chunk:
 
 
 def _refer(url: str, field: str) -> model_input_pb2.Chunk:
-    """Returns an image by address. The renderer fetches it if its operator listed the host, and reports an error if
-    not.
+    """Returns a reference to an image by its URL. The renderer fetches the image if its operator listed the host;
+    otherwise it reports an error.
     """
     try:
         path = urlsplit(url).path.lower()

@@ -36,7 +36,9 @@ _STARTED = int(time.time())
 
 
 def openai_error(error: FoveaError) -> Response:
-    """Returns an error in OpenAI's format; its `code` is OpenAI's own if there is one."""
+    """Returns an error in OpenAI's format. Its `code` is OpenAI's if OpenAI has one for this error, otherwise Fovea's
+    reason.
+    """
     status = error.http_status
     code = error.reason.lower()
     if isinstance(error, ContextOverflow):
@@ -103,7 +105,7 @@ class OpenAIRoutes:
 
     async def _answer(self, request: Request, owner: str, route: "sampler_pb2.OpenAIRoute") -> Response:
         blob = await read(request, self._max_body_bytes)
-        # The text of the body and its images as bytes, then its Python objects.
+        # The body counts twice, for its text and for its images as bytes; each element counts as a Python object.
         count = await off_loop(check_json_elements, blob, _ELEMENTS)
         request.state.incoming.memory.take(2 * len(blob) + count * ELEMENT_BYTES)
         body = await off_loop(parse_loosely, blob, _ELEMENTS)

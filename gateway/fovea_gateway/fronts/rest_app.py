@@ -47,7 +47,7 @@ _FLAGS = {
     # The SDK's default transport, pyqwest 0.12, aborts about one interpreter exit in ten on Python 3.11: its threads
     # are still delivering the last answer. httpx does not; see docs/lab/notes.md.
     "use_pyqwest_transport": False,
-    # One poll for all samples of a client instead of one for each; unpickled clients get numbers that never clash.
+    # A client polls once for all its samples instead of once for each; unpickled clients get numbers that never clash.
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
@@ -151,12 +151,13 @@ class ServerRoutes:
     async def client_config(self, request: Request, owner: str) -> Response:
         """Returns the client's flags; flags that are left out keep the SDK's defaults."""
         await read(request)
-        # With this flag the gateway drops results that the client reports as fetched, including their experts.
+        # With this flag the gateway deletes results that the client reports as fetched, and with them the routed
+        # experts.
         kept = {"sample_use_retrieve_futures": False} if asks_for_experts(request) else {}
         return Json(_FLAGS | self._flags | kept)
 
     async def dynamic_config(self, request: Request, owner: str) -> Response:
-        """Returns the flags that clients read repeatedly: cancel_future works here."""
+        """Returns the flags that clients read repeatedly. They say that this server supports cancel_future."""
         await read(request)
         return Json({"sample_cancel_enabled": True})
 
@@ -184,7 +185,7 @@ class ServerRoutes:
         return Json({"status": "accepted"})
 
     async def describe_key(self, request: Request, owner: str) -> Response:
-        """Describes the caller's key, for `tinker auth login`. Keys here have no organization and no e-mail address."""
+        """Describes the caller's key for `tinker auth login`. Fovea's keys have no organization or e-mail address."""
         return Json(
             {
                 "key_id": int.from_bytes(owner.encode()[-6:], "big"),

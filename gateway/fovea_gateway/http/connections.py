@@ -1,7 +1,7 @@
 """Limits on the connections of REST clients: their number, their duration and the data they may send unasked.
 
-This adds to uvicorn's protocol what it lacks. A connection counts as idle while it has no request in progress. Requests
-are authenticated before a byte of their body is read, so a connection that is not idle belongs to a caller with a valid
+uvicorn's protocol lacks these limits. A connection counts as idle while it has no request in progress. Requests are
+authenticated before a byte of their body is read, so a connection that is not idle belongs to a caller with a valid
 key.
 """
 
@@ -27,8 +27,8 @@ _SAY_EVERY_S = 1.0
 
 
 class Seldom(logging.Filter):
-    """Passes one warning of each kind per second, with the number of those it suppressed, since any client can cause
-    them.
+    """Passes at most one warning of each kind per second, because any client can cause them. The warning states how
+    many were suppressed.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Seldom(logging.Filter):
         self._kept_back: defaultdict[str, int] = defaultdict(int)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether to write a record. A kind is a message text before formatting, so there are few kinds."""
+        """Returns whether to write a record. Warnings with the same message before formatting are of one kind."""
         kind = record.msg
         if record.levelno != logging.WARNING:
             return True
@@ -68,14 +68,14 @@ class Client:
 class Connections:
     """All connections of one server.
 
-    Above `most`, each new connection replaces an idle one: the one that has been idle for longest, of the client with
-    the most connections, or else of any client. If none is idle, the client with the most connections loses its oldest
-    request to a client with fewer than half as many; clients repeat such requests. If there is no such client, the new
-    connection may only send health checks.
+    Above `most`, each new connection replaces an idle one. Among the clients with idle connections, the one with the
+    most connections loses the connection that has been idle for longest. If no connection is idle, a client with fewer
+    than half as many connections as the largest client takes the place of that client's oldest request; clients repeat
+    such requests. Otherwise the new connection may only send health checks.
 
     Args:
         most: The maximum number of open connections.
-        timeout_s: Seconds in which the head of a request must be complete, or the rest of a refused body must arrive.
+        timeout_s: Seconds within which the head of a request, or the rest of a refused body, must arrive.
     """
 
     def __init__(self, most: int, timeout_s: float) -> None:
@@ -88,7 +88,9 @@ class Connections:
         return self._count
 
     def admit(self, connection: "Connection") -> bool:
-        """Counts a new connection and makes room for it; returns whether it is in the reserve."""
+        """Counts a new connection and makes room for it; returns whether it is in the reserve. Drops it if the reserve
+        is full.
+        """
         own = self._clients.setdefault(connection.client_address, Client())
         own.idle[connection] = None
         self._count += 1
@@ -136,8 +138,8 @@ class Connections:
 
 
 def client_of(peer: tuple[str, int] | None) -> str:
-    """Returns the client of a connection: its address, or the /64 network of IPv6, which one machine may have to
-    itself.
+    """Returns the client of a connection: its IPv4 address, or its IPv6 /64 network, because one machine may have a
+    whole /64.
     """
     if peer is None:
         return ""
@@ -230,7 +232,7 @@ class Connection(HttpToolsProtocol):
                 self._wait("the rest of a refused body did not come")
 
     def drop(self, reason: str) -> None:
-        """Closes the connection at once. Its client has been sent no answer yet, or does not read it."""
+        """Closes the connection at once, without an answer."""
         self._all.leave(self)
         logger.warning("closed a connection because %s", reason)
         self.transport.abort()

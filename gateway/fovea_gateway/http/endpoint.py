@@ -117,7 +117,7 @@ def not_ready() -> FoveaError:
 class BurstLimiter:
     """Lets a few tasks pass per iteration of the event loop, first come, first served.
 
-    It is for requests that clients send by the thousand, so that all other requests are answered in between. The event
+    It limits requests that clients send by the thousand, so that all other requests are answered in between. The event
     loop runs all ready callbacks before it polls the network again, and two thousand polls that arrive or end together
     would delay an unrelated request by a second.
     """
@@ -175,7 +175,7 @@ class Endpoints:
     Args:
         identify: Returns the caller for an API key and the Host and Origin headers. Raises Unauthenticated,
             PermissionDenied.
-        check_rate: Counts a request of an owner in a bucket. Raises ResourceExhausted.
+        check_rate: Counts a request of an owner in a named bucket. Raises ResourceExhausted.
         prefix: The prefix of every path.
         memory: The memory quota, in bytes, for request bodies while their requests are answered.
         patience_s: Seconds to wait for a body to begin.
@@ -274,7 +274,7 @@ class Endpoints:
 
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:
-    """Returns limit and offset of a query. Raises InvalidInput if they are not whole numbers."""
+    """Returns limit (at most `most`) and offset of a query. Raises InvalidInput if they are not whole numbers."""
     return min(count_of(request, "limit", limit), most), count_of(request, "offset", 0)
 
 
@@ -283,7 +283,7 @@ def count_of(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
-    # At most as many digits as INT64_MAX: Python refuses to parse thousands of digits, and the database one of 20.
+    # At most 19 digits, as INT64_MAX has: Python refuses to parse thousands, and the database refuses a number of 20.
     if not (text.isascii() and text.isdecimal() and len(text) < _DIGITS and int(text) <= INT64_MAX):
         raise InvalidInput(f"{name} is {text[:40]!r}; it must be a whole number, 0 .. {INT64_MAX}", field=name)
     return int(text)

@@ -61,7 +61,7 @@ class ModelInput(Body):
 
 
 def image_format(name: str, field: str) -> "model_input_pb2.ImageFormat":
-    """Returns the format with Tinker's name. Raises InvalidInput for an unknown name."""
+    """Returns the image format with this name in Tinker's API. Raises InvalidInput for an unknown name."""
     if name not in _FORMATS:
         raise InvalidInput(f"{field} is {name!r}; it must be 'png' or 'jpeg'", field=field)
     return _FORMATS[name]
@@ -152,7 +152,7 @@ class LoraConfig(Body):
 
 
 def lora_message(config: LoraConfig, alpha: float, train_vision: bool) -> weights_pb2.LoraConfig:
-    """Returns the protobuf message. Raises InvalidInput for numbers that do not fit into it.
+    """Returns the configuration as a protobuf message. Raises InvalidInput for numbers that do not fit into it.
 
     Args:
         alpha: The LoRA alpha, which the JSON does not contain.
@@ -167,6 +167,6 @@ def lora_message(config: LoraConfig, alpha: float, train_vision: bool) -> weight
         train_attention=config.train_attn,
         train_mlp=config.train_mlp,
         train_unembedding=config.train_unembed,
-        # It extends these two options; an adapter of only the unembedding has no layers in the tower.
+        # The option extends these two to the vision tower. An adapter of only the unembedding has no layers there.
         train_vision=train_vision and (config.train_attn or config.train_mlp),
     )

@@ -1,7 +1,7 @@
 """Reading of request bodies. Size, time and number of elements are limited before anything is built from a body.
 
 One byte of JSON or protobuf can become a hundred bytes of Python objects: `[[],[],` makes one list per three bytes,
-`1,` an integer per two. So elements are counted in the encoded bytes.
+`1,` an integer per two. Elements are therefore counted in the encoded bytes.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class BodyTooLarge(PayloadTooLarge):
 async def read(request: Request, limit: int = SMALL_BYTES) -> bytes:
     """Returns the bytes of the body, decompressed.
 
-    The server discards what the client still sends after an error, so that the client gets to read the answer.
+    After an error, the server discards the data that the client still sends, so that the client can read the answer.
 
     Raises:
         BodyTooLarge: The body has more than `limit` bytes, before or after decompression. Raised as soon as that is
@@ -143,7 +143,7 @@ async def parse_json(
 
 
 def _look_over(body: bytes, most_elements: int, most_texts: int) -> tuple[int, int]:
-    """Returns the number of elements of a JSON body, and the bytes of memory per byte of it. Raises PayloadTooLarge."""
+    """Returns the elements of a JSON body, and its bytes of memory per encoded byte. Raises PayloadTooLarge."""
     count = check_json_elements(body, most_elements)
     texts = _count(body, b'"') // 2
     if texts > most_texts:
@@ -160,7 +160,7 @@ def _validated(body: bytes, kind: type[B]) -> B:
 
 
 def describe(error: ValidationError) -> str:
-    """Returns the errors in a body, by field."""
+    """Returns the first five errors in a body, each with its field."""
     parts = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors()[:5]]
     return "; ".join(parts)
 
@@ -214,9 +214,7 @@ async def parse_forward_backward(
 
 
 def peek_address(prefix: bytes) -> tuple[str, int] | None:
-    """Returns model_id and seq_id from the start of a ForwardBackwardRequest, where both come first; None if they do
-    not.
-    """
+    """Returns model_id and seq_id from the start of a ForwardBackwardRequest; None if they are not its first fields."""
     model_id, seq_id, position = "", 0, 0
     try:
         while position < len(prefix) and not (model_id and seq_id):
@@ -235,7 +233,7 @@ def peek_address(prefix: bytes) -> tuple[str, int] | None:
 
 
 async def _unzstd(body: bytes, limit: int, memory: QuotaUse) -> bytes:
-    """Decompresses a body. It stops at the limit, whatever size the frame claims."""
+    """Decompresses a body. Raises BodyTooLarge at the limit, regardless of the size that the frame claims."""
     pieces, size = [], 0
     try:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
@@ -283,12 +281,12 @@ def check_json_elements(body: bytes, most: int, name: str = "the body") -> int:
 
 
 def _count(body: bytes, letter: bytes) -> int:
-    """Counts a letter chunk by chunk, since a single count over 128 MiB would block all other threads."""
+    """Counts a character in pieces of 1 MiB, since a single count over 128 MiB would block all other threads."""
     return sum(body.count(letter, start, start + _PIECE_BYTES) for start in range(0, len(body), _PIECE_BYTES))
 
 
 def check_protobuf_elements(body: bytes, kind: Any, most: int) -> int:
-    """Counts the fields and packed numbers of a message and of all messages within it.
+    """Counts the fields of a message and of all messages within it. A packed field also counts its bytes.
 
     Args:
         body: The encoded message.

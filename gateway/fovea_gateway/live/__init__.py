@@ -1,1 +1,1 @@
-"""The live page at `/`: what happens in this gateway, for whoever looks, without work for those who do not."""
+"""The live page at `/`. It shows the models, queues, services, samples and errors of this gateway."""

@@ -49,7 +49,7 @@ Text = Annotated[str, Field(max_length=4096)]
 
 
 def _drawable(value: float) -> float:
-    """Raises ValueError for a finite number with sums that overflow. NaN and infinity are shown, but not drawn."""
+    """Returns a value. Raises ValueError if it is finite but makes sums overflow. NaN and infinity are allowed."""
     if LARGEST < abs(value) < math.inf:
         raise ValueError(f"must be at most {LARGEST:g} in magnitude")
     return value
@@ -138,7 +138,7 @@ class LiveRoutes:
     async def samples(self, request: Request, owner: str) -> Response:
         """Returns the groups of one step of one source, which is a model's id or a base model's name.
 
-        Returns the caller's groups, or with the scope admin another owner's.
+        They are the caller's own, or for the scope admin those of another owner.
         """
         check_query(request, "source", "step", "owner")
         query = request.query_params
@@ -159,7 +159,7 @@ class LiveRoutes:
         return Response(picture.data, media_type=picture.media_type, headers=headers)
 
     async def report(self, request: Request, owner: str) -> Response:
-        """Accepts values that only a client knows: rewards, KL and the like of a step, and right answers of samples."""
+        """Accepts a client's own values: metrics of a step, such as reward or KL, and judgements of samples."""
         body = await parse_json(request, Report, await read(request))
         model = await self._models.get(owner, body.model_id)
         state = self._view.state
@@ -218,7 +218,7 @@ def _event(name: str, data: Any) -> str:
 
 
 def _visible_owner(caller: Caller) -> str | None:
-    """Returns the owner of the data that a caller may see; None, with the scope admin, means all owners."""
+    """Returns the owner of the data that a caller may see; None, for the scope admin, means all owners."""
     return None if caller.scope.includes(Scope.ADMIN) else caller.owner
 
 

@@ -1,8 +1,8 @@
 """The data that only the live page needs: curves, samples, errors and the load of the services.
 
 Curves are in memory and in the database. A model's first curves are written at once, so that each trained model has a
-row; later ones half a minute after they have grown. A restart restores them; a kill may lose the last half minute.
-Samples and errors are only in memory.
+row. Later ones are written half a minute after they have grown. A restart restores them; a kill may lose the last half
+minute. Samples and errors are only in memory.
 """
 
 import asyncio
@@ -87,8 +87,8 @@ class _Queue(Generic[T]):
 class Activity:
     """The events that the live page has not read yet. A gateway has one instance.
 
-    Recording an event costs almost no time. The queues hold objects that the gateway has in memory anyway, a moment
-    longer. If too many arrive at once, the oldest are dropped.
+    Recording an event costs almost no time. The queues keep objects that the gateway has in memory anyway for a moment
+    longer. If too many events arrive at once, the oldest are dropped.
     """
 
     _training: _Queue[Ending] = field(default_factory=lambda: _Queue(_TRAINING_BYTES, 2**17))
@@ -134,7 +134,7 @@ _DENOMINATORS = ("weights:sum", "policy_tokens:sum")
 
 
 def _mean(values: list[float]) -> float:
-    """Returns the mean, which is infinite or NaN where the sum is; `statistics.fmean` raises OverflowError there."""
+    """Returns the mean, which is infinite or NaN if the sum is; `statistics.fmean` would raise OverflowError."""
     return sum(values) / len(values)
 
 
@@ -210,7 +210,7 @@ class LiveState:
         return at
 
     def errors(self, owner: str | None) -> list[tuple[str, SeenError]]:
-        """Returns the newest errors with their owners, newest first, of one owner or of all."""
+        """Returns the newest errors of one owner or of all, with their owners, newest first."""
         owners = list(self._errors) if owner is None else [owner]
         found = [(name, error) for name in owners for error in self._errors.get(name, {}).values()]
         return sorted(found, key=lambda pair: -pair[1].at)[:_ERRORS_PER_OWNER]
@@ -329,7 +329,7 @@ class LiveState:
 
 
 def summed(parts: Collection[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of the forward_backwards of one step: sums are added, means are averaged.
+    """Combines the metrics of the forward_backwards of one step according to their reduction: sum, mean, max or min.
 
     The loss is given per token (`loss_per_token`) if the calls report their number of tokens, otherwise as the sum
     (`loss_sum`).
@@ -382,7 +382,7 @@ def read_curves(connection: sa.Connection, model_id: str) -> bytes | None:
 
 
 def write_curves(connection: sa.Connection, blobs: Mapping[str, bytes], now: float) -> None:
-    """Writes curves by model, replacing earlier ones, and deletes those that have not grown for the longest time."""
+    """Writes curves by model, replacing earlier ones. Deletes the least recently written above `_MOST_MODELS`."""
     for model_id, blob in blobs.items():
         values: dict[str, Any] = {"updated_at": now, "curves": blob}
         if not insert_new(connection, live_curves, {"model_id": model_id} | values):

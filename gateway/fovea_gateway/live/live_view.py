@@ -51,7 +51,7 @@ class LiveView:
         self._futures, self._base_models, self._database = futures, base_models, database
         self._made: dict[str | None, tuple[float, dict[str, Section]]] = {}
         self._rows: dict[str | None, tuple[float, list[Section], str]] = {}
-        # For each model the drawn form of its curves, and the version of the curves from which it was made.
+        # For each model: its curves, their version, and the section that was made from that version.
         self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
         self.closing = asyncio.Event()
 
@@ -60,7 +60,7 @@ class LiveView:
         self.closing.set()
 
     async def sections(self, owner: str | None) -> dict[str, Section]:
-        """Returns all sections, under their names. The section `models` contains one entry for each id."""
+        """Returns all sections, keyed by their names. The section `models` contains one entry for each model id."""
         now = time.monotonic()
         at, made = self._made.get(owner, (-math.inf, {}))
         if now - at < _SECTION_S:
@@ -288,7 +288,7 @@ def _row(row: Any) -> Section:
 
 
 def to_text(section: Any) -> str:
-    """Writes JSON that browsers can read. A number that is not finite becomes null, so that it never ends a stream."""
+    """Returns JSON that browsers can parse. A number that is not finite becomes null, so it cannot end a stream."""
     try:
         return json.dumps(section, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -296,7 +296,7 @@ def to_text(section: Any) -> str:
 
 
 def _without_nan(section: Any) -> Any:
-    """Returns a copy of JSON values with None in the place of numbers that are not finite."""
+    """Returns a copy of JSON values with None in place of numbers that are not finite."""
     if isinstance(section, dict):
         return {name: _without_nan(value) for name, value in section.items()}
     if isinstance(section, list | tuple):

@@ -1,6 +1,7 @@
 """The newest samples with their pictures, grouped by the weights that drew them, by step and by prompt.
 
-They are only in memory, and bounded: pictures are large, and their owners may not want them stored.
+Samples are only in memory, and their total size is limited: pictures are large, and their owners may not want them
+stored.
 """
 
 import hashlib
@@ -100,7 +101,9 @@ class Group:
 
 
 class SampleGallery:
-    """Holds the newest groups of each step, for steps spread over a training. The longest unchanged one goes first."""
+    """The newest groups of each step, for steps spread over a training. The least recently changed group is removed
+    first.
+    """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -225,7 +228,7 @@ class SampleGallery:
 
 
 def _closest(steps: list[int]) -> int:
-    """Returns the step with the nearest neighbours, excluding the first and the last few."""
+    """Returns the step with the nearest neighbours, excluding the first step and the last four."""
     inner = range(1, len(steps) - 4)
     return steps[min(inner, key=lambda index: (steps[index + 1] - steps[index - 1], index))]
 

@@ -1,6 +1,6 @@
 """The curves of one model: its metrics by step, in bounded memory, reduced to as many points as a screen can show.
 
-Shapes: M metrics, B buckets.
+Each column is an array of shape [metrics, BUCKETS].
 """
 
 import json
@@ -49,7 +49,7 @@ class StepCurves:
         return list(self.last)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records metrics of a step, which may be an earlier one. Ignores further names above MOST_METRICS."""
+        """Records metrics of a step, which may be an earlier one. Ignores new names once there are MOST_METRICS."""
         while step // self.stride >= BUCKETS:
             self._halve()
         bucket = step // self.stride
@@ -69,7 +69,7 @@ class StepCurves:
         self.version += 1
 
     def means(self, name: str, most: int) -> list[float]:
-        """Returns the `mean` of `points`, with less work."""
+        """Returns only the `mean` that `points` returns, with less work."""
         row, used = self._rows.get(name), self.last_step // self.stride + 1
         if row is None:
             return []

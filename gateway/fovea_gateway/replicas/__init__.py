@@ -1,1 +1,1 @@
-"""Which renderer, which sampler, and that the sampler holds the weights that a sample names."""
+"""The services behind the gateway. Selects a renderer or sampler for each request, and loads weights into samplers."""

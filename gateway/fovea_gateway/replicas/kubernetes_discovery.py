@@ -1,8 +1,8 @@
 """Watches the EndpointSlices of a service through the Kubernetes API.
 
-They are listed once, then watched from the list's version:
-https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. The client library's own
-Watch restarts on an expired version by itself and hides bookmarks, so this module reads the stream.
+The module lists them once and then watches them from the list's version:
+https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. It reads the stream itself,
+because the client library's Watch restarts silently on an expired version and hides bookmarks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class KubernetesDiscovery:
 
     Args:
         address: service:port; the port is its name in the service, or the number that replicas listen on.
-        namespace: The namespace of the service; empty is the one that this pod runs in.
+        namespace: The namespace of the service; if empty, the one that this pod runs in.
         configuration: The API server and the credentials; by default from KUBECONFIG, else from the pod's service
             account.
 
-    Raises InvalidInput if there is no namespace, or neither of those two.
+    Raises InvalidInput if there is no namespace, or neither KUBECONFIG nor a service account.
     """
 
     def __init__(self, address: str, namespace: str = "", configuration: client.Configuration | None = None) -> None:
@@ -68,7 +68,7 @@ class KubernetesDiscovery:
                     yield found
 
     async def _slices(self, api_client: client.ApiClient) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Yields all slices after every change of one."""
+        """Yields all slices at first, and again whenever one changes."""
         api = client.DiscoveryV1Api(api_client)
         by_name: dict[str, dict[str, Any]] = {}
         version = ""

@@ -1,4 +1,6 @@
-"""Renderers. The gateway splices pure text itself; a renderer that probably has the images cached does the rest."""
+"""Renderers. The gateway renders pure text itself; other inputs go to the renderer that probably has their images
+cached.
+"""
 
 import hashlib
 import logging
@@ -67,9 +69,9 @@ class Renderers(Replicas[Renderer]):
 
     Args:
         discovery: Supplies their addresses.
-        concurrency: The number of calls in one renderer at a time. Further calls wait in the gateway.
+        concurrency: The maximum number of calls in one renderer at a time. Further calls wait in the gateway.
         retry_deadline_s: Seconds that a render waits until a renderer answers.
-        check_files: Checks that a renderer has the model that is trained.
+        check_files: Checks that a renderer has the same model files as the trainer. Raises FailedPrecondition.
         weight_of: Returns an owner's weight for the division of the calls.
     """
 
@@ -90,7 +92,9 @@ class Renderers(Replicas[Renderer]):
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 
     async def info(self, within_s: float = 0.0) -> renderer_pb2.GetRendererInfoResponse:
-        """Returns the info of the renderers, which are all alike. Raises Unavailable if none answers in `within_s`."""
+        """Returns the info of the renderers, which are all alike. Raises Unavailable if none answers in `within_s`
+        seconds.
+        """
         backoff = Backoff(within_s, longest_s=_LONGEST_PAUSE_S)
         while self._info is None:
             self._info = next((renderer.info for renderer in self.members if renderer.info is not None), None)
@@ -184,7 +188,8 @@ class Renderers(Replicas[Renderer]):
             await backoff.pause()
 
     def _by_affinity(self, model_input: model_input_pb2.ModelInput) -> list[Renderer]:
-        """Returns the renderers in the order of attempts: rendezvous hashing over the first image, busy ones last.
+        """Returns the renderers in the order in which to try them: rendezvous hashing over the first image, busy ones
+        last.
 
         All requests of a conversation share their first image, so all of its images reach the same cache.
         """
@@ -200,6 +205,6 @@ class Renderers(Replicas[Renderer]):
 
 
 def _image_key(chunk: model_input_pb2.Chunk) -> bytes:
-    """Returns a key that is the same for the same image under the same name."""
+    """Returns a digest of the image's bytes, or of its SHA-256 or URI if the chunk only refers to it."""
     reference = chunk.image_reference
     return hashlib.sha256(chunk.image.data or (reference.sha256 or reference.uri).encode()).digest()

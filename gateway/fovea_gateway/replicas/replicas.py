@@ -115,13 +115,13 @@ class Replica(Peer):
     """One of several equal processes.
 
     Args:
-        concurrency: The number of requests in it at a time. Further requests wait for a slot.
+        concurrency: The maximum number of requests in it at a time. Further requests wait for a slot.
         weight_of: Returns an owner's weight for the division of the slots.
 
     Attributes:
         queued: The number of requests that wait for a slot or have one.
         waiting: The number of requests that wait for a slot.
-        is_leaving: Set for good when discovery no longer lists the replica. Running requests finish; no new one is
+        is_leaving: Set permanently when discovery no longer lists the replica. Running requests finish; no new one is
             sent.
     """
 
@@ -362,9 +362,9 @@ class TrainerLink(Peer):
         return find_unlike(self.info.model_files if self.info is not None else {}, files)
 
     async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
-        """Returns the trainer's info once it is up. Raises Unavailable after a short wait, or after `patience_s`."""
+        """Returns the trainer's info once it is up."""
         down_s = asyncio.get_running_loop().time() - self._down_since
-        with suppress(TimeoutError):  # A call long after the failure need not wait to learn of it.
+        with suppress(TimeoutError):  # A call long after the failure does not wait.
             await asyncio.wait_for(self._is_up.wait(), max(self._wait_s - down_s, patience_s, 0.01))
         if not self.up or self.info is None:
             raise Unavailable(f"the trainer at {self.address} does not answer")

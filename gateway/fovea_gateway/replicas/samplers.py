@@ -43,7 +43,7 @@ class Sampler(Replica):
 
     Attributes:
         adapters: The ids of the snapshots that it holds as adapters.
-        weights_lock: Guards the full weights in place.
+        weights_lock: Guards the full weights that it holds.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Sampler(Replica):
             self.weights_lock.reset(None)
 
     async def prepare(self) -> bool:
-        """Transfers the weights from which the other samplers are sampled now."""
+        """Transfers the weights that the other samplers serve now. Returns False if the next check should try again."""
         try:
             await self._catch_up(self, self._peers)
         except FoveaError as error:
@@ -123,7 +123,7 @@ class Sampler(Replica):
         return True
 
     def leave(self) -> None:
-        """Sends waiting requests to other samplers."""
+        """Records that discovery no longer lists the sampler, and sends waiting requests to other samplers."""
         super().leave()
         self.weights_lock.dismiss(ReplicaLeft(self.address))
 
@@ -163,11 +163,11 @@ class Affinity:
 
 
 def prefix_keys(owner: str, snapshot_id: str, prompt: model_input_pb2.RenderedInput) -> list[bytes]:
-    """Returns a key for each whole block of a prompt. It depends on everything on which the engine's cache depends.
+    """Returns a key for each whole block of a prompt. It covers everything that the engine's cache distinguishes.
 
     Args:
         owner: The owner of the request. Cache entries of one owner are not used for another.
-        snapshot_id: The weights.
+        snapshot_id: The id of the weights.
         prompt: The rendered prompt. Placeholder tokens are the same for all images, so the digests of the features
             distinguish them.
     """
@@ -188,9 +188,9 @@ class Samplers(Replicas[Sampler]):
 
     Args:
         discovery: Supplies their addresses.
-        concurrency: The number of sequences in one sampler at a time.
-        put_resident: Puts full weights in place in one of them.
-        catch_up: Transfers to a joining one the weights of the others.
+        concurrency: The maximum number of sequences in one sampler at a time.
+        put_resident: Loads full weights into one of them.
+        catch_up: Transfers the weights of the others to one that joins.
         is_lost: Returns whether a snapshot can no longer be pushed to samplers that lack it.
         check_files: Checks that they have the same model as the other services.
         weight_of: Returns an owner's weight for the division of the slots.
@@ -272,7 +272,7 @@ class WeightsLock:
     neither side can starve the other.
 
     Args:
-        change: Puts a set of weights in place. It is called while no request is inside.
+        change: Loads a set of weights. It is called while no request uses the current set.
     """
 
     def __init__(self, change: Callable[[str], Awaitable[None]]) -> None:

@@ -47,7 +47,7 @@ class SnapshotRecord:
 
 
 class RestoreInProgress(Unavailable):
-    """A restarted trainer is restoring the model. Waiting is worthwhile, however long it takes."""
+    """A restarted trainer is restoring the model. Callers keep waiting, however long it takes."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Snapshots:
     """Pushes the snapshots of one base model to its samplers. Concurrent requests share a push.
 
     Args:
-        trainer: None, like `check_restored`, for a base model that is served for sampling only.
+        trainer: The trainer; None for a base model that is served for sampling only, and so is `check_restored`.
         check_restored: Raises RestoreInProgress while the unnamed snapshots of a model are being restored.
     """
 
@@ -125,12 +125,12 @@ class Snapshots:
         await self._push_once([sampler, *lacking], snapshot_id)
 
     async def put_resident(self, sampler: Sampler, snapshot_id: str) -> None:
-        """Puts full weights in place in one sampler. An empty id means the base model."""
+        """Loads full weights into one sampler, which drops its adapters. An empty id means the base model."""
         await self._push_once([sampler], snapshot_id)
         sampler.adapters.clear()
 
     async def catch_up(self, sampler: Sampler, peers: Callable[[], list[Sampler]]) -> None:
-        """Transfers to a sampler the weights from which its peers are sampled. Raises the errors of a push."""
+        """Transfers to a sampler the weights that its peers serve. Raises the errors of a push."""
         done: str | None = None
         for _ in range(_ROUNDS):
             wanted = _most_common_resident(peers())
@@ -296,7 +296,7 @@ async def _drop_from(sampler: Sampler, snapshot_id: str) -> None:
 
 
 def _most_common_resident(samplers: list[Sampler]) -> str | None:
-    """Returns the full weights that most samplers have in place; None if none is known."""
+    """Returns the full weights that most samplers hold; None if none is known."""
     places = Counter(sampler.weights_lock.resident for sampler in samplers if sampler.weights_lock.resident is not None)
     return places.most_common(1)[0][0] if places else None
 

@@ -122,7 +122,7 @@ class RetrieveFutures(Body):
 
 
 def loadable_name(name: str, tokenizer_id: str) -> str:
-    """Returns the name of a base model by which `SamplingClient.get_tokenizer` of SDK 0.38 finds its tokenizer.
+    """Returns a name for a base model with which `SamplingClient.get_tokenizer` of SDK 0.38 finds the tokenizer.
 
     The SDK passes the name to transformers, so the tokenizer's own name replaces a name that the hub cannot have. The
     SDK also cuts the last component off a name with two slashes (`org/model/variant`), so a path with two slashes gets
@@ -164,7 +164,7 @@ class SamplingRoutes:
         return Json({"type": "create_sampling_session", "sampling_session_id": sampling.sampling_session_id})
 
     async def join(self, request: Request, owner: str) -> Response:
-        """Returns a number for a copy of a sampling client, so that its samples have other ids than those of other
+        """Returns a number for a copy of a sampling client, so that the ids of its samples differ from those of other
         copies.
         """
         body = await parse_json(request, JoinSamplingSession, await read(request))
@@ -218,7 +218,7 @@ class SamplingRoutes:
         return Response(file.getvalue(), media_type="application/octet-stream")
 
     async def retrieve_many(self, request: Request, owner: str) -> Response:
-        """Returns what one client of a sampling session has finished since its cursor; waits while there is nothing."""
+        """Returns the samples of one client that have finished since its cursor; waits while there are none."""
         body = await parse_json(request, RetrieveFutures, await read(request, _ACKNOWLEDGED_BYTES), *_ACKNOWLEDGED)
         target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
         await self._sampling.get(owner, target.sampling_session_id)

@@ -84,13 +84,13 @@ class SampleWork:
         pending: Its future; the future of a stream is not registered.
         base: The base model to sample from, with or without an adapter.
         sampling: The session that names the weights. They may change until a try has its slot in a sampler.
-        at_once: Whether the sequences are wanted whole, not as a stream.
+        at_once: Whether the sampler sends each sequence as a whole, not as a stream.
         is_wanted: Returns whether a client waits for the request.
         snapshot_id: The weights of the last try.
         cells: The cells to score in the prompt.
         outage: The backoff since a sampler first failed the request.
-        mends: How often the request found its snapshot or its image evicted.
-        breaks: How many samplers have failed while they had the request.
+        mends: The number of times that the request found its snapshot or its image evicted.
+        breaks: The number of samplers that have failed with the request in them.
     """
 
     pending: Pending
@@ -113,7 +113,7 @@ class SampleWork:
 
 
 def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) -> None:
-    """Raises ContextOverflow, with the message that the Tinker cookbook looks for."""
+    """Raises ContextOverflow if a sample may exceed the context. The Tinker cookbook looks for its message."""
     if prompt_tokens + max_tokens > max_context_length:
         raise ContextOverflow(
             "Prompt length plus max_tokens exceeds the model's context window: "
@@ -126,8 +126,8 @@ class SampleRunner:
     """Runs sample requests.
 
     Args:
-        retry_deadline_s: How long a request waits for an unavailable sampler to return.
-        timeout_s: Deadline of one try.
+        retry_deadline_s: Seconds that a request waits for an unavailable sampler to return.
+        timeout_s: Deadline of one try, in seconds.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class SampleRunner:
             target_tokens=targets.to_score(work.cells) if work.cells else None,
             **{name: getattr(work.request, name) for name in _OPTIONS},
             at_once=work.at_once,
-            # The cache of one owner is neither used nor counted for another, which could learn prompts from cache hits.
+            # Owners do not share cache entries, because an owner could learn another's prompts from cache hits.
             cache_salt=work.pending.submission.owner,
         )
         self._note_sampling()
@@ -339,7 +339,7 @@ def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) ->
 def gather(
     events: Iterable[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
 ) -> list[gateway_pb2.SampleTokensResponse]:
-    """Joins the deltas of each sequence. Sequences come in order of index, after the request's own target table.
+    """Returns the target table if the request has one, the prompt, and each sequence, joined from its deltas.
 
     Raises Internal if the sampler left out requested data, so that an incomplete answer is never returned as complete.
     """

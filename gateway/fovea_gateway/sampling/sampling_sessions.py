@@ -82,8 +82,8 @@ class Sampling:
     ) -> SamplingSession:
         """Opens a sampling session on the base model or a saved snapshot; a repeated request returns the first one.
 
-        Raises NotFound for an unknown session, model or path, InvalidInput if neither is named, they do not fit, or the
-        base model is for training only, ResourceExhausted above the owner's share of rows.
+        Raises NotFound for an unknown session, model or path; SessionEnded; InvalidInput if neither is given, if they
+        do not match or cannot be sampled; ResourceExhausted above the owner's share of rows.
         """
         session = await self._sessions.require(owner, session_id)
         if not base_model and not model_path:
@@ -117,9 +117,11 @@ class Sampling:
     def open_on_snapshot(
         self, session_id: str, base_model: str, model_id: str, snapshot_id: str, inflight: bool
     ) -> tuple[SamplingSession, Job[Any]]:
-        """Returns a sampling session on unnamed weights of a model of `base_model`, and the write job that stores it.
+        """Returns a sampling session on unnamed weights of a model of `base_model`, and the job that stores the
+        session.
 
-        With `inflight`, it moves all sessions that follow the model to these weights; then call `move_followers`.
+        With `inflight`, the job also moves all sessions that follow the model to these weights; then call
+        `move_followers`.
         """
         session = self._sessions.cached(session_id)
         sampling = self._make(session_id, session.owner, self._take_number(session), base_model, snapshot_id)
@@ -195,8 +197,8 @@ class Sampling:
     ) -> tuple[str, list[str]]:
         """Accepts a sample; returns the future's id and the ids of its sequences.
 
-        Invalid content fails the future. Raises NotFound, SessionEnded, ResourceExhausted, after which clients send the
-        same request again, and ContextOverflow, which clients expect at once.
+        Invalid content fails the future. Raises NotFound, SessionEnded, and ResourceExhausted (clients then send the
+        request again). Raises ContextOverflow at once, as clients expect.
         """
         sampling = await self.get(owner, sampling_session_id)
         base = await self._check_usable(owner, sampling)
@@ -224,7 +226,7 @@ class Sampling:
                 self._start(pending)
 
     def _start(self, pending: Pending) -> None:
-        """Starts work on an accepted sample, unless the process is about to end; then the next process does it."""
+        """Starts work on an accepted sample. If the process is about to end, the next process does it instead."""
         if self._is_draining:
             return
         pending.work = asyncio.create_task(self._run(pending), name=pending.submission.future_id)
@@ -234,9 +236,7 @@ class Sampling:
     async def stream(
         self, owner: str, request: gateway_pb2.SampleTokensRequest
     ) -> AsyncIterator[gateway_pb2.SampleTokensResponse]:
-        """Samples at once, without a future; closing the iterator frees the engine. A target table is returned
-        first.
-        """
+        """Samples at once, without a future. Closing the iterator frees the engine. Yields a target table first."""
         sampling = await self.get(owner, request.sampling_session_id)
         await self._check_usable(owner, sampling)
         is_begun = False

@@ -117,8 +117,8 @@ class Submission:
 
     Attributes:
         scope: The model or the sampling session within which `seq_id` counts.
-        rejection: The reason for which the work will fail when it is due.
-        known_failure: The seq_id of a failed forward_backward about which the client knew when it sent this request.
+        rejection: The error with which the work will fail when it is due.
+        known_failure: The seq_id of a failed forward_backward that the client knew of when it sent this request.
         traceparent: The trace context of the submitting call; empty without tracing and after a restart.
         token_count: An estimate of the tokens that the work may process.
         key_id: The id of the owner's API key that submitted the work.
@@ -145,7 +145,8 @@ class Progress:
     Attributes:
         begun_at: The start of the work in seconds of `time.time`; None while it waits.
         sampled: The source of a sample's weights, once it is known: a trained model's id or the base model's name.
-        describe: Describes the wait of work in a queue. It is called for each poll, because the position changes.
+        describe: Returns a description of the work's wait in a queue. It is called for each poll, because the position
+            changes.
     """
 
     queue_state: QueueState = QueueState.ACTIVE
@@ -179,7 +180,7 @@ class Pending:
         refusal: The reason for which the submission could not be stored.
         accepted: Set once the submission has been stored or could not be stored.
         done: Set once there is an outcome.
-        woken: Set when waiting polls should look, with or without an outcome.
+        woken: Set when waiting polls must answer, with or without an outcome.
     """
 
     submission: Submission
@@ -209,8 +210,8 @@ class Pending:
 
 @dataclass
 class Done:
-    """The success of some work: messages for the client, writes for the outcome's transaction, and calls for
-    afterwards.
+    """The result of successful work: messages for the client, writes for the transaction that stores the outcome, and
+    calls to make afterwards.
 
     Attributes:
         subject: The object needed to repeat the work: the id of an unnamed snapshot, or the folder that was loaded.

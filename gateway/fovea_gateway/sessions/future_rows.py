@@ -1,4 +1,4 @@
-"""Database rows of futures, their requests and their results; and logs of the finished samples."""
+"""Database rows of futures, their requests and their results; and logs of finished samples."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence

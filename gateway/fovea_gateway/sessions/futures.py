@@ -45,6 +45,7 @@ class Futures:
         result_room: Limits the bytes of stored results per owner.
         on_end: Called with each future that has ended; must not block.
         on_ask: Called with the session of each future for which a client waits; must not block.
+        as_reported: Converts an error before it is stored and sent to the client.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Futures:
         self._held_bytes = self._stored_bytes = 0
         self._is_closing = False
         self._last_number = 0
-        # By scope: the seq_ids of failed commands the errors of which a client has received.
+        # By scope: the seq_ids of failed commands for which a client has received the error.
         self._reported_failures: defaultdict[str, set[int]] = defaultdict(set)
-        # Rows that finished earlier are already deleted. Scanning that span again would take longer every day.
+        # Rows that finished before these times are already deleted. Scanning them again would take longer every day.
         self._results_until = self._rows_until = 0.0
         self._completions = CompletionLogs(database)
 
@@ -105,8 +106,8 @@ class Futures:
 
         Args:
             start: Called once the work is stored, even if the caller was cancelled meanwhile. Must not block.
-            others_wait_for_it: Accepted work of the owner cannot run before this work, so it is never refused for lack
-                of a share.
+            others_wait_for_it: Whether accepted work of the owner must wait for this work. Such work is never refused
+                for lack of a share.
 
         Raises ResourceExhausted above the owner's share. Raises Unavailable while the disk is full; clients then repeat
         the request.
@@ -283,7 +284,7 @@ class Futures:
         owner, tokens = submission.owner, self._tokens[submission.owner]
         self._quota.check(owner)
         most = self._owners.of(owner).max_tokens_in_flight
-        # A request that exceeds the limit alone may run while nothing else of its owner does; otherwise it never could.
+        # A request that alone exceeds the limit may run while its owner has no other; otherwise it could never run.
         if most and tokens and tokens + submission.token_count > most:
             raise exceeded("max_tokens_in_flight", most, f"its unfinished requests have {tokens} tokens")
 

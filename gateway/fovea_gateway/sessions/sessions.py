@@ -50,13 +50,13 @@ class Session:
 
 
 class Sessions:
-    """Finds sessions by id.
+    """All sessions, by id.
 
     Args:
         ttl_s: Seconds without a heartbeat after which a session is silent.
         quota: Limits the number of open sessions per owner.
         rows: Limits the size of an owner's rows in the database.
-        quiet_s: Seconds without any request after which a client may be gone.
+        quiet_s: Seconds without a heartbeat or a poll after which a client may be gone.
     """
 
     def __init__(self, database: Database, ttl_s: float, quota: Quota, rows: KeptRows, quiet_s: float) -> None:
@@ -135,9 +135,11 @@ class Sessions:
         return session
 
     async def finish(self, owner: str, session_id: str, reason: str, detail: str | None) -> None:
-        """Ends a session of the caller, or of any owner with the scope admin. The first reason remains.
+        """Ends a session of the caller, or for the scope admin of any owner. If it has ended already, its first reason
+        remains.
 
-        Raises NotFound. Raises PermissionDenied if the caller's key could not have created the session's contents.
+        Raises NotFound, InvalidInput for too long a detail, and PermissionDenied if the caller's key could not have
+        created the session's contents.
         """
         check_text({"detail": detail})
         is_admin = CALLER.get().scope.includes(Scope.ADMIN)
@@ -212,7 +214,7 @@ class Sessions:
         return now - last <= self._quiet_s
 
     async def expire(self, session: Session, detail: str = "") -> None:
-        """Ends a session, the client of which is gone."""
+        """Ends a session because its client is gone."""
         await self._end(session, "expired", detail or f"no heartbeat for {self._ttl_s:.0f} s")
 
     async def park(self, session: Session, size_bytes: int) -> None:
@@ -231,7 +233,9 @@ class Sessions:
         return await self._database.read(lambda connection: parked_sessions(connection, owner))
 
     async def parked_for(self, asked: str) -> list[tuple[Session, list[str]]]:
-        """Returns parked sessions and the ids of their models. `asked_owner` determines the owner from the query."""
+        """Returns parked sessions and the ids of their models, for the owner that `asked_owner` determines from
+        `asked`.
+        """
         owner = asked_owner(asked, "sessions")
         return [(session, (await self.contents(session))[0]) for session in await self.parked(owner)]
 

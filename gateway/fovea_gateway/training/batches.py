@@ -1,7 +1,7 @@
 """Batches of datums for forward and forward_backward, and the traced losses that they use.
 
-A batch is decoded and rendered while its command waits in the queue. The trainer therefore computes one batch while the
-gateway renders the next one and the trainer fetches its images. The gateway checks traced losses, stores them with
+A batch is decoded and rendered while its command waits in the queue. While the trainer computes one batch, the gateway
+therefore renders the next one, and the trainer fetches its images. The gateway checks traced losses, stores them with
 their session, and sends them along with each call.
 """
 
@@ -57,7 +57,7 @@ MAX_LOSSES = 1024
 
 @dataclass(frozen=True)
 class CustomLossRow:
-    """A row of a session's loss. `loss` is a serialized `fovea.api.v1.CustomLoss`."""
+    """The database row of a traced loss. `loss` is a serialized `fovea.api.v1.CustomLoss`."""
 
     custom_loss_id: str
     session_id: str
@@ -215,7 +215,7 @@ def blob_of_messages(request: LossRequest) -> bytes:
 
 
 def request_from_blob(blob: bytes) -> LossRequest:
-    """Decodes a stored request. Raises the errors of `data_from_proto`, which a request that was accepted has not."""
+    """Decodes a stored request. Raises as `data_from_proto` does, but never for an accepted request."""
     if not blob.startswith(_TINKER_TAG):
         first, *rest = split_messages(gateway_pb2.SubmitForwardBackwardRequest, blob)
         return LossRequest(first.header, [record.datum for record in rest])
@@ -237,7 +237,7 @@ class Batches:
     """Decodes and renders the requests of forward and forward_backward.
 
     Args:
-            trainer: Receives hints about images that it will need, so that it can fetch them ahead of the batch.
+        trainer: Receives hints about images that it will need, so that it can fetch them ahead of the batch.
     """
 
     def __init__(
@@ -253,8 +253,8 @@ class Batches:
     def begin(self, pending: Pending, decoded: LossRequest | None) -> None:
         """Starts to prepare a batch in the background, unless its owner has `_MOST_AHEAD` batches under way already.
 
-        Without `decoded`, or later, the request is decoded from its stored form.
-        Never raises: `take` raises the error of the preparation.
+        If `decoded` is None, the request is decoded from its stored form. Never raises: `take` raises the error of the
+        preparation. A rejected request is not prepared.
         """
         ahead = self._ahead[pending.submission.owner]
         if pending.submission.rejection is None and len(ahead) < _MOST_AHEAD:
@@ -288,7 +288,7 @@ class Batches:
             logger.debug("could not announce %d images of model %s to the trainer: %s", len(features), model_id, error)
 
     async def _prepare(self, pending: Pending, decoded: LossRequest | None) -> Batch:
-        """Renders a request now, and decodes it unless that has been done."""
+        """Renders a request, after decoding it if `decoded` is None."""
         given, data = decoded or await self._decode(pending)
         if not data:
             raise InvalidInput("data is empty; send at least one datum", field="data")
@@ -330,7 +330,7 @@ class Batches:
     ) -> dict[int, model_input_pb2.RenderedInput]:
         rendered, others = {}, {}
         for index, model_input in inputs.items():
-            # Text needs no task of its own, which would cost as much again.
+            # Text needs no task of its own: a task would double its cost.
             text = await self._renderers.render_text(model_input, f"data[{index}].model_input")
             if text is None:
                 others[index] = model_input

@@ -70,7 +70,7 @@ class CommandRunner:
         self._disk_wait_s = disk_wait_s
 
     def begin(self, pending: Pending, decoded: LossRequest | None) -> None:
-        """Starts the work that a command allows before it may run."""
+        """Starts the preparation of a command's batch before the command's turn."""
         if pending.submission.kind in BATCH_KINDS:
             self._batches.begin(pending, decoded)
 
@@ -119,7 +119,8 @@ class CommandRunner:
             model.next_snapshot += 1
         pending.begin()
         pending.progress.wait_on("running")
-        # A trainer that keeps recovery remembers which commands it began. Waiting for our disk as well would idle it.
+        # A trainer that keeps recovery remembers which commands it began. If it also waited for the gateway's disk, it
+        # would be idle.
         if is_afresh or model.journaled_since is None or submission.kind not in COMPUTING:
             await self._futures.set_running(pending, [self._models.saving(model)])
         blob = await self._futures.request_of(pending)
@@ -234,8 +235,8 @@ class StepCommands:
         """Returns the outputs of a forward or forward_backward, then its metrics.
 
         Args:
-            model: A model that must be in the trainer in the state in which its last command left it. None for a
-                command that restores a model there.
+            model: The model, which must be in the trainer as its last command left it. None for a command that runs
+                again to restore a model.
         """
         pending.progress.wait_on("rendering")
         batch = await self._batches.take(pending)
@@ -278,8 +279,8 @@ class StepCommands:
         return answer
 
     async def optim_step(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Makes an optimizer step. If a forward_backward failed since the last step, drops the partial gradients
-        instead.
+        """Makes an optimizer step. If a forward_backward has failed since the last step, drops the partial gradients
+        instead and raises FailedPrecondition.
         """
         seq_id = pending.submission.seq_id
         if model.failed_seq_id is not None:

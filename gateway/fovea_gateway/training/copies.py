@@ -64,7 +64,7 @@ class Copies:
             request_key: The client's idempotency key; a client repeats it when it repeats the request.
 
         Raises:
-            NotFound: The source does not exist.
+            NotFound: The session or the source does not exist.
             SessionEnded: The session has ended.
             AlreadyExists: The model number is already in use by another model.
             ResourceExhausted: The owner has no space left.
@@ -75,7 +75,8 @@ class Copies:
         run_id = id_of_model(session.session_id, check_seq_id(model_seq_id, "model_seq_id", 0))
         expires_at = check_ttl_or_none(ttl_s)
         await self._checkpoints.check_room(owner)
-        # A client that stops waiting repeats its request, which must then find the copy or the task that makes it.
+        # A client that stops waiting repeats its request. The repeated request must find the copy, or the task that
+        # makes it.
         path = await self._running.run(
             run_id, lambda: self._copy(owner, source_path, session_id, run_id, expires_at, request_key)
         )

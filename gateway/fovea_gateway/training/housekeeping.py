@@ -84,7 +84,7 @@ class OrphanCollector:
             await base.snapshots.forget(over, base.samplers.up)
 
     async def remove_folders(self) -> None:
-        """Removes folders of our models that no checkpoint names, if two successive calls have found them.
+        """Removes folders of this gateway's models that no checkpoint names, if two successive calls have found them.
 
         Calls should be minutes apart: the trainer may still be writing a folder for a killed gateway, and the row of a
         checkpoint is committed after its files exist.
@@ -106,7 +106,7 @@ class OrphanCollector:
         self._suspects = orphans
 
     async def sweep(self, with_folders: bool) -> None:
-        """Frees all kinds of orphans. The next call retries what could not be reached."""
+        """Frees all kinds of orphans. If a service cannot be reached, the next call tries again."""
         for base in self._base_models:
             try:
                 if base.trainer is not None and base.trainer.up:

@@ -1,8 +1,8 @@
 """The journal stores the commands that changed models since their last durable points, so that they can run again.
 
-When a command has changed a model, the transaction that stores its outcome also moves its request into the journal. It
-stays there until the trainer reports a durable point that contains the change. A failed command changes nothing, with
-one exception: a refused optimizer step may have dropped the gradients.
+When a command has changed a model, the transaction that stores its outcome also moves its request into the journal. The
+request stays there until the trainer reports a durable point that contains the change. A failed command changes
+nothing, with one exception: a refused optimizer step may have dropped the gradients.
 
 `TrainerQueue` covers commands that have not run yet. They wait there until the trainer has capacity, and it detects a
 command that makes the trainer process die repeatedly.
@@ -118,10 +118,10 @@ class Journal:
         error: FoveaError | None,
         drops_gradients: bool,
     ) -> list[Job[Any]]:
-        """Returns the writes that belong into the transaction with a command's outcome.
+        """Returns the writes to add to the transaction that stores a command's outcome.
 
-        There are none if the command did not change its model, or if the trainer keeps no recovery: such a command
-        could not run again.
+        There are none if the command did not change its model, or if the trainer keeps no recovery, because the command
+        could not run again then.
         """
         is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
         is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # It is in storage already.
@@ -169,7 +169,7 @@ class Journal:
         return model.owner in self._full_owners and self._awaits_point(model.model_id)
 
     async def bound(self) -> None:
-        """Makes models of owners above their share wait. If no durable points come, drops an owner's largest model."""
+        """Makes models of owners above their share wait. If no durable points come, drops the largest one's entries."""
         sizes = await self._database.read(_sizes)
         of_owner: Counter[str] = Counter()
         for (owner, _), size_bytes in sizes.items():
@@ -278,11 +278,12 @@ def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
 class TrainerQueue:
     """Admits commands to one trainer, and divides the trainer's time fairly among owners.
 
-    A command is admitted by an estimate of its seconds. When it ends, well or badly, its measured seconds replace the
-    estimate. An admitted command must wait for nothing but the trainer.
+    A command is admitted with an estimate of its seconds. When it succeeds or fails, its measured seconds replace the
+    estimate. Once admitted, a command must wait only for the trainer.
 
-    When the trainer dies, every command that it had is a suspect and runs alone the next time. If the trainer dies
-    again, the command that was alone is the cause. It then fails, because it would kill each new trainer as well.
+    When the trainer process dies, each command that it was running is a suspect and runs alone the next time. If the
+    trainer dies again, the command that ran alone is the cause. It then fails, because it would also end each new
+    trainer.
 
     Args:
         queue: The fair queue, with as many slots as keep the trainer busy.
@@ -308,7 +309,7 @@ class TrainerQueue:
         Args:
             doing: A description of the work, for the client's progress report.
             tokens: The number of tokens in its batch; 0 for a command without a batch.
-            is_again: The command has run before and runs again to restore a model.
+            is_again: Whether the command has run before and runs again to restore a model.
 
         Raises EndsTrainer if the trainer died too often during this command.
         """

@@ -48,7 +48,7 @@ class Model:
         next_seq_id: The seq_id of the next command.
         next_snapshot: The number of the next snapshot. A number is never used twice.
         failed_seq_id: A forward_backward that failed since the last step. The next step would use partial gradients.
-        is_accumulating: Whether a forward_backward has succeeded since the last optim_step, even one that failed. While
+        is_accumulating: Whether a forward_backward has succeeded since the last optim_step, successful or failed. While
             this is False, gradients that the trainer may hold do not belong to the next step.
         journaled_since: The journal contains all changes from this seq_id on. None if the trainer keeps no recovery:
             then the model exists only in the trainer's memory.
@@ -76,10 +76,10 @@ class Model:
 
 
 class Models:
-    """Finds models by id. All models have a row in the database; those in use are also in memory.
+    """All models, by id. Each has a row in the database; those in use are also in memory.
 
     Args:
-        most_per_owner: How many models of one owner the trainer may hold; 0 means no limit apart from the trainer's.
+        most_per_owner: The maximum number of models of one owner in the trainer; 0 means only the trainer's limit.
         owners: Supplies the limits of owners that have their own.
     """
 
@@ -145,7 +145,7 @@ class Models:
         return await self._database.read(lambda connection: ids_of_session(connection, session_id, base_model))
 
     def saving(self, model: Model) -> Job[None]:
-        """Returns a write of the model's current state."""
+        """Returns a job that writes the state that the model has now."""
         row = _to_row(model)  # Copy it now: a queued write must not include later changes.
 
         def job(connection: Any) -> None:
@@ -158,7 +158,7 @@ class Models:
         await self._database.write(self.saving(model))
 
     async def end(self, model: Model, reason: str) -> None:
-        """Marks a model as ended."""
+        """Marks a model as ended if it is being created or trained."""
         if model.state in (ModelState.CREATING, ModelState.READY):
             model.state, model.state_reason = ModelState.ENDED, reason
             await self.save(model)
@@ -221,7 +221,7 @@ class Models:
         return ModelLost(f"{reason or model.state_reason}; its weights since the last save are gone. {advice}")
 
     async def check_ready(self, model: Model) -> None:
-        """Raises the error that explains why a command of this model cannot run, unless it can."""
+        """Raises ModelLost or FailedPrecondition, with the reason, if commands of this model cannot run."""
         if model.state is ModelState.LOST:
             raise await self.lost_error(model)
         if model.state is not ModelState.READY:
@@ -312,7 +312,7 @@ def rows_of_owner(
     """Returns a page of an owner's models, latest request first, and the total number of models.
 
     Args:
-        with_public: Include other owners' models that have a published checkpoint.
+        with_public: Whether to include other owners' models that have a published checkpoint.
     """
     where = models.c.owner == owner
     if with_public:

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class Replay:
-    """Repeats the journal's commands under their own seq_ids. For a command that it has run, the trainer repeats its
-    answer.
+    """The replay of a model's journal. Commands run again under their own seq_ids; if the trainer has run one already,
+    it repeats its answer.
 
     An interrupted replay can therefore start again from the trainer's current state. If an answer differs from the one
-    that the client received, the difference is counted and logged as an error. It is only counted if the trainer has
-    other numerics than the first one, such as another number of ranks.
+    that the client received, the difference is counted and logged as an error. If the trainer has other numerics than
+    the first one, such as another number of ranks, the difference is only counted.
 
     Args:
         compute: Runs a forward or forward_backward; its second argument drops existing gradients first.
@@ -147,7 +147,7 @@ class Replay:
         await self._trainer.client.load_state(model.model_id, checkpoint.uri, optimizer, None, entry.seq_id)
 
     async def _freeze(self, model_id: str, entry: Entry) -> None:
-        """Creates an unnamed snapshot again, unless its row is gone, so that no client can use it."""
+        """Creates an unnamed snapshot again. Does nothing if its row is gone, because no client can use it then."""
         kept = await self._database.read(lambda connection: snapshot_pushes.get_row(connection, entry.subject))
         if kept is None:
             return

@@ -1,7 +1,8 @@
 """Residency: decides which models are in the trainer, restores them there, and parks them.
 
 Commands, snapshot pushes and sampling ask this module before they use a model. If the trainer keeps recovery, they wait
-for it until the session ends, without a time limit. If it does not, its models are lost when it ends.
+for the model without a time limit, until the session ends. If it does not, its models are lost when the trainer process
+ends.
 """
 
 import asyncio
@@ -113,7 +114,7 @@ class Residency:
         self._check_open(model)
 
     async def check_snapshots(self, model_id: str) -> None:
-        """Raises RestoreInProgress while a model is being restored, with its snapshots that are not durable yet."""
+        """Raises RestoreInProgress while a model and those of its snapshots that are not durable are being restored."""
         model = self._models.find(model_id)
         if model is None or model.journaled_since is None or model.state is not ModelState.READY:
             return
@@ -166,9 +167,7 @@ class Residency:
         await asyncio.gather(*moves, return_exceptions=True)
 
     def _is_away(self, model: Model) -> bool:
-        """Returns whether the trainer instance that held a model, which is not parked, has been replaced by another
-        one.
-        """
+        """Returns whether an earlier trainer instance held this model. False for a parked model."""
         info = self._trainer.info
         return info is not None and model.trainer_instance not in ("", info.instance_id)
 
@@ -252,7 +251,9 @@ class Residency:
             )
 
     async def _require_kept_in_memory(self, model: Model, kind: Kind, was_sent: bool, patience_s: float) -> None:
-        """Does the work of `require` for a trainer without recovery: a restart or an unknown change loses the model."""
+        """Does the work of `require` for a trainer without recovery. Raises ModelLost after a restart or an unknown
+        change.
+        """
         is_unknown = was_sent and kind in _CHANGING
         try:
             info = await self._trainer.require(patience_s if is_unknown else 0.0)

@@ -178,9 +178,7 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def _base_model_of(self, owner: str, path: str) -> str:
-        """Returns a checkpoint's base model. If that is not served here, returns the default one, which refuses the
-        load.
-        """
+        """Returns a checkpoint's base model, or the default one if that is not served here. The load then fails."""
         default = self._base_models.default.name
         try:
             base_model = (await self._checkpoints.find_training(owner, path)).base_model
@@ -318,7 +316,7 @@ def _unsupported_optimizer(config: dict[str, Any] | None) -> Unimplemented | Non
 
 
 def _ttl(ttl_seconds: int | None) -> int:
-    """Converts a ttl to our protocol, where 0 means forever. A client's own 0 becomes -1, which is refused later."""
+    """Converts a ttl to Fovea's protocol, in which 0 means forever. A client's 0 becomes -1, which is refused later."""
     return 0 if ttl_seconds is None else min(max(ttl_seconds, -1), 2**62) or -1
 
 

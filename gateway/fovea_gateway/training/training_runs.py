@@ -35,7 +35,7 @@ class CopyWeights(Body):
 
 
 class TrainingRuns:
-    """Finds models together with the checkpoints that an owner may read."""
+    """Models together with the checkpoints that an owner may read."""
 
     def __init__(self, database: Database, checkpoints: Checkpoints) -> None:
         self._database, self._checkpoints = database, checkpoints
@@ -44,7 +44,7 @@ class TrainingRuns:
         """Returns a training run and those of its checkpoints that the owner may read, newest first. Raises NotFound.
 
         Args:
-            with_public: Also find another owner's run if one of its checkpoints is published.
+            with_public: Whether to find another owner's run if one of its checkpoints is published.
         """
         model = await self._database.read(lambda connection: get_row(connection, model_id))
         if model is not None and (with_public or model.owner == owner):

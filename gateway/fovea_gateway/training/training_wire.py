@@ -1,6 +1,6 @@
 """Training in Tinker's JSON and protobuf formats: bodies of commands, datums and losses.
 
-A field without a meaning here is refused with an error that names it.
+A field that Fovea does not support raises an error that names it.
 """
 
 import math
@@ -322,7 +322,7 @@ def _input_length(chunks: Iterable[tinker_pb2.Chunk]) -> int | None:
 
 
 def _target_length(datum: tinker_pb2.Datum) -> int | None:
-    """Returns the length of target_tokens [N]; None for other forms, the tiling of which the SDK does not check."""
+    """Returns the length of target_tokens [N]; None for other forms, since the SDK does not check spans of those."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None or targets.dtype != tinker_pb2.DTYPE_INT64:
         return None

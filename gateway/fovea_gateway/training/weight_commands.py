@@ -39,7 +39,7 @@ class CreationCommands:
     Args:
         timeout_s: Deadline, in seconds, of a call to the trainer that changes no model.
         patience_s: Seconds that a creation waits for a trainer that restarts. Waiting loses nothing.
-        make_room: Parks models of clients that are gone; returns whether it has parked any.
+        make_room: Parks models of clients that are gone. Returns whether models have left the trainer since the call.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CreationCommands:
     async def _create_patiently(
         self, model: Model, pending: Pending, request: gateway_pb2.SubmitCreateModelRequest
     ) -> tuple[int, str]:
-        """Creates a model. A creation loses nothing and may be repeated, so it waits for a trainer that restarts.
+        """Creates a model. Waits for a trainer that restarts, because a creation can be repeated without loss.
 
         Returns the number of optimizer steps in the model, and the folder from which it was loaded or "".
         """
@@ -245,7 +245,9 @@ class SaveCommands:
         return Done([*result], effects, afterwards, subject="" if checkpoint else own_id)
 
     async def save_external(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Writes a PEFT adapter, or a Hugging Face checkpoint of all parameters; encrypts it and registers it."""
+        """Writes a PEFT adapter or a Hugging Face checkpoint of all parameters, encrypts it on request, and registers
+        it.
+        """
         request = gateway_pb2.SubmitSaveExternalRequest.FromString(blob)
         expires_at = check_ttl(request.ttl_s)
         recipients = parse_recipients(request.age_recipients)
@@ -297,7 +299,7 @@ class SaveCommands:
 
 
 def check_lora(lora: weights_pb2.LoraConfig, max_rank: int) -> None:
-    """Raises InvalidInput for a shape that no trainer can create. Rank 0 means full parameters.
+    """Raises InvalidInput for a shape that the trainer cannot create. Rank 0 means full parameters.
 
     Args:
         max_rank: The largest rank of the trainer; 0 if it cannot create adapters.

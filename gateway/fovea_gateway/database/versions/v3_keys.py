@@ -1,4 +1,4 @@
-"""API keys have ids, and may be made and revoked while the gateway runs."""
+"""API keys have ids, and can be created and revoked while the gateway runs."""
 
 from alembic import op
 

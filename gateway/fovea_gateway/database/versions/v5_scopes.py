@@ -19,7 +19,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drops the columns. To an earlier gateway every key is one that trains: others are revoked."""
+    """Drops the columns. An earlier gateway lets every key train, so keys with another scope are revoked first."""
     revoking = sa.text("UPDATE keys SET revoked_at = :now WHERE scope <> 'train' AND revoked_at IS NULL")
     op.get_bind().execute(revoking, {"now": time.time()})
     op.drop_column("futures", "token_count")

@@ -12,7 +12,7 @@ down_revision = "5"
 
 
 def upgrade() -> None:
-    """Adds the columns. Nothing was recorded for existing models: they exist only in their trainer's memory."""
+    """Adds the columns. Existing models have no journal: they exist only in their trainer's memory."""
     op.add_column("models", sa.Column("journaled_since", sa.BigInteger))
     op.add_column("models", sa.Column("model_files", sa.JSON, nullable=False, server_default="{}"))
     op.add_column("sessions", sa.Column("parked_at", sa.Float))
@@ -20,7 +20,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drops the columns, and what is in the journal: the earlier version cannot continue from it."""
+    """Drops the columns and deletes the entries of the journal, because the earlier version cannot replay them."""
     for table in ("journal", "journal_requests"):
         op.execute(f"DELETE FROM {table}")
     op.drop_column("sessions", "parked_bytes")
