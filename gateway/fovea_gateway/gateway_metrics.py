@@ -4,9 +4,11 @@ never contain keys.
 The stages of a request:
 
 queue     waiting for earlier commands of the model, or for a slot in a sampler
-turn      waiting of a loss or a step for its owner's turn at the trainer render    converting images to tokens and
-tensors; a batch is rendered while it is still in the queue weights   waiting of a sample until its snapshot is in the
-sampler sample    in the sampler train     in the trainer, including its queue
+turn      a loss or a step waiting for its owner's turn at the trainer
+render    converting images to tokens and tensors; a batch is rendered while it is still in the queue
+weights   a sample waiting until its snapshot is in the sampler
+sample    in the sampler
+train     in the trainer, including its queue
 """
 
 import time

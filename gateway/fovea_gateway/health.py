@@ -20,7 +20,7 @@ from fovea_gateway.sessions.sessions import Sessions
 
 
 class Health:
-    """Observes the services and the queues.
+    """An observer of the services and the queues.
 
     Args:
         state_dir: A folder; the gauges report the free space of its volume.

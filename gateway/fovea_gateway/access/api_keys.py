@@ -211,8 +211,8 @@ class KeyRing:
 
         Raises:
             Unauthenticated: The key is missing, unknown or no longer valid.
-            PermissionDenied: The published key came with a host name that is neither loopback nor allowed. Such a
-                request may be DNS rebinding: a page of another site makes the browser send its requests to this
+            PermissionDenied: The published key came with a Host or Origin that is neither loopback nor allowed. The
+                cause may be DNS rebinding: a page of another site makes the browser send the site's requests to this
                 gateway.
         """
         if not key:

@@ -147,9 +147,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def place(self, turn: Turn) -> AsyncIterator[None]:
-        """Waits for a slot and holds it until the block ends. Raises the error of `dismiss` if that is called
-        meanwhile.
-        """
+        """Waits for a slot and holds it until the block ends. Raises the error that is passed to `dismiss`."""
         await self._wait(turn)
         while not turn.is_wanted() and self._has_wanted():
             await self._give_way(turn)
@@ -181,7 +179,7 @@ class FairQueue:
         )
 
     def resize(self, places: int, beside: int = 0) -> None:
-        """Changes the number of slots, and `beside`."""
+        """Changes `places` and `beside`."""
         self._alone += places - self._places
         self._places, self._beside = places, min(beside or places, places)
         self._admit()
@@ -296,7 +294,7 @@ class FairQueue:
         return found
 
     def _room(self) -> tuple[int, int]:
-        """Returns how many slots may be in use in total, and how many of them each owner may have even above that
+        """Returns how many slots may be in use in total, and how many each owner may have even if that exceeds the
         total.
         """
         now = asyncio.get_running_loop().time()

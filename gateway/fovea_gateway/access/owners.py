@@ -30,8 +30,8 @@ class Owner:
         weight: Its share of trainer, samplers and renderers, relative to the weights of all owners that want them at
             the time.
         max_models: The maximum number of its models in the trainer at once.
-        max_stored_bytes: Total bytes of its checkpoints and their texts. Once the total is reached, nothing more is
-            saved.
+        max_stored_bytes: The maximum total bytes of its checkpoints, unfinished uploads and stored texts. Once it is
+            reached, nothing more is saved.
         max_tokens_in_flight: The maximum total of the tokens of its unfinished samples and losses.
         max_requests_per_s: The maximum average of requests per second; a burst may be as large as one second's worth.
             Polls and heartbeats do not count.

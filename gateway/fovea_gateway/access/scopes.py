@@ -53,8 +53,7 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller(""))  # noqa: B
 
 
 def asked_owner(asked: str, what: str) -> str | None:
-    """Returns the owner of the data that a request asks for: the caller if `asked` is empty, None (all owners) if it is
-    `*`.
+    """Returns the owner of the requested data: the caller if `asked` is empty, None (all owners) if it is `*`.
 
     Raises PermissionDenied, which names the data as `what`, for other owners if the caller lacks the scope admin.
     """

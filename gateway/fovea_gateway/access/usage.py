@@ -203,7 +203,7 @@ class KeptRows:
         self._quota.take(owner, size_bytes)
 
     async def sweep(self) -> None:
-        """Deletes expired rows, and ended ones of owners above their share. Recounts the rows while more than half is
+        """Deletes expired rows, and ended ones of owners above their share. Recounts all rows if more than half is
         used.
         """
         if (now := self._clock.now()) >= self._next_at:

@@ -47,7 +47,7 @@ class SetTtl(Body):
 
 
 class SearchOwner(Body):
-    """Selects the caller's own checkpoints, or all that the caller may read."""
+    """The owner in a search: the caller, or all owners with checkpoints that the caller may read."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] = Field([])

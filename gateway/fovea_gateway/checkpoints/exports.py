@@ -64,8 +64,8 @@ class ExportedFile(NamedTuple):
 
 
 class LinkSigner:
-    """Signs links with a secret from the database, so that they remain valid when the gateway restarts. Call `open`
-    first.
+    """A signer of links. Its secret is in the database, so that links remain valid when the gateway restarts. Call
+    `open` first.
 
     Args:
         is_valid: Returns whether the API key with this id is valid now.
@@ -90,7 +90,7 @@ class LinkSigner:
 
 
 class Exports:
-    """Serves the files of external weights, and of weights to sample from, which have the same formats."""
+    """The files of external weights, and of weights to sample from, which have the same formats."""
 
     def __init__(self, database: Database, checkpoints: Checkpoints, signer: LinkSigner) -> None:
         self._database, self._checkpoints, self._signer = database, checkpoints, signer

@@ -64,7 +64,7 @@ class Batched(Generic[Item, Result]):
 
 
 class Writer:
-    """Commits groups of jobs. It survives the loss of its connection: no group is lost, and none is applied twice.
+    """The writer of the database. It commits groups of jobs. If its connection is lost, no group is lost or applied twice.
 
     Args:
         engine: The engine of the database; its URL selects the kind of ownership.

@@ -64,8 +64,8 @@ _PREFIXES = tuple(f"/{service}/" for service in _METHODS)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a valid key; until the gateway is ready, refuses all calls with an error that clients
-    retry.
+    """An interceptor that refuses calls without a valid key. Until the gateway is ready, it refuses all calls with an
+    error that clients retry.
 
     This must be an interceptor. Since grpcio 1.84, methods that stubs register take precedence over a generic handler
     that was added before the services, so every call would pass, even without a key.
@@ -142,7 +142,7 @@ def channel_limits(settings: GatewaySettings) -> dict[str, int]:
 
 
 class ConnectionShares:
-    """Shares gRPC connections among client addresses, as `Connections` does for REST.
+    """The division of gRPC connections among client addresses, as `Connections` divides those of REST.
 
     gRPC's core limits the total number of connections, but not the number per client. Here each address may have at
     most as many as are still free; a single client may therefore have half. A sweep closes the connections above that,
@@ -213,7 +213,7 @@ def _tcp_info(connection: socket.socket) -> bytes:
 
 
 class BoundedMessages(grpc.aio.ServerInterceptor):
-    """Decodes the messages of calls only after their bytes and elements have been counted.
+    """An interceptor that decodes messages only after their bytes and elements have been counted.
 
     An empty message within another takes two bytes on the wire and forty in memory: 4 MiB of them took 80 MB, and two
     seconds to decode.

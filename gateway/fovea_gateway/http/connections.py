@@ -27,8 +27,8 @@ _SAY_EVERY_S = 1.0
 
 
 class Seldom(logging.Filter):
-    """Passes at most one warning of each kind per second, because any client can cause them. The warning states how
-    many were suppressed.
+    """A filter that passes at most one warning of each kind per second, because any client can cause them. The next
+    warning states how many were suppressed.
     """
 
     def __init__(self) -> None:

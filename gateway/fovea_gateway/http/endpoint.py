@@ -97,7 +97,9 @@ def _addresses(request: Request) -> list[str]:
 
 
 class ReadyMiddleware:
-    """Refuses requests with an error that clients retry until the gateway is ready. Health checks pass."""
+    """Middleware that refuses requests until the gateway is ready, with an error that clients retry. Health checks
+    pass.
+    """
 
     def __init__(self, app: ASGIApp, ready: asyncio.Event) -> None:
         self._app, self._ready = app, ready
@@ -115,7 +117,7 @@ def not_ready() -> FoveaError:
 
 
 class BurstLimiter:
-    """Lets a few tasks pass per iteration of the event loop, first come, first served.
+    """A limiter that lets a few tasks pass per iteration of the event loop, first come, first served.
 
     It limits requests that clients send by the thousand, so that all other requests are answered in between. The event
     loop runs all ready callbacks before it polls the network again, and two thousand polls that arrive or end together
@@ -152,7 +154,7 @@ class BurstLimiter:
 
 
 class BurstMiddleware:
-    """Sends bulk requests through the limiter before any work is done for them."""
+    """Middleware that sends bulk requests through the limiter before any work is done for them."""
 
     def __init__(self, app: ASGIApp, limiter: BurstLimiter) -> None:
         self._app, self._limiter = app, limiter
@@ -170,7 +172,7 @@ class Routes(Protocol):
 
 
 class Endpoints:
-    """Creates routes from handlers.
+    """A factory of routes from handlers.
 
     Args:
         identify: Returns the caller for an API key and the Host and Origin headers. Raises Unauthenticated,

@@ -38,7 +38,7 @@ Section = dict[str, Any]
 
 
 class LiveView:
-    """Builds the sections of the page. The sections of one owner are built once a second for all its viewers.
+    """A builder of the page's sections. It builds the sections of one owner once a second for all its viewers.
 
     `owner` selects the owner of the data; None, for callers with the scope admin, selects all owners.
 

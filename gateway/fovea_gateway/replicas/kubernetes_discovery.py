@@ -34,7 +34,7 @@ _LONGEST_PAUSE_S = 5.0
 
 
 class KubernetesDiscovery:
-    """Watches the EndpointSlices of one service.
+    """Discovery of replicas in the EndpointSlices of one service.
 
     Args:
         address: service:port; the port is its name in the service, or the number that replicas listen on.

@@ -205,6 +205,8 @@ class Renderers(Replicas[Renderer]):
 
 
 def _image_key(chunk: model_input_pb2.Chunk) -> bytes:
-    """Returns a digest of the image's bytes, or of its SHA-256 or URI if the chunk only refers to it."""
+    """Returns a digest of the image's bytes. If the chunk only refers to the image, the digest is of its SHA-256 or
+    URI.
+    """
     reference = chunk.image_reference
     return hashlib.sha256(chunk.image.data or (reference.sha256 or reference.uri).encode()).digest()

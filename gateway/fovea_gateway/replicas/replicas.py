@@ -362,7 +362,11 @@ class TrainerLink(Peer):
         return find_unlike(self.info.model_files if self.info is not None else {}, files)
 
     async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
-        """Returns the trainer's info once it is up."""
+        """Returns the trainer's info once it is up.
+
+        Raises Unavailable if it is up neither `wait_s` seconds after it went down nor `patience_s` seconds after the
+        call.
+        """
         down_s = asyncio.get_running_loop().time() - self._down_since
         with suppress(TimeoutError):  # A call long after the failure does not wait.
             await asyncio.wait_for(self._is_up.wait(), max(self._wait_s - down_s, patience_s, 0.01))

@@ -129,7 +129,7 @@ class Sampler(Replica):
 
 
 class Affinity:
-    """Remembers which samplers have computed the beginning of a prompt, so that a conversation reaches its prefix
+    """A record of the samplers that have computed the beginning of a prompt, so that a conversation reaches its prefix
     cache.
 
     Only whole blocks of prompts count, as in vLLM's cache. The tokens sampled after the last prompt are unknown here.
@@ -264,7 +264,7 @@ BASE = ""
 
 
 class WeightsLock:
-    """Guards the full weights in one sampler, so that requests for different weights do not overlap.
+    """A lock on the full weights in one sampler, so that requests for different weights do not overlap.
 
     A sampler holds one set of full parameters, or the base model, to which adapters are added. Requests for the
     current set run side by side. A request for another set waits until they have ended; then the set is replaced, and

@@ -66,10 +66,10 @@ class PushTimes:
 
 
 class Snapshots:
-    """Pushes the snapshots of one base model to its samplers. Concurrent requests share a push.
+    """The snapshots of one base model, which are pushed to its samplers. Concurrent requests share a push.
 
     Args:
-        trainer: The trainer; None for a base model that is served for sampling only, and so is `check_restored`.
+        trainer: The trainer. It and `check_restored` are None for a base model that is served for sampling only.
         check_restored: Raises RestoreInProgress while the unnamed snapshots of a model are being restored.
     """
 
@@ -302,7 +302,7 @@ def _most_common_resident(samplers: list[Sampler]) -> str | None:
 
 
 class Versions:
-    """Remembers the newest requested snapshot of each model."""
+    """The number of the newest requested snapshot of each model."""
 
     def __init__(self) -> None:
         self._newest: LRUCache[str, int] = LRUCache(_KNOWN)

@@ -123,7 +123,7 @@ def check_context(prompt_tokens: int, max_tokens: int, max_context_length: int) 
 
 
 class SampleRunner:
-    """Runs sample requests.
+    """The runner of sample requests.
 
     Args:
         retry_deadline_s: Seconds that a request waits for an unavailable sampler to return.

@@ -95,7 +95,7 @@ class Outcome(NamedTuple):
 
 
 class ResultEncoder(NamedTuple):
-    """Encodes the results of one kind of work for Tinker's clients.
+    """An encoder of the results of one kind of work, for Tinker's clients.
 
     Attributes:
         to_json: Converts a stored result into JSON values.

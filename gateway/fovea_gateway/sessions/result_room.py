@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResultRoom:
-    """Limits the stored results. If an owner exceeds its share, its oldest results expire early.
+    """The limit of stored results. If an owner exceeds its share, its oldest results expire early.
 
     No request is refused for this reason: waiting clients receive a result when it arrives, and older results have been
     fetched already, except those of clients that are away.

@@ -66,7 +66,7 @@ class CustomLossRow:
 
 
 class CustomLosses:
-    """Creates and finds traced losses. Their ids are `<session>:loss:<n>`; they are deleted when their session ends."""
+    """The traced losses. Their ids are `<session>:loss:<n>`; they are deleted when their session ends."""
 
     def __init__(self, database: Database, futures: Futures, sessions: Sessions) -> None:
         self._database, self._futures, self._sessions = database, futures, sessions
@@ -234,7 +234,7 @@ class Batch:
 
 
 class Batches:
-    """Decodes and renders the requests of forward and forward_backward.
+    """The batches of forward and forward_backward, which it decodes and renders ahead of their commands.
 
     Args:
         trainer: Receives hints about images that it will need, so that it can fetch them ahead of the batch.

@@ -43,7 +43,7 @@ Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 
 
 class CommandRunner:
-    """Runs the training commands of one base model.
+    """The runner of the training commands of one base model.
 
     Before a command, it makes sure that the trainer holds the model. Afterwards it stores the outcome and updates the
     state of the model.
@@ -219,7 +219,7 @@ COMPUTING = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
 
 
 class StepCommands:
-    """Runs forward, forward_backward and optim_step."""
+    """The commands forward, forward_backward and optim_step."""
 
     def __init__(
         self, futures: Futures, models: Models, batches: Batches, trainer: TrainerLink, trainer_queue: TrainerQueue

@@ -39,7 +39,7 @@ class Copy:
 
 
 class Copies:
-    """Copies checkpoints. A copy has the same kind as its source and shares no file with it."""
+    """The copies of checkpoints. A copy has the same kind as its source and shares no file with it."""
 
     def __init__(self, database: Database, sessions: Sessions, checkpoints: Checkpoints) -> None:
         self._database, self._sessions, self._checkpoints = database, sessions, checkpoints

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class OrphanCollector:
-    """Finds and frees orphans. Its methods may be called at any time; they never touch an object under construction."""
+    """The collector of orphans. Its methods may be called at any time; they never touch unfinished objects."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ _LOOK_S = 0.5
 
 
 class Suspension:
-    """Parks sessions of silent clients, which frees the trainer for others, as long as its storage has room.
+    """The parking of silent clients' sessions. It frees the trainer for others, as long as the trainer's storage has
+    room.
 
     If the trainer cannot store models, the sessions end instead.
 

@@ -276,7 +276,7 @@ def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
 
 
 class TrainerQueue:
-    """Admits commands to one trainer, and divides the trainer's time fairly among owners.
+    """The queue of commands for one trainer, which divides the trainer's time fairly among owners.
 
     A command is admitted with an estimate of its seconds. When it succeeds or fails, its measured seconds replace the
     estimate. Once admitted, a command must wait only for the trainer.

@@ -42,7 +42,7 @@ is full.
 
 
 class Residency:
-    """Moves models of one base model into and out of its trainer. At most one task moves a model at a time.
+    """The moves of models of one base model into and out of its trainer. At most one task moves a model at a time.
 
     Args:
         patience_s: Seconds that a command sent by an earlier process waits for a trainer that keeps no recovery.
@@ -251,8 +251,10 @@ class Residency:
             )
 
     async def _require_kept_in_memory(self, model: Model, kind: Kind, was_sent: bool, patience_s: float) -> None:
-        """Does the work of `require` for a trainer without recovery. Raises ModelLost after a restart or an unknown
-        change.
+        """Does the work of `require` for a trainer without recovery.
+
+        Raises ModelLost if the trainer does not answer or has restarted. Marks the model as lost after a restart, or
+        if the outcome of a change of its weights is unknown.
         """
         is_unknown = was_sent and kind in _CHANGING
         try:

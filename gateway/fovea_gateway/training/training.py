@@ -142,10 +142,10 @@ class CommandQueue:
 
 
 class Training:
-    """Accepts the commands that clients send to models.
+    """The use cases of training: it accepts the commands that clients send to models.
 
     A submission with invalid content is accepted, and its future fails when the command is due. If the gateway refused
-    one of several requests, the client would wait forever for the others (tinker-contract.md, section 3).
+    one of several requests, the client would wait forever for the others.
 
     Args:
         runners: Runners by base model, for the base models that have a trainer. `residencies` has the same keys.

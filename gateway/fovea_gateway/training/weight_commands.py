@@ -34,7 +34,7 @@ _SAVING = "saving, or waiting for the trainer"
 
 
 class CreationCommands:
-    """Runs create_model and load_state.
+    """The commands create_model and load_state.
 
     Args:
         timeout_s: Deadline, in seconds, of a call to the trainer that changes no model.
@@ -169,7 +169,7 @@ class CreationCommands:
 
 
 class SaveCommands:
-    """Runs save_state, save_weights_for_sampler and save_weights_external.
+    """The commands save_state, save_weights_for_sampler and save_weights_external.
 
     Args:
         timeout_s: Deadline, in seconds, of one call to the trainer.

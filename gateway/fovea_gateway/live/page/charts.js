@@ -2,7 +2,7 @@ import { draw, make, short } from "./dom.js";
 
 const HEIGHT = 158, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
-// From 0 where it is near, so that a curve does not look steeper than it is.
+// Starts the axis at 0 if 0 is near, so that a curve does not look steeper than it is.
 function range(values, fromZero) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
@@ -12,7 +12,7 @@ function range(values, fromZero) {
   return high > 0 ? [0, high] : low < 0 ? [low, 0] : [0, 1];  // a flat line, above or below 0
 }
 
-// Round numbers that enclose the range: 1, 2 or 5 times a power of ten apart.
+// Returns round numbers that enclose the range, at distances of 1, 2 or 5 times a power of ten.
 function ticks(low, high, most) {
   const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
@@ -31,7 +31,7 @@ export function spark(values) {
   return svg;
 }
 
-// One metric by step; the band is from the least to the greatest value of the steps that share a point.
+// Draws one metric by step. The band spans the minimum and maximum of the steps that share a point.
 export function chart(title, curve, latest, lastStep, width, tip, fromZero = false) {
   const figure = make("figure", { class: "curve" });
   const steps = curve.step, means = curve.mean;

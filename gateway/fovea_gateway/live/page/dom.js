@@ -1,4 +1,4 @@
-// Everything that a server, a client or a model says becomes text nodes: nothing of it is ever parsed as HTML.
+// All text from a server, a client or a model becomes text nodes. None of it is ever parsed as HTML.
 export const $ = (id) => document.getElementById(id);
 
 export function make(tag, attributes = {}, ...children) {
@@ -19,7 +19,7 @@ export function draw(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Three digits as people read them: 0.982, 12.5, 2.1e-8.
+// Formats a number with three digits, such as 0.982, 12.5 or 2.1e-8.
 export function short(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
@@ -45,7 +45,7 @@ export function ago(seconds) {
   return `${Math.floor(age)} s`;
 }
 
-// A session's id and a number are what tells models apart; the rest is the same for all.
+// Shortens a model's id to the session's id and the number. The rest is the same for all models.
 export function shortId(id) {
   const found = /^sess-([0-9a-f]{6})[0-9a-f]*:(train|sample):(\d+)$/.exec(id);
   return found ? `${found[1]} ${found[2] === "train" ? "model" : "sampling"} ${found[3]}` : id;

@@ -4,7 +4,7 @@ import { isAdmin, loadCheckpoints, loadUsage, setCaller, showErrors, showQueue, 
 import { prefer, takeSamples } from "./samples.js";
 import { Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
 
-const PUBLISHED = "tml-local";  // good on this machine alone, so tried there first
+const PUBLISHED = "tml-local";  // accepted only on this machine, so tried first there
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
 const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", held_out_reward: "Held-out reward", kl: "KL, nats per token", learning_rate: "Learning rate",
   grad_norm: "Gradient norm", tokens: "Tokens of the step", clipped_share: "Clipped share", ratio_max: "Greatest ratio" };
@@ -139,7 +139,7 @@ function take(name, told) {
     pending.models = [...(pending.models ?? []), ...told.changed];
   } else if (name !== "alive") pending[name] = told;
   setLink("live", "live");
-  // Events may come faster than frames are drawn: the last of each section counts.
+  // Events may arrive faster than frames are drawn, so only the last one of each section is drawn.
   if (!drawing) { drawing = true; requestAnimationFrame(render); }
 }
 

@@ -85,7 +85,7 @@ const resume = {
 
 function download(one, place) {
   if (one.checkpoint_type === "training") {
-    // The API hands out weights to sample from and exports: the SDK's command makes one, fetches it and removes it.
+    // The API offers files only of sampler weights and exports. The SDK's command creates an export, fetches it and removes it.
     const line = `TINKER_BASE_URL=${JSON.stringify(location.href.replace(/[#?].*$/, "").replace(/\/$/, ""))} tinker checkpoint download ${JSON.stringify(one.tinker_path)}`;
     return make("button", { class: "quiet", type: "button", title: line, onclick: (event) => copy(line, event.target) }, "Copy download line");
   }

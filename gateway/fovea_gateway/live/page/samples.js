@@ -40,7 +40,7 @@ function prompt(group) {
   for (const piece of group.pieces) {
     if (piece.picture) box.append(picture(piece));
     else if (piece.texts === null) box.append(make("span", { class: "special" }, `${many(piece.ids.length, "token")} `));
-    // The marks of a chat template are read by the model alone.
+    // Only the model needs the marks of a chat template.
     else for (const part of piece.texts.join("").split(/(<\|[^|<>]{1,40}\|>)/)) if (part) box.append(part.startsWith("<|") ? make("span", { class: "special" }, part) : part);
   }
   return box;
@@ -95,7 +95,7 @@ async function refresh() {
   } catch (error) {
     $("groups").replaceChildren(make("p", { class: "empty" }, error.message));
   } finally {
-    setTimeout(() => { busy = false; if (again) { again = false; refresh(); } }, 1000);  // live, and no faster than one reads
+    setTimeout(() => { busy = false; if (again) { again = false; refresh(); } }, 1000);  // at most one update per second, so that people can read
   }
 }
 
@@ -129,7 +129,7 @@ function choose() {
   step = null;
 }
 
-// The samples follow the model that is looked at, as long as it has any.
+// Selects the samples of the model that the page shows, if it has any.
 export function prefer(model) {
   preferred = model;
   if (!sources.some((one) => one.source === model) || current()?.source === model) return;

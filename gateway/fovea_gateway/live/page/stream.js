@@ -1,5 +1,5 @@
-// The gateway's answers, by key. EventSource sends no headers, and a key in an address would be in logs: so the stream is
-// read by fetch, and the key goes where all clients put it.
+// Requests to the gateway with the API key. EventSource sends no headers, and a key in a URL would appear in logs.
+// Therefore fetch reads the stream, and the key is in the header that all clients use.
 const STORED = "fovea-key";
 let key = sessionStorage.getItem(STORED);
 
@@ -21,7 +21,7 @@ export const get = async (path) => (await ask(path)).json();
 export const remove = (path) => ask(path, { method: "DELETE" });
 export const blob = async (path) => (await ask(path)).blob();
 
-// Calls `take(event, data)` until the stream ends; throws Refused, or whatever fetch throws.
+// Calls `take(event, data)` until the stream ends; throws Refused, or the errors of fetch.
 export async function listen(take, signal) {
   const answer = await ask("live/events", { signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
