@@ -64,7 +64,8 @@ class Batched(Generic[Item, Result]):
 
 
 class Writer:
-    """The writer of the database. It commits groups of jobs. If its connection is lost, no group is lost or applied twice.
+    """The writer of the database. It commits groups of jobs; a lost connection neither loses a group nor applies it
+    twice.
 
     Args:
         engine: The engine of the database; its URL selects the kind of ownership.
