@@ -56,7 +56,7 @@ class TrainerSide:
 
 
 class Components:
-    """All components of one gateway, built once. Nothing runs before they are opened and started.
+    """All components of one gateway, built once. Nothing runs until they are opened and started.
 
     Args:
         on_superseded: Called once another gateway has taken over the state.

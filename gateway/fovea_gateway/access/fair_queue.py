@@ -5,7 +5,7 @@ Transactions on Networking 5(5), 1997), with several slots at once (Jin, Chase a
 Sharing for a Storage Service Utility", SIGMETRICS 2004).
 
 In virtual time, a request starts where its owner's previous request finished, or when it arrives if that is later. It
-finishes as many tokens later as it costs, divided by the owner's weight. The queue admits the request with the earliest
+finishes later by its cost in tokens, divided by the owner's weight. The queue admits the request with the earliest
 start first, and virtual time is the start of the request that was admitted last. Three properties follow. Owners that
 always have waiting requests get tokens in proportion to their weights, regardless of the number and size of their
 requests. An owner that was absent neither saves up a share nor owes one. An owner's first request waits only for a

@@ -27,8 +27,8 @@ class Owner:
     A limit of 0 means that the owner has no limit of its own; the setting `default_limits` then applies.
 
     Attributes:
-        weight: Its share of trainer, samplers and renderers, relative to the weights of all owners that want them at
-            the time.
+        weight: Its share of trainer, samplers and renderers, relative to the weights of all owners that use them at the
+            same time.
         max_models: The maximum number of its models in the trainer at once.
         max_stored_bytes: The maximum total bytes of its checkpoints, unfinished uploads and stored texts. Once it is
             reached, nothing more is saved.

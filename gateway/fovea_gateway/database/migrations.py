@@ -1,8 +1,8 @@
-"""Creates the tables, or migrates those of an earlier gateway with alembic. Each revision is a file in `versions` that
-can also migrate back.
+"""Creates the tables, or migrates those of an earlier gateway with alembic. Each revision is a file in `versions`. The
+revisions after `_OLDEST` can also migrate back.
 
 A new table needs no revision, because `create_all` creates it. Gateways from before alembic read the revision's number
-in `schema_version`; it is written there too, so that they still refuse tables that they do not know.
+in `schema_version`. The number is written there too, so that those gateways refuse unknown tables.
 """
 
 import logging

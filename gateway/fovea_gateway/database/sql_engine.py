@@ -99,7 +99,8 @@ def command_url(state_dir: Path | None, *, may_create: bool = True) -> sa.URL:
         may_create: Whether a new database may be created in a folder that the command line or the environment names.
 
     Raises:
-        NotFound: The folder has no database and none may be created there, because no gateway would know its keys.
+        NotFound: The folder has no database, and a new one would be useless there, because no gateway would read its
+            keys.
         InvalidInput: The URL in the environment cannot be parsed.
     """
     if url := os.environ.get(_URL_VARIABLE):
@@ -118,7 +119,7 @@ def is_lost(error: BaseException) -> bool:
         return False
     if error.connection_invalidated:
         return True
-    state = getattr(error.orig, "sqlstate", "")  # only psycopg's errors have it; None if it is not from a server
+    state = getattr(error.orig, "sqlstate", "")  # only psycopg's errors have it; None if the error is not from a server
     if state is None:
         return isinstance(error, sa.exc.OperationalError)
     # 08: connection exceptions; 57P: the server is stopping or starting; 25006: it is no longer the primary.

@@ -79,7 +79,7 @@ class Asked:
 
 
 class OpenAIAnswers:
-    """The use case of OpenAI's API: the answer to a request."""
+    """The answers to requests of OpenAI's API."""
 
     def __init__(self, sampling: Sampling, base_models: BaseModels) -> None:
         self._sampling, self._base_models = sampling, base_models

@@ -168,7 +168,7 @@ class ServerRoutes:
                 "max_context_length": served.max_context_length,
                 "trainable": served.is_trained,
                 "sampleable": served.is_sampled,
-                # Fovea's own fields, for fovea_data: the model's files, and limits to check rows against.
+                # Fovea's own fields, for fovea_data: the model's files, and the limits that rows must meet.
                 "tokenizer_id": self._base_models.get(served.name).tokenizer_id,
                 "max_lora_rank": served.max_lora_rank,
                 "max_image_bytes": MAX_IMAGE_BYTES,

@@ -18,9 +18,9 @@ class Discovery(Protocol):
     def watch(self) -> AsyncGenerator[Addresses, None]:
         """Yields all addresses as soon as they are known, and again whenever they change.
 
-        After a failure the source is asked again with growing pauses; meanwhile the last yielded set remains valid. The
-        generator ends only if nothing can change any more. A replica that is missing from a later set is leaving: it
-        finishes its current requests and receives no new ones.
+        After a failure the source is queried again with growing pauses; meanwhile the last yielded set remains valid.
+        The generator ends only if the set can no longer change. A replica that is missing from a later set is leaving:
+        it finishes its current requests and receives no new ones.
         """
         ...
 

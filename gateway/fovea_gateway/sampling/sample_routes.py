@@ -197,8 +197,9 @@ class SamplingRoutes:
     async def get_experts(self, request: Request, owner: str) -> Response:
         """Returns the experts that computed a sequence: a .npy file, uint8 or int32 [P + C - 1, layers, k].
 
-        They are available as long as the result of the sample. Raises NotFound, Expired, Unavailable while the sample
-        is not finished, and the error of a failed sample.
+        P is the number of prompt tokens, C the number of sampled tokens. The experts are available as long as the
+        result of the sample. Raises NotFound, Expired, Unavailable while the sample is not finished, and the error of a
+        failed sample.
         """
         sequence_id = request.path_params["sequence_id"]
         future_id, _, index = sequence_id.rpartition(":")

@@ -156,16 +156,16 @@ class Progress:
     sampled: str = ""
 
     def wait_on(self, reason: str, queue_state: QueueState = QueueState.ACTIVE) -> None:
-        """Sets the reason for which the work waits."""
+        """Sets the text that tells clients what the work waits for."""
         self.reason, self.queue_state, self.describe = reason, queue_state, None
 
     def queue(self, describe: Callable[[], str], queue_state: QueueState = QueueState.ACTIVE) -> None:
-        """Lets `describe` supply the reason for which the work waits, until the next `wait_on`."""
+        """Sets the function that returns the text for clients. It is used until the next `wait_on`."""
         self.describe, self.queue_state = describe, queue_state
 
     @property
     def waiting_for(self) -> str:
-        """The reason for which the work waits, for clients that poll."""
+        """The text that tells polling clients what the work waits for."""
         return self.describe() if self.describe is not None else self.reason
 
 
@@ -177,7 +177,7 @@ class Pending:
         request: The serialized request, or None if it must be read from the database.
         usage: The resources used so far.
         work: The task that runs the work, if it can be cancelled.
-        refusal: The reason for which the submission could not be stored.
+        refusal: The error that prevented the storing of the submission; None if there was none.
         accepted: Set once the submission has been stored or could not be stored.
         done: Set once there is an outcome.
         woken: Set when waiting polls must answer, with or without an outcome.

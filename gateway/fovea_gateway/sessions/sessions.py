@@ -28,8 +28,8 @@ class Session:
     """A client's session, which owns models and sampling sessions.
 
     Attributes:
-        parked_at: The time since which its models wait in the trainer's storage, because its client is silent. None
-            while it is in use.
+        parked_at: The time at which its models moved to the trainer's storage because its client was silent, in seconds
+            since the epoch. None while it is in use.
         parked_bytes: The bytes that its models use there.
     """
 
@@ -208,7 +208,7 @@ class Sessions:
             self._heard_at[session_id] = time.monotonic()
 
     def is_wanted(self, session_id: str) -> bool:
-        """Returns whether a client may wait for queued work of a session: it sent a heartbeat or a poll lately."""
+        """Returns whether a client may wait for a session's queued work, because it was heard from within `quiet_s`."""
         now = time.monotonic()
         last = max(self._alive_at.get(session_id, now), self._heard_at.get(session_id, 0.0))
         return now - last <= self._quiet_s

@@ -234,7 +234,7 @@ class Batch:
 
 
 class Batches:
-    """The batches of forward and forward_backward, which it decodes and renders ahead of their commands.
+    """The batches of forward and forward_backward, decoded and rendered ahead of their commands.
 
     Args:
         trainer: Receives hints about images that it will need, so that it can fetch them ahead of the batch.

@@ -1,8 +1,8 @@
 """Regular work: frees orphans, and parks the sessions of silent clients.
 
-Orphans are models in the trainer, adapters in samplers and folders in storage that a killed gateway left behind. No row
-names them. The collector frees only what belongs to models in this gateway's own rows, because another gateway may use
-the same trainer machine, samplers or storage.
+Orphans are models in the trainer, adapters in samplers and folders in storage that a killed gateway left behind. The
+collector frees only what belongs to models in this gateway's own rows, because another gateway may use the same trainer
+machine, samplers or storage.
 """
 
 import asyncio

@@ -90,7 +90,7 @@ class Journal:
     Args:
         capacity_bytes: The limit for all stored requests together. An owner may use as many bytes as are still free.
             An owner above that waits for the next durable points of its models. If none come, its largest model loses
-            its entries and can be restored only from its next durable point on.
+            its entries and can be restored again only after its next durable point.
         clock: Returns seconds since an arbitrary origin.
     """
 
@@ -124,7 +124,7 @@ class Journal:
         could not run again then.
         """
         is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
-        is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # It is in storage already.
+        is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # Its snapshot is in storage already.
         if submission.kind not in _CHANGING or (error is not None and not is_cleared) or is_named:
             return []
         if trainer.info is None or not trainer.info.keeps_recovery:
@@ -190,7 +190,7 @@ class Journal:
         await self._database.write(lambda connection: _drop(connection, over))
 
     def _awaits_point(self, model_id: str) -> bool:
-        """Returns whether a change of a model is in no durable point yet, so that the trainer will write one."""
+        """Returns whether a change of a model is not in a durable point yet, so that the trainer will write one."""
         durable = max((said.get(model_id, 0) for said in self._trimmed.values()), default=0)
         return self._changes.get(model_id, 0) > durable
 

@@ -176,9 +176,9 @@ class Models:
     def client_of(self, model: Model, trainer: TrainerLink) -> TrainerClient:
         """Returns the trainer's client. Call this right before each call to the trainer.
 
-        Raises BrokenOff if the model is not back in this trainer yet. A command may have waited for its turn, a
-        renderer or disk space since it was checked. If the trainer has restarted meanwhile, the model may be present
-        there, but not in the state in which its last command left it.
+        Raises BrokenOff if the model is not back in this trainer yet. Since the model was checked, the command may have
+        waited for its turn, a renderer or disk space. If the trainer restarted in that time, it may have the model, but
+        not in the state in which the model's last command left it.
         """
         if model.trainer_instance != trainer.instance_id or model.model_id in self._being_restored:
             raise BrokenOff(f"model {model.model_id} is not back yet in the trainer, which restarted")

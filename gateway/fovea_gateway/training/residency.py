@@ -69,8 +69,8 @@ class Residency:
     async def require(self, model: Model, pending: Pending) -> None:
         """Returns once the trainer holds a model in the state in which its last command left it.
 
-        Raises ModelLost if the model cannot be restored, FailedPrecondition if the trainer has another base model, and
-        SessionEnded.
+        Raises ModelLost if the model cannot be restored, FailedPrecondition if the trainer has other model files than
+        the model was trained with, and SessionEnded.
         """
         if model.journaled_since is None:
             was_sent = pending.state is State.RUNNING

@@ -93,7 +93,8 @@ class CreationCommands:
                 return await self._create(model, pending, request, info.max_lora_rank)
             except (Unavailable, NotFound) as error:
                 is_same = await self._trainer.look_again() == info.instance_id
-                # NotFound from a new instance is no final answer: that instance does not know the created model.
+                # NotFound from a new instance is not final: that instance does not have the model that an earlier one
+                # created.
                 if backoff.is_over or (isinstance(error, NotFound) and is_same):
                     raise
                 await backoff.pause()
@@ -201,11 +202,12 @@ class SaveCommands:
         return self._saved(checkpoint, old)
 
     async def save_for_sampler(self, model: Model, pending: Pending, blob: bytes) -> Done:
-        """Freezes the weights. With a name, they also go to storage; without, they stay in memory for a sampling
+        """Freezes the weights. Named weights are also written to storage; unnamed ones remain in memory for a sampling
         session.
         """
         request = gateway_pb2.SubmitSaveForSamplerRequest.FromString(blob)
-        # The number was incremented durably before the command began, so an interrupted command leaves a gap.
+        # The number was incremented durably before the command began, so an interrupted command leaves a gap in the
+        # numbers.
         own_id = id_of_snapshot(model.model_id, model.next_snapshot - 1)
         expires_at = check_ttl(request.ttl_s)
         if request.inflight and request.name:

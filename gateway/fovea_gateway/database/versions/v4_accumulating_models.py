@@ -8,5 +8,5 @@ down_revision = "3"
 
 
 def upgrade() -> None:
-    """Adds the column. For existing models the value is unknown, so it is true: gradients that may exist are kept."""
+    """Adds the column. Its value is unknown for existing models, so it is true: their gradients, if any, are kept."""
     op.add_column("models", sa.Column("is_accumulating", sa.Boolean, nullable=False, server_default=sa.true()))
