@@ -104,7 +104,7 @@ class _Flow:
         return max(self.waiting[0].arrived, self.finish), self.waiting[0].number
 
     def forget_gone(self) -> bool:
-        """Drops cancelled turns at the head of the queue; returns whether there were any."""
+        """Drops cancelled turns at the head of the queue. Returns whether any was dropped."""
         count = len(self.waiting)
         while self.waiting and self.waiting[0].admitted.done():
             self.waiting.popleft()

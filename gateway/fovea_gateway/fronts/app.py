@@ -178,7 +178,7 @@ class Upkeep:
 
 
 class Gateway:
-    """One gateway. `run` covers its whole life; it consists of `start` and `stop`."""
+    """One gateway. `run` starts it, serves until a signal and stops it; `start` and `stop` do these steps alone."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings

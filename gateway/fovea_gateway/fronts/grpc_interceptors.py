@@ -1,6 +1,7 @@
 """The checks that every gRPC call passes before its method runs: authentication, scope, and limits of size.
 
-Sizes are counted in bytes before anything is built from them."""
+Sizes are checked on the encoded bytes, before a message is built from them.
+"""
 
 import asyncio
 import logging

@@ -266,7 +266,7 @@ async def off_loop(function: Callable[..., R], body: bytes, *rest: Any) -> R:
 
 
 async def off_loop_by_size(size_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
-    """Calls a function on values from a body of this size, in a thread if that is large."""
+    """Calls a function on values from a body. Uses a thread if the body is large."""
     if size_bytes < _OFF_LOOP_BYTES:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

@@ -40,7 +40,7 @@ Section = dict[str, Any]
 class LiveView:
     """A builder of the page's sections. It builds the sections of one owner once a second for all its viewers.
 
-    `owner` selects the owner of the data; None, for callers with the scope admin, selects all owners.
+    In its methods, `owner` selects the owner of the data. None selects all owners, for callers with the scope admin.
 
     Attributes:
         closing: Set at the end of the process.

@@ -249,7 +249,7 @@ class Sampling:
     async def run(
         self, sampling: SamplingSession, request: gateway_pb2.SampleTokensRequest, *, as_it_comes: bool
     ) -> AsyncIterator[tuple[bytes, gateway_pb2.SampleTokensResponse]]:
-        """Samples at once, without a future; yields the prompt's ids as rendered together with each event.
+        """Samples at once, without a future. Yields the int32 ids of the rendered prompt together with each event.
 
         Args:
             as_it_comes: Whether to yield tokens as they are generated. Otherwise each sequence comes whole, and is

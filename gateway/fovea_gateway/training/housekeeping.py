@@ -120,7 +120,7 @@ class OrphanCollector:
 
 
 def _folder(uri: str) -> str:
-    """Returns the final name of a folder that carries a suffix for staging, replacement or plain text."""
+    """Returns the URI of a folder without the suffix for staging, replacement or plain text."""
     return uri.split(STAGING_SUFFIX)[0].split(REPLACED_SUFFIX)[0].removesuffix(PLAIN_SUFFIX)
 
 

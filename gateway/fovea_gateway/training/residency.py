@@ -89,7 +89,7 @@ class Residency:
                 await self._tolerate(model, error)
 
     async def recover(self, model: Model, pending: Pending, error: FoveaError, asked: str) -> None:
-        """Handles a failed call. Returns, with the model in the trainer, if the command should run again; otherwise
+        """Handles a failed call. If the command should run again, returns once the trainer has the model; otherwise
         raises.
 
         Args:

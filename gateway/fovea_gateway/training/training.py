@@ -200,7 +200,7 @@ class Training:
 
         Args:
             request: The decoded request. If it can be prepared at once, it is not decoded again.
-            rejection: The reason for which it will fail when it is due.
+            rejection: The error with which it will fail when it is due.
             blob: The form in which it is stored, as `request_from_blob` reads it. It is made from `request` if absent.
 
         Raises NotFound and SessionEnded. Raises ResourceExhausted above the owner's share, unless this is the next

@@ -128,7 +128,7 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": decoded.header.model_id})
 
     async def _use_up(self, owner: str, prefix: bytes, error: FoveaError) -> None:
-        """Fails the future of a refused body in its order, if the start of the body contains model_id and seq_id."""
+        """Submits a refused body as a command that fails in its turn, if its start contains model_id and seq_id."""
         if address := peek_address(prefix):
             header = gateway_pb2.SubmitForwardBackwardHeader(model_id=address[0], seq_id=address[1], backward=True)
             with suppress(NotFound, InvalidInput, SessionEnded):
@@ -137,7 +137,7 @@ class TrainingRoutes:
     def _decode(
         self, body: tinker_pb2.ForwardBackwardRequest, blob: bytes
     ) -> tuple[LossRequest, bytes, FoveaError | None]:
-        """Returns a decoded body, its stored form, and the reason to reject it. Runs in a thread if it is large."""
+        """Returns a decoded body, its stored form, and an error or None. Runs in a thread if the body is large."""
         header = wire.header_from_proto(body)
         try:
             wire.check_dense_size(body.data, self._max_body_bytes)
@@ -178,7 +178,7 @@ class TrainingRoutes:
         return Json({"request_id": future_id, "model_id": model_id})
 
     async def _base_model_of(self, owner: str, path: str) -> str:
-        """Returns a checkpoint's base model, or the default one if that is not served here. The load then fails."""
+        """Returns a checkpoint's base model. If that is not served, returns the default one, which fails the load."""
         default = self._base_models.default.name
         try:
             base_model = (await self._checkpoints.find_training(owner, path)).base_model
