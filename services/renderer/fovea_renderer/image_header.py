@@ -52,7 +52,7 @@ _OTHER_SIGNATURES = (
 
 
 class InvalidChunk(Exception):
-    """An image or another chunk cannot be rendered. `at` adds the position of the chunk in a request.
+    """The error for an image or another chunk that cannot be rendered. `at` adds the chunk's position in its request.
 
     Args:
         cause: The label in the metric of refused inputs.
@@ -65,7 +65,7 @@ class InvalidChunk(Exception):
         self.message = message
 
     def at(self, chunk_index: int) -> InvalidInput:
-        """Returns the error for the client, which names the chunk."""
+        """Returns the error for the client. It names the chunk."""
         field = chunk_field(chunk_index)
         return InvalidInput(f"{field}: {self.message}", field=field, cause=self.cause)
 
@@ -101,7 +101,7 @@ def read(data: bytes, declared: ImageFormat) -> ImageHeader:
         raise InvalidChunk(
             "format_mismatch", f"the image is declared {declared} but is {found}; declare it {found}, or re-encode it"
         )
-    # The size as stored: the EXIF orientation is applied after decoding.
+    # This is the size as stored. The EXIF orientation is applied after decoding.
     width, height = imagesize.get(io.BytesIO(data), exif_rotation=False)
     if min(width, height) < 0:
         part = {"PNG": "IHDR", "JPEG": "frame"}[found]
@@ -145,9 +145,9 @@ def check_size(width: int, height: int) -> None:
 
 
 def _check_scans(data: bytes) -> None:
-    """Counts the scans up to the end of the first image.
+    """Raises InvalidChunk if the first image of a JPEG has more than `MAX_SCANS` scans.
 
-    Data behind it, such as the video of a phone's photo, is ignored.
+    Data after that image, such as the video of a phone's photo, is ignored.
 
     Source: ITU T.81, annex B.
     """

@@ -31,11 +31,11 @@ _PORTS = {"http": 80, "https": 443}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# The only part of IPv6 from which IANA assigns addresses to hosts. Outside are ::/96 (IPv4-compatible), 64:ff9b::/96
+# The only part of IPv6 from which IANA assigns addresses to hosts. It excludes ::/96 (IPv4-compatible), 64:ff9b::/96
 # and 64:ff9b:1::/48 (NAT64), fc00::/7 (local), fe80::/10 (link), fec0::/10 (site, RFC 3879) and ff00::/8 (multicast).
 _UNICAST = ipaddress.IPv6Network("2000::/3")
-# Python's `is_global` differs by release and is true for some of these networks. Tunnel addresses embed an IPv4
-# address, to which a gateway on the way would connect even if it is private.
+# Networks that are not public. Python's `is_global` differs by release and is true for some of them. An address of a
+# tunnel (Teredo, 6to4) contains an IPv4 address; a gateway on the way would connect to it even if it is private.
 _SPECIAL = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -68,7 +68,7 @@ class FeatureCache:
         self._making: SingleFlight[str, Feature] = SingleFlight(abandon=True)
 
     def held(self, digest: str) -> Feature:
-        """Returns the feature of a digest. Raises FeatureEvicted if it is not cached, or not any more."""
+        """Returns the feature of a digest. Raises FeatureEvicted if it is not cached."""
         feature = self._held.get(digest)
         if feature is None:
             raise FeatureEvicted(f"the tensors of image {digest} are not held; render the image again", digest=digest)
@@ -77,7 +77,9 @@ class FeatureCache:
     async def get(self, digest: str, process: Callable[[], Awaitable[ProcessedImage]]) -> Feature:
         """Returns the feature of a digest; calls `process` unless it is cached or already being processed.
 
-        All concurrent callers get the same result or the same error. The work is cancelled when the last caller is.
+        All concurrent callers get the same result or the same error. The work is cancelled once all callers are.
+
+        Raises ResourceExhausted if the tensors are larger than the cache.
         """
         feature = self._held.get(digest)
         if feature is not None:
@@ -119,8 +121,8 @@ class ImageCache:
     async def put(self, pieces: AsyncIterator[tuple[str, bytes]]) -> int:
         """Stores an image that arrives in pieces of (sha256, bytes); returns its size in bytes.
 
-        The first piece contains the SHA-256 of the image. Raises InvalidInput if the SHA-256 is malformed or is not
-        that of the bytes, or if the image is empty or too large; ResourceExhausted if it is larger than the cache.
+        The first piece contains the SHA-256 of the image. Raises InvalidInput if the SHA-256 is malformed or does not
+        match the bytes, or if the image is empty or too large. Raises ResourceExhausted if it is larger than the cache.
         """
         expected, data = "", bytearray()
         async for sha256, piece in pieces:
@@ -183,7 +185,7 @@ class ImageFetcher:
 
     Args:
         hosts: Allowed host names, addresses, and networks such as 10.1.0.0/16. An address that is not public (private,
-            loopback, link-local) must be listed even if a listed name resolves to it.
+            loopback, link-local) must itself be listed, even if a listed name resolves to it.
         timeout_s: Seconds to fetch one image, redirects included.
     """
 
@@ -199,7 +201,7 @@ class ImageFetcher:
         await self._client.aclose()
 
     async def fetch(self, uri: str) -> bytes:
-        """Returns the bytes at a URL. Raises InvalidChunk, naming the host or the setting, for any failure."""
+        """Returns the bytes at a URL. Raises InvalidChunk for any failure; the message names the URL or its host."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._follow(uri)

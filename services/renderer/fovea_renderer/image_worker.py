@@ -1,7 +1,7 @@
 """An image worker: `python -m fovea_renderer.image_worker`. Only `worker_pool` starts it.
 
 Image decoders and the image processor run in this separate process. A crash, a leak or a gigabyte of pixels therefore
-does not affect the service, and processing pixels does not hold the interpreter lock of its event loop.
+does not affect the service, and processing pixels does not hold the interpreter lock that its event loop needs.
 """
 
 import argparse
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_SIZE = (320, 240)
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
-# On these, torch resizes uint8 with integer arithmetic, so that the result does not depend on the memory layout.
+# On CPUs with these, torch resizes uint8 with integer arithmetic, so the result does not depend on the memory layout.
 _INTEGER_RESIZE = ("AVX2", "AVX512")
 # The libraries that change pixels between the encoded bytes and the patches.
 _LIBRARIES = ("pillow", "torch", "torchvision", "transformers")
-# Sizes that a processor keeps, enlarges and shrinks, with different aspect ratios.
+# Sizes that a processor keeps, enlarges or shrinks. Their aspect ratios differ.
 _PROBE_SIZES = ((256, 320), (50, 21), (333, 1000))
 
 
@@ -105,7 +105,7 @@ class QwenPatches:
         shape comments, G is rows / merge, g is columns / merge, m is merge, and p is the number of lines of a patch.
         """
         line = np.dtype((np.void, self._patch))
-        blocks = (rows // self._merge, self._merge, self._patch, columns // self._merge, self._merge)  # GmpGm
+        blocks = (rows // self._merge, self._merge, self._patch, columns // self._merge, self._merge)  # Gmpgm
         shape = (blocks[0], blocks[3], self._merge, self._merge, len(channels), self._repeat, self._patch)
         patches = pixel_values.view(line).reshape(shape)
         for index, channel in enumerate(channels):
@@ -136,9 +136,9 @@ def open_processor(model_dir: Path) -> ImageProcessor:
 
 
 class WholeProcessor:
-    """Runs the checkpoint's processor with its tokenizer on an image token and one image; returns ids and tensors.
+    """An image processor that runs the checkpoint's processor and its tokenizer on an image token and one image.
 
-    The ids exclude the whitespace that the processor writes around an image, because it is text: see `image_margin`.
+    Its ids exclude the whitespace that the processor writes around an image, because that is text: see `image_margin`.
     """
 
     def __init__(self, model_dir: Path, family: ProcessorVL) -> None:
@@ -152,7 +152,7 @@ class WholeProcessor:
         self.fingerprint = _fingerprint(self._processor, [self.settings, ids.tolist()])
 
     def tensors(self, image: Image.Image, allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
-        """Returns the tensors that the family declares, as the processor computes them, and `input_ids`, int32 [L].
+        """Returns the tensors that the family declares, and `input_ids`, int32 [L], as the processor computes them.
 
         Raises InvalidChunk if the processor's tensors of the image do not fit the model.
         """
@@ -178,7 +178,7 @@ class WholeProcessor:
 
 
 class ImagePatcher:
-    """Converts RGB images into uint8 patches, as the Hugging Face image processor of one checkpoint does."""
+    """An image processor that makes the same uint8 patches of RGB images as the checkpoint's own image processor."""
 
     def __init__(self, model_dir: Path) -> None:
         self._processor = AutoImageProcessor.from_pretrained(model_dir, trust_remote_code=False)
@@ -197,7 +197,7 @@ class ImagePatcher:
             `pixel_values` uint8 [rows, width], one row per patch, neither rescaled nor normalised, and
             `image_grid_thw` int64 [1, 3], the patch grid before merging.
 
-        Raises TypeError if the processor does not keep bytes as bytes.
+        Raises TypeError if the processor's patches are not uint8.
         """
         if self._patches:
             return self._patches(image, allocate)
@@ -255,7 +255,8 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Model directory.")
     parser.add_argument("--memory-bytes", type=int, required=True, help="Memory limit in bytes; 0 is no limit.")
     arguments = parser.parse_args()
-    # A Ctrl-C reaches the whole process group. The service drains and ends its workers by closing the socket.
+    # A Ctrl-C reaches the whole process group. The service finishes its calls and then ends its workers: it closes the
+    # sockets.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -284,7 +285,7 @@ def _serve_one(connection: Connection, memory: SharedMemory, processor: ImagePro
     except InvalidChunk as error:
         send(connection, Invalid(error.cause, error.message))
         return
-    except Exception as error:  # any error must be reported, because the service waits for an answer
+    except Exception as error:  # the service waits for an answer, so every error is reported
         out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         send(connection, Failed(traceback.format_exc(), out_of_memory))
         return

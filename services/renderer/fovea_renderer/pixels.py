@@ -10,8 +10,8 @@ Images that are not plain RGB are converted as follows:
     animated PNG                                                refused
     JPEG with several pictures (MPO)                            the first picture
 
-vLLM's ImageMediaIO also composites alpha on white, and vLLM and transformers' `load_image` also apply the EXIF
-orientation. transformers' image processor alone would drop alpha and show the colours that transparency hides.
+vLLM's ImageMediaIO also composites alpha on white. vLLM and transformers' `load_image` also apply the EXIF orientation.
+transformers' image processor alone would drop alpha and show the colours that transparency hides.
 vLLM 0.32.0 and Pillow's convert("RGB") clip 16-bit grey at 255, which turns almost every such image white.
 """
 
@@ -52,7 +52,7 @@ def decode(data: bytes, declared: ImageFormat, width: int, height: int, max_side
         image = _load(data, declared, width, height)
     except (InvalidChunk, MemoryError):
         raise
-    except Exception as error:  # on hostile bytes Pillow's decoders raise almost any exception
+    except Exception as error:  # Pillow's decoders raise almost any exception for hostile bytes
         if any(words in str(error) for words in _METADATA_TOO_LARGE):
             raise InvalidChunk(
                 "size_bytes",
@@ -81,9 +81,10 @@ def _load(data: bytes, declared: ImageFormat, width: int, height: int) -> Image.
 
 @contextmanager
 def _room_for_metadata() -> Iterator[None]:
-    """Raises Pillow's limit for one text or colour profile of a PNG from 1 MiB to 64 MiB, its limit for all of them.
+    """Increases Pillow's limit on one text or colour profile of a PNG from 1 MiB to 64 MiB within a block.
 
-    Some programs write whole workflows into PNGs. The memory limit of the worker protects the service.
+    64 MiB is Pillow's limit on all of them together. Some programs write whole workflows into PNGs. The memory limit of
+    the worker protects the service.
     """
     before = PngImagePlugin.MAX_TEXT_CHUNK
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
@@ -106,10 +107,10 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _shrunk(image: Image.Image, max_side: int) -> Image.Image:
-    """Returns the image with no side longer than `max_side`, unless that is 0.
+    """Returns the image, shrunk if its longer side exceeds `max_side`; 0 keeps the size.
 
     The steps are the same as in `fovea_rollout.pictures.read_picture`, so that a model sees exactly the pixels of its
-    training rows: alpha is kept while the image shrinks, and is composited on white afterwards.
+    training rows. The image keeps its alpha while it shrinks; `_to_rgb` composites it on white afterwards.
     """
     if not 0 < max_side < max(image.size):
         return image

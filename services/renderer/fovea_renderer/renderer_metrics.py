@@ -31,7 +31,7 @@ REFUSALS = Counter("fovea_renderer_refusals_total", "Refused inputs, by cause.",
 
 @contextmanager
 def refusals_counted() -> Iterator[None]:
-    """Counts a FoveaError that leaves the block, by its cause or, if it has none, by its reason."""
+    """Counts a FoveaError that leaves the block. The label is its cause or, if it has none, its reason."""
     try:
         yield
     except FoveaError as error:

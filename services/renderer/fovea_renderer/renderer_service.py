@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
-    """Serves one Renderer. The server already listens, with health NOT_SERVING, while the workers warm up."""
+    """The gRPC methods of one Renderer. While the workers warm up, the server listens and its health is NOT_SERVING."""
 
     def __init__(self, opened: asyncio.Future[Renderer]) -> None:
         self._opened = opened
@@ -89,7 +89,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
 async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterator[Renderer]:
     """Opens a renderer with warm workers, which end with the context. `address` is the address of its server.
 
-    Raises ValueError if the renderer cannot serve the model directory, Unavailable if a worker does not start.
+    Raises ValueError if the renderer cannot serve the model directory, and Unavailable if a worker does not start.
     """
     checkpoint = model_directory.read(model_directory.locate(settings.model))
     files = fingerprints(checkpoint.directory)
@@ -125,7 +125,7 @@ async def serve(settings: RendererSettings) -> None:
             await server.set_serving(True)
             await server.run_until_stopped()
     finally:
-        # A server that is garbage-collected after its event loop has closed logs long warnings.
+        # If the server were garbage-collected after its event loop is closed, gRPC would log long warnings.
         await server.grpc.stop(0)
 
 

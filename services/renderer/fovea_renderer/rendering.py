@@ -1,6 +1,6 @@
 """Renders a model input: splices chunks of text and images into one sequence of tokens with vision features.
 
-Cheap checks of all chunks come first: ids, headers, counts, length. Pixels are only decoded if all of them succeed.
+The cheap checks of all chunks come first: ids, headers, counts, length. Pixels are decoded only if all checks succeed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 ProcessImage = Callable[[ImageHeader, bytes, int], Awaitable[ProcessedImage]]
 """Processes an image, given its header, the encoded file, and the most pixels of its longer side (0 keeps the size)."""
 
-# For fewer bytes, passing them to a thread takes longer than hashing them.
+# Passing fewer bytes than this to a thread takes longer than hashing them.
 _HASH_INLINE_BYTES = 256 * 1024
 
 
@@ -61,15 +61,15 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class _CheckedImage:
-    """An image with a valid header and size and, if the count is known before processing, the expected count.
+    """An image with a checked header. If its token count is known before processing, that is checked as well.
 
     Attributes:
         index: The index of its chunk.
         chunk: Its chunk.
         data: The encoded file.
         header: Its header.
-        max_side: The length to which the longer side is shrunk, in pixels; 0 for an image that keeps its size.
-        token_count: The number of ids; None if it is only known after processing, as for an image that is shrunk.
+        max_side: The length of the longer side after shrinking, in pixels; 0 for an image that keeps its size.
+        token_count: The number of ids; None if it is known only after processing, as for an image that is shrunk.
     """
 
     index: int
@@ -122,8 +122,9 @@ class Renderer:
     async def render(self, chunks: Sequence[Chunk]) -> Rendered:
         """Splices one input.
 
-        Raises InvalidInput with the chunk and the fix, ContextOverflow for an input that is too long, NotFound for an
-        uploaded image that is not cached, ResourceExhausted if there are too few workers or too little memory.
+        Raises InvalidInput with the chunk and the fix, ContextOverflow for an input that is too long, and NotFound for
+        an uploaded image that is not cached. Raises ResourceExhausted if too many images wait for a worker, or if an
+        image needs more memory than a worker or the cache has. The other errors of `WorkerPool.process` are passed on.
         """
         previous_id = -1
         for index, chunk in enumerate(chunks):
@@ -135,7 +136,7 @@ class Renderer:
         images = await _first_error(
             [self._check_image(index, chunk) for index, chunk in enumerate(chunks) if isinstance(chunk, ImageChunk)]
         )
-        # An image of unknown count has at least one id. The exact length is checked after processing.
+        # An image with an unknown count has at least one id. The exact length is checked after processing.
         self._check_length(chunks, [image.token_count or 1 for image in images])
         processed = await _first_error([self._process(image) for image in images])
         self._check_length(chunks, [len(image.replacement.ids) for image in processed])
@@ -143,7 +144,7 @@ class Renderer:
         return self._splice(chunks, processed)
 
     def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
-        """Raises InvalidInput for the first id that is outside the vocabulary or represents a missing image."""
+        """Raises InvalidInput for the first id that is outside the vocabulary or represents an image that is missing."""
         highest = int(ids.max())
         if ids.min() < 0 or highest >= self.model.vocabulary_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))[0])
@@ -264,8 +265,8 @@ class Renderer:
 async def _digest(fingerprint: str, max_side: int, data: bytes) -> str:
     """Returns the identity of an image's tensors: SHA-256 of the processor's fingerprint (32 bytes) and the image.
 
-    For an image that is shrunk, the side is between them as 8 bytes. No PNG or JPEG begins with their first byte, so
-    the digest cannot collide with that of another image.
+    For an image that is shrunk, `max_side` is inserted between them as 8 bytes. No PNG or JPEG begins with the first of
+    these bytes, so the digest cannot collide with that of another image.
     """
     digest = hashlib.sha256(bytes.fromhex(fingerprint) + (max_side.to_bytes(8, "big") if max_side else b""))
     if len(data) > _HASH_INLINE_BYTES:
@@ -276,12 +277,12 @@ async def _digest(fingerprint: str, max_side: int, data: bytes) -> str:
 
 
 async def _first_error(jobs: Sequence[Awaitable[Result]]) -> list[Result]:
-    """Returns all results or, once all jobs have ended, raises the first error in the order of the jobs.
+    """Runs all jobs and returns their results. If jobs fail, raises the error of the first of them in `jobs`.
 
-    An input with several errors therefore always gets the same one.
+    It raises only after all jobs have ended, so an input with several errors always gets the same error.
     """
     if len(jobs) <= 1:
-        return [await job for job in jobs]  # creating a task would cost more than looking up a cached image
+        return [await job for job in jobs]  # a task would cost more than looking up a cached image
     results = await asyncio.gather(*jobs, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

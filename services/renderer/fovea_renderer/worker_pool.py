@@ -38,7 +38,7 @@ class WorkerSettings:
         memory_bytes: The memory limit of one worker; 0 is no limit.
         job_timeout_s: Seconds that one job may take.
         start_timeout_s: Seconds that a worker may take to start.
-        module: The module that a worker runs. It speaks `worker_protocol` over the descriptors that it inherits.
+        module: The module that a worker runs. It uses `worker_protocol` over the descriptors that it inherits.
     """
 
     model_directory: Path
@@ -69,7 +69,7 @@ class WorkerProcess:
     def start(self) -> Ready:
         """Starts the process and waits until it has processed a warm-up image.
 
-        Raises Unavailable if it ends first or takes too long; the reason is in its standard error.
+        Raises Unavailable if it ends before that or takes too long; the reason is in its standard error.
         """
         ours, theirs = socket.socketpair()
         self._memory = memory = SharedMemory.create()
@@ -170,9 +170,9 @@ ATTEMPTS = 2
 class WorkerPool:
     """Processes images on `worker_count` processes.
 
-    Each process has a thread in the service, which waits for its socket and takes the next job without the event loop.
-    If a process dies during a job, the job is tried once more on a new process, because the image need not be the
-    cause: the kernel may have killed the process. An image that kills two processes is refused.
+    The service has one thread per process. The thread waits for the process's socket and takes the next job without the
+    event loop. If a process dies during a job, the pool tries the job once more on a new process, because the image may
+    not be the cause: the kernel may have killed the process. An image that kills two processes is refused.
 
     Args:
         settings: The settings of the workers.
@@ -203,10 +203,13 @@ class WorkerPool:
         return ready
 
     async def process(self, header: ImageHeader, data: bytes, max_side: int = 0) -> ProcessedImage:
-        """Processes one image on the next idle worker. Raises as `WorkerProcess.process` does.
+        """Processes one image on the next idle worker.
 
         An image with a side of more than `max_side` pixels is shrunk first; 0 keeps the size. Cancelling drops a job
         that still waits. A running job continues, because the worker must finish it before it can take another.
+
+        Raises the errors of `WorkerProcess.process`, with Internal instead of WorkerDied. Raises ResourceExhausted if
+        `max_pending` images already wait.
         """
         if self._pending >= self._max_pending:
             raise ResourceExhausted(f"{self._pending} images already wait for the renderer's workers; try again later")

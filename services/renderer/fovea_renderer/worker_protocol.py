@@ -44,7 +44,8 @@ class TensorPosition:
 class SharedMemory:
     """Shared memory for the tensors of one image at a time. It grows to the size of the largest image so far.
 
-    The memory is sealed against shrinking. Otherwise a worker that truncates it could kill the service with SIGBUS.
+    The memory is sealed against shrinking. Without the seal, a worker could truncate it and so kill the service with
+    SIGBUS.
 
     Args:
         descriptor: The descriptor from `create`, in this process or inherited from the parent. `close` closes it.
@@ -126,15 +127,15 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Failed:
-    """The job failed, but the worker continues. The text is for the log."""
+    """The job failed, but the worker continues. `error` is for the log."""
 
     error: str
     out_of_memory: bool
 
 
 def send(connection: Connection, message: Ready | Job | Done | Invalid | Failed) -> None:
-    """Sends a message, which `Connection.recv` reads.
+    """Sends a message that `Connection.recv` can read.
 
-    `Connection.send` would create a pickler of its own for each message, which costs five times as much.
+    `Connection.send` would create its own pickler for each message, which costs five times as much.
     """
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

@@ -1,9 +1,9 @@
 """Checkpoints without data: models of any size for benchmarks, even if the disk is too small for them.
 
-Such a safetensors file has the usual header, with `random_seed` in its metadata, and a hole instead of data. When the
-trainer or the sampler would read a tensor, they draw it on their device from the seed and its name, so both start with
-the same weights: matrices are normal with a standard deviation of 0.02, biases are 0, other vectors are 1. Different
-kinds of devices draw different numbers. `tools/benchmarks/random_checkpoint.py` writes such files.
+Such a safetensors file has the usual header, with `random_seed` in its metadata, and a hole instead of data. Trainer and
+sampler do not read a tensor: they draw it on their device from the seed and the tensor's name, so both start with the
+same weights. Matrices are normal with a standard deviation of 0.02, biases are 0, and other vectors are 1.
+Different kinds of devices draw different numbers. `tools/benchmarks/random_checkpoint.py` writes such files.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class RandomSlice:
-    """Stands in for a slice from safetensors' `get_slice`. Each access draws the whole tensor, with the same result."""
+    """A replacement for safetensors' slices. Each access draws the whole tensor again, with the same result."""
 
     def __init__(self, name: str, like: Any, seed: int, device: torch.device) -> None:
         self._name = name

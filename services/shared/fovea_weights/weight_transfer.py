@@ -1,12 +1,12 @@
 """Weight transfer on GPUs, shared by trainer and sampler: the digest of a snapshot, and broadcasts over one shared GPU.
 
-Digest. On a GPU a Triton kernel computes it and reads the tensors once. torch's operators read and write each word
-fourteen times. For 8.9 GB on an H200 that takes 0.06 s at the speed of its memory, both on the sending and on the
-receiving side, and the intermediate results need three times the memory of a chunk.
+Digest. On a GPU a Triton kernel computes it and reads the tensors once. torch's operators would read and write each
+word fourteen times. For 8.9 GB on an H200 these passes take 0.06 s at the speed of its memory, on the sending side and again
+on the receiving side. Their intermediate results need three times the memory of a chunk.
 
 Broadcast. NCCL refuses to send between processes that share one GPU, so they use memory that all of them map. The
-sender owns a buffer on the GPU, which receivers map with CUDA IPC. Data passes through it in slices. Keys in the
-group's store announce that a slice is in the buffer, and that each receiver has copied it.
+sender owns a buffer on the GPU, which receivers map with CUDA IPC. Data passes through the buffer in slices. One key in
+the group's store announces each slice, and one key per receiver reports that the receiver has copied it.
 """
 
 import logging
@@ -47,7 +47,7 @@ def torch_sum(words: Tensor, start: int) -> Tensor:
 
 
 def kernel_sum(words: Tensor, start: int) -> Tensor:
-    """Computes the same sum with the kernel. Raises Triton's errors if the kernel cannot be compiled."""
+    """Returns the same sum as `torch_sum`, by the kernel. Raises Triton's errors if the kernel cannot be compiled."""
     import triton
 
     blocks = triton.cdiv(words.numel(), _BLOCK)
@@ -90,7 +90,7 @@ def _kernel() -> Any:
     ) -> None:
         """Writes the sum of one block of mixed words; `mixed` explains the steps.
 
-        `count` is not a multiple of BLOCK, so words after it are loaded as 0 and left out of the sum. The block index
+        `count` need not be a multiple of BLOCK: words after it are loaded as 0 and left out of the sum. The block index
         is int64 because a position may exceed int32.
         """
         block = tl.program_id(0).to(tl.int64)
@@ -122,7 +122,7 @@ class Done:
 
 
 class SharedGpuGroup:
-    """A group of one sender, rank 0, and receivers. Replaces a torch process group.
+    """A group of one sender, rank 0, and receivers. It replaces a torch process group.
 
     Args:
         store: The group's store; a client of its own for this process.
@@ -199,8 +199,8 @@ class SharedGpuGroup:
 class _Exported:
     """Memory of this process that other processes may map.
 
-    It is allocated by the driver, because memory in torch's expandable segments cannot be mapped everywhere. It is
-    never freed, because a receiver may still map it. When its group is closed, the next group reuses it.
+    The driver allocates it, because memory in torch's expandable segments cannot be mapped everywhere. It is never
+    freed, because a receiver may still map it. After its group is closed, another group reuses it.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,10 @@ class _Exported:
         self._lock = threading.Lock()
 
     def take(self, device: torch.device) -> tuple[Tensor, bytes]:
-        """Returns uint8 [SLICE_BYTES] on the device, and the handle for mapping it. Raises RuntimeError."""
+        """Returns uint8 [SLICE_BYTES] on the device, and the handle for mapping it.
+
+        Raises RuntimeError if the memory cannot be shared between processes.
+        """
         with self._lock:
             if idle := self._idle[device]:
                 memory = idle.pop()
@@ -264,14 +267,14 @@ def _map(handle: bytes, device: torch.device) -> Tensor:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copies a tensor and waits until the copy is complete, so that the other side can be notified."""
+    """Copies a tensor. Returns when the copy is complete, so that the caller may notify the other side."""
     target.copy_(source)
     if target.device.type == "cuda":
         torch.cuda.current_stream(target.device).synchronize()
 
 
 def _cuda_runtime() -> Any:
-    """Imports NVIDIA's CUDA bindings, a dependency of torch for GPUs."""
+    """Returns NVIDIA's bindings of the CUDA runtime, a dependency of torch for GPUs."""
     from cuda.bindings import runtime
 
     return runtime
