@@ -144,7 +144,7 @@ class Renderer:
         return self._splice(chunks, processed)
 
     def _check_text(self, index: int, ids: TokenIds, previous_id: int) -> None:
-        """Raises InvalidInput for the first id that is outside the vocabulary or represents an image that is missing."""
+        """Raises InvalidInput for the first id that is outside the vocabulary or represents a missing image."""
         highest = int(ids.max())
         if ids.min() < 0 or highest >= self.model.vocabulary_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.model.vocabulary_size))[0])

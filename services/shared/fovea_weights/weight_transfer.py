@@ -1,8 +1,8 @@
 """Weight transfer on GPUs, shared by trainer and sampler: the digest of a snapshot, and broadcasts over one shared GPU.
 
 Digest. On a GPU a Triton kernel computes it and reads the tensors once. torch's operators would read and write each
-word fourteen times. For 8.9 GB on an H200 these passes take 0.06 s at the speed of its memory, on the sending side and again
-on the receiving side. Their intermediate results need three times the memory of a chunk.
+word fourteen times. For 8.9 GB on an H200 these passes take 0.06 s at the speed of its memory, on the sending side and
+again on the receiving side. Their intermediate results need three times the memory of a chunk.
 
 Broadcast. NCCL refuses to send between processes that share one GPU, so they use memory that all of them map. The
 sender owns a buffer on the GPU, which receivers map with CUDA IPC. Data passes through the buffer in slices. One key in
