@@ -1,6 +1,6 @@
 """The queue that passes commands from gRPC calls to the thread that runs them, and returns their results.
 
-That thread runs one command at a time, together with all other ranks. Commands are plain data, sent by rank 0 to the
+That thread runs one command at a time, together with all other ranks. Commands are plain data. Rank 0 sends them to the
 other ranks of this trainer only.
 """
 
@@ -63,7 +63,7 @@ class DeleteModel:
 
 @dataclass(frozen=True)
 class PrepareLosses:
-    """Starts the workers for traced losses without waiting. Returns True if those of all ranks are ready."""
+    """Starts the workers for traced losses without waiting. Returns True if the workers of all ranks are ready."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ClearGradients:
 class OptimStep:
     """Takes an optimizer step on the gradients of all ranks, and drops them.
 
-    Here and below, `seq_id` 0 means unnumbered.
+    Here and in `LoadState`, a `seq_id` of 0 means that the command has no number.
     """
 
     model_id: str
@@ -141,7 +141,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True)
 class RestoreSnapshot:
-    """Reads a snapshot back into memory: from `uri`, or if empty from the recovery store."""
+    """Reads a snapshot back into memory: from `uri`, or from the recovery store if `uri` is empty."""
 
     snapshot_id: str
     uri: str
@@ -156,7 +156,7 @@ class ForgetSnapshot:
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """Makes the senders beside rank 0 join a transfer group with samplers, and close all groups not in `kept`."""
+    """Makes the senders other than rank 0 join a transfer group with samplers, and close all groups not in `kept`."""
 
     group_id: str
     world_size: int
@@ -168,7 +168,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class BroadcastFull:
-    """Gathers a full-parameter snapshot and sends it over an open transfer group. The senders alternate."""
+    """Gathers a full-parameter snapshot and sends it over an open transfer group. The senders take turns."""
 
     snapshot_id: str
     group_id: str
@@ -178,7 +178,7 @@ class BroadcastFull:
 
 @dataclass(frozen=True)
 class DescribeFull:
-    """Returns identity and tensors of a full-parameter snapshot; the empty id means the base.
+    """Returns the identity and the tensor specs of a full-parameter snapshot. The empty id means the base.
 
     The snapshot stays in memory until `UnpinFull`.
     """
@@ -263,7 +263,7 @@ class CommandQueue:
         """Checks that commands are accepted. Callable from any thread.
 
         Raises:
-            FoveaError: The trainer is still loading or is broken; states which.
+            FoveaError: The trainer is still loading or is broken. The message says which.
         """
         if self._broken is not None:
             raise self._broken
@@ -274,7 +274,7 @@ class CommandQueue:
         A command is not run if its caller is cancelled before the command starts. A running command is not interrupted.
 
         Raises:
-            Unavailable: The trainer broke. Errors of the command are passed on.
+            Unavailable: The trainer is still loading, or it broke. Errors of the command are passed on.
         """
         self.check()
         result: Future[Any] = Future()
@@ -285,7 +285,7 @@ class CommandQueue:
         return await asyncio.wrap_future(result)
 
     def next(self) -> Job:
-        """Returns the next job, or a heartbeat if none arrives in time."""
+        """Returns the next job, or a heartbeat if no job arrives for `heartbeat_s` seconds."""
         while True:
             try:
                 job = self._jobs.get(timeout=self._heartbeat_s)
@@ -302,7 +302,7 @@ class CommandQueue:
         self._jobs.put(Job(Shutdown(), Future()))
 
     def fail_all(self, error: FoveaError) -> None:
-        """Fails all running and queued commands, and all that follow. Callable from any thread."""
+        """Fails all running and queued commands, and all later ones. Callable from any thread."""
         self._broken = error
         for result in list(self._pending):
             resolve(result, error=error)

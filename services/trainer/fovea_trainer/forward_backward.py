@@ -1,12 +1,12 @@
 """One forward_backward call on one rank: prepare and agree, then compute step by step with all ranks.
 
-No rank may fail alone between the first collective and the last. Everything that depends on input or on other services
-is therefore done and agreed on before.
+No rank may fail alone between the first collective and the last. The ranks therefore first do all work that depends on
+input or on other services, and agree that it succeeded.
 
-There are two exceptions, after which all ranks fail together at the end. First, a loss or gradient may not exist, which
-only the log-probabilities show; its rank continues with a loss of zero. Second, memory may run out; the rank then
-computes no more. This is sound if its passes need no other rank. If they do, micro-batches that may not fit are refused
-beforehand; if memory runs out nevertheless, the trainer ends.
+Two failures can still happen to one rank alone. All ranks then fail together at the end of the call. First, a loss or a
+gradient may not be finite, which only the log-probabilities show. The rank then continues with a loss of zero. Second,
+memory may run out. If the passes of a rank need no other rank, the rank then computes no more. If they do,
+micro-batches that may not fit are refused beforehand; if memory runs out nevertheless, the trainer ends.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
@@ -50,7 +50,7 @@ class PreparedCall:
 
     Args:
         command: The command.
-        model: The model, to the gradients of which the call adds.
+        model: The model. A call with `backward` adds to its gradients.
         alone: True if the passes need no other rank.
         loss: The loss.
         datums: This rank's datums, keyed by index.
@@ -92,7 +92,7 @@ class LossComputer:
         self._limits = limits
         self._memory = memory
         self._sandbox = sandbox
-        # Several ranks would have to record the collectives of FSDP too.
+        # Only a single rank records passes: with several, the recording would include the collectives of FSDP.
         most_tokens = recorded_tokens if sharded.mesh.size() == 1 else 0
         self._small_passes = SmallPasses(
             self._module, injector, most_tokens, memory.has_room_to_record, memory.set_aside
@@ -108,12 +108,12 @@ class LossComputer:
     def run(self, command: ForwardBackward, model: TrainedModel) -> ForwardBackwardResult:
         """Computes the loss; adds to the model's gradients if `backward` is set. Collective.
 
-        An error is raised on all ranks, and an adapter then has the gradients it had before the call. Gradients of full
-        parameters are not copied, so after an error those of earlier calls are dropped as well.
+        An error is raised on all ranks. An adapter then has the gradients that it had before the call. Gradients of
+        full parameters are not copied, so an error also drops the gradients of earlier calls.
 
         Raises:
             InvalidInput: A loss or its gradient is not finite, or a traced loss failed or exceeded its limits.
-            ResourceExhausted: Memory ran out.
+            ResourceExhausted: Memory ran out, or a datum may not fit.
             FeatureEvicted: A renderer no longer holds an image; see `TensorFetcher.tensors_of`.
         """
         budgets = self._memory.budgets(model.pending_bytes if command.backward else 0, model.trains_vision)
@@ -168,7 +168,7 @@ class LossComputer:
     def _attempt(self, call: PreparedCall, schedule: Plan, recompute_above: float) -> RankResult:
         """Computes all micro-batches once.
 
-        If memory ran out on any rank, `out_of_memory` is set on all ranks, which are then ready for another attempt.
+        If memory ran out on any rank, `out_of_memory` is set on all ranks, and all are ready for another attempt.
         """
         towers = self._tower_steps(call, schedule)
         call.model.activate()
@@ -202,9 +202,9 @@ class LossComputer:
         return sum(command.sizes[index].token_count for index in step.datums[rank])
 
     def _max_tokens(self, call: PreparedCall, step: Step) -> int:
-        """Returns the most tokens of any rank in a shared pass.
+        """Returns the most tokens of any rank in a step, or this rank's own number if its passes need no other rank.
 
-        The ranks must agree on recomputation, since it communicates again.
+        Recomputation repeats the collectives of a pass, so ranks that share passes must decide on it alike.
         """
         ranks = [self._control.rank] if call.alone else range(len(step.datums))
         return max(self._tokens_of(call.command, step, rank) for rank in ranks)
@@ -215,7 +215,7 @@ class LossComputer:
         return decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
 
     def _tower_steps(self, call: PreparedCall, schedule: Plan) -> list[bool]:
-        """Returns for each step whether the ranks run the vision tower, the same on all of them. Collective."""
+        """Returns one flag per step, equal on all ranks: True if the ranks run the vision tower. Collective."""
         if call.cached is None or not any(step.has_vision for step in schedule.steps):
             return [step.has_vision for step in schedule.steps]
         known = set(call.cached)
@@ -256,12 +256,12 @@ class LossComputer:
                 break
             if result.out_of_memory:
                 break
-        # Results are read only after the loop: reading waits for the device, and would delay preparing the next
-        # micro-batch.
+        # Results are read only after the loop. Reading waits for the device, so it would delay the preparation of the
+        # next micro-batch.
         _guard(call.alone, result, bring_to_host)
 
     def _logprobs(self, call: PreparedCall, batch: Batch, recompute: bool) -> Tensor:
-        """The log-probabilities of a micro-batch's targets, float32 [T, K], with gradients."""
+        """Returns the log-probabilities of a micro-batch's targets, float32 [T, K], with gradients."""
         temperature = call.loss.temperature
         if (
             isinstance(call.model, AdapterModel)
@@ -273,10 +273,10 @@ class LossComputer:
         return found
 
     def _should_continue(self, loss: Loss, result: RankResult) -> bool:
-        """Returns True if no rank has failed; only for a loss with a time limit. Collective.
+        """Returns True if no rank has failed, or if the loss has no time limit. With a time limit it is collective.
 
-        It also sets all ranks to the least time left. However datums are distributed, a call then waits for slow losses
-        only once.
+        It also gives all ranks the time that the slowest rank has left. A call then waits for slow losses only once,
+        however the datums are distributed.
         """
         if loss.seconds_left is None:
             return True
@@ -286,7 +286,7 @@ class LossComputer:
 
 
 def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:
-    """Runs `action`. Records that memory ran out if no other rank depends on these passes, else raises the error."""
+    """Runs `action`. If memory runs out, records it if no other rank depends on these passes, else raises the error."""
     if result.out_of_memory:
         return
     try:
@@ -300,8 +300,7 @@ def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:
 def _losses_of(batch: Batch, logprobs_TK: Tensor, loss: Loss, result: RankResult) -> tuple[Tensor, MicroBatchResult]:
     """Returns the sum of the losses of a micro-batch, a scalar with gradient, and the results to report.
 
-    If there is no loss, the sum is a zero that still depends on the model, because all ranks must run the backward
-    pass.
+    Without a loss, the sum is a zero that depends on the model, because all ranks must run the backward pass.
     """
     parts = batch.split_logprobs(logprobs_TK)
     rows = [part.detach() for part in parts]

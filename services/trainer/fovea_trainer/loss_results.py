@@ -33,8 +33,8 @@ class ForwardBackwardResult:
     """The result of a call.
 
     Args:
-        logprobs: float32 log-probabilities keyed by datum index: of all datums on rank 0, of the rank's own on other
-            ranks.
+        logprobs: float32 log-probabilities, keyed by datum index. Rank 0 has those of all datums, another rank only
+            those of its own.
         metrics: Metrics of the call; empty on other ranks.
         packing_efficiency: As `Plan.efficiency`.
     """
@@ -149,7 +149,7 @@ class RankResult:
 
 
 def reduce_measures(parts: Iterable[Measures]) -> Metrics:
-    """Merges the measures of all ranks. The part of a name after the colon is the reduction."""
+    """Merges the measures of all ranks. The part of a metric's name after the colon names the reduction."""
     values: Measures = defaultdict(list)
     for part in parts:
         for name, found in part.items():
@@ -158,9 +158,9 @@ def reduce_measures(parts: Iterable[Measures]) -> Metrics:
 
 
 def expert_loads(layers: Sequence[int], parts: Iterable[list[list[int]]]) -> Metrics:
-    """Returns the load imbalance of each layer's experts.
+    """Returns the load imbalance of the experts, per layer and its maximum over the layers; empty without counts.
 
-    That is the most tokens of an expert divided by the mean; 1 is balanced.
+    The imbalance of a layer is the most tokens of one expert, divided by the mean over its experts; 1 is balanced.
 
     Args:
         layers: Numbers of the layers with experts.
@@ -176,13 +176,13 @@ def expert_loads(layers: Sequence[int], parts: Iterable[list[list[int]]]) -> Met
 
 
 def mean_logprob_gap(datums: Iterable[Datum], logprobs: Mapping[int, npt.NDArray[np.float32]]) -> float | None:
-    """Returns the mean |lp - q| in nats over all positions with an advantage.
+    """Returns the mean |lp - q| in nats over all positions where advantage times weight is not zero.
 
-    Returns None if no datum has sampled log-probabilities.
+    Returns None if there is no such position.
 
-    It measures how far the sampler is from the trainer, which a policy gradient sees as off-policy data. It includes
-    changes of the weights since sampling. Only in the first call after a push is it purely the difference between the
-    engines.
+    The mean measures the distance between sampler and trainer, which makes the data of a policy gradient off-policy. It
+    includes changes of the weights since sampling. In the first call after a push it is only the difference between the
+    two engines.
 
     Args:
         datums: Checked examples. Those without the inputs of a policy gradient are ignored. q is the input `logprobs`.

@@ -1,4 +1,4 @@
-"""Decoding of training examples: every datum is checked before anything is computed.
+"""Decoding of training examples. Every datum is checked before any rank computes.
 
 Shapes: N tokens of one datum, K targets per position, L layers with experts, k experts per token and layer.
 """
@@ -73,9 +73,9 @@ class Datum:
         spans: Images in order of offset.
         patch_count: Number of vision tower patches of all images.
         targets: int64 [N, K].
-        inputs: Inputs of the loss, keyed by input name. float32 in the shape in which the targets were sent, unless the
-            loss declares another shape. Missing optional inputs have their defaults.
-        flat_targets: True if the targets were sent as [N]; log-probabilities are then returned in that shape.
+        inputs: Inputs of the loss, keyed by input name. An input is float32 and has the shape in which the targets were
+            sent, unless the loss declares its rank. Missing optional inputs have their defaults.
+        flat_targets: True if the targets were sent as [N]. The log-probabilities are then returned as [N] too.
         experts: int16 [N, L, k], the experts to use; None if the model's router decides.
     """
 
@@ -91,7 +91,7 @@ class Datum:
 
     @property
     def size(self) -> DatumSize:
-        """The computing cost of the datum, for `packing.plan`."""
+        """The computing cost of the datum, for `micro_batch.plan`."""
         return DatumSize(len(self.tokens), self.patch_count)
 
     @classmethod
@@ -111,7 +111,7 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Datum
         limits: Limits of the model.
 
     Raises:
-        InvalidInput: The datum cannot be computed; names the field as `datum[index].field`.
+        InvalidInput: The datum cannot be computed. The error names the field as `datum[index].field`.
     """
     path = f"datum[{index}]"
     taken = rendered_input.InputLimits(limits.vocabulary_size, limits.max_context_length)
@@ -196,7 +196,7 @@ def _experts(
 ) -> npt.NDArray[np.int16] | None:
     """Returns expert ids, int16 [N, L, k].
 
-    They are sent as ids, or as bytes packed into int64 [N, words], a type that the SDK supports.
+    A client sends them as ids, or as bytes packed into int64 [N, words], because the SDK supports int64.
     """
     if EXPERTS not in datum.loss_inputs:
         return None

@@ -1,8 +1,8 @@
 """Micro-batches: datums packed end to end, without padding, and the plan that assigns datums to them.
 
-Every rank computes the same plan from the sizes of all datums. The plan has the same number of steps on every rank,
-because all ranks must join the collectives of a step. A rank without a datum in a step computes a filler with a loss of
-zero.
+Every rank computes the same plan from the sizes of all datums. Each rank computes one micro-batch per step of the plan,
+because all ranks must join the collectives of a step. A rank without a datum in a step computes a filler, and the loss
+of a filler is zero.
 
 Shapes: T packed tokens, K maximum number of targets per position, M image embeddings, L layers with experts, k experts
 per token.
@@ -49,8 +49,8 @@ class TowerInput:
     Args:
         calls: Tensors keyed by tensor name, one entry per call of the tower. A call holds consecutive images that can
             be concatenated along the first dimension.
-        images: Digest and number of embeddings of each image, in order. Empty for a filler, which only takes part in
-            the collectives.
+        images: Digest and number of embeddings of each image, in order. Empty if a blank image is run, only to take
+            part in the collectives.
     """
 
     calls: tuple[dict[str, Tensor], ...]
@@ -83,7 +83,7 @@ class Batch:
         tower: None if no rank runs the vision tower in this step.
         placement: None if the micro-batch has no image.
         datums: The packed datums, in order; empty for a filler.
-        experts_TLk: int16, the experts that layers must use, -1 where the model's own router decides; None if it
+        experts_TLk: int16, the experts that layers must use, or -1 where the model's router decides. None if the router
             decides for all tokens.
     """
 
@@ -136,8 +136,7 @@ class BatchLayout:
             datums: The datums.
             images: Tensors of images, keyed by digest.
             run_tower: True if the ranks run the vision tower in this step.
-            cached: Digests of images with known tower outputs; None if the tower is trained, so that every image is
-                run.
+            cached: Digests of images with known tower outputs; None if the tower is trained and must run every image.
         """
         lengths = [len(datum.tokens) for datum in datums] or [FILLER_TOKENS]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -220,14 +219,14 @@ class BatchLayout:
     def _move(self, array: npt.NDArray) -> Tensor:
         if self.device.type == "cpu":
             return torch.from_numpy(array)
-        # Copies from unpinned memory wait for the kernels queued before, which delays the launch of the next ones.
+        # A copy from unpinned memory would wait for all queued kernels, and so delay the launch of the next ones.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
 def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> list[tuple[str, int]]:
-    """Returns digest and number of embeddings of the images that the tower must process.
+    """Returns the digest and the number of embeddings of each image that the tower must process.
 
-    If the tower is trained (`cached` is None) these are all images, else each uncached image once.
+    If the tower is trained (`cached` is None), these are all images. Otherwise they are the uncached images, each once.
     """
     images = [(span.feature.digest, span.embedding_count) for datum in datums for span in datum.spans]
     if cached is None:
@@ -263,8 +262,8 @@ class Plan:
 
     Args:
         steps: The micro-batches.
-        efficiency: Number of tokens divided by the number if every rank were as full as the fullest in each step, in
-            (0, 1].
+        efficiency: The number of tokens, divided by their number if all ranks were as full as the fullest rank of each
+            step; in (0, 1].
     """
 
     steps: tuple[Step, ...]
@@ -278,7 +277,8 @@ class Plan:
 def plan(sizes: Sequence[DatumSize], world_size: int, token_budget: int, patch_budget: int) -> Plan:
     """Distributes datums over ranks and splits each rank's share into micro-batches within the budgets.
 
-    A datum above a budget gets a micro-batch of its own. Deterministic: all ranks compute the same plan.
+    A datum above a budget gets a micro-batch of its own. The plan depends on the arguments alone, so all ranks compute
+    the same one.
 
     Args:
         sizes: Size of each datum.
@@ -298,7 +298,7 @@ def plan(sizes: Sequence[DatumSize], world_size: int, token_budget: int, patch_b
 
 
 def _spread(sizes: Sequence[DatumSize], world_size: int) -> list[list[int]]:
-    """Assigns the largest datums first, each to the least loaded rank (Graham, 1969). Images come before text."""
+    """Assigns each datum, the largest first, to the least loaded rank (Graham, 1969). Images come before text."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, 0)] * world_size
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i].patch_count, -sizes[i].token_count, i)):
@@ -312,7 +312,7 @@ def _spread(sizes: Sequence[DatumSize], world_size: int) -> list[list[int]]:
 def _cut(
     share: Sequence[int], sizes: Sequence[DatumSize], token_budget: int, patch_budget: int
 ) -> list[tuple[int, ...]]:
-    """Packs first-fit in the order of `share`, largest first. Sorts each batch so that equal lengths are adjacent."""
+    """Packs by first fit in the order of `share`, largest first. Sorts each batch: equal lengths are then adjacent."""
     batches: list[list[int]] = []
     room: list[tuple[int, int]] = []
     for index in share:

@@ -1,7 +1,7 @@
-"""Vision tensors of images, kept between calls and keyed by digest: renderers' tensors and outputs of the frozen tower.
+"""Two caches between calls, keyed by image digest: the tensors from renderers, and the outputs of the frozen tower.
 
-While adapters do not train the tower, its output depends on the image alone. Prompts recur (epochs, groups of samples,
-multi-turn conversations), so caching saves most of the tower's work. Models that train the tower use no cached outputs.
+If the tower is not trained, its output depends on the image alone. Prompts recur (epochs, groups of samples, multi-turn
+conversations), so caching saves most of the tower's work. Models that train the tower use no cached outputs.
 """
 
 import logging
@@ -49,7 +49,8 @@ class TensorFetcher:
     """Fetches the tensors of images from renderers and caches them.
 
     Args:
-        max_bytes: Size limit of the cache between calls. A call holds everything it needs regardless.
+        max_bytes: Size limit of the cache between calls, in bytes. During a call, the tensors that it needs may exceed
+            it.
         vision: The family of a vision-language model; None for a text-only model.
         fetch_timeout_s: Deadline of a fetch from one renderer, in seconds.
         default_source: Renderer for images that name none; if empty, such images are rejected.
@@ -70,8 +71,8 @@ class TensorFetcher:
     def tensors_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, FeatureTensors]:
         """Returns the tensors of all images of the datums, keyed by digest, except for those in `skip`.
 
-        After FeatureEvicted the tensors that were found stay here for the model's next call. A batch larger than the
-        renderers' caches can thus arrive in portions.
+        After FeatureEvicted this object retains the tensors that it has found for the model's next call. A client can
+        therefore send a batch larger than the renderers' caches: it renders the missing images again and retries.
 
         Args:
             model_id: The model of the call.
@@ -81,7 +82,7 @@ class TensorFetcher:
         Raises:
             FeatureEvicted: A renderer no longer holds an image or does not respond. The metadata lists the datums to
                 render again.
-            InvalidInput: Tensors do not match their identifiers; names the field as `datum[i]...feature`.
+            InvalidInput: Tensors do not match their identifiers. The error names the field as `datum[i]...feature`.
         """
         places = [
             (span, f"datum[{datum.index}].input.spans[{number}].feature")
@@ -113,7 +114,7 @@ class TensorFetcher:
     def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature]) -> None:
         """Starts fetching uncached images for a later call. Callable from any thread.
 
-        Does nothing if unused prefetched images would then evict each other from the cache.
+        Does nothing if the prefetched images that no call has used yet would then evict each other from the cache.
         """
         with self._lock:
             self._ahead = {
@@ -136,7 +137,7 @@ class TensorFetcher:
                 self._kept.put(one, fetched[one.digest])
 
     def _await_prefetches(self, digests: Iterable[str]) -> None:
-        """Waits for prefetches in progress. Cancels those that have not started, since the caller fetches them now."""
+        """Waits for the prefetches in progress. Cancels the others, because the caller fetches their images now."""
         with self._lock:
             found = {one.work for digest in digests if (one := self._ahead.pop(digest, None))}
         for work in found:
@@ -157,7 +158,7 @@ class TensorFetcher:
                 with suppress(NotFound):
                     found |= self._fetch_all({digest: place})
             return found, error
-        except (Unavailable, DeadlineExceeded) as error:  # an unreachable renderer has lost its images too
+        except (Unavailable, DeadlineExceeded) as error:  # the images of an unreachable renderer count as lost
             return {}, error
 
     def _fetch_all(self, missing: dict[str, tuple[ImageSpan, str]]) -> dict[str, FeatureTensors]:
@@ -241,7 +242,7 @@ class VisionOutputCache:
         return digest in self._held
 
     def store_all(self, images: Mapping[str, VisionOutput]) -> None:
-        """Caches outputs. Evicts the least recently used ones above the limit."""
+        """Caches outputs. Above the limit, the least recently used ones are evicted."""
         for digest, image in images.items():
             if digest not in self._held and image.size_bytes <= self._held.maxsize:
                 self._held[digest] = image

@@ -1,8 +1,8 @@
-"""Limits on memory and time of a traced loss. Costs are computed before an operation runs wherever possible.
+"""Limits on memory and time of a traced loss. Where possible, the cost of an operation is computed before it runs.
 
 Work is counted in elements read and written. Sorting, matrix products and repeating operations read their elements
-several times. Each tensor costs OBJECT elements in addition. An operation with a gradient also counts its part of the
-backward pass.
+several times. Each new tensor costs OBJECT elements in addition. If the result of an operation has a gradient, its part
+of the backward pass is counted as well.
 """
 
 import math
@@ -74,7 +74,7 @@ class Meter:
         self._work += work
 
     def expect(self, work: int) -> None:
-        """Checks that this much more work is allowed, without counting it.
+        """Checks that additional work is allowed, without counting it.
 
         Raises:
             RefusedError: The total would exceed MAX_WORK.
@@ -107,7 +107,7 @@ def spend_before(
     read = sum(tensor.numel() for tensor in tensors)
     passes, products = _passes(name, tensors, args, kwargs), made * _contracted(name, tensors)
     meter.spend(read * passes + products)
-    # The gradient of a sorted tensor is scattered to its positions, which is a single pass.
+    # The backward pass of a sort scatters the gradient to the old positions, in a single pass.
     return read * (1 if name in _SORTING else passes) + products
 
 
@@ -120,7 +120,7 @@ def spend_after(meter: Meter, value: Resolved, again: int) -> None:
         again: The value returned by `spend_before`.
 
     Raises:
-        RefusedError: The result is not allowed.
+        RefusedError: The result is not allowed, or the work exceeds MAX_WORK.
     """
     parts = value if isinstance(value, list | tuple) else (value,)
     if len(parts) > MAX_VALUES:
@@ -169,7 +169,7 @@ def _check_tensor(tensor: Tensor) -> None:
 
 
 def _check_broadcast(shapes: Iterable[torch.Size]) -> None:
-    """Checks the shapes as if broadcast: most operations broadcast, the others return no more than they receive."""
+    """Checks the size after broadcasting. An operation that does not broadcast returns no more than it receives."""
     widths = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
     _check_count(math.prod(max(width) for width in widths))
 
@@ -185,7 +185,7 @@ def _check_growth(function: Callable[..., Resolved], name: str, args: tuple[Any,
     The shape is computed on the meta device, before memory is allocated.
     """
     if name == "getitem" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-        return 0  # A boolean mask only selects elements; the number depends on the data.
+        return 0  # A boolean mask only selects elements. Their number depends on the data.
     if name == "getitem" and isinstance(args[1], tuple):
         args = (args[0], _without_masks(args[1]))
     shaped_kwargs = _on_meta(kwargs)

@@ -1,7 +1,8 @@
 """Traced losses: functions that a client wrote and traced, evaluated in a sandbox.
 
 A traced loss is evaluated on the CPU in a separate process with limits on time and memory, so a failure affects only
-this call. The process returns the gradient of the log-probabilities, which then flows back into the model.
+its call. The process returns the gradient of the loss with respect to the log-probabilities, from which the rank
+continues the backward pass through the model.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ _PREFIXES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")
 class Stopped:
     """A worker that gave no answer.
 
-    The position comes from the worker's memory and cannot be trusted.
+    Position and node come from memory that the worker can write, so they cannot be trusted.
 
     Args:
         position: Index of the datum in the request.
@@ -65,13 +66,13 @@ class Stopped:
 
 
 class Sandbox:
-    """The process that evaluates this rank's traced losses. It starts on first use and is replaced after every failure.
+    """The process that evaluates this rank's traced losses. It starts on first use and is replaced after a failure.
 
-    It ends with the thread that started it.
+    It ends when the thread that started it ends.
 
     Args:
         timeout_s: Time limit for all losses of one command, in seconds.
-        memory_mib: Memory limit of a worker beyond its memory at start.
+        memory_mib: Memory limit of a worker beyond its memory at start, in MiB.
     """
 
     def __init__(self, timeout_s: float, memory_mib: int) -> None:
@@ -83,7 +84,7 @@ class Sandbox:
         self._progress = mmap.mmap(self._progress_fd, PROGRESS.size)
         self._link: socket.socket | None = None
         self._deadline = 0.0
-        self._worker_fd: int | None = None  # with a link; None until the worker has sent its process id
+        self._worker_fd: int | None = None  # pidfd of the worker; None until it has sent its process id
 
     def prepare(self, seconds: float = 0.0) -> bool:
         """Starts a worker if none runs, and waits up to `seconds` for it. Returns True if a worker is ready.
@@ -111,7 +112,7 @@ class Sandbox:
 
         Args:
             request: The request.
-            seconds: Time limit. Waiting for the worker to start does not count.
+            seconds: Time limit in seconds. Waiting for the worker to start does not count.
 
         Returns:
             The outcome, and the seconds that it took.
@@ -214,7 +215,7 @@ def _environment() -> dict[str, str]:
 
 
 class Custom(Loss):
-    """The sum over datums of a traced function's scalar.
+    """A traced loss: the function's scalar for each datum.
 
     A datum may have inputs that the graph does not read, because the SDK sends data to a traced loss unchanged.
 
@@ -254,7 +255,7 @@ class Custom(Loss):
         )
         if backward:
             own = torch.split(gradients, [row.numel() for row in logprobs])
-            # This term is zero, but has the gradient that the worker computed.
+            # This term is zero, but its gradient is the one that the worker computed.
             flows = [(one.view(row.shape) * (row - row.detach())).sum() for one, row in zip(own, logprobs, strict=True)]
             losses = losses + torch.stack(flows)
         return [

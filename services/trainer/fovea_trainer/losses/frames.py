@@ -1,8 +1,8 @@
 """The protocol between a rank and the process that evaluates its traced losses.
 
 A request consists of a header, the graph, one row of numbers per tensor, and the elements, grouped by dtype. An answer
-has a header and either the results, the size of which follows from the request, or an error. The answer contains only
-numbers and one line of text, because the process has run a tenant's graph and cannot be trusted.
+consists of a header and either results or an error. The size of the results follows from the request. An answer
+contains only numbers and one line of text, because the process has run a tenant's graph and cannot be trusted.
 
 Shapes: D datums, I inputs per datum, M metrics, L log-probabilities of all datums together.
 """
@@ -99,7 +99,8 @@ class Failure:
 def reader(link: socket.socket, deadline: float | None = None) -> Read:
     """Returns a function that reads from a socket.
 
-    The function raises TimeoutError after the deadline, EOFError if the peer has closed the connection, and OSError.
+    That function raises TimeoutError after the deadline, EOFError if the peer has closed the connection, and other
+    OSErrors of the socket.
 
     Args:
         link: The socket.

@@ -38,8 +38,7 @@ def _named(target: str) -> Callable[..., Resolved]:
     return found
 
 
-# The callables behind the names of client/fovea/wire/custom_loss.py, built once. A name from a client is only used as a
-# key.
+# The callables for the names in client/fovea/wire/custom_loss.py, built once. A client's name only serves as a key.
 FUNCTIONS: dict[str, Callable[..., Resolved]] = {
     **{target: _named(target) for target in custom_loss.FUNCTIONS - {custom_loss.GETATTR}},
     custom_loss.GETATTR: _getattr,
@@ -76,7 +75,7 @@ def evaluate(
         memory_mib: The memory limit of this process, for error messages.
 
     Raises:
-        InvalidInput: A node failed, for whatever reason; names the node.
+        InvalidInput: A node, the loss, a metric or the gradient failed. The error names the node.
     """
     leaf = tensors[0].detach().requires_grad_(backward)
     names = [given.name for given in graph.inputs]
@@ -205,7 +204,7 @@ def call(
 
 
 def _check_operands(target: str, args: tuple[Any, ...]) -> None:
-    """Restricts Python's own arithmetic, which is unbounded: lists can be multiplied, and integers grow."""
+    """Restricts Python's own arithmetic: without limits, it multiplies lists, and its integers grow."""
     for leaf in args:
         if not isinstance(leaf, Tensor | bool | int | float | torch.dtype | torch.device):
             raise RefusedError(f"accepts tensors and numbers, not {type(leaf).__name__}")
@@ -216,7 +215,7 @@ def _check_operands(target: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_kinds(value: Resolved) -> None:
-    """Allows only flat lists: with nested ones, a value could double in size with each operation."""
+    """Checks the type of each value of a result. Nested lists are refused: they could double in size at each step."""
     for leaf in value if isinstance(value, list | tuple) else (value,):
         match leaf:
             case Tensor() | bool() | float() | None | str() | EllipsisType():

@@ -1,7 +1,7 @@
 """The loss functions and their interface. To add a loss, add its class here and list it in `LOSSES`.
 
-A loss is a function of one datum, from the log-probabilities of its targets to a loss and metrics. The loss of a call
-is the sum over its datums. A loss sees each datum separately. It does not see packing, ranks or fillers.
+A loss maps the log-probabilities of one datum's targets to a scalar and metrics. The loss of a call is the sum over its
+datums. A loss sees each datum separately. It does not see packing, ranks or fillers.
 
 Notation of the policy gradient formulas (tinker-contract, section 5), with sums over the positions of a datum:
 
@@ -60,8 +60,8 @@ class LossValue:
     Args:
         loss: Scalar with gradient: the sum over the datum's positions.
         metrics: Additional scalars keyed by `name:reduction`. Each is reduced over all datums of the call by sum, mean,
-            min or max. A mean is over datums, also when the SDK merges the chunks of a batch: report a mean over
-            tokens as two sums.
+            min or max. A mean weights all datums equally, also when the SDK merges the chunks of a batch. For a mean
+            over tokens, report two sums.
     """
 
     loss: Tensor
@@ -72,7 +72,7 @@ class Loss(ABC):
     """One loss function with its settings.
 
     Args:
-        given: Settings; the others have their defaults.
+        given: The settings that the client sent. All others have their defaults.
 
     Raises:
         InvalidInput: The loss does not have such a setting, or its value is out of range.
@@ -301,15 +301,15 @@ class Gspo(ClippedLoss):
 
 
 def counts(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Returns where w A is nonzero, bool [N]. Ratios elsewhere may overflow and must not become inf * 0."""
+    """Returns a mask of the positions where w A is not zero, bool [N]. Elsewhere a ratio may overflow: inf * 0."""
     return inputs["weights"] * inputs["advantages"] != 0
 
 
 def clipped_objective(log_ratio: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the sum of w min(r A, clamp(r, lo, hi) A), and the positions where the bound applies, bool [N].
 
-    This is equation 7 of Schulman et al. (2017) with bounds per position. The branch is chosen before multiplying, so
-    that an overflowing ratio affects neither value nor gradient of a clipped position.
+    This is equation 7 of Schulman et al. (2017) with bounds per position. The branch is chosen before the product, so
+    an overflowing ratio affects neither the value nor the gradient of a clipped position.
 
     Args:
         log_ratio: float32 [N], log r with gradient.
@@ -329,8 +329,7 @@ def clipped_objective(log_ratio: Tensor, inputs: Mapping[str, Tensor]) -> tuple[
 def clip_counts(clipped: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns metrics: the number of tokens that count, and how many of them were clipped.
 
-    These are two sums instead of a share, because the SDK averages the means of a batch's chunks by datums, not by
-    tokens.
+    They are two sums, not a share, because the SDK weights the means of a batch's chunks by datums, not by tokens.
     """
     matter = counts(inputs)
     return {"clipped_tokens:sum": (clipped & matter).sum(), "policy_tokens:sum": matter.sum()}

@@ -1,7 +1,7 @@
 """`python -m fovea_trainer.losses.loss_worker`: evaluates a rank's traced losses within limits (custom.py).
 
-This process loads torch once and runs no graph itself. It forks a worker that does, and a new worker when that one is
-gone. Each process ends with its parent, holds no file except its sockets, and has an empty environment.
+This process loads torch once and runs no graph. It forks a worker that runs graphs, and a new one after that worker has
+ended. Each process ends with its parent, holds no file except its sockets, and has an environment without secrets.
 """
 
 import mmap
@@ -46,11 +46,11 @@ def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> Non
     Args:
         control_fd: Descriptor of the socket to the rank.
         parent: Process id of the rank.
-        memory_mib: Memory limit of a worker, beyond its memory at start.
-        timeout_s: CPU seconds that a request may take.
+        memory_mib: Memory limit of a worker, beyond its memory at start, in MiB.
+        timeout_s: CPU time limit of a request, in seconds.
     """
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank finishes running commands first and then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank finishes its commands and then ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
@@ -117,7 +117,7 @@ class _Worker:
         return Answer(losses, metrics, gradients)
 
     def _limit_time(self) -> None:
-        """Limits CPU time in case the rank has died; a live rank kills this worker earlier."""
+        """Limits the CPU time of a request, in case the rank has died. A live rank kills this worker earlier."""
         spent = resource.getrusage(resource.RUSAGE_SELF)
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         allowed = int(spent.ru_utime + spent.ru_stime + self._timeout_s) + 2
@@ -130,7 +130,7 @@ def _graph(message: bytes) -> custom_loss.Graph:
 
 
 def _limit(memory_mib: int) -> None:
-    """Limits memory beyond torch's own, and closes access to files and to the log, which no graph needs."""
+    """Limits the memory beyond what is in use now, and closes access to files and to the log: no graph needs them."""
     with open("/proc/self/statm") as statm:
         loaded = int(statm.read().split()[0]) * resource.getpagesize()
     most = loaded + memory_mib * _MIB
@@ -144,7 +144,7 @@ def _limit(memory_mib: int) -> None:
 
 
 def _load_lazy_parts() -> None:
-    """Runs operations on the meta device once. Torch imports modules on first use, which workers then need not do."""
+    """Runs some operations once, so that torch imports their modules in this process and not in each worker."""
     small = torch.ones(2, 2)
     calls: dict[str, tuple[object, ...]] = {
         "torch.arange": (3,), "torch.linspace": (0, 1, 3), "torch.quantile": (small, 0.5), "torch.stack": ([small],),

@@ -1,7 +1,7 @@
 """Attention masks for packed documents.
 
-A token sees the tokens of its own document up to itself, or up to a window back. Some families also let the tokens of
-an image see all of that image. Either way the visible tokens form one range: from a first to a last token.
+A token sees itself and the earlier tokens of its document, within a window if the layer has one. In some families the
+tokens of an image also see all of that image. In each case the visible tokens form one range.
 
 Shapes: T tokens of all documents, N documents of one length L, B blocks of tokens, R tokens of a block.
 """
@@ -46,8 +46,8 @@ class Grouping:
 
     Args:
         groups: The groups.
-        restore: int64 [T]: for each packed token its row in the concatenated outputs of all groups. None if that order
-            is already the packed order.
+        restore: int64 [T], the row of each packed token in the concatenated outputs of all groups. None if these are
+            already in packed order.
     """
 
     groups: tuple[LengthGroup, ...]
@@ -79,9 +79,7 @@ def group_by_length(bounds: tuple[int, ...]) -> Grouping:
 
 
 class Packing:
-    """The documents of one micro-batch, and its images if their tokens see each other.
-
-    Masks are made once for all layers.
+    """The documents of one micro-batch, and its images if their tokens see each other. All layers share the masks.
 
     Args:
         bounds: int32 [documents + 1].
@@ -151,7 +149,7 @@ class Packing:
     def _bounds_of(self, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
         """Returns the first and the last token that each token sees, both int64 [T].
 
-        It sees all tokens between them.
+        A token sees all tokens between them.
         """
         key = (causal, window)
         if key not in self._seen:
@@ -164,8 +162,8 @@ class Packing:
         first_T, ends_T = self.bounds[documents_T].long(), self.bounds[documents_T + 1].long() - 1
         last_T = index_T if causal else ends_T
         if (blocks_T := self._blocks(window)) is not None:
-            # The end of a token's block is the nearest position at or after it where the document or block changes: a
-            # minimum over suffixes, computed as a running minimum from the back.
+            # The end of a token's block is the first position, from the token onwards, at which the document or the
+            # block ends. A running minimum from the back finds it for all tokens.
             is_last_T = (index_T == ends_T) | (blocks_T != blocks_T.roll(-1))
             block_ends_T = torch.where(is_last_T, index_T, self.token_count).flip(0).cummin(0).values.flip(0)
             last_T = torch.where(blocks_T >= 0, block_ends_T, last_T)
@@ -193,8 +191,8 @@ def _block_mask(first_T: Tensor, last_T: Tensor) -> BlockMask:
     last_BR = functional.pad(last_T, padding, value=-1).view(block_count, _MASK_BLOCK)
     first_B1, highest_first_B1 = first_BR.aminmax(dim=1, keepdim=True)
     lowest_last_B1, last_B1 = last_BR.aminmax(dim=1, keepdim=True)
-    # A block pair is visible if some query of the row block may see some key of the column block. It is fully visible
-    # if every query sees every key; flex attention then skips the mask function.
+    # A pair of blocks is visible if a query of the row block may see a key of the column block. It is fully visible if
+    # every query sees every key; flex attention then skips the mask function.
     is_seen_BB = (ends_B >= first_B1) & (starts_B <= last_B1)
     is_whole_BB = (starts_B >= highest_first_B1) & (ends_B <= lowest_last_B1)
 

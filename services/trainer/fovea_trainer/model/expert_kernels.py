@@ -1,8 +1,8 @@
 """Triton kernels around the matrix products of a mixture of experts.
 
-Each kernel does in one pass over memory what torch's operators do in many. The kernels round intermediate values to the
-model's dtype where torch's operators do, and sum in float32 in a fixed order. No atomic additions are used, so results
-are reproducible. Importing this module needs Triton; `kernels_compute` in `expert_routing.py` decides when it is used.
+Each kernel makes one pass over memory, where torch's operators make many. The kernels round intermediate values to the
+model's dtype where torch's operators do. They sum in float32 in a fixed order, without atomic additions, so results are
+reproducible. Importing this module needs Triton; `kernels_compute` in `expert_routing.py` decides when it is used.
 
 Shapes: T tokens, K experts per token, S = T K copies of tokens sorted by expert, I intermediate size of an expert, G =
 2 I, R LoRA rank.
@@ -92,13 +92,13 @@ class GateAdapter:
         return self.down_a_ERI.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors in the order of the kernels' parameters."""
+        """Returns the tensors in the order of the kernels' parameters."""
         low = [self.gate_low_TR, self.up_low_TR, self.gate_b_EIR, self.up_b_EIR, self.down_a_ERI]
         return [one.contiguous() for one in (self.expert_S, self.token_S, *low)]
 
 
 def copies(rows_TN: Tensor, slot_S: Tensor) -> Tensor:
-    """Copies the row of each token to its K slots, [S, N]. Each row is read once.
+    """Returns the row of each token at its K slots, [S, N]. Each row is read once.
 
     Args:
         rows_TN: The rows.
@@ -203,12 +203,12 @@ def _for_blocks(
             **blocks.constants(rank, inner_SG.dtype if inner_SG.is_cuda else torch.float32),
             num_warps=blocks.warps,
             maxnreg=blocks.registers,
-            num_stages=1,  # most expert loops run once, so prefetching would only cost registers
+            num_stages=1,  # most loops over experts run once, so prefetching would only cost registers
         )
 
 
 def _device(rows: Tensor) -> torch.cuda.device:
-    """Returns a context with the tensors' device as current device, on which Triton launches."""
+    """Returns a context in which the tensors' device is current: Triton launches on the current device."""
     return torch.cuda.device(rows.device if rows.is_cuda else -1)
 
 

@@ -3,10 +3,10 @@
 Within a rank, copies of tokens are sorted by expert. Router replay makes the layers use the experts that a sampler
 chose.
 
-Between ranks, tokens are sent to the rank that holds their expert, and the results are sent back. Ranks form a
+Between ranks, each copy is sent to the rank that holds its expert, and the result is sent back. The ranks form a
 two-dimensional mesh. Along EXPERTS each rank holds different experts. Along DATA the ranks hold the same experts,
-sharded by FSDP; all other parameters are sharded over all ranks. A parameter's type shows which case applies: after
-FSDP has gathered it, an expert parameter is a DTensor over EXPERTS.
+sharded by FSDP. All other parameters are sharded over all ranks. If experts are distributed, a parameter of experts is
+still a DTensor, over EXPERTS, after FSDP has gathered it.
 
 Shapes: T packed tokens, K experts per token, S = T K copies of tokens sorted by expert, C copies that this rank
 receives, W ranks over which experts are distributed, E experts in total, F = E / W of them on this rank, L layers with
@@ -94,7 +94,7 @@ def laid_out_as(parameter: Tensor, own: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The number of token copies that each rank sends to each other rank.
+    """The numbers of token copies that this rank sends to each rank and receives from it.
 
     Args:
         mesh: One dimension, EXPERTS.
@@ -110,7 +110,7 @@ class Exchange:
 
     @classmethod
     def of(cls, ends_E: Tensor, mesh: DeviceMesh) -> Self:
-        """Exchanges the counts for copies that are sorted by expert. Waits for the device. Collective.
+        """Exchanges the counts of copies, which must be sorted by expert. Waits for the device. Collective.
 
         Args:
             ends_E: int32, end of each expert's copies.
@@ -118,7 +118,7 @@ class Exchange:
         """
         counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).long()
         counts_WF = _to_all(counts_E, None, None, mesh).view(mesh.size(), -1)
-        # all_to_all needs the sizes as Python numbers: one transfer to the host for both lists.
+        # all_to_all needs the sizes as Python numbers. One transfer to the host brings both lists.
         sent, received = torch.stack([counts_E.view(mesh.size(), -1).sum(1), counts_WF.sum(1)]).tolist()
         own_F = torch.arange(counts_WF.shape[1], device=ends_E.device)
         index_C = own_F.repeat(mesh.size()).repeat_interleave(counts_WF.flatten(), output_size=sum(received))
@@ -132,7 +132,7 @@ class Exchange:
         return _to_all(rows_SD, self.received, self.sent, self.mesh)
 
     def send_back(self, rows_CD: Tensor) -> Tensor:
-        """Sends processed rows back, [S, D]: the inverse of `send`. Collective, also in the backward pass."""
+        """Sends processed rows back; returns [S, D]. The inverse of `send`. Collective, also in the backward pass."""
         return _to_all(rows_CD, self.sent, self.received, self.mesh)
 
 
@@ -161,7 +161,7 @@ _forced: list[bool] = []
 
 
 def kernels_compute(rows: Tensor) -> bool:
-    """Returns True if `expert_kernels.py` computes the steps between matrix products, and False for torch's operators.
+    """Returns True if `expert_kernels.py` computes the steps between matrix products, False if torch's operators do.
 
     The kernels are used on a GPU, where they are faster (`tools/benchmarks/experts.py`).
     """
@@ -223,7 +223,7 @@ class Routing:
         return cls(order_S // top_k, sorted_S, order_S, slot_S, ends_E, top_k)
 
     def copies(self, rows_TN: Tensor) -> Tensor:
-        """Copies the row of each token to all its copies, [S, N]."""
+        """Returns the row of each copy's token, [S, N]."""
         apply: Any = _Copies.apply
         found: Tensor = apply(rows_TN, self)
         return found
@@ -295,7 +295,7 @@ class _Sums(torch.autograd.Function):
 
 
 def expert_shape(model: Any) -> ExpertShape | None:
-    """Returns numbers of layers, experts per token and experts of a model; None for a model without experts."""
+    """Returns the shape of a model's experts, or None for a model without experts."""
     layers = sum(1 for _ in _routed_layers(model.get_decoder()))
     if not layers:
         return None
@@ -306,8 +306,8 @@ def expert_shape(model: Any) -> ExpertShape | None:
 def replay_routing(decoder: Any) -> None:
     """Makes a decoder's layers with experts follow `ROUTED_EXPERTS`. Call it once, after all other changes to layers.
 
-    The experts are an argument of each layer, so a block that recomputes its activations in the backward pass uses the
-    same experts.
+    The experts are an argument of each layer. A layer that recomputes its activations in the backward pass therefore
+    uses the same experts again.
     """
     for index, layer in enumerate(_routed_layers(decoder)):
         layer.forward = partial(_replayed, layer.forward, index)
@@ -326,10 +326,10 @@ def _replayed(
 
 
 class _GivenRouting(TorchFunctionMode):
-    """Makes `torch.topk`, with which every router chooses, return given indices.
+    """A mode in which `torch.topk`, with which every router chooses experts, returns given indices.
 
-    The router's own code computes their weights, whether softmax comes before or after and normalized or not, so
-    gradients flow as if the router had chosen them.
+    The router's own code computes the weights of these experts, with softmax before or after the choice, normalized or
+    not. Gradients therefore flow as if the router had chosen them.
     """
 
     def __init__(self, chosen_TK: Tensor) -> None:

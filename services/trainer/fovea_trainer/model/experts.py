@@ -1,8 +1,8 @@
 """Mixtures of experts: matrix products over tokens sorted by expert, with the trained tensors of the experts.
 
 The modules are transformers' own: a router's `forward` chooses experts and weights for each token, and
-`experts_forward` computes the experts. Adapters are "shared outer", as in hosted Tinker: the A of gate and up and the B
-of down are shared by all experts. x A' is then one product per token instead of one per copy.
+`experts_forward` computes the experts. Adapters are "shared outer", as in hosted Tinker: all experts share the A of
+gate and up, and the B of down. For gate and up, x A' is then one product per token instead of one per copy.
 
 Shapes: T tokens, K experts per token, S = T K copies of tokens sorted by expert, E experts, D hidden size, I
 intermediate size of an expert, G = 2 I, R LoRA rank; for a generic product N inputs, O outputs.
@@ -83,7 +83,7 @@ class ExpertAdapter:
         return _product(x, factor.cast, ends_E, factor.grad, factor.value)
 
     def add(self, output: Tensor, names: Sequence[str], lows: Sequence[Tensor], ends_E: Tensor | None) -> Tensor:
-        """Adds scale * low B' in place. The output is split into equal parts, one for each of `names`."""
+        """Adds scale * low B' to the output in place. It is split into equal parts, one for each of `names`."""
         apply: Any = _AddProducts.apply
         factors = [self.factors[name] for name in names]
         found: Tensor = apply(output, self.scale, ends_E, factors, *lows)
@@ -161,8 +161,8 @@ def gated(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns silu(gate) * up * weight, [S, I], and x A' of the down projection, [S, R], or None without an adapter.
 
-    The router weight is applied here, not after the last product: the product is linear, and its output is as wide as
-    the model.
+    The router weight is applied here instead of to the output of the last product, which is as wide as the model. This
+    is equivalent, because that product is linear.
 
     Args:
         inner_SG: Gate and up without the adapter's contribution; may be overwritten.
@@ -197,7 +197,7 @@ def _product(
         weight: [E, O, N].
         ends_E: int32, the end of each expert's rows. None if there is a single W for all rows.
         total: float32 [E, O, N], to which the gradient of W is added. None returns the gradient to autograd.
-        leaf: A tensor that makes the output part of the graph even if x is not.
+        leaf: A trained tensor, which makes the output part of the graph even if x is not.
     """
     apply: Any = _Product.apply
     found: Tensor = apply(x, weight, ends_E, total, leaf)
@@ -234,7 +234,7 @@ class _Product(torch.autograd.Function):
 
 
 class _AddProducts(torch.autograd.Function):
-    """Adds scale * x W' in place to the equal parts of the output."""
+    """The autograd function of `ExpertAdapter.add`."""
 
     @staticmethod
     def forward(
@@ -307,7 +307,7 @@ def _times(x: Tensor, weight_ENO: Tensor, ends_E: Tensor | None) -> Tensor:
     found = functional.grouped_mm(_padded(x, 1), _padded(weight_ENO, 2), offs=ends_E)
     if found.shape[1] == weight_ENO.shape[2]:
         return found
-    # Return a copy: a view could not be added to in place, and for zero rows `contiguous` would return the view.
+    # Return a copy: callers add to it in place, which a view forbids. For zero rows `contiguous` would return the view.
     return found[:, : weight_ENO.shape[2]].clone(memory_format=torch.contiguous_format)
 
 
@@ -322,9 +322,9 @@ def _add_outer(total_EON: Tensor, grad: Tensor, x: Tensor, ends_E: Tensor | None
 
 
 def _padded(tensor: Tensor, count: int) -> Tensor:
-    """Pads the last `count` dimensions with zeros to the required alignment.
+    """Pads the last `count` dimensions with zeros to the alignment that torch requires.
 
-    The rank of an adapter need not be aligned.
+    For example, the rank of an adapter need not be aligned.
     """
     unit = _ALIGNMENT_BYTES // tensor.itemsize
     missing = [-size % unit for size in tensor.shape[-count:]]

@@ -1,7 +1,7 @@
 """Faster versions of Hugging Face layers, equal up to rounding.
 
-On a GPU each pointwise part of a language layer runs as one kernel. Unfused, those parts make about fifty passes over
-memory per layer, which takes as long as the matrix products. They are optional: a family without them is only slower.
+On a GPU each pointwise part of a language layer runs as one kernel. Unfused, these parts make about fifty passes over
+memory per layer, which take as long as the matrix products. Fusing is optional: a family without it is only slower.
 
 Shapes: T tokens of all documents, H heads, D head size, I intermediate size, P patches, W bytes per patch.
 """
@@ -31,10 +31,10 @@ def fused(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @cache
     def compiled() -> Any:  # only when a GPU needs it: importing the compiler takes a second
-        # Adapters, full parameters, and passes with and without gradients compile separately. Above the limit torch
-        # would stop compiling.
+        # torch compiles a function once each for adapters, for full parameters, and with and without gradients. Above
+        # the limit it would stop compiling.
         torch._dynamo.config.recompile_limit = 32
-        # Keep the rounding between steps as written: the sampler rounds there too, so both agree better.
+        # Keep the rounding between steps as written. The sampler rounds there too, so both agree better.
         return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
     @wraps(function)

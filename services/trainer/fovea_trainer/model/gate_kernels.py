@@ -1,4 +1,4 @@
-"""Triton kernels of the gate between the two products of an expert: forward and backward, with an adapter's share.
+"""Triton kernels of the gate between the two products of an expert, forward and backward, including an adapter's part.
 
 For each copy of a token, with a row of `inner` = [gate, up] and a router weight w, the forward kernel computes
 
@@ -16,16 +16,16 @@ and the backward kernel, with s = sigmoid(gate) and g = the gradient of `out`, p
 It recomputes gate and up, because reading stored values would take as long.
 
 Layout: all tensors are row-major. A program owns BLOCK_S consecutive rows (copies) and walks over the columns in steps
-of BLOCK_I. A copy reads `gate_low` and `up_low` at its token; everything else is stored per copy. Only the base address
-of a block needs int64; offsets inside a block fit in int32, which halves the registers for addresses.
+of BLOCK_I. A copy reads `gate_low` and `up_low` at the row of its token. All other tensors have one row per copy. Only
+the base address of a block needs int64. Offsets inside a block fit in int32, which halves the registers for addresses.
 
 Experts: rows are sorted by expert, so most blocks have a single expert. For each expert of the block, `_add_products`
 multiplies all rows by its matrix, with the rows of other experts set to zero. The sum over experts is each row's own
 product.
 
 Accuracy: `_rounded` rounds to the tensors' dtype wherever torch's separate operators would store a tensor. Sums are
-float32. One program adds all terms of a row, over ascending columns and experts, and nothing is added atomically, so
-results do not depend on scheduling.
+float32. One program adds all terms of a row, in ascending order of columns and experts, without atomic additions.
+Results therefore do not depend on scheduling.
 
 Shapes: T tokens, S copies of tokens sorted by expert, I intermediate size, R LoRA rank, E experts.
 """
@@ -55,11 +55,11 @@ def _load_adapter_rows(
     BLOCK_R: tl.constexpr,
     FACTOR: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Loads what a block of rows needs of the adapter.
+    """Loads the adapter's values for a block of rows.
 
     Returns:
-        The expert of each row, -1 past the end, which matches none; the first and last expert of the block; the indices
-        of the rank; offsets [BLOCK_S, BLOCK_R] in a tensor [S, R], and their mask; and `gate_low` and `up_low` of each
+        The expert of each row, or -1 past the last row; the first and the last expert of the block; the indices 0 ..
+        BLOCK_R - 1; offsets [BLOCK_S, BLOCK_R] in a tensor [S, R], and their mask; `gate_low` and `up_low` of each
         row's token, [BLOCK_S, BLOCK_R].
     """
     expert = tl.load(expert_of + row, mask=row_inside, other=-1).to(tl.int32)

@@ -1,8 +1,9 @@
 """Layers with a recurrent state, on packed documents. The state is reset at the start of each document.
 
-They are gated delta nets (Yang et al., 2024) as in Qwen3.5, and the gated short convolutions of LFM2. On a GPU with
-flash-linear-attention installed, that package computes the delta rule. Elsewhere transformers does; its version ignores
-document bounds, so it is called with documents apart. The short convolutions are a few products, fused on a GPU.
+They are gated delta nets (Yang et al., 2024) as in Qwen3.5, and the gated short convolutions of LFM2. On a GPU,
+flash-linear-attention computes the delta rule if it is installed. Otherwise transformers' version does. It ignores
+document bounds, so the documents are passed to it as separate rows. A short convolution is a few products, fused on a
+GPU.
 
 Shapes: T tokens of all documents, D channels, K taps of a convolution, H heads, N documents of L tokens.
 """
@@ -66,9 +67,9 @@ def pack(decoder: nn.Module) -> None:
 def retained_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
     """Returns the bytes that a gated delta net retains per token for its backward pass.
 
-    In torch these are 22 float32 tensors as wide as all heads, as measured for documents longer than a chunk, plus a
-    quarter. With kernels it is 3.5 times their inputs and outputs. That factor was measured with Qwen3.5 9B on an H200:
-    a peak of 72.0 GB with micro-batches of 4,096 tokens.
+    Without kernels these are 22 float32 tensors as wide as all heads, measured with documents longer than a chunk, plus
+    a reserve of a quarter. With kernels these are 3.5 times the kernels' inputs and outputs. That factor was measured
+    with Qwen3.5 9B on an H200: a peak of 72.0 GB with micro-batches of 4,096 tokens.
     """
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
@@ -149,7 +150,7 @@ def _delta_rule(packed: tuple[Tensor, ...], bounds: Tensor) -> Tensor:
     """
     repeats = packed[2].shape[2] // packed[0].shape[2]
     packed = (*(tensor.repeat_interleave(repeats, dim=2) for tensor in packed[:2]), *packed[2:])
-    # Append a row of zeros, which serves as padding token for chunks: it does not change the state.
+    # Append a row of zeros. It serves as the padding token of chunks, because it does not change the state.
     padded = [functional.pad(tensor.squeeze(0), (0, 0) * (tensor.dim() - 2) + (0, 1)) for tensor in packed]
     rule: Any = unwrap(torch_chunk_gated_delta_rule)
     outputs = []
@@ -169,8 +170,8 @@ def _group_by_chunks(bounds: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tenso
     """Groups documents by their number of chunks.
 
     Returns:
-        Per group int64 [N, L], the packed positions of its documents' tokens, with T as padding; and int64 [T], the row
-        of each token in the concatenation of all groups.
+        For each group int64 [N, L], the packed positions of its documents' tokens, padded with T; and int64 [T], the
+        row of each token in the concatenation of all groups.
     """
     groups: dict[int, list[Tensor]] = {}
     for start, end in pairwise(bounds):
@@ -200,7 +201,7 @@ def _short_convolution(module: Any, hidden_states: Tensor, *, seq_idx: Tensor, *
 def _convolve(
     values_1TD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, seq_idx: Tensor, activated: bool
 ) -> Tensor:
-    """Applies a causal convolution per channel that does not cross document bounds, [1, T, D]. Sums in float32.
+    """Applies a causal convolution per channel, [1, T, D], that does not cross document bounds. Sums in float32.
 
     Args:
         values_1TD: The input.
