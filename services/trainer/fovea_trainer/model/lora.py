@@ -1,7 +1,8 @@
 """LoRA adapters: small float32 tensors beside the sharded base, injected by hooks. Many adapters share one base.
 
-All tensors of an adapter are views of one flat buffer, and their gradients are views of another. So there is one
-all-reduce, one optimizer parameter, and one copy per snapshot. Every rank holds the same values.
+All tensors of an adapter are views of one flat buffer, and their gradients are views of another. An adapter therefore
+needs one all-reduce, one optimizer parameter, and one copy per snapshot. Every rank holds the same values, except for
+the factors of experts that are distributed over ranks.
 """
 
 import math
@@ -61,7 +62,7 @@ class LoraSettings:
 
     @property
     def largest(self) -> float:
-        """The largest allowed magnitude of a factor: the limit for any weight must also hold for B times the scale."""
+        """The largest allowed magnitude of a factor. B times the scale must also stay within the limit of a weight."""
         return LARGEST_WEIGHT / max(1.0, self.scale)
 
     def check(self, max_rank: int, adapts_vision: bool) -> None:
@@ -130,8 +131,8 @@ class LoraSettings:
 class LoraWeights:
     """The trained tensors of one adapter.
 
-    A is uniform within 1/sqrt(in), as kaiming_uniform_(a=sqrt(5)). It depends only on the seed and the module's name,
-    not on the number of ranks or the other modules. B is zero.
+    A is uniform within +-1/sqrt(in), as kaiming_uniform_(a=sqrt(5)). It depends on the seed and the tensor's name, but
+    not on the number of ranks or on other modules. B is zero.
 
     Args:
         settings: The adapter's settings.
@@ -183,20 +184,22 @@ class LoraWeights:
 
     @property
     def cast_weights(self) -> Tensor:
-        """The weights in the type of the model, flat, as they were at the last `cast`."""
+        """The flat buffer of the weights in the model's dtype, as of the last `cast`."""
         return self._cast
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Equal for adapters that have the same tensors at the same places, and the same scale."""
+        """A key that is equal for adapters with the same tensors at the same places and the same scale."""
         return tuple(self._whole_shapes.items()), self.settings.scale
 
     def pairs_on(self, cast: Tensor, grad: Tensor) -> dict[str, LoraPair]:
-        """Returns the pairs of an adapter without experts over other buffers, which are laid out as its own.
+        """Returns pairs like those of this adapter, but over other buffers with the same layout.
+
+        The adapter must not adapt experts.
 
         Args:
-            cast: In the type of the model, what is computed with. It stands for the masters too, which a pass needs
-                only as leaves of its graph.
+            cast: Weights in the model's dtype, used in products. They also replace the float32 weights, which a pass
+                needs only as leaves of its graph.
             grad: float32, to which backward passes add.
         """
         views: dict[str, list[Tensor]] = {}
@@ -209,7 +212,7 @@ class LoraWeights:
         return {module: _pair(views, module, self.settings.scale) for module in self.pairs}
 
     def cast(self) -> None:
-        """Updates the copies in the model's dtype, so that the next passes use the current weights."""
+        """Updates the copy in the model's dtype, so that the next passes use the current weights."""
         if self._cast is not self.flat:
             self._cast.copy_(self.flat)
 
@@ -219,7 +222,7 @@ class LoraWeights:
         return sum(map(math.prod, self._whole_shapes.values()))
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields PEFT name and view of each tensor in a buffer laid out as by `whole`, in order."""
+        """Yields the PEFT name and a view of each tensor in a whole buffer, in order; see `whole`."""
         for (name, shape), offset in zip(
             self._whole_shapes.items(), _offsets(self._whole_shapes.values()), strict=True
         ):
@@ -263,8 +266,8 @@ class LoraWeights:
         Returns:
             The squared norm of the whole, a float32 scalar.
         """
-        # Shared tensors are summed over all ranks. Factors of experts exist once per EXPERTS coordinate, so they are
-        # summed over DATA only, and only their squared norms over EXPERTS.
+        # Shared tensors are summed over all ranks. Ranks along EXPERTS hold factors of different experts, so these are
+        # summed over DATA only. Their squared norms are then summed over EXPERTS.
         shared, own = flat.tensor_split([self._shared_size])
         dist.all_reduce(shared)
         squares: Tensor = torch.linalg.vector_norm(shared).square()
@@ -312,17 +315,18 @@ def _initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class LoraInjector:
-    """Adds the trained tensors to the linear modules and experts of the base model. Created once per base.
+    """Makes the linear modules and experts of the base model apply trained tensors. Created once per base.
 
     Attributes:
-        parameters: Names of these modules' parameters. The modules can add their gradients to float32 masters directly.
+        parameters: Names of these modules' parameters. The modules can add the gradients of these parameters directly
+            to float32 masters.
     """
 
     def __init__(self, targets: Iterable[LoraTarget]) -> None:
         self._trained: dict[str, Trained | ExpertAdapter | ExpertMasters] = {}
         self._targets: list[LoraTarget] = []
         for target in targets:
-            # The unembedding is not called as a module: target_logprobs.py computes logits in chunks.
+            # The unembedding is never called as a module, because target_logprobs.py computes logits in chunks.
             if target.role is not Role.UNEMBEDDING:
                 self._targets.append(target)
                 module: Any = target.module
@@ -339,7 +343,7 @@ class LoraInjector:
 
     @contextmanager
     def holding(self, pairs: Mapping[str, LoraPair]) -> Iterator[None]:
-        """Has forward passes compute with these pairs until the block ends."""
+        """Makes forward passes within a block use these pairs and no other trained tensors."""
         before, self._trained = self._trained, dict(pairs)
         try:
             yield
@@ -347,7 +351,7 @@ class LoraInjector:
             self._trained = before
 
     def activate_full(self, masters: Mapping[str, Tensor]) -> None:
-        """Makes the following passes add gradients to the `grad` of these float32 masters, keyed by parameter name."""
+        """Makes all following passes add gradients to the `grad` of these float32 masters, keyed by parameter name."""
         self._trained = {}
         for target in self._targets if masters else ():
             own = [masters[name] for name in target.parameters]

@@ -1,6 +1,6 @@
 """Linear modules with LoRA: the product, the adapter's contribution and all gradients in one autograd function.
 
-Gradients of an adapter are added to preallocated float32 buffers, bypassing autograd and FSDP. The same holds for a
+Gradients of an adapter are added to preallocated float32 buffers, without autograd or FSDP. So are the gradients of a
 weight that this rank holds whole. Gradients of other weights are passed to FSDP in float32.
 
 Shapes: T rows of input, R rank, V vocabulary, D hidden size.
@@ -48,9 +48,9 @@ class LoraPair:
         return output.addmm_(low_TR, self.b_cast.T, alpha=self.scale)
 
     def add_gradients(self, grad: Tensor, x: Tensor, low_TR: Tensor, d_x: Tensor | None) -> None:
-        """Adds the gradients that follow from the gradient of the output: to `d_x`, and to the gradients of A and B.
+        """Adds the adapter's gradients, given the gradient of the output: to `d_x`, and to the gradients of A and B.
 
-        Sums are computed in float32. Those of A and B are never rounded to the model's dtype.
+        Sums are computed in float32. The gradients of A and B are never rounded to the model's dtype.
 
         Args:
             grad: [T, out], gradient of the output.
@@ -87,7 +87,7 @@ added; or None, in which case the weight itself receives a gradient if it requir
 
 
 def shared_products(x: Tensor, *modules: Any) -> Sequence[Tensor]:
-    """Returns the outputs of linear modules for one input, with the trained tensors that a LoraInjector activated."""
+    """Returns the outputs of linear modules for one input. A LoraInjector has activated their trained tensors."""
     trained = [module.trained() for module in modules]
     frozen = [one is None and not module.weight.requires_grad for module, one in zip(modules, trained, strict=True)]
     if any(frozen):
@@ -115,7 +115,7 @@ def products(x: Tensor, modules: Sequence[nn.Linear], trained: Sequence[Trained]
 
 
 class _Products(torch.autograd.Function):
-    """Accumulates in place where autograd would allocate and sum separate tensors.
+    """The autograd function of `products`. It accumulates in place; autograd would allocate and sum separate tensors.
 
     This saves a tenth of a training step.
     """
@@ -161,9 +161,9 @@ class _Products(torch.autograd.Function):
 
 
 def embedding(tokens_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """Returns the rows of the weight, [T, D].
+    """Returns the weight's rows of the tokens, [T, D].
 
-    Its gradient is summed in float32, since a frequent token adds many terms.
+    The gradient of the weight is summed in float32, because a frequent token adds many terms.
     """
     apply: Any = _Embedding.apply
     found: Tensor = apply(tokens_T, weight_VD)

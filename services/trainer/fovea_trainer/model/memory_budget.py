@@ -1,7 +1,7 @@
-"""Memory of a rank's device: free memory, sizes of micro-batches, and refusal of what does not fit.
+"""Memory of a rank's device: free memory, sizes of micro-batches, and refusal of models that do not fit.
 
 Memory is estimated before it is allocated. Large micro-batches keep a GPU busy, but too large ones do not fit.
-Decisions are the same on all ranks and follow the rank with the least memory.
+Collective decisions are the same on all ranks and follow the rank with the least memory.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ class DeviceMemory:
 
     @property
     def is_known(self) -> bool:
-        """True if there is a limit to compare with."""
+        """True if the free memory is known: always on a GPU, and on a CPU if there is a limit."""
         return self.device.type != "cpu" or self._limit_bytes > 0
 
     def set_aside(self, size_bytes: int) -> None:
@@ -90,7 +90,7 @@ class DeviceMemory:
         return min(free_bytes, self._limit_bytes - used_bytes) if self._limit_bytes else free_bytes
 
     def collect(self) -> None:
-        """Frees memory: collects dropped tensors, and returns cached blocks that torch cannot merge."""
+        """Frees dropped tensors that still occupy memory, and returns unused memory to the system or to the device."""
         gc.collect()
         if self.device.type == "cpu":
             ctypes.CDLL(None).malloc_trim(0)
@@ -120,7 +120,7 @@ CPU_BUDGETS = Budgets(8192, MAX_PATCHES)
 
 
 def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype, trains_vision: bool) -> Budgets:
-    """Returns the largest budgets with activations that fit into a given memory, but at least a useful minimum.
+    """Returns the largest budgets for which activations fit into a given memory, but at least a useful minimum.
 
     Args:
         size_bytes: Memory for activations.
@@ -140,7 +140,7 @@ def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype
 def min_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, trains_vision: bool) -> int:
     """Returns the bytes that the smallest micro-batch needs.
 
-    That is its activations, its logits with their gradient and float32 copy, and the activations of a trained tower.
+    They are its activations, its logits with their gradient and float32 copy, and the activations of a trained tower.
     """
     logit_bytes = min(logit_chunk_bytes, _MIN_TOKENS * config.get_text_config().vocab_size * dtype.itemsize)
     tower_bytes = _MIN_PATCHES * patch_bytes(config, dtype) if trains_vision else 0
@@ -188,13 +188,13 @@ def _routed_size(text: PretrainedConfig) -> int:
     """Returns the width of a dense MLP that would retain as much as routed experts, shared expert and router."""
     experts_size = text.num_experts_per_tok * text.moe_intermediate_size
     shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
-    # The experts also retain the weighted product, which a dense MLP does not have: a third more. Probabilities are
-    # float32.
+    # A dense MLP retains 3 values per unit. Experts retain 4, because they have the weighted product too. The router's
+    # probabilities are float32, which is 2 16-bit values.
     return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
 
 
 def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes per token of its copies for the experts: inputs, outputs and the gradients of both."""
+    """Returns the bytes of one token's copies for the experts: inputs, outputs and the gradients of both."""
     copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
     return int(4 * copies * text.hidden_size * dtype.itemsize)
 
@@ -202,7 +202,7 @@ def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Returns the bytes per token with recomputation of activations.
 
-    These are the input of each layer and all activations of one layer.
+    They are the input of each layer, the copies for the experts, and twice the other activations of an average layer.
     """
     text = config.get_text_config()
     inputs_bytes = text.num_hidden_layers * text.hidden_size * dtype.itemsize
@@ -212,7 +212,7 @@ def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes that the vision tower retains per patch for the backward pass. Counted, not measured."""
+    """Returns the bytes that the vision tower retains per patch for the backward pass, counted and not measured."""
     vision = config.vision_config.to_dict()
     # Qwen's towers use other names. In Qwen2-VL `hidden_size` is that of the language model.
     hidden_size = vision.get("embed_dim") or vision["hidden_size"]
@@ -232,7 +232,7 @@ class MemoryBudget:
         dtype: Dtype of the model.
         memory: Memory of this rank's device.
         control: Control group of the rank's thread.
-        spill: Moves tensors that may be elsewhere off this rank's device. Returns True if there were any.
+        spill: Frees memory of this rank's device by moving or dropping snapshots. Returns True if it found any.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class MemoryBudget:
         """Returns the budgets for the micro-batches of one call.
 
         Args:
-            pending_bytes: Bytes that the call will allocate in addition.
+            pending_bytes: Bytes that the call will allocate besides activations.
             trains_vision: True if the vision tower is trained.
         """
         settings = self._settings
@@ -299,21 +299,21 @@ class MemoryBudget:
             )
 
     def has_room_to_record(self, token_count: int) -> bool:
-        """Says whether a pass of so many tokens may keep its activations for good. Not collective."""
+        """Returns True if a recorded pass of `token_count` tokens may keep its memory for good. Not collective."""
         if self._memory.device.type != "cuda":
             return False
         size_bytes = token_count * activation_bytes(self._config, self._dtype)
         most_bytes = _RECORDED_SHARE * torch.cuda.get_device_properties(self._memory.device).total_memory
-        # Passes share their memory, so a pass needs only what the largest one so far does not have.
+        # Recorded passes share one pool, so a pass allocates only the memory that the pool does not have yet.
         needed_bytes = size_bytes - self._memory.set_aside_bytes
         return size_bytes <= most_bytes and self._memory.free_bytes() > needed_bytes + _WORKING_BYTES
 
     def set_aside(self, size_bytes: int) -> None:
-        """Counts memory that a recorded pass has taken and keeps."""
+        """Counts memory that a recorded pass has allocated and keeps. Not collective."""
         self._memory.set_aside(size_bytes)
 
     def check_fits(self, token_count: int, budgets: Budgets) -> None:
-        """Checks a micro-batch above the token budget. Not collective.
+        """Checks that a micro-batch above the token budget fits. Not collective.
 
         Raises:
             ResourceExhausted: It may not fit on this rank.
@@ -330,7 +330,7 @@ class MemoryBudget:
     def device_for(self, size_bytes: int) -> torch.device:
         """Returns the device for a copy that is used later. Not collective.
 
-        That is this rank's device if it keeps enough memory for computing, else the host.
+        It is this rank's device if enough memory for computing remains there, else the host.
         """
         has_room = not self._memory.is_known or self._memory.free_bytes() > 2 * size_bytes + _WORKING_BYTES
         return self._memory.device if has_room else torch.device("cpu")

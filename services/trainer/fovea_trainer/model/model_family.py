@@ -97,7 +97,7 @@ class PatchNormalizer:
 
     @classmethod
     def from_checkpoint(cls, model_dir: Path, channel_count: int, patch_bytes: int) -> "PatchNormalizer":
-        """Reads the constants of the checkpoint's image processor. A patch stores its channels one after another."""
+        """Reads the constants of the checkpoint's image processor. A patch contains its channels one after another."""
         config = read_image_processor(model_dir)
         rescale = config["rescale_factor"] if config.get("do_rescale", True) else 1.0
         normalize = config.get("do_normalize", True)
@@ -121,7 +121,7 @@ class PatchNormalizer:
 class Family:
     """One model family, built on its Hugging Face implementation.
 
-    Everything not declared here follows from general rules.
+    General rules, equal for all families, give everything that is not declared here.
 
     Args:
         model_type: `model_type` of the checkpoint's configuration.
@@ -166,9 +166,9 @@ class Family:
     def blocks(self, model: Any) -> Iterator[nn.Module]:
         """Returns the modules that are sharded and recomputed separately, in the order of the forward pass.
 
-        These are the modules that transformers itself can recompute, in tower and language model. Its
-        `_no_split_modules` names the same ones, but in some towers parts of layers (Idefics 3), in others embeddings
-        too (SigLIP).
+        These are the modules that transformers itself can recompute, in the tower and in the language model. Its list
+        `_no_split_modules` is not used: it names parts of layers in some towers (Idefics 3), and also embeddings in
+        others (SigLIP).
         """
         return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
 
@@ -194,9 +194,10 @@ class Family:
         return rows_TD
 
     def can_be_recorded(self, model: Any) -> bool:
-        """Says whether passes of the language model may become CUDA graphs: fixed work for fixed sizes.
+        """Returns True if passes of the language model can be recorded as CUDA graphs.
 
-        Experts, windows and states choose kernels by the contents of a batch; attention in float32 does so too.
+        Batches of equal sizes must then run equal kernels. Experts, sliding windows, recurrent states and float32
+        attention choose kernels by the contents of a batch, so models with them are not recorded.
         """
         text = model.config.get_text_config()
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -244,7 +245,7 @@ class Family:
             model: The model.
             tokens_T: int64. Families with per-layer embeddings look them up from these ids; others need none.
             embeddings_TD: Input embeddings, with image embeddings already inserted.
-            positions: int64 [3, T] for families with multimodal RoPE, else [1, T].
+            positions: int64 [3, T] for families with multimodal RoPE, else int64 [1, T].
             documents: Bounds of the documents.
             vision: Output of the tower, for families that add vision features in later layers.
             image_index_M: int64, packed positions of the image placeholder tokens.
@@ -285,7 +286,7 @@ class Family:
 
 
 def _runs(index_M: Tensor, token_count: int) -> Tensor:
-    """Numbers the contiguous runs of the ascending positions `index_M`; returns int64 [T], -1 outside of runs."""
+    """Numbers the contiguous runs of ascending positions. Returns int64 [T], with -1 for positions outside of runs."""
     gaps = torch.diff(index_M, prepend=index_M[:1]) > 1
     return torch.full((token_count,), -1, device=index_M.device).index_copy(0, index_M, gaps.cumsum(0))
 
@@ -293,7 +294,7 @@ def _runs(index_M: Tensor, token_count: int) -> Tensor:
 def _pack_attention(model: Any) -> None:
     """Installs packed attention in the language model and in towers that concatenate images.
 
-    Other towers use sdpa.
+    All other towers use sdpa.
     """
     decoder = model.get_decoder()
     decoder.config._attn_implementation = PACKED_ATTENTION
@@ -349,7 +350,7 @@ FAMILIES = {
         Family("mistral3"),
         Family("gemma3", sees_images_whole=True),
         Family("llava"),
-        # Modules that vLLM fuses differently, or that it does not have, are omitted: they cannot be adapted there.
+        # Modules that vLLM fuses differently or does not have are omitted, because vLLM cannot adapt them.
         Family("glm4v", tower_roles={"proj": Role.ATTENTION, "down_proj": Role.MLP}),
         Family("idefics3"),
         Family("smolvlm"),

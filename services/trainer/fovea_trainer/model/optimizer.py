@@ -42,7 +42,7 @@ class Adam:
 
     @classmethod
     def of(cls, given: trainer_pb2.AdamParams) -> "Adam":
-        """Reads the hyperparameters from a message; unset fields get defaults. Raises InvalidInput as `check` does."""
+        """Reads the hyperparameters from a message. Unset fields get defaults. Raises InvalidInput as `check` does."""
         adam = cls(**{field.name: value for field, value in given.ListFields()})
         adam.check()
         return adam
@@ -90,8 +90,8 @@ class AdamW:
     def is_surely_in_bounds(self, adam: Adam, norm: float) -> Tensor:
         """Returns True if norms alone prove that a step leaves all parameters in bounds.
 
-        The update of a parameter is at most the learning rate times a bound on |m| / (sqrt(v) + eps). If anything is
-        already not finite, the result is False.
+        The update of a parameter is at most the learning rate times a bound on |m| / (sqrt(v) + eps). The result is
+        False if a value is already not finite.
 
         Args:
             adam: The hyperparameters.
@@ -104,7 +104,7 @@ class AdamW:
             return torch.tensor(False, device=self._parameters[0].device)
         weight = torch.stack(torch._foreach_norm(self._parameters, math.inf)).amax()
         kept = max(1.0, abs(1.0 - adam.learning_rate * adam.weight_decay))
-        # The bias correction of the first moment divides by at least this; that of the second only shrinks the update.
+        # The bias correction of the first moment divides by 1 - beta1 or more; the second only shrinks the update.
         rate = adam.learning_rate / (1.0 - adam.beta1)
         if self._ratio is None:
             self._ratio = self._measured_ratio()
@@ -114,9 +114,9 @@ class AdamW:
     def _next_ratio(adam: Adam, ratio: Tensor) -> Tensor:
         """Returns a bound on |m| / (sqrt(v) + eps) after a step, given the bound before it. float32 scalar.
 
-        The new m has two terms, and each is bounded by its own term of the new v: the ratio of the old moments grows by
-        at most beta1 / sqrt(beta2), and the ratio of a gradient to itself is (1 - beta1) / sqrt(1 - beta2). The factor
-        1.01 covers rounding.
+        The new m and the new v each have a term of the old moment and a term of the gradient. The ratio of the first
+        terms is at most the old ratio times beta1 / sqrt(beta2). The ratio of the second terms is
+        (1 - beta1) / sqrt(1 - beta2). The bound is the sum of both. The factor 1.01 covers rounding.
         """
         grown = adam.beta1 / math.sqrt(adam.beta2) if adam.beta2 else math.inf if adam.beta1 else 0.0
         return 1.01 * (ratio * grown + (1.0 - adam.beta1) / math.sqrt(1.0 - adam.beta2))
@@ -131,11 +131,9 @@ class AdamW:
         return largest
 
     def stays_in_bounds(self, adam: Adam) -> Tensor:
-        """Returns True if all parameters are in bounds and all moments finite after a step.
+        """Returns True, a bool scalar on the device, if a step leaves parameters in bounds and moments finite.
 
-        A bool scalar on the device.
-
-        The step is tried on copies, one block of elements at a time, to limit memory.
+        The step is tried on copies of one block of elements at a time, to limit memory.
         """
         finite = torch.tensor(True, device=self._parameters[0].device)
         self._ratio = None  # the bound was too loose: measure it again before the next step
@@ -173,7 +171,7 @@ class AdamW:
         return [{name: self._torch.state[p][name] for name in MOMENTS} for p in self._parameters]
 
     def load(self, moments: Sequence[dict[str, Tensor]], step: int) -> None:
-        """Replaces moments and step count, without copying the tensors."""
+        """Replaces the moments and the step count. The tensors are not copied."""
         for parameter, values in zip(self._parameters, moments, strict=True):
             count = torch.tensor(float(step), device=parameter.device)
             self._torch.state[parameter] = {"step": count, **values}
@@ -181,7 +179,8 @@ class AdamW:
 
 
 def clip_factor(norm: float, bound: float) -> float:
-    """Returns the factor that clips gradients of a global norm, as torch.nn.utils.clip_grad_norm_. A bound of 0
-    disables it.
+    """Returns the factor that clips gradients with a global norm, as in torch.nn.utils.clip_grad_norm_.
+
+    A bound of 0 disables clipping.
     """
     return min(1.0, bound / (norm + 1e-6)) if bound > 0 else 1.0

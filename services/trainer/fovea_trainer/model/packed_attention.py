@@ -1,12 +1,12 @@
 """Attention over packed sequences: a token sees only its own document or image.
 
 `kernel_for` chooses the implementation. On a CPU, and in float32 on a GPU, torch's attention is called once per
-document length. In 16 bits on a GPU it is variable-length flash attention, or flex attention where flash attention
-cannot be used: for images with tokens that see each other both ways, capped scores, sinks, and heads of more than 256
-channels. All three support sliding windows.
+document length. In 16 bits on a GPU, variable-length flash attention is used where it can compute the scores. Flex
+attention computes the rest: images with tokens that see each other both ways, capped scores, sinks, and heads of more
+than 256 channels. All three support sliding windows.
 
-The function is registered with transformers as `PACKED_ATTENTION`. The name contains "flash" because transformers'
-vision towers then pass the packed tensors with `cu_seq_lens_q`, instead of one call per image.
+The function is registered with transformers as `PACKED_ATTENTION`. The name contains "flash" so that transformers'
+vision towers pass the packed tensors with `cu_seq_lens_q`, instead of one call per image.
 
 Shapes: T tokens of all documents, H heads, D head size, N documents of one length L.
 """
@@ -41,7 +41,7 @@ HARMLESS = {
 }
 """Keyword arguments of transformers' models that have no effect here, and the reason."""
 
-# torch 2.11 has no such flag and always accepts grouped queries; later versions require it.
+# torch 2.11 has no such flag and always accepts grouped queries. Later versions require the flag for them.
 _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
@@ -121,7 +121,7 @@ def packed_attention(
         [1, T, H, D] and None.
 
     Raises:
-        ValueError: Bounds are missing, so that attention would leak between documents; or an argument is not supported.
+        ValueError: Bounds are missing, without which documents would see each other; or an argument is not supported.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("packed attention needs cu_seq_lens_q and max_length_q")
@@ -154,7 +154,7 @@ def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
-    """Computes one batched call per document length: exact, without padding."""
+    """Computes attention in one batched call per document length, without padding."""
     if query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -193,7 +193,7 @@ def _attend(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, scores: Scores, mask
 
 
 def _attend_by_steps(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, seen: Tensor, scores: Scores) -> Tensor:
-    """Computes what torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025).
+    """Computes attention that torch has no kernel for: capped scores (Gemma 2, 2024) and sinks (gpt-oss, 2025).
 
     Args:
         q_NHLD: Queries.
@@ -228,7 +228,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: T
 
 @cache
 def _compiled_flex() -> Any:  # only when a GPU needs it: importing the compiler takes a second
-    # Without specialization the cap would become a kernel argument, which does not compile (torch 2.11).
+    # Without specialization the cap would be a kernel argument, and the kernel would not compile (torch 2.11).
     torch._dynamo.config.specialize_float = True
     return torch.compile(flex_attention, dynamic=True)
 

@@ -60,7 +60,7 @@ class PackedModel(nn.Module):
         family: The model's family.
         vision: Image handling of the family; None for a text-only model.
         hf: The Hugging Face model.
-        normalizer: None for a family that sends no byte patches.
+        normalizer: Converts byte patches to pixels; None for a family that sends none.
         chunk_positions: Number of positions for which logits are computed at a time.
         head_dtype: Dtype of logits.
     """
@@ -87,7 +87,7 @@ class PackedModel(nn.Module):
 
     @cached_property
     def file_names(self) -> dict[str, str]:
-        """As `file_names`. Known once the weights are read."""
+        """The result of the function `file_names`. Known once the weights are read."""
         return file_names(self.hf)
 
     @cached_property
@@ -124,22 +124,27 @@ class PackedModel(nn.Module):
 
     @cached_property
     def can_be_recorded(self) -> bool:
-        """Says whether a pass of the language model neither looks up tokens nor has the host wait for the device."""
+        """True if passes of the language model can be recorded; see `Family.can_be_recorded`."""
         return self.family.can_be_recorded(self.hf)
 
     @cached_property
     def deepstack_levels(self) -> int:
-        """The number of the language model's first layers that features of images are added to."""
+        """The number of levels of deepstack features. Each is added to one of the first language layers."""
         vision = getattr(self.hf.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     def embed(
         self, batch: Batch, cached: dict[str, VisionOutput] | None
     ) -> tuple[Tensor, VisionOutput | None, Tensor | None]:
-        """Returns the embeddings [T, D], those of images in place, what the images' tower made, and where it goes.
+        """Returns the embeddings of a micro-batch, with those of its images inserted.
 
         Args:
-            cached: As `forward` takes it.
+            batch: The micro-batch.
+            cached: As for `forward`.
+
+        Returns:
+            The embeddings [T, D]; and the tower's output and its packed positions, int64 [M], or None and None if the
+            micro-batch has no image.
         """
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
         vision = self._vision(batch, cached)
@@ -219,8 +224,8 @@ class PackedModel(nn.Module):
 def file_names(model: PreTrainedModel) -> dict[str, str]:
     """Returns the names of parameters and constants in the files of the checkpoint, keyed by their names in the model.
 
-    transformers renames modules of some models on loading. vLLM, like other programs that load an exported model,
-    expects the names of the files. Experts get their names in the model, whatever their layout in the files.
+    On loading, transformers renames modules of some models. vLLM, like other programs that load an exported model,
+    expects the names of the files. Experts keep their names in the model, for any layout in the files.
 
     Raises:
         ValueError: The files store a parameter other than experts in another shape.
@@ -249,7 +254,7 @@ def _expert_layout(model: Any) -> ExpertLayout:
 
 
 def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields buffers that checkpoints contain: weights that are not trained, such as Gemma 4's factor of a layer."""
+    """Yields the buffers that checkpoints contain. They are not trained; an example is Gemma 4's factor of a layer."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -259,7 +264,7 @@ def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def build_model(
     settings: TrainerSettings, model_dir: Path, device: torch.device
 ) -> tuple[Family, torch.dtype, PackedModel]:
-    """Builds the base model on the meta device, ready to be sharded and loaded.
+    """Returns the family, the dtype and the base model on the meta device, ready to be sharded and loaded.
 
     Raises:
         ValueError: The model is not supported.
@@ -282,7 +287,7 @@ def build_model(
 def load_model(
     settings: TrainerSettings, model_dir: Path, device: torch.device
 ) -> tuple[Family, torch.dtype, PackedModel]:
-    """Builds the base model unsharded, with its weights."""
+    """Returns the family, the dtype and the unsharded base model with its weights."""
     family, dtype, module = build_model(settings, model_dir, device)
     read_weights(module.hf, model_dir, device)
     return family, dtype, module
@@ -291,8 +296,8 @@ def load_model(
 def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
     """Reads the weights of a model on the meta device. For sharded parameters this reads only the rank's rows.
 
-    Names and layouts go through transformers' conversions, as in its `from_pretrained`. Tensors that no file contains
-    (tied parameters, buffers) are created as there. Call this on all ranks.
+    Like `from_pretrained`, it applies transformers' conversions of names and layouts, and creates the tensors that no
+    file contains (tied parameters, buffers). Call this on all ranks.
 
     Raises:
         ValueError: The files do not match the model.
@@ -307,7 +312,7 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
         for path in _weight_files(model_dir):
-            # With mmap, the mapped pages would count as memory of this process until all is read.
+            # With mmap, the pages that are read would count as memory of this process until the file is closed.
             file = files.enter_context(safe_open(path, "pt", backend="pread"))
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             tensors |= random_slices(file, device) or stored
@@ -338,10 +343,10 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
 
 
 def _layers(tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields a checkpoint's tensors layer by layer, experts included, and those outside of layers together.
+    """Yields the tensors of one layer after the other, experts included, and those outside of layers together.
 
-    transformers' reader threads run ahead of the step that stacks experts. Given all layers at once, they would hold
-    the model twice.
+    transformers' reader threads run ahead of the step that stacks experts. If they received all layers at once, they
+    would hold the model twice.
     """
     layers: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -358,7 +363,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _keeps_rows(operation: ConversionOps) -> bool:
-    """Returns True if a conversion maps rows (experts) to the same rows, so a rank can convert its own rows alone."""
+    """Returns True if a conversion keeps each row (expert) in place, so that a rank can convert its own rows alone."""
     if isinstance(operation, Transpose):
         return 0 not in (operation.dim0, operation.dim1)
     is_merge = isinstance(operation, MergeModulelist) and operation.dim == 0

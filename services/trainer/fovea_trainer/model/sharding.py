@@ -1,7 +1,7 @@
 """FSDP2 around the model: the modules that are gathered together, and access to whole parameters.
 
-A single rank wraps nothing. FSDP would copy each parameter for computing, which needs the memory of a second model;
-copied again for each micro-batch it would take a tenth of the time of a mixture of experts.
+A single rank does not use FSDP, which would copy each parameter for computing. These copies would need the memory of a
+second model. To copy again for each micro-batch would take a tenth of the time of a mixture of experts.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class ShardedModel:
         module: The model on the meta device. Each rank then reads its shards with `read_weights`.
         mesh: One dimension over all ranks.
         keep_gathered: True to leave parameters gathered between micro-batches and calls. Frozen parameters then need no
-            communication. For models that fit into each rank's memory.
+            communication. The whole model must fit into each rank's memory.
         experts: Mesh over which experts are distributed, as made by `expert_mesh`; None if every rank computes all
             experts.
     """
@@ -57,7 +57,7 @@ class ShardedModel:
         for part in self._fsdp_modules:
             # Losses are sums over all datums of all ranks, so gradients are summed, not averaged.
             part.set_gradient_divide_factor(1.0)
-            # Without this, a factor selects PREMUL_SUM, which gloo does not support.
+            # With a divide factor, FSDP would otherwise reduce by PREMUL_SUM, which gloo does not support.
             part.set_force_sum_reduction_for_comms(True)
         self._root.set_reshard_after_backward(not keep_gathered)
 
@@ -66,13 +66,13 @@ class ShardedModel:
         return cast(FSDPModule, self.module)
 
     def computes_alone(self, trains_base: bool) -> bool:
-        """Returns True if a rank's passes need no other rank once `gather` was called."""
+        """Returns True if a rank's passes need no other rank after a call of `gather`."""
         return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base and self.experts is None)
 
     def gather(self) -> None:
-        """Gathers the parameters that stay gathered, if they are not. Collective.
+        """Gathers all parameters if this model keeps parameters gathered. Collective.
 
-        Only for frozen parameters: for trained ones `unshard` would forget that their gradients are float32.
+        Parameters must be frozen: `unshard` would forget that the gradients of trained ones are float32.
         """
         if self._keeps_gathered:
             for part in self._fsdp_modules:
@@ -107,11 +107,11 @@ class ShardedModel:
     def set_trainable(self, trainable: bool) -> None:
         """Enables or disables gradients of all parameters. Gradients are float32 in any model dtype. Collective.
 
-        FSDP's own `reduce_dtype` is not sufficient: it rounds each rank's gradient before summing, and the sum
-        afterwards.
+        FSDP's own `reduce_dtype` is not sufficient, because FSDP would still round each rank's gradient before the sum,
+        and the sum afterwards.
         """
-        # FSDP copies these attributes to the gathered parameter only once, so set them on both forms. It preserves the
-        # gradient dtype only of parameters that are frozen when `unshard` is called, so the root comes last.
+        # FSDP copies these attributes to the gathered parameter only once, so set them on both forms. `unshard` keeps
+        # the gradient dtype only of parameters that are frozen at that time, so the root comes last.
         self.release()
         for part in reversed(self._fsdp_modules):
             part.unshard()
@@ -120,9 +120,9 @@ class ShardedModel:
         _train(self.module, trainable)
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of the checkpoint's files under their names there: parameters, then constants.
+        """Yields parameters, then constants, with their names in the checkpoint's files.
 
-        Parameters are sharded (DTensor), in the model's order. Every rank has whole constants.
+        Parameters come in the model's order and are DTensors if they are sharded. Every rank has whole constants.
         """
         self.release()
         for name, tensor in (*self.module.named_parameters(), *constants(self.module)):

@@ -1,13 +1,14 @@
-"""Passes of small micro-batches as CUDA graphs: a step of few tokens costs its arithmetic, not the host's time.
+"""Passes of small micro-batches as CUDA graphs, so that a small step takes the time of its kernels, not of the host.
 
-A pass of a small micro-batch launches thousands of short kernels, and the host needs some 50 us for each. A CUDA graph
-launches all of them at once. It has fixed addresses and sizes, so a small micro-batch is padded to one of a few sizes,
-and its adapter's weights are copied to a fixed place before the pass.
+A pass of a small micro-batch launches thousands of short kernels, and the host needs about 50 us for each. A CUDA graph
+launches all of them at once. A graph has fixed addresses and sizes. A small micro-batch is therefore padded to one of a
+few sizes, and its adapter's weights are copied to a fixed place before the pass.
 
-The first pass of a size runs without a graph, the second one is recorded. Both run the same kernels on the same padded
-sizes, so their results are equal to the bit, and a replay after a restart may mix them differently.
+The first pass of a size runs without a graph, and the second one is recorded. Both run the same kernels on the same
+padded sizes, so their results are equal bit for bit. After a restart, a replayed command may thus run without a graph
+although it ran as a graph before.
 
-Shapes: T packed tokens, S the padded size, N documents, M embeddings of images, D hidden size, K targets a position.
+Shapes: T packed tokens, S padded tokens, M image embeddings, D hidden size.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
@@ -33,7 +34,7 @@ _MOST_STANDINS = 4
 
 
 def padded_size(count: int) -> int:
-    """Returns the least size that holds so many tokens: no more than an eighth of it is padding, or 63 tokens."""
+    """Returns the smallest allowed size for `count` tokens. At most an eighth of it, or 63 tokens, is padding."""
     step = max(_power_of_two(count) // 16, _LEAST)
     return -(-count // step) * step
 
@@ -48,10 +49,10 @@ class _Size:
 
     Args:
         tokens: S.
-        documents: The most documents, those that hold the padding included.
-        longest: The most tokens of a document.
-        with_images: Whether embeddings of images go into the first layers.
-        temperature: What logits are divided by.
+        documents: Maximum number of documents, including those of padding.
+        longest: Maximum number of tokens of a document.
+        with_images: True if deepstack features of images are added to the first layers.
+        temperature: Divisor of the logits.
     """
 
     tokens: int
@@ -69,17 +70,18 @@ class _Size:
         return cls(tokens, documents, longest, with_images, temperature)
 
     def bounds(self, bounds: Tensor, count: int) -> Tensor:
-        """Returns int32 [documents + 1]: the given bounds, then documents of padding, then empty ones at the end.
+        """Returns int32 [documents + 1]: the given bounds, then those of padding documents, then those of empty ones.
 
         Args:
-            count: The tokens that the given bounds end at.
+            bounds: int32, the bounds of the micro-batch.
+            count: The number of its tokens, which is the last bound.
         """
         added = torch.arange(1, self.documents + 2 - len(bounds), dtype=bounds.dtype, device=bounds.device)
         return torch.cat([bounds, (count + added * self.longest).clamp(max=self.tokens)])
 
 
 class _StandIn:
-    """A fixed place for the weights and gradients of one adapter after the other, all of one layout.
+    """Fixed buffers for weights and gradients. All adapters of one layout use them in turn.
 
     Args:
         like: An adapter of that layout.
@@ -96,7 +98,7 @@ class _StandIn:
 
 
 class _Pass:
-    """One forward and backward pass of one size on one stand-in: run by kernels at first, then as two graphs."""
+    """One forward and backward pass of one size on one stand-in. It launches single kernels until it is recorded."""
 
     def __init__(self, module: PackedModel, size: _Size, stand_in: _StandIn, rows: int, device: torch.device) -> None:
         self._module, self._size, self._stand_in = module, size, stand_in
@@ -118,7 +120,7 @@ class _Pass:
         return self._graphs is not None
 
     def load(self, batch: Batch, embeddings_TD: Tensor, vision: VisionOutput | None, index_M: Tensor | None) -> None:
-        """Copies a micro-batch into the pass's own tensors; what follows its tokens is padding."""
+        """Copies a micro-batch into the tensors of the pass. The rows after its tokens are padding."""
         count = len(batch.tokens_T)
         self._embeddings_SD[:count].copy_(embeddings_TD)
         self._positions[:, :count].copy_(batch.positions)
@@ -128,7 +130,7 @@ class _Pass:
             level_SD.zero_().index_copy_(0, index_M, level_MD.to(level_SD.dtype))  # type: ignore[arg-type]
 
     def forward(self, count: int, with_gradient: bool) -> Tensor:
-        """Returns the log-probabilities of the targets, float32 [T, 1], which the next pass does not change."""
+        """Returns the log-probabilities of the targets, a copy, float32 [T, 1]. `count` is T."""
         if self._graphs is not None:
             self._graphs[0].replay()
         else:
@@ -138,7 +140,7 @@ class _Pass:
         return self._logprobs_S1.detach()[:count].clone()
 
     def backward(self, grad_T1: Tensor, weights: LoraWeights) -> None:
-        """Adds to the gradients of an adapter; the stand-in must hold its weights."""
+        """Adds to the gradients of an adapter. The stand-in must still hold its weights."""
         self._grad_S1.zero_()[: len(grad_T1)].copy_(grad_T1)
         if self._graphs is not None:
             self._graphs[1].replay()
@@ -163,9 +165,9 @@ class _Pass:
         torch.autograd.backward([self._logprobs_S1], [self._grad_S1])
 
     def record(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Records both passes; memory of their intermediate results comes from a pool that all passes share."""
+        """Records both passes as graphs. The memory of their results comes from `pool`, which all passes share."""
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads may copy snapshots meanwhile: only this one is held to what a recording allows.
+        # Other threads may copy snapshots meanwhile, so only this thread must avoid calls that break a recording.
         options: Any = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(forward, **options), torch.enable_grad():
             self._logprobs_S1 = self._compute()
@@ -176,14 +178,14 @@ class _Pass:
 
 
 class SmallPasses:
-    """Computes small micro-batches of adapters by padded, recorded passes.
+    """Computes small micro-batches of adapters in padded passes, which it records.
 
     Args:
         module: The model, whole on this rank.
-        injector: Makes the stand-ins part of it.
-        most_tokens: Above it, micro-batches are not small; 0 turns recorded passes off.
-        has_room: Says whether a pass of so many tokens may keep its activations for good.
-        set_aside: Called with the bytes that a recorded pass has taken and keeps.
+        injector: Applies the stand-ins' tensors to the model.
+        most_tokens: Maximum number of tokens of a small micro-batch; 0 disables this class.
+        has_room: Returns True if a pass of a given number of tokens may keep its memory for good.
+        set_aside: Called with the bytes that a recorded pass has allocated and keeps.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class SmallPasses:
         self._stream: torch.cuda.Stream | None = None
 
     def takes(self, batch: Batch, recompute: bool) -> bool:
-        """Says whether a micro-batch is computed here: by its sizes alone, so that a replay decides alike."""
+        """Returns True if `logprobs` can compute this micro-batch. Earlier passes do not matter: a replay decides alike."""
         return (
             bool(self._most_tokens)
             and bool(batch.datums)
@@ -216,7 +218,7 @@ class SmallPasses:
     def logprobs(
         self, batch: Batch, weights: LoraWeights, cached: dict[str, VisionOutput], temperature: float
     ) -> Tensor:
-        """Returns float32 [T, 1]; its backward pass adds to the gradients of the adapter."""
+        """Returns the log-probabilities, float32 [T, 1]. The backward pass adds to the gradients of the adapter."""
         with torch.no_grad():
             embeddings_TD, vision, index_M = self._module.embed(batch, cached)
         with_images = vision is not None and bool(vision.deepstack)
@@ -255,7 +257,7 @@ class SmallPasses:
 
 
 class _SmallPass(torch.autograd.Function):
-    """Joins a recorded pass, which has no graph of autograd, to the loss."""
+    """Connects a pass to the loss. For autograd, the whole pass is this one function."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, one: _Pass, count: int, weights: LoraWeights) -> Tensor:

@@ -1,12 +1,12 @@
 """Log-probabilities of target tokens from hidden states, with the logits of only one chunk of positions in memory.
 
-logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B'. z is computed in the head's dtype,
-which is float32 or that of the weights, as in the sampler; everything else is float32. Some families cap z: c tanh(z /
-c). A temperature divides z in float32, as a sampler does. The backward pass recomputes the logits of each chunk and
-skips positions with a gradient of zero, which are most positions in supervised training.
+logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B'. As in the sampler, z is computed in the
+head's dtype, which is float32 or that of the weights. All else is float32. Some families cap z: c tanh(z / c). A
+temperature divides z in float32, as in a sampler. The backward pass recomputes the logits of each chunk. It skips
+positions with a gradient of zero, which are most positions in supervised training.
 
-The gradient of a confident target is 1 - p, a small difference of large numbers, and the rest of its row is equally
-small. To avoid cancellation, the likeliest token is represented by the sum of all other probabilities.
+The gradient of a target is 1 - p. If p is near 1, this difference of large numbers is small and would lose its digits.
+For the likeliest token, 1 - p is therefore computed as the sum of all other probabilities.
 
 Shapes: T positions, C positions of one chunk, D hidden size, V vocabulary, K targets per position, R rank of the
 adapter.
@@ -36,7 +36,7 @@ def target_logprobs(
     temperature: float = 1.0,
     takes_all: bool = False,
 ) -> Tensor:
-    """Returns float32 [T, K], differentiable in the hidden states, the weight and the adapter.
+    """Returns log-probabilities, float32 [T, K], with gradients of the hidden states, the weight and the adapter.
 
     Args:
         hidden_TD: Hidden states.
@@ -48,8 +48,8 @@ def target_logprobs(
         head_dtype: Dtype of the logits, float32 or that of the weight; None means that of the weight.
         softcap: c, which no logit exceeds; None for no cap.
         temperature: Divisor of the logits, applied after the cap.
-        takes_all: The backward pass computes all positions, not only those with a gradient: to count those, the host
-            would have to wait for the device.
+        takes_all: True to compute all positions in the backward pass, and not only those with a gradient. Selecting
+            positions would make the host wait for the device.
     """
     apply: Any = _TargetLogprobs.apply
     lora = trained if isinstance(trained, LoraPair) else None
@@ -78,9 +78,9 @@ def _logits(
     softcap: float | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns logits [C, V] in that dtype, capped and divided, and x A' [C, R] in the dtype of the weight, or None.
+    """Returns logits [C, V], capped and divided; and x A' [C, R] in the weight's dtype, or None without an adapter.
 
-    With a temperature other than 1 the logits are float32.
+    The logits have `dtype`, but are float32 with a temperature other than 1.
     """
     logits_CV, low_CR = _products(hidden_CD, weight_VD, lora, dtype)
     if softcap is not None:
@@ -107,7 +107,7 @@ def _products(
 
 @dataclass(frozen=True)
 class _Softmax:
-    """softmax(z) of each row, accurate even if one token has nearly all mass: p[v] = exp(z[v] - z[top]) / (1 + rest).
+    """softmax(z) of each row: p[v] = exp(z[v] - z[top]) / (1 + rest). It stays accurate if one p is almost 1.
 
     Args:
         logits_CV: z.
@@ -134,9 +134,9 @@ class _Softmax:
     def logits_gradient(self, targets_CK: Tensor, grad_CK: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the gradient of the logits, [C, V], given the gradients of the targets' log-probabilities.
 
-        At token v it is the sum of the gradients of targets equal to v, minus total p[v]. At the likeliest token this
-        is rewritten as total (1 - p) minus the gradients of the other targets, so that a small value does not come from
-        a difference of large ones. Computed in float32 and rounded once to `dtype`.
+        Let `total` be the sum of the targets' gradients. At token v the result is the sum of the gradients of targets
+        equal to v, minus total p[v]. At the likeliest token this equals total (1 - p) minus the gradients of the other
+        targets; this form avoids a small difference of large values. Computed in float32 and rounded once to `dtype`.
 
         Args:
             targets_CK: int64, the targets.
@@ -161,7 +161,8 @@ def _logits_gradient(
 ) -> Tensor:
     """Returns the gradient of x W' before cap and temperature, [C, V], rounded once to `dtype`.
 
-    The slope of a cap is (1 - (z T / c)^2) / T, with z the capped and divided logit; without a cap it is 1 / T.
+    The slope of cap and temperature is (1 - (z T / c)^2) / T, where z is the capped and divided logit and T is the
+    temperature. Without a cap the slope is 1 / T.
     """
     softmax = _Softmax.of(logits_CV)
     grad_CK = grad_CK / temperature
@@ -215,7 +216,7 @@ def _scaled_softmax(logits_CV: Tensor, peak_C: Tensor, rest_C: Tensor, scale_C: 
 class _TargetLogprobs(torch.autograd.Function):
     """The autograd function of `target_logprobs`.
 
-    An adapter's A is an argument only to make the output part of its graph: see lora_linear.py.
+    An adapter's A is an argument only to make the output part of the graph; see `lora_linear.products`.
     """
 
     @staticmethod

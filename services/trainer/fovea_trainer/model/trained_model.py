@@ -1,6 +1,7 @@
 """Trained models: an adapter, or all parameters. Each has gradients, an optimizer and a step count.
 
-Methods are collective where they say so. State is the same on all ranks, except for the shards of full parameters.
+Methods are collective where they say so. All ranks have the same state, except for gradients before `reduce_gradients`,
+shards of full parameters, and factors of distributed experts.
 """
 
 import math
@@ -94,7 +95,7 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Updates derived tensors after the optimized weights were written."""
+        """Updates tensors that derive from the optimized weights, after these were written."""
 
     def optim_step(self, adam: Adam, control: ControlGroup) -> dict[str, float]:
         """Takes an optimizer step and clears the gradients. Returns metrics. Collective.
@@ -123,7 +124,7 @@ class TrainedModel(ABC):
         }
 
     def _prepare_step(self, adam: Adam, norm: float, factor: float) -> None:
-        """Performs all checks and computations that can fail on this rank alone."""
+        """Clips the gradients, and makes all checks that can fail on this rank alone."""
         if not math.isfinite(norm):
             raise self._refusal(f"the accumulated gradient has norm {norm}; check the inputs")
         if factor != 1.0:
@@ -197,7 +198,7 @@ class AdapterModel(TrainedModel):
         self._injector.activate(self.weights)
 
     def collect_gradients(self) -> None:
-        """Does nothing: backward passes add to the gradient buffer directly."""
+        """Does nothing, because backward passes add to the gradient buffer directly."""
 
     def gradients(self) -> list[Tensor]:
         return [self.weights.flat_grad]
@@ -226,18 +227,18 @@ class AdapterModel(TrainedModel):
         self.weights.flat_grad.zero_()
 
     def weights_changed(self) -> None:
-        """Does nothing: nothing is derived from an adapter's weights."""
+        """Does nothing: the injector updates the copy in the model's dtype before each use."""
 
 
 class FullModel(TrainedModel):
     """All parameters of the base.
 
-    Each rank optimizes its shards. A copy of the base's own shards allows going back to it.
+    Each rank optimizes its shards. It keeps a copy of its shards of the base, to restore the base later.
 
-    The optimized tensors are `masters`, float32. The shards used for computing follow them in the model's dtype; a
-    model in float32 has one set for both. Constants have no masters and never change. With one rank, linear modules add
-    their gradients directly to those of the masters. All other gradients go through FSDP, which copies them three
-    times. In both cases gradients are float32 from their first computation in a micro-batch.
+    The optimized tensors are `masters`, float32. The shards that compute are updated from them, in the model's dtype. A
+    float32 model has one set of tensors for both. Constants have no masters and never change. With one rank, linear
+    modules add their gradients directly to those of the masters. All other gradients go through FSDP, which copies them
+    three times. In both cases gradients are float32 from the first product on.
     """
 
     trains_vision = True
@@ -264,7 +265,7 @@ class FullModel(TrainedModel):
 
     @staticmethod
     def size_bytes(sharded: ShardedModel) -> int:
-        """Returns the bytes on this rank's device beside the base: masters, moments, and both kinds of gradients."""
+        """Returns the bytes on this rank's device beside the base: masters, moments, gradients of masters and shards."""
         locals_ = [local_of(shard) for _, shard in sharded.named_shards()]
         count = sum(local.numel() for local in locals_)
         masters = sum(local.numel() for local in locals_ if local.dtype != torch.float32)
@@ -284,7 +285,7 @@ class FullModel(TrainedModel):
         return sum(tensor.numel() * torch.float32.itemsize for tensor in (*missing, *passing))
 
     def save_gradients(self, device_for: Callable[[int], torch.device]) -> None:
-        """Copies nothing: the gradients of a whole model are too large to hold twice."""
+        """Copies nothing, because the gradients of a whole model are too large to hold twice."""
         self._had_gradients = self.has_gradients
 
     def restore_gradients(self) -> bool:
