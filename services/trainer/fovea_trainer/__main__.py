@@ -1,6 +1,6 @@
 """`python -m fovea_trainer --model DIR --port N`: starts all ranks.
 
-The launcher runs the same command line for each rank, with an environment that makes the process a rank.
+The launcher runs the same command line once per rank. Environment variables tell each process its rank.
 """
 
 import logging
@@ -27,7 +27,7 @@ def main() -> None:
     configure_logging("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
     logging.getLogger("torch").setLevel("WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with importing("scipy", "sklearn"):  # transformers needs them only for features unused here; a fifth of all imports
+    with importing("scipy", "sklearn"):  # a fifth of all imports, for features unused here
         from fovea_trainer.trainer_process import follower_process, leader_process
 
     leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)

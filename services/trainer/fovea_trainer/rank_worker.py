@@ -57,7 +57,7 @@ class CommandProfiler:
 
     Args:
         directory: Created if missing; None disables profiling.
-        first: The first forward_backward or optim_step to profile, counted from 1.
+        first: Index of the first forward_backward or optim_step to profile, from 1.
     """
 
     def __init__(self, directory: Path | None, first: int) -> None:
@@ -108,8 +108,8 @@ class CommandProfiler:
 def host_lines(kernels: list[tuple[float, float, str]], host: list[HostTime]) -> list[str]:
     """Returns one line per command with its times, in the clock of `busy_lines`.
 
-    The times are: queued, after checking; started by the rank; first kernel on the device, before which the host
-    fetches and packs; and finished on the host.
+    The times are: queued after the checks, started by the rank, first kernel on the device, and finished on the host.
+    Before the first kernel the host fetches tensors and packs datums.
     """
     if not kernels:
         return []
@@ -123,13 +123,13 @@ def host_lines(kernels: list[tuple[float, float, str]], host: list[HostTime]) ->
 
 
 def kernel_times(events: Any) -> list[tuple[float, float, str]]:
-    """Returns start and end in microseconds and the name of each event on a GPU, in order of start."""
+    """Returns start and end, in microseconds, and name of each event on a GPU, in order of start."""
     found = (event for event in events if event.device_type.name == "CUDA")
     return sorted((event.time_range.start, event.time_range.end, event.name) for event in found)
 
 
 def busy_lines(kernels: list[tuple[float, float, str]]) -> list[str]:
-    """Returns the share of time in which any kernel ran, and the longest gaps. Kernels must be in order of start."""
+    """Returns lines with the share of time in which kernels ran and with the longest gaps. Sort kernels by start."""
     if not kernels:
         return ["nothing ran on a GPU"]
     started, until, before = kernels[0]
@@ -152,14 +152,14 @@ logger = logging.getLogger(__name__)
 
 
 class RankWorker:
-    """This process's part of the trainer. All communication between ranks happens in the thread that calls `start`.
+    """This process's part of the trainer. Only the thread that calls `start` communicates with other ranks.
 
     Args:
         settings: Settings of the trainer.
         rank_env: This rank.
         on_peer_lost: Called from another thread with a rank that died.
         on_peer_stop: Called on rank 0, from another thread, with a rank on a node that was asked to stop.
-        groups: Transfer groups, on rank 0. Other ranks create theirs after connecting to rank 0.
+        groups: Transfer groups, on rank 0 only. Other senders create theirs in `start`.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class RankWorker:
             resolve(job.result, error=error)
         except Exception:
             trainer_metrics.COMMANDS.labels(name, "TRAINER_LOST").inc()
-            raise  # the result is set later by `fail_all`, when it is known which rank failed
+            raise  # `fail_all` sets the result later, once the failed rank is known
         else:
             trainer_metrics.COMMANDS.labels(name, "OK").inc()
             trainer_metrics.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)
@@ -270,7 +270,7 @@ class RankWorker:
         self.engine.close()
         try:
             self._control.barrier()
-        except RuntimeError as error:  # from gloo: the disk was too slow to finish in time; lost commands are run again
+        except RuntimeError as error:  # gloo: the disk was too slow. Lost commands run again
             logger.warning("another rank exited while durable points were being written: %s", error)
             return
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Prometheus metrics of the trainer.
 
-Rank 0 serves all of them, the first rank of every other node those of its own work.
+Rank 0 serves all of them. On every other node, the first rank serves the metrics of its own work.
 """
 
 from prometheus_client import Counter, Gauge, Histogram

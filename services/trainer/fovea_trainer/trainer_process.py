@@ -78,7 +78,7 @@ class _Follower:
                 asyncio.run_coroutine_threadsafe(self._server.set_serving(True), self._loop)
             self._rank.follow()
         except Exception:
-            time.sleep(BLAME_S)  # meanwhile `_peer_lost` may end this process with a better reason
+            time.sleep(BLAME_S)  # meanwhile `_peer_lost` may report a better reason and end this process
             logger.exception("this rank failed; the trainer ends")
             leave(1)
         if self._stop_requested or self._rank_env.node == 0:
@@ -87,9 +87,9 @@ class _Follower:
         leave(1)
 
     def _asked_to_stop(self) -> None:
-        """Reports the request to rank 0, possibly on another node.
+        """Reports the request to rank 0, which may be on another node.
 
-        Rank 0 finishes running commands and then stops all ranks.
+        Rank 0 then finishes running commands and stops all ranks.
         """
         self._stop_requested = True
         if not self._rank_env.is_first_of_node:
@@ -184,8 +184,7 @@ class _Leader:
 
     def _asked_to_stop(self) -> None:
         self._stop_requested = True
-        # The launcher also sends the signal after a rank's death. Callers are then being notified, and the stop is
-        # scheduled.
+        # The launcher also sends this signal after a rank's death. In that case `_fail` has already scheduled the stop.
         if not self._status:
             self._server.request_stop()
 

@@ -1,4 +1,4 @@
-"""The gRPC service of the trainer. Each method checks a request, submits a command, and encodes the answer."""
+"""The gRPC service of the trainer. A method checks its request, submits a command, and encodes the answer."""
 
 # ruff: noqa: N802 -- methods are named by the proto
 
@@ -224,7 +224,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ForgetSnapshotResponse()
 
     async def _restored(self, command: command_queue.RestoreModel) -> tuple[int, int]:
-        """Restores a model. Returns the number of its last command and its step count."""
+        """Restores a model unless it is loaded. Returns the number of its last command and its step count."""
         restored: RestoredModel | None = await self._queue.submit(command)
         if restored is None:
             seq_id = await self._replies.last(command.model_id)
@@ -262,7 +262,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return outcome
 
     async def _prepare_losses(self) -> None:
-        """Waits, before the first traced loss, until all ranks have a worker. Other commands run meanwhile."""
+        """Waits until all ranks have a worker for traced losses. Other commands run meanwhile."""
         async with self._preparing:
             while not self._losses_prepared:
                 self._losses_prepared = await self._queue.submit(command_queue.PrepareLosses())
@@ -289,8 +289,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         try:
             return await self._receive(requests)
         except InvalidInput:
-            # If the server ended the stream while the client is sending, gRPC would not deliver the status: read to the
-            # end first.
+            # gRPC would not deliver the status if the server ended the stream while the client is still sending, so
+            # read the rest first.
             with suppress(TimeoutError):
                 async with asyncio.timeout(REFUSED_STREAM_S):
                     async for _ in requests:

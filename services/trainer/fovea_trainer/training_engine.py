@@ -84,7 +84,7 @@ class TrainingEngine:
         self._states = StateStore(control, settings.model)
         self.recovery: RecoveryWriter | None = None
         """Writes and finds durable points; None if recovery is disabled."""
-        if place := control.broadcast(settings.recovery):  # rank 0's setting, since recovery involves all ranks
+        if place := control.broadcast(settings.recovery):  # rank 0 decides, because recovery involves all ranks
             folder = control.agree(lambda: RecoveryFolder(place))
             self.recovery = RecoveryWriter(
                 folder, control, device, settings.model, self.model_files, self.numerics, self.adapters
@@ -111,7 +111,7 @@ class TrainingEngine:
         )
         self._sharded = ShardedModel(module, mesh, keep, spread)
         read_weights(module.hf, model_dir, self._device)
-        module.requires_grad_(False)  # again: with one rank, transformers has replaced the parameters
+        module.requires_grad_(False)  # again, because transformers has replaced a single rank's parameters
         text = config.get_text_config()
         context = context_length(config.to_dict()) or text.max_position_embeddings
         self.limits = DatumLimits(
@@ -143,10 +143,10 @@ class TrainingEngine:
         )
 
     def _spill(self) -> bool:
-        """Frees device memory: moves snapshots from a GPU to the host, or drops older ones on a CPU.
+        """Frees memory: moves snapshots from a GPU to the host or, on a CPU, drops older ones.
 
         Returns:
-            True if there were any.
+            True if a snapshot was moved or dropped.
         """
         kinds = (self.adapters, self.full)
         return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
@@ -161,7 +161,7 @@ class TrainingEngine:
         self._control.barrier()
 
     def _warm_up(self, model: TrainedModel) -> None:
-        """Runs one pass without gradients and one with them, so that no kernel is compiled at the first call."""
+        """Runs one pass without and one with gradients, so that the first call need not compile kernels."""
         model.activate()
         batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.limits.vision is not None, None)
         with torch.no_grad():
@@ -170,7 +170,7 @@ class TrainingEngine:
         model.zero_gradients()
 
     def execute(self, command: command_queue.Command) -> Any:
-        """Executes a command. A FoveaError is raised on all ranks alike; any other exception ends this trainer."""
+        """Executes a command. A FoveaError is raised on all ranks; any other exception ends the trainer."""
         if uri := getattr(command, "uri", ""):
             self._control.agree(lambda: self._roots.check(uri))
         match command:
@@ -217,9 +217,9 @@ class TrainingEngine:
         raise TypeError(f"unknown command: {command!r}")
 
     def fetch_ahead(self, model_id: str, features: Iterable[model_input_pb2.VisionFeature]) -> None:
-        """Starts fetching image tensors outside of commands, so that no command waits for it. Callable from any thread.
+        """Starts fetching image tensors for a later call of a model. Callable from any thread.
 
-        With several ranks this does nothing: the plan of the call decides which rank needs an image, and does not exist
+        With several ranks this does nothing: the plan of that call, which assigns each image to a rank, does not exist
         yet.
         """
         model = self.models.get(model_id)
@@ -237,7 +237,7 @@ class TrainingEngine:
         return self.models[model_id]
 
     def _create(self, command: command_queue.CreateModel) -> tuple[int, list[weights_pb2.TensorSpec]]:
-        """Creates a model. Returns the number of trained parameters, and the specs of an adapter's snapshots."""
+        """Creates a model unless it exists. Returns its number of trained parameters, and the specs of an adapter."""
         existing = self.models.get(command.model_id)
         if existing is not None:
             if getattr(existing, "settings", None) != command.lora:
@@ -294,7 +294,7 @@ class TrainingEngine:
         """Restores a model from its newest durable point. Returns None if the model exists.
 
         Raises:
-            NotFound: The model has no readable point.
+            NotFound: The model has no readable point, or recovery is disabled.
             InvalidInput: The model was created with other settings.
             ResourceExhausted: There is no room for the model now.
         """
@@ -311,7 +311,7 @@ class TrainingEngine:
             raise InvalidInput(f"model {model_id!r} was created with {point.lora}", field="kind")
         try:
             self._create(command_queue.CreateModel(model_id, command.lora))
-        except FailedPrecondition as error:  # blocked by other models; a restored model can wait for them
+        except FailedPrecondition as error:  # other models block it; a restored model can wait for them
             raise ResourceExhausted(error.message, field=error.field) from None
         try:
             self._states.load(self.models[model_id], url, optimizer=True)

@@ -204,7 +204,7 @@ class SmallPasses:
         self._stream: torch.cuda.Stream | None = None
 
     def takes(self, batch: Batch, recompute: bool) -> bool:
-        """Returns True if `logprobs` can compute this micro-batch. Earlier passes do not matter: a replay decides alike."""
+        """Returns True if `logprobs` can compute a micro-batch. It ignores earlier passes: a replay decides alike."""
         return (
             bool(self._most_tokens)
             and bool(batch.datums)

@@ -265,7 +265,7 @@ class FullModel(TrainedModel):
 
     @staticmethod
     def size_bytes(sharded: ShardedModel) -> int:
-        """Returns the bytes on this rank's device beside the base: masters, moments, gradients of masters and shards."""
+        """Returns the bytes on a rank's device beside the base: masters, moments, gradients of masters and shards."""
         locals_ = [local_of(shard) for _, shard in sharded.named_shards()]
         count = sum(local.numel() for local in locals_)
         masters = sum(local.numel() for local in locals_ if local.dtype != torch.float32)

@@ -2,11 +2,11 @@
 
 Every command follows one rule: a FoveaError is raised on all ranks or on none. `agree` ensures this for work that can
 fail on a single rank. Any other exception ends the rank, and with it the trainer. After a failure inside a collective
-the ranks may be at different commands, so continuing would deadlock or corrupt data.
+the ranks may be at different commands, so they could deadlock or corrupt data if they continued.
 
-Objects are pickled as plain data; so is the metadata that DCP writes about a checkpoint. An attacker that controls a
-pickle can run any code, unless the unpickler restricts the names it looks up. These unpicklers allow data classes and
-the few functions that rebuild arrays. For anything else the error names what was requested.
+Objects between ranks are pickled, and so is the metadata that DCP (torch.distributed.checkpoint) writes. A malicious
+pickle can run any code, unless the unpickler restricts the names that it looks up. These unpicklers allow data classes
+and the few functions that rebuild arrays. For any other name they raise an error that contains it.
 """
 
 import logging
@@ -54,7 +54,7 @@ _FUNCTIONS = {
 
 
 class NotPlain(pickle.UnpicklingError):
-    """A pickle refers to something that plain data does not need. The message names it."""
+    """The error for a pickle with a name that plain data does not need. The message contains the name."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -77,14 +77,14 @@ class MetadataUnpickler(pickle.Unpickler):
         raise NotPlain(f"it names {module}.{name}, which plain data does not need: it is damaged, or malicious")
 
     def _is_plain(self, module: str, name: str) -> bool:
-        """Returns True if a name may be imported. Dotted names are rejected, because they reach into objects."""
+        """Returns True if a name may be imported. Dotted names are rejected: they reach attributes of objects."""
         return "." not in name and (module in _DCP or module == "torch" or (module, name) in _FUNCTIONS)
 
     def _holds_data(self, module: str, found: Any) -> bool:
-        """Returns True if creating or calling `found` has no effect besides holding data."""
+        """Returns True if `found` only holds data, so that to create it has no other effect."""
         if module == "torch":
             return isinstance(found, torch.dtype | torch.layout | torch.memory_format)
-        # A class imported from another module may do more. Enum itself is excluded too, since it creates classes.
+        # A class that the module only imports may do more. This also excludes Enum itself, which creates classes.
         return isinstance(found, type) and found.__module__ == module and self._is_data(found)
 
     def _is_data(self, found: type) -> bool:
@@ -124,7 +124,7 @@ class MessagePickler(pickle.Pickler):
 
 
 def exchange_plain_data() -> None:
-    """Makes torch's object collectives, including DCP's, use plain data only, in this process."""
+    """Restricts the object collectives of torch and DCP in this process to plain data."""
     collectives: Any = distributed_c10d
     assert {"_pickler", "_unpickler"} <= vars(collectives).keys(), "this version of torch pickles differently"
     collectives._pickler, collectives._unpickler = MessagePickler, MessageUnpickler
@@ -173,7 +173,7 @@ class ControlGroup:
         self._any(False)
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Runs `action` on every rank. If it fails on any rank, raises one of the errors on all ranks.
+        """Runs `action` on every rank. If it fails on any, raises the error of the first failed rank on all ranks.
 
         `action` must not communicate. An exception other than FoveaError is logged here. It becomes ResourceExhausted
         if memory ran out, else Internal, with the first line of its message.
@@ -226,7 +226,7 @@ class ControlGroup:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True for an out-of-memory error. For CPU memory and cuBLAS torch raises a plain RuntimeError."""
+    """Returns True for an out-of-memory error. For CPU memory and for cuBLAS, torch raises a plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -1,6 +1,6 @@
-"""Immediate detection of a rank's death: the kernel closes the sockets of a dead process, whatever the ranks are doing.
+"""Immediate detection of a rank's death: the kernel closes the sockets of a dead process at once.
 
-Collectives are not reliable for this: gloo notices only at the next message to the dead rank, NCCL possibly never.
+Collectives are too late for this: gloo notices a death at the next message to the dead rank, NCCL possibly never.
 """
 
 import logging
@@ -46,9 +46,9 @@ class Peer(NamedTuple):
 class PeerMonitor:
     """Connections between rank 0 and all other ranks, to detect a death.
 
-    They are made before any operation that could wait forever for a dead rank.
+    The ranks connect before any operation that could wait forever for a dead rank.
 
-    Two messages are sent on them: rank 0 sends the rank that died, and other ranks report that their node was asked to
+    The connections carry two messages. Rank 0 sends the rank that died. Another rank reports that its node was asked to
     stop.
 
     Args:
@@ -59,7 +59,7 @@ class PeerMonitor:
         on_stop: Called on rank 0, from other threads, with a rank on the node that was asked to stop.
 
     Raises:
-        RuntimeError: Names the ranks that did not connect within `JOIN_S`.
+        RuntimeError: Some ranks did not connect within `JOIN_S`. The error names them.
         OSError: Rank 0 cannot be reached.
     """
 
@@ -99,7 +99,7 @@ class PeerMonitor:
             connection.sendall(_STOP)
 
     def close(self) -> None:
-        """Stops watching: connections that close from now on are expected."""
+        """Stops watching: a connection that closes from now on is no death."""
         self._closing = True
 
     def _watch(self, peer: Peer, connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Starts the ranks of this node as separate processes, and ends with them. Imports no torch, so it starts fast."""
+"""Starts the ranks of this node as separate processes, and ends with them. It does not import torch, to start fast."""
 
 import asyncio
 import os
@@ -107,11 +107,12 @@ MARGIN_S = 5.0
 def launch(settings: TrainerSettings) -> int:
     """Runs this command line again as `settings.ranks` ranks on this node. Returns the exit status.
 
-    SIGTERM and SIGINT are forwarded to the ranks. Rank 0, on any node, finishes the running commands, then all ranks
-    exit. The status is 0 on nodes that received the signal and had their ranks exit after it. It is 1 if the ranks
-    ended without a signal or did not meet, so that a supervisor restarts the trainer.
+    SIGTERM and SIGINT are forwarded to the ranks. Rank 0, which may be on another node, finishes the running commands,
+    and then all ranks exit. The status is 0 on a node that received the signal, if its ranks then ended without an
+    error. It is 1 if a rank failed, if the ranks ended without a signal, or if the nodes did not meet. A supervisor
+    then restarts the trainer.
     """
-    # These handlers apply until ranks exist. Without a handler, the first process of a container ignores signals.
+    # These handlers apply until the ranks start. Without a handler, the first process of a container ignores signals.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
     name = f"trainer: node {settings.node_rank}"
@@ -190,17 +191,17 @@ class _Node:
         )
 
     async def _ended(self, others: set[asyncio.Task[Any]], timeout_s: float | None = None) -> dict[int, int]:
-        """Returns exit statuses of the ranks that end first, keyed by rank.
+        """Waits until a rank ends. Returns the exit statuses of the ranks that have ended, keyed by rank.
 
-        Returns none if one of `others` ends first, or at timeout.
+        The result is empty if one of `others` ends first, or after `timeout_s`.
         """
         done, _ = await asyncio.wait({*self._running, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return {self._running.pop(task)[0]: task.result() for task in list(self._running) if task in done}
 
     async def _stop(self) -> dict[int, int]:
-        """Terminates all ranks and kills those that do not exit.
+        """Terminates all ranks, and kills those that do not exit in time.
 
-        Returns their statuses, except for those ended by SIGTERM.
+        Returns their statuses, except for ranks that SIGTERM ended.
         """
         for _, process in self._running.values():
             process.terminate()
@@ -217,7 +218,7 @@ class _Node:
     def _report(self, ended: dict[int, int], when: str) -> int:
         """Prints the rank that failed first. Returns the exit status.
 
-        A rank that a signal killed comes first: it died before the others, which then failed.
+        Ranks that a signal killed come before the others, which probably failed because of that death.
         """
         failures = sorted((status > 0, rank, status) for rank, status in ended.items() if status)
         if not failures:
@@ -229,13 +230,13 @@ class _Node:
 
 
 def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
-    """Returns environment defaults for the ranks, which values set by the user override."""
+    """Returns default environment variables for the ranks. Variables that the user has set override them."""
     pinning_threads = 1 << min(5, len(os.sched_getaffinity(0)).bit_length() - 1)  # torch accepts powers of two
     allocator = {
-        # Micro-batches differ in size. Without this, unused blocks of other sizes remain: 4 GiB of them at the limit.
+        # Micro-batches differ in size. Without this, unused blocks of other sizes accumulate: 4 GiB at the limit.
         "expandable_segments": True,
-        # The first durable point of a whole model pins 64 GiB of host memory while all commands wait. With the driver's
-        # own method this took 100 s in a trainer and 38 s alone; with this one it takes 8 s.
+        # The first durable point of a whole model pins 64 GiB of host memory, while all commands wait. The driver's own
+        # method took 100 s for that in a trainer, and 38 s in a process of its own. This method takes 8 s.
         "pinned_use_cuda_host_register": True,
         "pinned_num_register_threads": pinning_threads,
     }
@@ -243,10 +244,10 @@ def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
         "PYTORCH_CUDA_ALLOC_CONF": ",".join(f"{name}:{value}" for name, value in allocator.items()),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    # Otherwise gloo and NCCL listen on the network of this machine's host name.
+    # By default gloo and NCCL listen on the network of this machine's host name.
     if interface := interface_of(address):
         found["GLOO_SOCKET_IFNAME"] = interface
-        # NCCL has one setting for all groups, including those of pushes, and samplers may be on another network.
+        # NCCL has one setting for all groups. It also applies to pushes, and samplers may be on another network.
         if settings.nodes > 1 or is_loopback(settings.transfer_address or settings.host):
             found["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return found

@@ -1,7 +1,7 @@
 """Connections between the processes of a trainer, and the rendezvous of its nodes.
 
-Each end of a connection first proves that it knows the secret. Later messages are neither signed nor encrypted. This
-only restricts connections: an attacker on the network path could still read or change the traffic.
+Each end of a connection first proves that it knows the secret. Later messages are neither signed nor encrypted. The
+proof only limits connections: an attacker on the network path could still read or change the traffic.
 
 The nodes meet before any of them starts ranks, so that an error can name the missing nodes.
 """
@@ -31,7 +31,7 @@ _AT_ONCE = 64
 
 
 class AuthenticationFailed(OSError):
-    """The other end does not know the secret. The message suggests a cause."""
+    """The error for a peer that does not know the secret. The message suggests a cause."""
 
 
 def connect(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> socket.socket:
@@ -58,7 +58,7 @@ def connect(address: str | tuple[str, int], secret: bytes, timeout_s: float) -> 
 class AuthenticatedListener:
     """Accepts connections and authenticates them.
 
-    A peer that does not authenticate within seconds is disconnected and delays no other.
+    A peer that is too slow to authenticate is disconnected. It delays no other peer meanwhile.
 
     Args:
         listener: The listening socket; closed by `close`.
@@ -96,7 +96,7 @@ class AuthenticatedListener:
     def close(self) -> None:
         """Stops listening. Accepted connections stay open."""
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, unlike `close`
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which `close` does not
         except OSError as error:
             logger.debug("closing %s: %s", self._listener, error)
         self._listener.close()
@@ -169,7 +169,7 @@ _LINE_BYTES = 65536
 
 
 class RendezvousFailed(Exception):
-    """Some nodes did not arrive in time. The message names them."""
+    """The error for a rendezvous that did not succeed. The message gives the reason, such as the missing nodes."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def _ask(connection: socket.socket, settings: TrainerSettings, deadline: float) 
 def _listener(settings: TrainerSettings, deadline: float) -> socket.socket:
     """Listens at the master's address only.
 
-    It retries, because a host name may take a while to resolve to this machine, as that of a pod does.
+    It retries, because it may take a while until a host name, such as that of a pod, resolves to this machine.
     """
     while True:
         try:
@@ -332,7 +332,7 @@ def _refuse(connection: socket.socket, problem: str) -> None:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends a line. Ignores errors: a node that is gone is reported as missing later."""
+    """Sends a line. Ignores errors, because a node that is gone is reported as missing later."""
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:

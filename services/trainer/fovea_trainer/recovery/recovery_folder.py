@@ -3,8 +3,8 @@
     ROOT/MODEL/SEQ_ID/               a state as SaveState writes it, and `fovea_point.json`
     ROOT/MODEL/snapshots/SNAPSHOT/   a snapshot as TakeSnapshot writes it
 
-Model and snapshot names are percent-encoded. A point folder that lacks a file of its description is ignored. Checksums
-are compared only before a model is restored from a point.
+Model and snapshot names are percent-encoded. A point is ignored if the files in its folder or their sizes differ from
+its description. Checksums are compared only before a model is restored from a point.
 """
 
 import json
@@ -35,7 +35,7 @@ class Point:
         base: Digest of the base checkpoint's files.
         written_at: Seconds since 1970, for information only.
         files: Size in bytes of every other file, keyed by path.
-        numerics: The settings of the writing trainer that affect rounding.
+        numerics: Facts about the writing trainer that affect rounding, keyed by their names.
         checksums: CRC-32 of the same files, keyed by path.
     """
 
@@ -99,7 +99,7 @@ class RecoveryFolder:
     def whole(self, model_id: str) -> list[tuple[str, Point]]:
         """Returns URL and description of all complete points of a model, the newest first.
 
-        There are several if the trainer stopped while it replaced one by the next.
+        There are several if the trainer stopped after it wrote the newest and before it removed the older ones.
         """
         return list(self._whole(model_id))
 
@@ -134,10 +134,10 @@ class RecoveryFolder:
         return Folder.at(self._root.url(_quoted(model_id))).size_bytes()
 
     def sweep(self) -> None:
-        """Removes what an earlier instance left half-written. Call it once at start.
+        """Removes folders that an earlier instance did not finish or remove. Call it once at start.
 
-        Finished models stay: only the gateway knows which models are finished. File ages would depend on a possibly
-        wrong clock.
+        Finished models stay, because only the gateway knows which models are finished. A rule about the age of files
+        would depend on a clock that may be wrong.
         """
         for model_id in self.model_ids():
             folder = Folder.at(self._root.url(_quoted(model_id)))

@@ -1,9 +1,9 @@
 """Scheduling of durable points, on rank 0, while clients' commands run. One state or snapshot is written at a time.
 
-A model that changes again before it is written is written once, in its latest state. Its state is written only after
-the snapshots that were made of it before. If states and snapshots both wait, they get equal shares of the storage in
-bytes. Each model thus gets a new point within a bounded number of snapshots, however many models there are. The bytes
-of snapshots that wait for writing are limited; above the limit, further snapshots are refused for now.
+A model that changes again before it is written is written once, in its latest state. Its earlier snapshots are written
+before its state. If states and snapshots both wait, the same number of bytes is written of each. Each model thus gets a
+new point after a bounded number of snapshots, however many models there are. The bytes of snapshots that wait to be
+written are limited. Above the limit, further snapshots are refused for now.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ class _Model:
         durable_count: Number of weight changes in its point.
         since: Time of the first change that is not in its point.
         next_at: Earliest time to start the next point.
-        wanted: Number of callers that wait until it is durable.
-        lock: Held while a snapshot of it is made, and while its next state is copied.
+        wanted: Number of callers that wait until the model is durable.
+        lock: Held while a snapshot of the model is made, and while its next state is copied.
     """
 
     durable: int | None = None
@@ -117,9 +117,9 @@ class RecoveryKeeper:
 
     @asynccontextmanager
     async def snapshotting(self, model_id: str, snapshot_id: str, size_bytes: int) -> AsyncIterator[None]:
-        """Surrounds the creation of an adapter snapshot that no other storage has, and queues it for writing.
+        """Surrounds the creation of an adapter snapshot that has no URI, and queues the snapshot for writing.
 
-        No state of the model is copied meanwhile: a state is durable only once all earlier snapshots are.
+        No state of the model is copied meanwhile, because a state may become durable only after all earlier snapshots.
 
         Args:
             model_id: Id of the model.
@@ -200,7 +200,7 @@ class RecoveryKeeper:
         await self._try(lambda: self._writer.folder.remove_snapshot(snapshot_id), f"files of snapshot {snapshot_id}")
 
     async def run(self) -> None:
-        """Writes everything that is not durable, until cancelled. Retries failing storage with growing pauses."""
+        """Writes all states and snapshots that are not durable, until cancelled. Pauses longer after each failure."""
         await self._try(lambda: self._writer.folder.sweep(), "what earlier instances left")
         while True:
             self._work.clear()
@@ -249,7 +249,7 @@ class RecoveryKeeper:
                 self._models.pop(model_id, None)  # it was freed meanwhile
                 return
         size_bytes = await asyncio.wrap_future(state.written)
-        if self._models.get(model_id) is not model:  # it was freed meanwhile, and its files are removed next
+        if self._models.get(model_id) is not model:  # it was freed meanwhile
             return
         model.durable, model.durable_count = state.seq_id, state.change_count
         model.since = began if self._lag_of(model_id) else math.inf
@@ -312,9 +312,9 @@ class RecoveryKeeper:
         return model_id in self._models and self._lag_of(model_id) > 0
 
     def _admit(self, model_id: str, size_bytes: int) -> None:
-        """Checks that a snapshot has room beside those that wait and those of models ahead of it in line.
+        """Checks that a snapshot has room beside the snapshots that wait and those of models ahead of it in line.
 
-        While storage fails no client is refused: snapshots are then not retained, see `_failed`.
+        While storage fails, all snapshots are admitted, because memory does not retain them then; see `_failed`.
 
         Raises:
             StorageBehind: There is no room.

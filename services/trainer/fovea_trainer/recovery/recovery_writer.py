@@ -1,7 +1,7 @@
 """Durable points: the state of a model after a command, copied to the host during training and written by a thread.
 
-Every rank has a writer, and all ranks make the same calls. A failure here never fails a client's command: an error in
-copying or writing is raised by `KeepState` or by the future that it returns, and `RecoveryKeeper` handles it.
+Every rank has a writer, and all ranks make the same calls. A failure here never fails a client's command: `KeepState`,
+or the future that it returns, raises the errors of copying and writing, and `RecoveryKeeper` handles them.
 """
 
 import json
@@ -51,7 +51,7 @@ class HostCopies:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies tensors as they will be after all device work queued so far. The copies are valid until the next call.
+        """Copies tensors as they are after all device work queued so far. The copies are valid until the next call.
 
         On a GPU the copies are asynchronous: call `wait` before reading them.
 
@@ -83,12 +83,12 @@ class HostCopies:
         return copies
 
     def before_writing(self) -> None:
-        """Makes later device work wait for the copies. Call it before writing to a tensor that was copied."""
+        """Makes later device work wait until the copies are made. Call it before you change or free a copied tensor."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def fetched(self, tensor: Tensor) -> Tensor:
-        """Returns one tensor on the host. Waits for this copy without delaying other work. Callable from any thread."""
+        """Returns one tensor on the host. Waits for this copy without delaying others. Callable from any thread."""
         if self._stream is None:
             return tensor
         with torch.cuda.stream(self._stream):
@@ -107,7 +107,7 @@ class Change:
     Args:
         seq_id: Number of the last numbered command.
         answer: The response to it.
-        count: Number of changes since the model was created.
+        count: Number of changes since the model was created or restored.
     """
 
     seq_id: int
@@ -120,7 +120,7 @@ class PendingState(NamedTuple):
 
     Args:
         seq_id: Number of the last command that the state includes.
-        change_count: Number of changes that the state includes.
+        change_count: `Change.count` of the last change that the state includes.
         written: Resolves to the size in bytes once the state is durable.
     """
 
@@ -130,7 +130,7 @@ class PendingState(NamedTuple):
 
 
 class RestoredModel(NamedTuple):
-    """The facts that a point states about the model restored from it."""
+    """The description of a restored model, as its point has recorded it."""
 
     seq_id: int
     step: int
@@ -212,10 +212,10 @@ class RecoveryWriter:
     def write_state(self, model: TrainedModel) -> PendingState:
         """Copies the state of a model and submits it for writing. Collective.
 
-        Wait for the returned future before the next call: the host buffer is reused.
+        Wait for the returned future before the next call, which reuses the host buffer.
         """
         if self._writing is not None:
-            self._writing.exception()  # waits: another rank may have finished its write slightly earlier
+            self._writing.exception()  # waits: rank 0 may have finished its write slightly earlier
         change = self._changes[model.model_id]
         state = state_of(model, self._control.rank, self._copied)
         self._writing = self._thread.submit(self._write, model.model_id, state, change)
@@ -238,7 +238,7 @@ class RecoveryWriter:
         raise NotFound(f"no durable point of model {model_id!r} is stored{damage}", field="model_id")
 
     def _damaged_file(self, url: str, point: Point) -> str:
-        """Returns the names of damaged files of a point, joined by spaces. Each rank checks its share of the files."""
+        """Returns the names of a point's damaged files, joined by spaces. Each rank checks its share. Collective."""
         folder, share = Folder.at(url), sorted(point.checksums)[self._control.rank :: self._control.world_size]
         damaged = self._control.agree(
             lambda: [name for name in share if folder.checksum(name) != point.checksums[name]]
@@ -257,7 +257,7 @@ class RecoveryWriter:
         """Submits an adapter snapshot that rank 0 holds for writing. Callable from any thread.
 
         Returns:
-            The size in bytes; 0 if the snapshot is no longer held by then.
+            The size in bytes; 0 if rank 0 no longer holds the snapshot when its turn comes.
         """
 
         def write() -> int:

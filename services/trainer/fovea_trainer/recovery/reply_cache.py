@@ -1,6 +1,6 @@
 """Replies to the last command of each model, so that a command that is sent twice runs once.
 
-The caller's numbers (`seq_id`) increase from command to command of a model. Runs on the event loop.
+Callers number the commands of a model in ascending order (`seq_id`). The cache runs on the event loop.
 """
 
 import asyncio
@@ -53,7 +53,8 @@ class ReplyCache:
         """Runs command `seq_id` of a model, or returns the answer if it is the model's last command.
 
         A numbered command continues if its caller is cancelled. An exception is retained as its answer, except
-        FeatureEvicted, after which nothing was done. A `seq_id` of 0 means no number; such a command always runs.
+        FeatureEvicted: that command had no effect and may run again. A command with a `seq_id` of 0 has no number and
+        always runs.
 
         Args:
             model_id: Id of the model.
@@ -83,7 +84,7 @@ class ReplyCache:
         return answer
 
     async def last(self, model_id: str) -> int:
-        """Returns the number of the last command done, 0 if there is none. Waits for a running command."""
+        """Returns the number of the last command that had an effect, or 0. Waits for a running command."""
         entry = self._entries.get(model_id)
         while entry is not None and isinstance(entry.work, asyncio.Task) and not entry.work.done():
             await asyncio.wait([entry.work])
@@ -122,5 +123,5 @@ class ReplyCache:
 def _dropped(model_id: str, seq_id: int) -> Awaitable[Any]:
     done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     done.set_exception(Expired(f"command {seq_id} of model {model_id!r} was done, but its answer has been dropped"))
-    done.exception()  # marks it as retrieved: possibly no caller ever asks
+    done.exception()  # marks it as retrieved, because possibly no caller ever awaits it
     return done

@@ -124,17 +124,17 @@ class Folder:
     def make_private(self) -> None:
         """Creates a local folder that only this user can read.
 
-        On an object store this does nothing, because access is configured there. A failure is only logged.
+        Does nothing on an object store, which has its own access rules. A failure is only logged.
         """
         if self.is_local:
             try:
                 os.makedirs(self.path, mode=0o700, exist_ok=True)
                 os.chmod(self.path, 0o700)
-            except OSError as error:  # a later write reports the same failure; until then it costs nothing
+            except OSError as error:  # a later write reports the failure if it matters
                 logger.warning("the permissions of %s could not be restricted: %s", self.path, error)
 
     def stage(self) -> "Folder":
-        """Creates an empty staging folder beside this one. Fill it, then call `commit` to replace this folder with it.
+        """Returns a new, empty staging folder beside this one. Fill it, then `commit` it to replace this folder.
 
         Raises:
             NotFound: The bucket does not exist.
@@ -151,13 +151,14 @@ class Folder:
     def commit(self, staging: "Folder") -> None:
         """Replaces this folder by a filled staging folder.
 
-        After a power failure the folder is either the old or the new one.
+        On a disk this takes two renames. After a power failure between them, the folder is missing, and the old one has
+        a name with `REPLACED_SUFFIX`. After any other power failure it is the old or the new one.
 
-        Object stores have no folders to rename, so the files are copied one by one. Until the copy is complete some
-        files are missing, but files of two staging folders are never mixed.
+        Object stores have no folders to rename, so the files are copied one by one. Until the copy is complete, files
+        are missing, but the files of two staging folders are never mixed.
         """
         self.files.invalidate_cache()  # the gateway may have removed the old folder
-        with naming_full_disk(self.path):  # delayed allocation: the disk can turn out to be full only at the sync
+        with naming_full_disk(self.path):  # with delayed allocation, a full disk may show only at the sync
             sync_folder(self.files, staging.path)
         old = Folder(self.files, f"{self.path}{REPLACED_SUFFIX}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
@@ -194,7 +195,7 @@ def write_folder(uri: str, files: Mapping[str, bytes | Chunks], last: Describe |
     Args:
         uri: Path or fsspec URL of the folder.
         files: Content of each file, keyed by file name.
-        last: Writes a description of the files, after all of them.
+        last: Writes a description of the files, after all files are written.
     """
     target = Folder.at(uri)
     staging = target.stage()
@@ -213,7 +214,7 @@ def write_folder(uri: str, files: Mapping[str, bytes | Chunks], last: Describe |
 
 
 def _summed(name: str, data: bytes | Chunks, sums: Checksums) -> Iterator[bytes | memoryview]:
-    """Yields the chunks of a file and updates its checksum in `sums` along the way."""
+    """Yields the chunks of a file, and adds each to the file's checksum in `sums`."""
     sums[name] = 0
     for part in [data] if isinstance(data, bytes) else data:
         sums[name] = zlib.crc32(part, sums[name])
@@ -221,7 +222,7 @@ def _summed(name: str, data: bytes | Chunks, sums: Checksums) -> Iterator[bytes 
 
 
 class SummedFile:
-    """A file-like object, written sequentially, that computes the CRC-32 of the written bytes."""
+    """A file-like object that computes the CRC-32 of the bytes written to it, in order."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -261,7 +262,7 @@ class CheckpointRoots:
     def check(self, uri: str) -> None:
         """Raises InvalidInput unless `uri` is below a root after its symbolic links are resolved.
 
-        A URL with a protocol that no root has is rejected before any file system is opened.
+        If no root has the protocol of `uri`, it is rejected before its file system is opened.
         """
         protocol = _protocol(uri)
         if protocol not in self._protocols:
@@ -297,5 +298,5 @@ def _real(folder: Folder) -> Folder:
 
 
 def _is_below(found: Folder, root: Folder) -> bool:
-    same: Any = found.files == root.files  # the same server and the same credentials as well
+    same: Any = found.files == root.files  # true only for the same server and the same credentials
     return bool(same) and found.path.startswith(f"{root.path}/" if root.path else "") and found.path != root.path

@@ -2,7 +2,7 @@
 
 Adapters are sent while training continues. Full parameters occupy all ranks.
 
-A push has two phases. Every wait has a deadline.
+A push has two phases, `ready` and `loaded`, after the members have joined a group. Every wait has a deadline.
 
     join a transfer group -> all report `ready` -> broadcast -> all report `loaded`
 
@@ -39,7 +39,7 @@ Responses = dict[str, sampler_pb2.ReceiveSnapshotResponse]
 
 @dataclass(frozen=True)
 class Payload:
-    """The snapshot to push. `send` broadcasts it to an open group, given the group's id and a deadline in seconds."""
+    """The snapshot to push. `send` broadcasts it to an open group, given the group's id and a timeout in seconds."""
 
     manifest: weights_pb2.SnapshotManifest
     send: Callable[[str, float], Awaitable[None]]
@@ -80,7 +80,7 @@ class Delivery:
         self._outcome = PushOutcome()
 
     async def run(self, addresses: list[str]) -> PushOutcome:
-        """Pushes the payload to the samplers at these addresses, except those that have loaded it already."""
+        """Pushes the payload to the samplers at these addresses, except to samplers that have loaded it already."""
         members = []
         for address, found in (await self._groups.probe(addresses)).items():
             if isinstance(found, str):
@@ -106,9 +106,9 @@ class Delivery:
             members = left
 
     async def _serve_each(self, members: list[Member], error: str) -> None:
-        """Retries each member alone after a group failed with no member to blame.
+        """Retries each member alone, after a group failed and no member reported an error.
 
-        One unreachable member must not fail the rest.
+        One unreachable member must not make the others fail.
         """
         for member in members:
             reason: str | None = error
@@ -118,7 +118,7 @@ class Delivery:
                 self._outcome.failed.setdefault(member.address, reason or error)
 
     async def _attempt(self, members: list[Member]) -> str | None:
-        """Tries once with all `members`, records the known results, and returns the error if the group failed."""
+        """Pushes once to a group of `members` and records the results. Returns the error if the group failed."""
         try:
             async with self._groups.joined(members, self._payload.is_full, self._deadline) as group_id:
                 await self._transfer(group_id, members)
@@ -143,7 +143,7 @@ class Delivery:
             if len(ready) < len(streams):
                 return
             marks.append(time.monotonic())
-            # Watch for failures during the broadcast: an NCCL broadcast would wait for a member that has gone away.
+            # Watch for failures during the broadcast, because an NCCL broadcast would wait for a member that has left.
             watching = asyncio.ensure_future(
                 self._phase(streams, "loaded", loaded, lambda: self._groups.interrupt(group_id))
             )
@@ -158,8 +158,7 @@ class Delivery:
                 *(later - earlier for earlier, later in pairwise(marks)),
             )
         except (RuntimeError, TimeoutError):
-            # A member that broke off reports so on its stream within a second. The others are not at fault and are
-            # retried.
+            # A member that left the group reports its error on its stream within a second. The others are retried.
             if watching is not None:
                 await asyncio.wait([watching], timeout=1.0)
             self._compare_digests(loaded)
@@ -236,7 +235,8 @@ MIB = 2**20
 class Pusher:
     """Pushes snapshots from rank 0's event loop: adapters concurrently, full parameters exclusively.
 
-    A slow or dead sampler delays only pushes to exactly the same set of samplers.
+    A slow or dead sampler delays only pushes of adapters to exactly the same set of samplers, and pushes of full
+    parameters.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Pusher:
         self._queue = queue
         self._groups = groups
         self._adapters = adapters
-        # Most of these threads only wait, for members to join or for a broadcast to finish.
+        # Most of these threads only wait until members have joined or a broadcast is finished.
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="push")
         self._samplers = SamplerGroups(settings, queue, groups, self._threads)
         self._lock = SharedLock()
@@ -261,7 +261,8 @@ class Pusher:
         Raises:
             NotFound: Neither memory nor storage has the snapshot.
             Unavailable: No sampler received the snapshot.
-            InvalidInput: No sampler can ever load the snapshot, because it does not fit their model.
+            InvalidInput: The request names no sampler, or one twice; or no sampler can load the snapshot, because the
+                snapshot does not fit the samplers' model.
         """
         addresses = list(request.samplers)
         if not addresses or len(set(addresses)) != len(addresses):

@@ -54,7 +54,7 @@ class SamplerGroups:
 
     Args:
         settings: Settings of the trainer.
-        queue: Queue through which the other ranks receive the command to join.
+        queue: Queue of the command that makes the other senders join.
         groups: This process's ends of the groups.
         threads: Executor for the blocking joins.
     """
@@ -79,7 +79,7 @@ class SamplerGroups:
     async def probe(self, addresses: list[str]) -> dict[str, Member | str]:
         """Returns the sampler at each address, or the reason why it does not answer.
 
-        Groups that contain an instance which is gone are closed.
+        Closes the groups that contain an instance that no longer runs at its address.
         """
         found = dict(zip(addresses, await asyncio.gather(*map(self._probe_one, addresses)), strict=True))
         present = {(member.address, member.instance_id) for member in found.values() if isinstance(member, Member)}
@@ -114,7 +114,7 @@ class SamplerGroups:
             await self._leave(key)
             raise
         except asyncio.CancelledError:
-            self._close(key)  # the broadcast may be half done, so the group cannot be used again
+            self._close(key)  # a broadcast may be incomplete, so no later push may use the group
             raise
         finally:
             lock.release()
@@ -181,8 +181,7 @@ class SamplerGroups:
                 master_port=self._groups.port,
                 rank_offset=offset,
                 world_size=world_size,
-                # Other sender ranks join only after the commands that were queued before, so allow them all the time
-                # left.
+                # The other senders join only after the commands that are already queued, so allow all the time left.
                 timeout_s=timeout_s if sender_count == 1 else left_s,
                 sender_count=sender_count,
             )
@@ -197,9 +196,9 @@ class SamplerGroups:
         return group_id
 
     async def _open_senders(self, command: OpenGroup, sender_count: int) -> None:
-        """Opens this rank's group first, and the other ranks' groups only after it succeeded.
+        """Joins the group on this rank, and after that on the other senders.
 
-        Samplers that do not come must not block the other ranks.
+        If samplers do not join, only this rank waits for them.
         """
         meeting = (command.group_id, command.world_size, command.backend)
         timeouts = (command.join_timeout_s, command.broadcast_timeout_s)

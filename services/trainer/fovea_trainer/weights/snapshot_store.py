@@ -1,6 +1,6 @@
 """Frozen weights in memory, keyed by snapshot id, with a digest that any receiver can check.
 
-Rank 0 alone holds adapters. Of full parameters every rank holds its shards. Snapshots stay on the device while it has
+Only rank 0 holds adapters. Every rank holds its shards of full parameters. Snapshots stay on the device while it has
 free memory, otherwise on the host.
 """
 
@@ -47,9 +47,9 @@ class StoredSnapshot:
 
 
 class SnapshotStore:
-    """Snapshots by id. Above `max_bytes` the least recently used are dropped, but never the newest of a model.
+    """Snapshots by id. Above `max_bytes` the least recently used are dropped, except pinned and newest ones.
 
-    Thread-safe. Ranks that make the same calls drop the same snapshots.
+    Each model has one newest snapshot. Thread-safe. Ranks that make the same calls drop the same snapshots.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -60,9 +60,9 @@ class SnapshotStore:
         self._lock = threading.Lock()
 
     def make_room(self, identity: weights_pb2.Snapshot, size_bytes: int) -> None:
-        """Drops what `put` would drop for a snapshot of this size.
+        """Drops the snapshots that `put` would drop for a new snapshot of this size.
 
-        Call it before the snapshot is made, because the old and new one may not fit into memory together.
+        Call it before you make the new snapshot, because old and new ones may not fit into memory together.
         """
         with self._lock:
             kept = {name for model, name in self._newest.items() if model != identity.model_id}
@@ -99,7 +99,7 @@ class SnapshotStore:
     def spill(self) -> bool:
         """Moves device tensors to the host. Returns True if there were any.
 
-        A push in progress continues with the host copies.
+        A push in progress is not interrupted.
         """
         with self._lock:
             away = [held for held in self._held.values() if any(t.device.type != "cpu" for t in held.tensors.values())]
@@ -111,12 +111,12 @@ class SnapshotStore:
         return bool(away)
 
     def pin(self, snapshot_id: str) -> None:
-        """Protects a snapshot from being dropped while it is sent. Pins are counted."""
+        """Protects a snapshot from being dropped to save memory, until `unpin` is called as often as `pin`."""
         with self._lock:
             self._pins[snapshot_id] += 1
 
     def unpin(self, snapshot_id: str) -> None:
-        """Undoes one `pin`. A snapshot that only the pin protected may be dropped at once."""
+        """Undoes one `pin`. The snapshot may be dropped at once if nothing else protects it."""
         with self._lock:
             self._pins[snapshot_id] -= 1
             self._pins += Counter()  # removes the entries at zero
@@ -140,7 +140,7 @@ def _global_bytes(snapshot: StoredSnapshot) -> int:
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
-    """Returns name, dtype and shape of each tensor, in order. For a sharded tensor it is the unsharded shape."""
+    """Returns the name, dtype and shape of each tensor, in order. A sharded tensor has its unsharded shape."""
     return [
         weights_pb2.TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
         for name, tensor in tensors.items()
@@ -183,7 +183,7 @@ def unpacked(specs: Iterable[weights_pb2.TensorSpec], data: Tensor) -> Iterator[
 def packed_buckets(
     specs: Iterable[weights_pb2.TensorSpec], tensors: Iterable[Tensor], bucket_bytes: int
 ) -> Iterator[tuple[list[weights_pb2.TensorSpec], Tensor]]:
-    """Yields specs and payload of each broadcast of a snapshot. Reads only the tensors of one bucket at a time."""
+    """Yields the specs and the payload of each broadcast. Reads only the tensors of one bucket at a time."""
     rest = iter(tensors)
     for bucket in buckets(specs, bucket_bytes):
         yield bucket, packed(bucket, islice(rest, len(bucket)))

@@ -1,4 +1,4 @@
-"""TakeSnapshot: freezes live weights as a named copy with a digest. RestoreSnapshot: reads it back from storage."""
+"""TakeSnapshot: freezes live weights as a named copy with a digest. RestoreSnapshot: reads a copy back from storage."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class SnapshotTaker:
         control: Control group of the rank's thread.
         sharded: The base model.
         adapters: Store of adapter snapshots, filled on rank 0 only.
-        full: Store of full-parameter snapshots, filled with its shards on every rank.
+        full: Store of full-parameter snapshots. On each rank it contains that rank's shards.
         account: Memory budget of this rank.
         model_dir: Folder of the base checkpoint.
         base_model: Name of the base model, recorded in files.
@@ -93,7 +93,7 @@ class SnapshotTaker:
 
         Args:
             snapshot_id: Id of the snapshot.
-            live: The full-parameter model, if one exists; it retains the base's shards.
+            live: The full-parameter model, if one exists. It then holds the shards of the base.
 
         Raises:
             NotFound: The snapshot is not held.
@@ -124,7 +124,7 @@ class SnapshotTaker:
 
         Raises:
             NotFound: The folder has no snapshot.
-            InvalidInput: The folder has a different snapshot, or is damaged.
+            InvalidInput: The folder has another snapshot, does not fit the model, or is damaged.
         """
         identity = self._control.on_rank_0(lambda: _read_identity(Folder.at(uri), snapshot_id))
         if identity.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
@@ -147,7 +147,7 @@ class SnapshotTaker:
         return self._sharded.module.expert_layouts
 
     def _specs_of(self, shards: Mapping[str, Tensor]) -> list[weights_pb2.TensorSpec]:
-        """Returns the specs of full parameters in the layout of checkpoint files, which transfers use too."""
+        """Returns the specs of full parameters in the layout of checkpoint files. Transfers use the same layout."""
         return specs_of(weight_files.in_files(shards, self._layouts))
 
     def _held_full(self, snapshot_id: str) -> StoredSnapshot:
@@ -196,10 +196,10 @@ class SnapshotTaker:
         return identity
 
     def _device_for(self, held: SnapshotStore, size_bytes: int, model_id: str) -> torch.device:
-        """Returns the device for a new snapshot; drops older snapshots if it lacks room.
+        """Returns the device for a new snapshot. If that device lacks room, drops older snapshots.
 
         Raises:
-            ResourceExhausted: The snapshot does not fit anyway.
+            ResourceExhausted: The snapshot still does not fit.
         """
         device = self._memory_budget.device_for(size_bytes)
         if not self._memory_budget.has_room(device, size_bytes):
@@ -258,7 +258,7 @@ class ExportForm:
     def files(self, tensors: Mapping[str, Tensor], lora: weights_pb2.LoraConfig, base_model: str) -> dict[str, Chunks]:
         """Returns the adapter's two files.
 
-        If PEFT cannot read the expert factors of this model type, the configuration contains a note that says so.
+        If PEFT cannot read the experts' factors for this model type, a note in the configuration says so.
         """
         spread = dict(weight_files.one_by_one(tensors))
         is_lost = spread.keys() != tensors.keys() and self.model_type not in PEFT_READS_EXPERTS_OF

@@ -2,8 +2,8 @@
 
 An adapter's folder is a PEFT adapter with an additional `optimizer.safetensors`. Full parameters are stored by
 torch.distributed.checkpoint under `dcp/`, which any number of ranks can read. Reading never unpickles arbitrary
-objects, so a malicious checkpoint cannot run code. Both kinds have a `state.json`. An adapter without one was exported
-or made by another program; it loads as a model that has taken no step.
+objects, so a malicious checkpoint cannot run code. Both kinds have a `state.json`. An adapter without `state.json` is
+an export or comes from another program; it loads as a model that has taken no step.
 """
 
 import json
@@ -56,8 +56,8 @@ class ModelState:
     Args:
         step: Optimizer steps that the model has taken.
         lora: Settings of an adapter; None for full parameters.
-        tensors: "weights" and each of MOMENTS, each a mapping from parameter name to tensor. For an adapter they are
-            unsharded and present on rank 0 only; for full parameters they are DTensors.
+        tensors: For "weights" and each of MOMENTS, a mapping from parameter name to tensor. Tensors of an adapter are
+            unsharded and on rank 0 only. Full parameters are DTensors if there are several ranks.
     """
 
     step: int
@@ -188,7 +188,7 @@ class StateStore:
 
 
 def _check_adapter(model: AdapterModel, uri: str, optimizer: bool, is_foreign: bool) -> None:
-    """Checks an adapter's files by their headers. Only files of the right size are then read and sent to all ranks.
+    """Checks an adapter's files by their headers, so that only files of the right size are read and sent to all ranks.
 
     Raises:
         NotFound: A file is missing.
@@ -217,8 +217,7 @@ def _parse_adapter(
         model: The model.
         files: Content of the files, keyed by file name. Entries are removed once parsed, to free memory.
         uri: The folder, for error messages.
-        is_foreign: True if another program wrote the adapter. Modules that it does not adapt then start as in a new
-            model.
+        is_foreign: True if the folder has no `state.json`. Modules that the adapter lacks then start as in a new model.
     """
     settings = model.settings
     flat = model.weights.initial() if is_foreign else model.weights.flat.new_empty(model.weights.whole_size)
@@ -257,7 +256,7 @@ def _check_sizes(tensors: Mapping[str, Tensor], largest: float, uri: str) -> Non
 
 
 def _full_tensors(model: FullModel, copied: Copying) -> dict[str, dict[str, Tensor]]:
-    """Returns weights and moments as DTensors. Their local parts stay on the device where `copied` puts them."""
+    """Returns weights and moments, sharded like the parameters. Their local parts are the results of `copied`."""
     like = {name: model.shards[name] for name in model.masters}
     moments = model.optimizer.moments()
     locals_ = [*model.masters.values(), *(values[key] for key in MOMENTS for values in moments)]
@@ -309,7 +308,7 @@ def _state_json(state: ModelState) -> bytes:
 def _saved_step(folder: Folder, kind: str) -> int | None:
     """Returns the step count of a saved state.
 
-    Returns None for an adapter without a `state.json`, which another program wrote.
+    Returns None for an adapter without a `state.json`.
     """
     if kind == "adapter" and not folder.exists(STATE) and folder.exists(ADAPTER_CONFIG):
         return None
@@ -326,7 +325,7 @@ def _saved_step(folder: Folder, kind: str) -> int | None:
 
 
 def _parse_json(content: bytes, path: str) -> dict[str, Any]:
-    """Parses a description that this build wrote.
+    """Parses a JSON file of a saved model.
 
     Raises:
         InvalidInput: The file is damaged.

@@ -1,13 +1,13 @@
 """Groups over which weights are broadcast to samplers.
 
-They are private torch process groups, never the default group. Between processes on one GPU NCCL does not work, so they
-share GPU memory instead (`fovea_weights.weight_transfer`).
+They are private torch process groups, never the default group. NCCL does not work between processes on one GPU, so such
+processes share GPU memory instead (`fovea_weights.weight_transfer`).
 
-The sender is rank 0 of a group; sampler worker i is rank_offset + i. The trainer's rank 0 hosts the rendezvous store.
-Full weights have several senders, which are ranks of the trainer, each with its own process group. `sender_count` of
-`JoinTransferGroupRequest` states how they alternate.
+The sender is rank 0 of a group, and worker i of a sampler is rank `rank_offset` + i. The trainer's rank 0 hosts the
+rendezvous store. Full weights have several senders. They are ranks of the trainer, each with its own process group;
+`JoinTransferGroupRequest.sender_count` explains how they take turns.
 
-Of full parameters every sender gathers the tensors together with all other ranks, and sends some of the buckets.
+All ranks gather the tensors of full parameters together, and each sender sends some of the buckets.
 """
 
 import logging
@@ -48,7 +48,7 @@ _POLL_S = 0.0005
 
 
 def _gloo_device(host: str) -> Any:
-    """Returns gloo's network device: bound to `host`, or if empty to the address of this machine's host name."""
+    """Returns gloo's network device, bound to `host` or, if that is empty, to the address of this machine's name."""
     if host:
         return ProcessGroupGloo.create_device(hostname=host)
     return ProcessGroupGloo.create_default_device()
@@ -131,8 +131,8 @@ class SenderGroup:
     def _watch(self, work: Any, deadline: float) -> None:
         """Polls until the broadcast is complete or the group is closed.
 
-        A broadcast over NCCL waits for a receiver that broke off, and only rank 0 learns of that. Rank 0 then sets a
-        key in the store, which the other senders look for here.
+        If a receiver leaves, a broadcast over NCCL still waits for it, and only rank 0 learns of that. Rank 0 then sets
+        a key in the store, which the other senders look for here.
         """
         while not work.is_completed():
             if self._store.check([_closed(self.group_id)]) or time.monotonic() > deadline:
@@ -243,7 +243,7 @@ class TransferGroups:
         with self._lock:
             self._joining.add(group_id)
         try:
-            # Use a separate store client: a waiting client blocks its connection, and with it all other groups.
+            # Use a separate client of the store. A waiting client blocks its connection for all other groups.
             timeout = timedelta(seconds=join_timeout_s)
             store = TCPStore(self._own, self.port, None, False, timeout, wait_for_workers=False)
             group = SenderGroup(
@@ -328,7 +328,7 @@ class FullSender:
         self._count, self._sender = settings.sender_count, settings.sender_of(control.rank)
 
     def open_group(self, command: OpenGroup) -> None:
-        """Joins a transfer group on the senders other than rank 0, after rank 0 and the samplers have joined.
+        """Joins a transfer group on the senders other than rank 0. Rank 0 and the samplers have already joined theirs.
 
         Raises:
             Unavailable: A sender reached no samplers; raised on all ranks.
@@ -354,7 +354,7 @@ class FullSender:
     def broadcast(self, command: BroadcastFull, live: FullModel | None) -> str:
         """Gathers and sends a snapshot. Returns the error of the transfer, or an empty string.
 
-        After a failed transfer the gathering continues, because the other ranks are in the middle of it.
+        After a failed transfer this rank continues to gather, because the other ranks still gather with it.
 
         Args:
             command: The command.
@@ -371,7 +371,7 @@ class FullSender:
             for number, bucket in enumerate(buckets(specs, command.bucket_bytes)):
                 tensors = islice(whole, len(bucket))
                 if self._groups is None or number % self._count != self._sender or error:
-                    deque(tensors, maxlen=0)  # only takes part in the gathering
+                    deque(tensors, maxlen=0)  # this rank only takes part in gathering
                     continue
                 data = packed(bucket, tensors)
                 error = sending.result() if sending else ""

@@ -57,7 +57,7 @@ def _expert_files(parent: str, projection: str, index: int) -> list[str]:
 
 
 def in_files(like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
-    """Returns name, dtype and unsharded shape of each tensor in the checkpoint files, in order, as meta tensors.
+    """Returns meta tensors with the dtype and unsharded shape of each tensor in checkpoint files, in order.
 
     Args:
         like: The model's parameters, keyed by parameter name.
@@ -77,7 +77,7 @@ def gathered(
 ) -> Iterator[Tensor]:
     """Yields unsharded tensors in the order of `in_files`. Collective.
 
-    Each is gathered on the device and freed when the next is requested.
+    A tensor is gathered on the device, and freed when the next one is requested.
 
     Args:
         locals_: This rank's shards, keyed by parameter name.
@@ -112,7 +112,7 @@ def write_checkpoint(
         if shard and shard_bytes + size_bytes > SHARD_BYTES:
             control.agree(flush)
             shard_bytes = 0
-        # Iterating gathers on all ranks, but only rank 0 writes: the others keep no data.
+        # The iteration gathers on all ranks, but only rank 0 writes, so the others keep no data.
         shard[name] = tensor.cpu().contiguous() if control.rank == 0 else torch.empty(0)
         shard_bytes += size_bytes
     control.agree(flush)
@@ -128,7 +128,7 @@ def _write_rest(folder: Folder, model_dir: Path, files: dict[str, str]) -> None:
 
 
 def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str, ExpertLayout]) -> dict[str, Tensor]:
-    """Reads this rank's shards of a checkpoint that `write_checkpoint` wrote. Reads only the needed rows.
+    """Reads this rank's shards of a checkpoint that `write_checkpoint` wrote, and no other rows.
 
     Args:
         folder: Folder of the checkpoint.
@@ -140,7 +140,7 @@ def read_shards(folder: Folder, like: Mapping[str, Tensor], layouts: Mapping[str
 
     Raises:
         NotFound: There is no checkpoint.
-        InvalidInput: The checkpoint has other shapes.
+        InvalidInput: The checkpoint lacks a tensor or has other shapes.
     """
     weight_map: dict[str, str] = json.loads(folder.read(INDEX))["weight_map"]
     whole = in_files(like, layouts)
@@ -184,8 +184,8 @@ def _read_shard(sources: Mapping[str, Any], name: str, like: Tensor, layout: Exp
 def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yields an adapter with one entry per expert, as PEFT and vLLM read it.
 
-    A stacked factor is [experts, rows, columns]. A factor with a first dimension of 1 is shared by all experts and is
-    repeated for each.
+    A stacked factor is [experts, rows, columns]. If its first dimension is 1, all experts share it, and it is repeated
+    for each of them.
     """
     counts: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -238,7 +238,7 @@ def of_experts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dic
 def tensor_file(tensors: Iterable[tuple[str, Tensor]]) -> Chunks:
     """Yields a safetensors file in chunks.
 
-    Host tensors are yielded without a copy, and without holding the GIL for long.
+    Tensors on the host are not copied, and the GIL is never held for long.
 
     The format is: length of the header, header as JSON, data (https://github.com/huggingface/safetensors, "Format").
     """
@@ -325,8 +325,8 @@ def check_shapes(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor],
             them.
         targets: The model's tensors, which may be on the meta device.
         what: The file, for error messages.
-        is_foreign: True if another program wrote the file. It may then omit modules, but only with both of their
-            factors.
+        is_foreign: True if another program wrote the file. It may then lack both factors of a module, but not only
+            one of them.
 
     Raises:
         InvalidInput: Names the first tensor that is missing, unexpected or misshapen.
