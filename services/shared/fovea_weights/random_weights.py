@@ -2,8 +2,8 @@
 
 Such a safetensors file has the usual header, with `random_seed` in its metadata, and a hole instead of data. Trainer
 and sampler do not read a tensor: they draw it on their device from the seed and its name, so both start with the same
-weights. Matrices are normal with a standard deviation of 0.02, biases are 0, and other vectors are 1.
-Different kinds of devices draw different numbers. `tools/benchmarks/random_checkpoint.py` writes such files.
+weights. Matrices are normal with a standard deviation of 0.02, biases are 0, and other vectors are 1. Different kinds
+of devices draw different numbers. `tools/benchmarks/random_checkpoint.py` writes such files.
 """
 
 import hashlib

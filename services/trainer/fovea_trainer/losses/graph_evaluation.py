@@ -38,7 +38,7 @@ def _named(target: str) -> Callable[..., Resolved]:
     return found
 
 
-# The callables for the names in client/fovea/wire/custom_loss.py, built once. A client's name only serves as a key.
+# The callables for the names in client/fovea/wire/custom_loss.py, built once. A client's text serves only as a key.
 FUNCTIONS: dict[str, Callable[..., Resolved]] = {
     **{target: _named(target) for target in custom_loss.FUNCTIONS - {custom_loss.GETATTR}},
     custom_loss.GETATTR: _getattr,
@@ -75,7 +75,7 @@ def evaluate(
         memory_mib: The memory limit of this process, for error messages.
 
     Raises:
-        InvalidInput: A node, the loss, a metric or the gradient failed. The error names the node.
+        InvalidInput: A node, the loss, a metric or the gradient failed. The error says which.
     """
     leaf = tensors[0].detach().requires_grad_(backward)
     names = [given.name for given in graph.inputs]
