@@ -85,7 +85,7 @@ class Rendered:
 
 
 def decode(model_input: model_input_pb2.ModelInput) -> list[Chunk]:
-    """Returns the chunks of a message. Raises InvalidInput, naming the chunk, for an incomplete or unknown one."""
+    """Returns the chunks of a message. Raises InvalidInput for an incomplete or unknown chunk; the error names it."""
     return [_decode_chunk(chunk, chunk_field(index)) for index, chunk in enumerate(model_input.chunks)]
 
 

@@ -41,7 +41,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
     async def GetRendererInfo(
         self, request: renderer_pb2.GetRendererInfoRequest, context: grpc.aio.ServicerContext
     ) -> renderer_pb2.GetRendererInfoResponse:
-        """See renderer.proto."""
+        """Implements `GetRendererInfo` of renderer.proto."""
         model = self._renderer.model
         images = model.image_support
         return renderer_pb2.GetRendererInfoResponse(
@@ -59,7 +59,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
     async def Render(
         self, request: renderer_pb2.RenderRequest, context: grpc.aio.ServicerContext
     ) -> renderer_pb2.RenderResponse:
-        """See renderer.proto."""
+        """Implements `Render` of renderer.proto."""
         with renderer_metrics.refusals_counted():
             rendered = await self._renderer.render(input_messages.decode(request.input))
         return renderer_pb2.RenderResponse(rendered=input_messages.encode(rendered, self._renderer.source))
@@ -67,7 +67,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
     async def PutImage(
         self, request_iterator: AsyncIterator[renderer_pb2.PutImageRequest], context: grpc.aio.ServicerContext
     ) -> renderer_pb2.PutImageResponse:
-        """See renderer.proto."""
+        """Implements `PutImage` of renderer.proto."""
         pieces = ((request.sha256, request.data) async for request in request_iterator)
         with renderer_metrics.refusals_counted():
             size_bytes = await self._renderer.images.put(pieces)
@@ -76,7 +76,7 @@ class RendererServicer(renderer_pb2_grpc.RendererServiceServicer):
     async def FetchFeatures(
         self, request: renderer_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[renderer_pb2.FetchFeaturesResponse]:
-        """See renderer.proto."""
+        """Implements `FetchFeatures` of renderer.proto."""
         # Collects all features before it sends the first, so that none is evicted while this client fetches.
         features = [self._renderer.features.held(digest) for digest in dict.fromkeys(request.digests)]
         for feature in features:

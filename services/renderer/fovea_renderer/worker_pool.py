@@ -26,7 +26,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 class WorkerDied(Exception):
-    """The worker's process ended during a job."""
+    """The error for a worker process that ended during a job."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class SharedGpuGroup:
         return group
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Done:
-        """Sends one tensor, uint8 [n], or fills it. Returns when it is done.
+        """Sends one tensor, uint8 [n], from rank 0. Other ranks receive into it. Returns when all data is copied.
 
         Raises RuntimeError if a member leaves or `options.timeout` passes.
         """

@@ -286,7 +286,7 @@ class LossComputer:
 
 
 def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:
-    """Runs `action`. If memory runs out, records it if no other rank depends on these passes, else raises the error."""
+    """Runs `action`. Records an out-of-memory error if no other rank depends on these passes; else raises it."""
     if result.out_of_memory:
         return
     try:

@@ -55,7 +55,7 @@ Resolved = Any
 
 
 class RefusedError(ValueError):
-    """An operation is not allowed with these arguments."""
+    """The error for an operation that is not allowed with its arguments."""
 
 
 class Meter:

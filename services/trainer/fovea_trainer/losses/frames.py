@@ -43,7 +43,7 @@ Read = Callable[[int], bytearray]
 
 
 class FrameError(Exception):
-    """The received bytes are not an answer to the request."""
+    """The error for received bytes that are not an answer to the request."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ and the backward kernel, with s = sigmoid(gate) and g = the gradient of `out`, p
 It recomputes gate and up, because reading stored values would take as long.
 
 Layout: all tensors are row-major. A program owns BLOCK_S consecutive rows (copies) and walks over the columns in steps
-of BLOCK_I. A copy reads `gate_low` and `up_low` at the row of its token. Other tensors, except factors, have one row per
-copy. Only the base address of a block needs int64. Offsets inside a block fit in int32, which halves the registers for
-addresses.
+of BLOCK_I. A copy reads `gate_low` and `up_low` at the row of its token. All other tensors except factors have one row
+per copy. Only the base address of a block needs int64. Offsets inside a block fit in int32, which halves the registers
+for addresses.
 
 Experts: rows are sorted by expert, so most blocks have a single expert. For each expert of the block, `_add_products`
 multiplies all rows by its matrix, with the rows of other experts set to zero. The sum over experts is each row's own

@@ -41,8 +41,8 @@ def target_logprobs(
     Args:
         hidden_TD: Hidden states.
         weight_VD: Unembedding weight.
-        trained: An adapter of the weight; or its float32 master [V, D], to the `grad` of which the weight's gradient is
-            added; or None.
+        trained: An adapter of the weight, the weight's float32 master [V, D], or None. With a master, the weight's
+            gradient is added to the master's `grad`.
         targets_TK: int64, target tokens.
         chunk_positions: Positions per chunk.
         head_dtype: Dtype of the logits, float32 or that of the weight; None means that of the weight.
