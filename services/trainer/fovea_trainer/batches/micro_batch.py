@@ -262,8 +262,8 @@ class Plan:
 
     Args:
         steps: The micro-batches.
-        efficiency: The number of tokens, divided by their number if all ranks were as full as the fullest rank of each
-            step; in (0, 1].
+        efficiency: The share of the capacity that the tokens use, in (0, 1]. The capacity of a step is the number of
+            ranks times the tokens of its fullest rank.
     """
 
     steps: tuple[Step, ...]

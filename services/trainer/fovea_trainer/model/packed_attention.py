@@ -73,7 +73,7 @@ class Scores:
         window: Number of tokens that a token sees, counting back from itself and including it; None for its whole
             document.
         softcap: c in c tanh(score / c); None for no cap.
-        sinks_H: An additional score per head that receives weight but has no value; None for none.
+        sinks_H: An additional score per head that receives weight but has no value; None for no sinks.
     """
 
     scaling: float | None
