@@ -170,7 +170,7 @@ def parse_network(text: str) -> Network | None:
 
 
 def is_public(address: Address) -> bool:
-    """Returns True if an address, from `parse_address`, belongs to a single host on the public internet."""
+    """Returns True if an address that `parse_address` returned belongs to a single host on the public internet."""
     if address.is_multicast or not address.is_global or any(address in network for network in _SPECIAL):
         return False
     return isinstance(address, ipaddress.IPv4Address) or address in _UNICAST

@@ -108,7 +108,7 @@ class RankResult:
             self.expert_counts = counts if self.expert_counts is None else self.expert_counts + counts
 
     def add(self, batch: MicroBatchResult, loss_name: str, model: str) -> None:
-        """Copies a micro-batch to the host and checks that its losses are finite.
+        """Copies a micro-batch to the host. Records the first loss that is not finite as the failure.
 
         Args:
             batch: The micro-batch.

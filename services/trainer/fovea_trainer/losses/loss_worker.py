@@ -41,7 +41,7 @@ _MAX_FILES = 32
 
 
 def main(control_fd: int, parent: int, memory_mib: int, timeout_s: float) -> None:
-    """Forks a worker for each pair of a socket and a progress page received over `control_fd`, one at a time.
+    """Forks a worker, one at a time, for each pair of a socket and a progress page that arrives over `control_fd`.
 
     Args:
         control_fd: Descriptor of the socket to the rank.

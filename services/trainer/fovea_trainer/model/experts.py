@@ -258,7 +258,7 @@ class _AddProducts(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """`gated` as one kernel. A second kernel computes all gradients except those of the factors."""
+    """The autograd function of `gated`: one kernel forward, one backward for all gradients except the factors'."""
 
     @staticmethod
     def forward(

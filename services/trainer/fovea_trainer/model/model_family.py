@@ -376,7 +376,7 @@ def family_of(model_type: str) -> Family:
     """Returns the family of a checkpoint.
 
     Raises:
-        ValueError: The family is not supported; lists the supported ones.
+        ValueError: The family is not supported. The error lists the supported ones.
     """
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported; supported are: {', '.join(sorted(FAMILIES))}")

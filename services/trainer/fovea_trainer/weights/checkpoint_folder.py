@@ -282,7 +282,7 @@ class CheckpointRoots:
 def _protocol(uri: str) -> str:
     """Returns the canonical protocol name of a URL.
 
-    A chained URL such as filecache::s3://b returns the whole chain, which matches no root.
+    For a chained URL such as filecache::s3://b this is the whole chain, which matches no root.
     """
     if "::" in uri:
         return uri.rpartition("://")[0] or uri

@@ -47,9 +47,10 @@ class StoredSnapshot:
 
 
 class SnapshotStore:
-    """Snapshots by id. Above `max_bytes` the least recently used are dropped, except pinned and newest ones.
+    """Snapshots by id. Thread-safe.
 
-    Each model has one newest snapshot. Thread-safe. Ranks that make the same calls drop the same snapshots.
+    Above `max_bytes` the least recently used are dropped, except pinned snapshots and the newest one of each model.
+    Ranks that make the same calls drop the same snapshots.
     """
 
     def __init__(self, max_bytes: int) -> None:

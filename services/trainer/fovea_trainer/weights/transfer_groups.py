@@ -217,7 +217,7 @@ class TransferGroups:
 
     @classmethod
     def beside(cls, address: str, port: int, sender: int) -> "TransferGroups":
-        """Creates the groups of another rank, which sends full weights beside rank 0.
+        """Creates the groups of a sender other than rank 0.
 
         Raises:
             OSError: The store cannot be reached.
