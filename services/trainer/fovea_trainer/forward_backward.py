@@ -204,7 +204,7 @@ class LossComputer:
     def _max_tokens(self, call: PreparedCall, step: Step) -> int:
         """Returns the most tokens of any rank in a step, or this rank's own number if its passes need no other rank.
 
-        Recomputation repeats the collectives of a pass, so ranks that share passes must decide on it alike.
+        Recomputation repeats the collectives of a pass, so ranks that share passes must all decide the same.
         """
         ranks = [self._control.rank] if call.alone else range(len(step.datums))
         return max(self._tokens_of(call.command, step, rank) for rank in ranks)
@@ -275,8 +275,8 @@ class LossComputer:
     def _should_continue(self, loss: Loss, result: RankResult) -> bool:
         """Returns True if no rank has failed, or if the loss has no time limit. With a time limit it is collective.
 
-        It also gives all ranks the time that the slowest rank has left. A call then waits for slow losses only once,
-        however the datums are distributed.
+        It also sets the time left of all ranks to the minimum. A call then waits for slow losses only once, for any
+        distribution of the datums.
         """
         if loss.seconds_left is None:
             return True

@@ -279,7 +279,7 @@ class MemoryBudget:
         return {"auto": budgets.tokens, "always": 0, "never": math.inf}[self._settings.recompute]
 
     def admit(self, size_bytes: int, trains_vision: bool, what: str) -> None:
-        """Checks that a new allocation fits beside the reserve for computing.
+        """Checks that a new allocation fits into the free memory, less the reserve for computing.
 
         Args:
             size_bytes: Bytes needed on each rank.
@@ -299,7 +299,7 @@ class MemoryBudget:
             )
 
     def has_room_to_record(self, token_count: int) -> bool:
-        """Returns True if a recorded pass of `token_count` tokens may keep its memory for good. Not collective."""
+        """Returns True if a recorded pass of `token_count` tokens may keep its memory permanently. Not collective."""
         if self._memory.device.type != "cuda":
             return False
         size_bytes = token_count * activation_bytes(self._config, self._dtype)

@@ -215,7 +215,7 @@ class Family:
 
         Args:
             model: The model.
-            tensors: Inputs of one or several images, named as by the family's processor, without token ids.
+            tensors: Inputs of one or several images, without token ids. The keys are the names of the family's processor.
         """
         core = model.model
         if hasattr(core, "visual"):

@@ -104,7 +104,8 @@ def packed_attention(
 
     Args:
         query: [1, H, T, D].
-        key: [1, H, T, D], possibly with fewer heads; `value` alike.
+        key: [1, H, T, D], possibly with fewer heads.
+        value: As `key`.
         attention_mask: Must be None; the bounds define visibility.
         scaling: As `Scores.scaling`.
         cu_seq_lens_q: int32 [documents + 1], bounds of the documents.

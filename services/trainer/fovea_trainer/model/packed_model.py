@@ -192,7 +192,7 @@ class PackedModel(nn.Module):
         )
 
     def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:
-        """Returns the tower's output for the images of a micro-batch or for a blank image; None if neither is needed."""
+        """Returns the tower's output for a micro-batch's images or for a blank image; None if neither is needed."""
         if cached is None:
             return self._run_tower(batch.tower) if batch.tower else None
         if batch.tower is not None:

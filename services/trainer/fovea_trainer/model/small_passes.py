@@ -167,7 +167,7 @@ class _Pass:
     def record(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Records both passes as graphs. The memory of their results comes from `pool`, which all passes share."""
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads may copy snapshots meanwhile, so only this thread must avoid calls that break a recording.
+        # Other threads may copy snapshots at this time, so only this thread must avoid calls that break a recording.
         options: Any = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(forward, **options), torch.enable_grad():
             self._logprobs_S1 = self._compute()
@@ -184,7 +184,7 @@ class SmallPasses:
         module: The model, whole on this rank.
         injector: Applies the stand-ins' tensors to the model.
         most_tokens: Maximum number of tokens of a small micro-batch; 0 disables this class.
-        has_room: Returns True if a pass of a given number of tokens may keep its memory for good.
+        has_room: Returns True if a pass of a given number of tokens may keep its memory permanently.
         set_aside: Called with the bytes that a recorded pass has allocated and keeps.
     """
 
@@ -204,7 +204,7 @@ class SmallPasses:
         self._stream: torch.cuda.Stream | None = None
 
     def takes(self, batch: Batch, recompute: bool) -> bool:
-        """Returns True if `logprobs` can compute a micro-batch. It ignores earlier passes: a replay decides alike."""
+        """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on it, nor does a restart."""
         return (
             bool(self._most_tokens)
             and bool(batch.datums)

@@ -269,7 +269,7 @@ class FullModel(TrainedModel):
         locals_ = [local_of(shard) for _, shard in sharded.named_shards()]
         count = sum(local.numel() for local in locals_)
         masters = sum(local.numel() for local in locals_ if local.dtype != torch.float32)
-        # With one rank most gradients are added directly to those of the masters.
+        # With one rank, most gradients are added directly to the gradients of the masters.
         passing = count if sharded.mesh.size() > 1 else max(local.numel() for local in locals_)
         return torch.float32.itemsize * (masters + (len(MOMENTS) + 1) * count + passing)
 

@@ -2,8 +2,8 @@
 
 A model that changes again before it is written is written once, in its latest state. Its earlier snapshots are written
 before its state. If states and snapshots both wait, the same number of bytes is written of each. Each model thus gets a
-new point after a bounded number of snapshots, however many models there are. The bytes of snapshots that wait to be
-written are limited. Above the limit, further snapshots are refused for now.
+new point after a bounded number of snapshots, for any number of models. The bytes of snapshots that wait to be written
+are limited. Above the limit, further snapshots are refused for now.
 """
 
 import asyncio
@@ -312,7 +312,7 @@ class RecoveryKeeper:
         return model_id in self._models and self._lag_of(model_id) > 0
 
     def _admit(self, model_id: str, size_bytes: int) -> None:
-        """Checks that a snapshot has room beside the snapshots that wait and those of models ahead of it in line.
+        """Checks that a snapshot has room, after the snapshots that wait and those of models ahead of it in line.
 
         While storage fails, all snapshots are admitted, because memory does not retain them then; see `_failed`.
 

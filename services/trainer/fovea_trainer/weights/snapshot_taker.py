@@ -226,7 +226,7 @@ class SnapshotTaker:
         try:
             weight_files.write_checkpoint(zip(names, whole, strict=True), staging, self._model_dir, self._control)
             self._control.on_rank_0(finish)
-        except FoveaError:  # raised on all ranks alike; a partial folder would occupy space
+        except FoveaError:  # raised on all ranks; a partial folder would occupy space
             self._control.on_rank_0(staging.discard)
             raise
 

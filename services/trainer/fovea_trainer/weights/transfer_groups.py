@@ -238,7 +238,7 @@ class TransferGroups:
         """Joins a new group; blocks until all other members have joined.
 
         Raises:
-            RuntimeError: The members did not join in time, or `close` was called meanwhile.
+            RuntimeError: The members did not join in time, or `close` was called during the call.
         """
         with self._lock:
             self._joining.add(group_id)
