@@ -215,7 +215,7 @@ class Family:
 
         Args:
             model: The model.
-            tensors: Inputs of one or several images, without token ids. The keys are the names of the family's processor.
+            tensors: Inputs of one or several images, without token ids. Keys are the processor's names.
         """
         core = model.model
         if hasattr(core, "visual"):

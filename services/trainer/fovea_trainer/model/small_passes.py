@@ -204,7 +204,7 @@ class SmallPasses:
         self._stream: torch.cuda.Stream | None = None
 
     def takes(self, batch: Batch, recompute: bool) -> bool:
-        """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on it, nor does a restart."""
+        """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on the answer."""
         return (
             bool(self._most_tokens)
             and bool(batch.datums)

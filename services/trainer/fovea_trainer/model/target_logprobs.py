@@ -273,6 +273,6 @@ class _TargetLogprobs(torch.autograd.Function):
                 d_hidden[rows] = d_hidden_CD
             if d_weight is not None:
                 add_product(d_weight, d_logits_CV.T, hidden_CD)
-        # Autograd rounds the gradient if the weight wants it in its own dtype.
+        # Autograd rounds the gradient if the weight's `grad_dtype` is the dtype of the weight.
         passed_on = d_weight if ctx.master_VD is None else None
         return d_hidden, passed_on, *(9 * (None,))
