@@ -114,7 +114,7 @@ class TensorFetcher:
     def fetch_ahead(self, features: Iterable[model_input_pb2.VisionFeature]) -> None:
         """Starts fetching uncached images for a later call. Callable from any thread.
 
-        Does nothing if the prefetched images that no call has used yet would then evict each other from the cache.
+        Does nothing if the unused prefetched images would then need more than half of the cache.
         """
         with self._lock:
             self._ahead = {
