@@ -75,13 +75,13 @@ def _figures(trajectories: Sequence[Trajectory]) -> str:
 
 
 class _Tokens:
-    """Returns the texts of tokens, and decodes each id once."""
+    """The texts of tokens. Each id is decoded once."""
 
     def __init__(self, decode: Decode, known: dict[int, str]) -> None:
         self._decode, self._known = decode, known
 
     def rows(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> list[Row]:
-        """Returns [id, text, logprob or null] per token. The last token of a character has the character as text."""
+        """Returns [id, text, logprob or null] per token. If tokens share a character, the last one has it as text."""
         scores = [None] * len(ids) if logprobs is None else [round(one, 5) for one in logprobs]
         return [[token, text, score] for token, text, score in zip(ids, self._texts(ids), scores, strict=True)]
 

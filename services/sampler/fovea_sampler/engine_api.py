@@ -152,7 +152,10 @@ Event = PromptResult | Delta
 
 @dataclass(frozen=True)
 class AdapterName:
-    """The engine's name and number of one adapter version. Neither is reused, so that its caches never mix versions."""
+    """The engine's name and number of one adapter version.
+
+    Neither is reused, so that the engine's caches never mix versions.
+    """
 
     name: str
     lora_id: int

@@ -56,7 +56,7 @@ class ImageFetcher:
         """Returns the tensors of each span, in order.
 
         Raises FeatureEvicted if the renderer no longer holds an image or does not answer, InvalidInput if an image's
-        tensors do not fit the request, Internal if they are not the ones of which the request gives the digest.
+        tensors do not fit the request, Internal if they do not have the digest that the request gives.
         """
         return list(await asyncio.gather(*(self._fetch_one(span) for span in spans)))
 
@@ -109,9 +109,9 @@ class Generation:
 
     Args:
         engine: Draws the tokens.
-        weights: Holds a request's snapshot in place while the request samples from it.
+        weights: Keeps a request's snapshot loaded while the request samples from it.
         images: Fetches the vision tensors of a request's images.
-        max_requests: Requests in flight above which further requests are refused.
+        max_requests: The most requests in flight; further requests are refused.
     """
 
     def __init__(self, engine: SampleEngine, weights: WeightStore, images: ImageFetcher, max_requests: int) -> None:

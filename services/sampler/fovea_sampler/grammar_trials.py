@@ -7,8 +7,7 @@ processor time and memory. A grammar that exceeds them kills the child instead o
 `vllm_patches.grammar_budget` measures the same budget in the engine, for states of the grammar that the trial did not
 reach.
 
-`python -m fovea_sampler.grammar_trials` is the process that forks the children. Only `GrammarTrials` starts
-it.
+`python -m fovea_sampler.grammar_trials` is the process that forks the children. Only `GrammarTrials` starts it.
 """
 
 import asyncio
@@ -135,8 +134,8 @@ class GrammarTrials:
 
     async def _try(self, kind: Kind, text: str, owner: str) -> str:
         """Returns the problem of the grammar, or an empty string if it may be used."""
-        # The dictionary is weak: the lock lives as long as a trial holds it or waits for it. Deleting it by hand when
-        # `Lock.locked()` is false would be wrong, for that is false between a release and the next holder's wake-up.
+        # The dictionary is weak: the lock lives as long as a trial holds it or waits for it. `Lock.locked()` could not
+        # tell when to delete a lock, because it is also false between a release and the wake-up of the next holder.
         turn = self._owners.setdefault(owner, asyncio.Lock())
         async with turn, self._slots:
             forks = await self._running()

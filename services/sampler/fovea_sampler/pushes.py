@@ -82,8 +82,9 @@ class SnapshotPushes:
         """Receives one snapshot: yields Ready, then Loaded.
 
         Raises InvalidInput for a manifest that does not fit the model, FailedPrecondition for a group that was not
-        joined, Unavailable if the sender vanishes, Internal if the received bytes differ from the announced ones. The
-        previous weights stay as they were until Loaded.
+        joined, AlreadyExists and ResourceExhausted as `WeightStore.check_adapter` does, Unavailable if the sender
+        vanishes, DeadlineExceeded if the time runs out, and Internal if the received bytes differ from the announced
+        ones. The previous weights do not change before all tensors have arrived and their digest is right.
         """
         _check_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s

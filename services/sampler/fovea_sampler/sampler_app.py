@@ -41,7 +41,7 @@ async def serve(settings: SamplerSettings, engine: Engine, capacity: AdapterCapa
     Args:
         settings: The sampler's settings.
         engine: The launched engine.
-        capacity: The numbers of adapters that the engine can batch and hold.
+        capacity: The room for adapters in a batch and in host memory.
         started: The start of the process, by `time.monotonic`.
 
     Returns:
@@ -108,9 +108,8 @@ def _facts(settings: SamplerSettings, engine: Engine, capacity: AdapterCapacity)
 async def _warm_up(engine: SampleEngine, vision: VisionFamily | None, limits: Limits) -> None:
     """Draws one sample of each kind, so that the first request is as fast as later ones.
 
-    Draws greedily and with a temperature, with and without logprobs; from an image too if the model takes any.
-
-    Raises whatever the engine raises: then it cannot serve.
+    Draws greedily and with a temperature, each with and without log-probabilities. The prompt has an image if the model
+    takes images. Raises any error of the engine, which then cannot serve.
     """
     spans, images, tokens = _warm_up_prompt(vision)
     count = min(2, limits.max_top_logprobs)

@@ -25,7 +25,7 @@ _MOST_QUARANTINED = 10_000
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """One adapter version that the engine holds. `drained` is set while no request uses it."""
+    """One adapter version that the engine holds. `drained` is set when the last request that uses it ends."""
 
     snapshot_id: str
     engine_name: AdapterName
@@ -108,7 +108,7 @@ class AdapterCache:
         Raises ResourceExhausted as `evictions_for` does.
         """
         evicted = self.evictions_for(size_bytes)
-        for held in evicted:  # without an await in between: another task could begin to use an idle adapter
+        for held in evicted:  # no await in between, or another task could begin to use an idle adapter
             self.remove(held.snapshot_id)
         self._arriving.append(size_bytes)
         try:
@@ -217,8 +217,8 @@ class WeightStore:
     async def hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int, timeout_s: float) -> str:
         """Waits for an adapter and makes it ready to sample from if its digest is `digest`; returns its digest.
 
-        Idle adapters are evicted at once, while it is still arriving. Raises ResourceExhausted if all others are in
-        use, Unavailable if the adapter does not arrive.
+        Idle adapters are evicted at once, while the new one is still arriving. Raises ResourceExhausted if evicting
+        them does not make enough room, Unavailable if the adapter does not arrive.
         """
         with self._adapters.room_for(size_bytes) as evicted:
             await run_to_end(self._forget(evicted))

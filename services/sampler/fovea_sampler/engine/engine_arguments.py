@@ -110,7 +110,10 @@ def in_one_line(error: ValidationError) -> str:
 
 
 def _member(kind: Any, value: Any) -> Any:
-    """Returns the enumeration member named `value`, as vLLM's command line does. Pydantic accepts only values."""
+    """Converts the name of an enumeration member to the member, as vLLM's command line does, because pydantic does not.
+
+    Returns all other values unchanged.
+    """
     for option in (kind, *get_args(kind)):
         if isinstance(option, EnumType) and isinstance(value, str) and value in option.__members__:
             return option[value]

@@ -40,7 +40,7 @@ def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
 
 
 def check_biases(names: Iterable[str], rename: Rename, modules: Mapping[str, Any]) -> None:
-    """Raises ValueError if the checkpoint has biases for layers that vLLM built without one; vLLM drops them silently.
+    """Raises ValueError if the checkpoint has a bias for a layer without one in vLLM, which would drop it silently.
 
     Args:
         names: The names of the checkpoint's tensors.
@@ -65,7 +65,7 @@ class ManifestChecker:
         left_out: Checkpoint names of tensors that vLLM does not load; a push may omit them.
         adaptable: vLLM's names of the modules that support LoRA.
         max_rank: The largest rank; 0 if the engine supports no adapters.
-        experts: vLLM's names of the modules among them that contain experts, and their sizes.
+        experts: The sizes of experts, keyed by vLLM's names of the modules that contain them.
     """
 
     def __init__(

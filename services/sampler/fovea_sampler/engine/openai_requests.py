@@ -169,7 +169,7 @@ class TextRenderer:
     async def render_chat_async(
         self, conversations: Sequence[Any], chat_params: ChatParams, tok_params: Any = None, **ignored: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Renders conversations like vLLM's method, but returns only tokens, and marks control tokens in tools too."""
+        """Renders conversations as vLLM's method does. Returns prompts as tokens; marks control tokens in tools too."""
         if self._typed is not None:
             given = await asyncio.to_thread(self._guarded_arguments, self._typed, chat_params.chat_template_kwargs)
             chat_params = replace(chat_params, chat_template_kwargs=given)

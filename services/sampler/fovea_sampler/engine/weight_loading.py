@@ -151,7 +151,7 @@ class HostCopier:
     """Copies tensors from a GPU to host memory through one small pinned buffer.
 
     A plain `tensor.cpu()` of an adapter keeps the driver busy, so that every kernel launch of the engine waits: a pause
-    of one second for 1 GB (measured). Into pinned memory the GPU writes by itself.
+    of one second for 1 GB (measured). The GPU writes to pinned memory by itself.
 
     Args:
         device: The GPU.

@@ -5,11 +5,11 @@ Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states` on a C
     `vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler`.
 Why: vLLM also draws a token in the steps that compute only a part of a prompt, and undoes the draw by resetting the
     generator's offset (`_bookkeeping_sync`). CPU generators have no offset, so the engine dies at the first seeded
-    request of which the prompt spans two steps. The patch gives seeded requests generators that save their state
+    request with a prompt that spans two steps. The patch gives seeded requests generators that save their state
     before each draw and restore it when vLLM resets the offset.
     With `logprobs_mode="processed_logprobs"`, vLLM reports log-probabilities after top-k and top-p. Alternatives then
     contain -inf, and the trainer, which computes the whole distribution, cannot reproduce the values.
-    "raw_logprobs" are before the temperature. The patch reports the values after the temperature only.
+    "raw_logprobs" ignore the temperature. The patch reports the values after the temperature, before top-k and top-p.
 Upstream: none filed with vLLM; RBLN-SW/vllm-rbln pull request 1025 describes the same crash, and vllm-project/vime
     issue 64 the same gap.
 Delete when: torch's CPU generators have offsets, or the CPU runner no longer moves them; and vLLM has a mode that

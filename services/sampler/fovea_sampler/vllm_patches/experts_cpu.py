@@ -6,7 +6,7 @@ Why: with LoRA enabled, vLLM selects the Triton kernels, which do not run on a C
     that repack the weights when the model is loaded but not when weights are loaded later. They would read the weights
     of a full push as if they were packed. The patch selects `TorchExperts`, which never packs.
 Upstream: none filed.
-Delete when: experts of `cpu_moe.py` support LoRA, and pack again whatever is loaded.
+Delete when: the experts of `cpu_moe.py` support LoRA, and pack the weights again after each load.
 
 Shape suffixes: N tokens, K experts per token, P = N * K pairs of token and expert, sorted by expert and adapter, D
 model width, I inner width of an expert, J = 2 I, E experts, R maximum rank, S adapter slots, 1 a dimension that all

@@ -9,7 +9,7 @@ Why: the last block of a request is only partly written. Attention kernels read 
     blocks later, even if they sample from other weights.
     vLLM zeroes new blocks only for hybrid models and for caches of mixed types. On a CPU it then skips sliding-window
     layers and layers of different sizes. The patch zeroes new blocks of every model and every attention layer.
-Upstream: vllm-project/vllm pull request 50283 (--enable-nan-fault-tolerance), open; 35219 made the zeroing.
+Upstream: vllm-project/vllm pull request 50283 (--enable-nan-fault-tolerance), open; 35219 added the zeroing.
 Delete when: vLLM has a setting that zeroes the new blocks of every model, on CPU too.
 """
 

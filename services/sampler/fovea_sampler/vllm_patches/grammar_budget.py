@@ -51,7 +51,7 @@ class TriedParams(SamplingParams):  # type: ignore[misc]
 
 
 class BudgetedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """A grammar that rejects every token once its budget is spent. vLLM ends a request of which a token is rejected."""
+    """A grammar that rejects every token once its budget is spent. vLLM then ends the request."""
 
     def __init__(self, inner: StructuredOutputGrammar, budget: GrammarBudget) -> None:
         self._inner, self._budget = inner, budget

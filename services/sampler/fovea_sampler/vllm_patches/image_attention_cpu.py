@@ -6,9 +6,9 @@ Why: in Gemma 3, and in the sliding-window layers of Gemma 4 31B, each token of 
     image. vLLM's GPU backends receive the positions of images. Its CPU backend ignores them and attends causally, with
     errors of 0.2 to 2 nat. Its kernel supports what is needed: the patch makes the rows of each image a non-causal
     sequence of their own, over the same cache, that ends with the image.
-    For that, one step must compute a whole image. vLLM's `disable_chunked_mm_input` ensures it, but only the GPU
-    platforms set it for these models, and it still splits an image that begins at the start of a step, or before the
-    step because a part of it is cached. The patch sets the option and schedules such images whole.
+    For that, one step must compute a whole image. vLLM's option `disable_chunked_mm_input` is meant to ensure this, but
+    only the GPU platforms set it for these models. Even with the option, vLLM splits an image that begins at the start
+    of a step, or of which a part is cached. The patch sets the option and schedules such images whole.
 Upstream: none filed.
 Delete when: `cpu_attn.py` reads `mm_req_doc_ranges`, and the scheduler never splits an image, even a partly cached one.
 """
@@ -57,7 +57,7 @@ def apply() -> None:
 
 
 def configure(config: VllmConfig) -> None:
-    """Sets the option that keeps images of such a model in one step, as vLLM's GPU platforms do themselves."""
+    """Sets the option that keeps an image in one step, for models that need it, as vLLM's GPU platforms do."""
     if config.model_config.is_mm_prefix_lm:
         config.scheduler_config.disable_chunked_mm_input = True
 

@@ -1,6 +1,6 @@
 """Kernels on a CPU: fused RMS norms, rotary embeddings of [T, heads, D], delta nets, and tied unembeddings.
 
-Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, `RotaryEmbedding.forward_cpu` and, but for
+Replaces: `vllm.platforms.cpu.CpuPlatform.get_default_ir_op_priority`, `RotaryEmbedding.forward_cpu` and, except for
     bfloat16, `vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core`; adds an implementation
     to `vllm.ir.ops.rms_norm` and `vllm.ir.ops.fused_add_rms_norm`. Completes
     `vllm.model_executor.model_loader.reload.finalize_layerwise_reload`.
@@ -12,8 +12,8 @@ Why: vLLM's CPU build contains fused RMS norms but registers them only for GPUs,
     For gated delta nets (Qwen3.5), vLLM has kernels for bfloat16 and some head sizes; anything else kills the engine.
     The patch computes other types with the functions of transformers.
     An unembedding that shares the embedding's weight multiplies by a packed copy of that weight (`cpu_linear`). After
-    loading, vLLM packs the weights of the modules that loaded some, but only the embedding loads the shared weight.
-    `lm_head` kept the old copy, with an error of 1.3 nat. The patch packs all embeddings after each load.
+    a reload, vLLM packs only modules that loaded a weight, and only the embedding loads the shared one. `lm_head` kept
+    the old copy, with an error of 1.3 nat. The patch packs all embeddings after each load.
 Upstream: none filed; vllm-project/vllm pull request 33825 made these operations; RFC 48312, on weight reloading for
     RL, has tensors derived from weights as its second point.
 Delete when: vLLM has a CPU implementation of norms other than "native" and the CPU platform prefers it, the rotary
@@ -129,7 +129,7 @@ def _delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, l
         return
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
     metadata = context.attn_metadata[layer.prefix]
-    # First the sequences that advance by one token, all at once; then prompts, or chunks of them, one by one.
+    # First come the sequences that advance by one token, all at once; then prompts or chunks of them, one by one.
     decodes, slots = metadata.num_decodes, metadata.non_spec_state_indices_tensor
     if decodes:
         given = [tensor[:decodes].unsqueeze(1) for tensor in (mixed_qkv, b, a)]
@@ -175,8 +175,8 @@ def _advance(layer: Any, given: Sequence[Tensor], slots_N: Tensor, has_begun: bo
     value_NLHD = functional.silu(mixed_NLD[..., 2 * key_size :]).reshape(*rows_NL, -1, layer.head_v_dim)
     decay_NLH = -layer.A_log.float().exp() * functional.softplus(a_NLH.float() + layer.dt_bias)
     rule: Any = unwrap(torch_recurrent_gated_delta_rule if mixed_NLD.shape[1] == 1 else torch_chunk_gated_delta_rule)
-    # vLLM only defines the size of a state. It is stored with keys first, as transformers computes it; no other code
-    # reads it.
+    # vLLM defines only the size of a state. This code stores the state with keys first, as transformers computes it; no
+    # other code reads it.
     states = states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
     output_NLHD, after = rule(
         query_NLHD,

@@ -1,7 +1,7 @@
 """Copies adapters from memory into vLLM's LoRA slots, with many tensors per call.
 
-Replaces: `vllm.lora.worker_manager.WorkerLoRAManager._load_adapter`, and of `vllm.lora.model_manager.LoRAModelManager`
-    `_add_adapter` and `modules`.
+Replaces: `vllm.lora.worker_manager.WorkerLoRAManager._load_adapter`, and `_add_adapter` and `modules` of
+    `vllm.lora.model_manager.LoRAModelManager`.
 Why: vLLM reads adapters from folders and copies them into a slot module by module and tensor by tensor, which takes 40
     ms for an adapter of 504 tensors. With the patch, vLLM sees a single LoRA layer, which stands for all layers of the
     model and copies all tensors with a few calls. The patch learns the sources and targets of the copies from vLLM's
@@ -9,7 +9,7 @@ Why: vLLM reads adapters from folders and copies them into a slot module by modu
     Therefore it needs no knowledge of vLLM's layers.
 Upstream: vllm-project/vllm issues 4068 (adapters from tensors), closed as stale, and 20149, open; none filed about the
     time.
-Delete when: a LoRARequest carries tensors, and a slot is filled by a few copies.
+Delete when: a LoRARequest carries tensors, and vLLM fills a slot with a few copies.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Corrects what vLLM's model classes declare: the modules that adapters may change, and the names of parameters.
 
-Adapters may change every `lm_head`, the gates of shared experts, and the tower of Qwen3-VL with experts. Names in
-checkpoints map to parameters that vLLM would not find.
+With the patch, adapters may change every `lm_head`, the gates of shared experts, and the tower of Qwen3-VL with
+experts, and names in checkpoints map to parameters that vLLM would otherwise not find.
 
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
@@ -15,9 +15,9 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     GLM-4.1V is outside them; the patch treats it as a part of the language model.
     vLLM refuses vocabularies of more than 258,048 tokens, a bound of earlier kernels. Gemma's has 262,208. The patch
     allocates the larger matrix itself.
-    vLLM lists each module only under its first name. If two modules share a submodule and its second name is not the
-    first name of another one, it is not replaced there: the gate of Qwen3.5's shared experts accepted an adapter and
-    computed without it (an error of 1.3 nat). The patch lists modules under all their names.
+    vLLM lists each module only under its first name. A submodule that two modules share has two names. vLLM does not
+    replace it under the second name, unless another module is listed under that name: the gate of Qwen3.5's shared
+    experts accepted an adapter and computed without it (an error of 1.3 nat). The patch lists all names.
     Qwen3-VL's classes declare the packed `qkv` of the vision tower, but the class for models with experts does not.
     The patch adds the declaration.
     If the kernel of a model's experts does not support adapters, the engine dies at its start. With the patch such
@@ -32,7 +32,7 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     LFM2's short convolutions are called `conv` in checkpoints and `short_conv` in vLLM. LFM2-VL's mapper lacks that
     entry. Weights load, because the language model inside has a mapper of its own, but adapters do not find their
     module. The patch adds the entry.
-Upstream: vllm-project/vllm issue 21500, closed without a change; of the others none known.
+Upstream: vllm-project/vllm issue 21500, closed without a change; none known for the others.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
     `create_lora_weights` takes any vocabulary, `get_supported_lora_modules` has `expert_gate` of Qwen3.5 with experts,

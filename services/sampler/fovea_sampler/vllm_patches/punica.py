@@ -65,7 +65,7 @@ class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[
     """
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """Adds the adapters of `lm_head` to the logits y; inside `one_adapter_logits`, that adapter to every row."""
+        """Adds adapters of `lm_head` to the logits y: each row's own, or one for all rows in `one_adapter_logits`."""
         if self.logits_slot is None:
             super().add_lora_logits(y, x, *arguments, **options)
         elif self.logits_slot >= 0:

@@ -3,9 +3,9 @@
 Replaces: `load_model` of `vllm.v1.worker.gpu_model_runner.GPUModelRunner` and of its child for CPU, wraps its
     `sample_tokens`, and gives `vllm.v1.core.sched.scheduler.Scheduler` an `aux_output_connector`.
 Why: vLLM's `enable_return_routed_experts` works only with the V2 model runner. The patch uses the capture hook that all
-    routers have. The hook writes into a buffer that exists before CUDA graphs are captured. The rows of requests that
-    ask leave the worker in the output field that V2 uses; the scheduler and the front-end process of V1 pass that field
-    on as well.
+    routers have. The hook writes into a buffer that exists before CUDA graphs are captured. For requests that ask for
+    their experts, the worker returns the rows in the output field that V2 uses. The scheduler and the front-end process
+    of V1 pass that field on as well.
 Upstream: vllm-project/vllm has the feature for V2 and refuses the option with V1.
 Delete when: `VLLM_USE_V2_MODEL_RUNNER` is removed and V2 runs on a CPU.
 
