@@ -64,7 +64,7 @@ class GpuLayout:
 
 
 def visible_gpus() -> dict[str, Gpu]:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES lists, by their names there; all GPUs if the variable is not set.
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES, keyed by their names there; all GPUs if the variable is not set.
 
     Empty if there is no NVIDIA driver.
     """
@@ -157,7 +157,7 @@ def choose(
 
 
 def check_free(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None:
-    """Compares the minimum memory that the services need on each GPU with what is free there now.
+    """Compares the minimum memory that the services need on each GPU with the memory that is free there now.
 
     GPUs without a memory report from the driver are not checked.
 
@@ -231,8 +231,8 @@ def split(
 ) -> GpuLayout:
     """Divides GPUs between the trainer and the samplers. Without GPUs, everything runs on the CPU.
 
-    A single GPU is shared, and each service gets a share of its memory. Of several GPUs the samplers get half, each
-    sampler as many as the model needs; the trainer gets the rest.
+    A single GPU is shared, and each service gets a share of its memory. If there are several GPUs, the samplers get up
+    to half of them, each sampler as many as the model needs. The trainer gets the rest.
 
     Args:
         gpus: Free GPUs.

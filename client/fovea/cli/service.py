@@ -64,7 +64,7 @@ class ServiceSpec:
         temporary_dir: Folder for temporary files. It is removed after the service and its descendants have ended, and
             again before each start, because a killed process leaves files behind. The parent folder is private to this
             user. Empty for the system's default.
-        starts_after: Name of a service that must have served before this one starts; empty for none.
+        starts_after: Name of a service that must pass its health check before this one starts; empty for none.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Service:
         self._serves_since = time.monotonic()
 
     async def stop(self, timeout_s: float) -> None:
-        """Terminates the process. After `timeout_s` seconds, kills it and all its descendants."""
+        """Terminates the process; kills it after `timeout_s` seconds. Then kills the descendants that are left."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
@@ -260,8 +260,9 @@ class Service:
         os.mkdir(self.spec.temporary_dir)
 
     async def _remove_temporary_dir(self) -> None:
-        """Removes the folder. Retries for some seconds, because a process that is just ending may still create files
-        there.
+        """Removes the folder.
+
+        Retries for some seconds, because a process that is just ending may still create files there.
         """
         deadline = time.monotonic() + _DESCENDANTS_S
         while self.spec.temporary_dir and not _remove(Path(self.spec.temporary_dir)):
@@ -284,6 +285,6 @@ class Service:
 
 
 def _remove(folder: Path) -> bool:
-    """Returns whether the folder no longer exists after the attempt to remove it."""
+    """Tries to remove a folder. Returns True if it no longer exists."""
     shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()

@@ -72,11 +72,11 @@ class ServedModel:
 
     @property
     def transfer(self) -> str:
-        """The transport for weight pushes where NCCL cannot carry them; empty where NCCL can.
+        """The transport of weight pushes if NCCL cannot carry them; empty if it can.
 
-        NCCL cannot send over a device that rank 0 of the trainer, which is the sender, shares with a sampler, nor over
-        a device that two samplers share. CUDA IPC carries the weights if the trainer and a sampler use the same single
-        device; otherwise gloo does.
+        NCCL cannot carry them if two members are on one device: rank 0 of the trainer, which is the sender, and a
+        sampler, or two samplers. CUDA IPC then carries the weights if trainer and samplers use the same single device;
+        otherwise gloo does.
         """
         if self.trainer_gpus == self.sampler_gpus != NO_GPU and len(self.sampler_gpus) == 1:
             return "cuda_ipc"
@@ -267,7 +267,7 @@ def _before(served: ServedModel, number: int, of_model: str) -> str:
 
 
 def _suggested(options: UpOptions) -> dict[str, str]:
-    """Returns all suggestions, or none if the user has set any of them: they are shares of one whole."""
+    """Returns all suggestions, or none if the user has set any of them, because they divide the memory of one GPU."""
     given = {*os.environ, *(each.variable for each in options.settings)}
     suggested = {each.variable: each.value for each in options.suggestions}
     return suggested if given.isdisjoint(suggested) else {}

@@ -68,8 +68,9 @@ class StateFolder:
         os.pwrite(lock, f"process {os.getpid()}, {base_url}\n".encode(), 0)
 
     def holder(self) -> int | None:
-        """Returns the id of the process that holds the folder; None if there is none, even if a killed one left files
-        there.
+        """Returns the id of the process that holds the lock; None if there is none or its id is not written yet.
+
+        A killed process does not hold the lock, even if its files are still in the folder.
         """
         try:
             lock = os.open(self._path / self.LOCK, os.O_RDWR)
@@ -113,7 +114,7 @@ class ServiceLog:
 
     Args:
         folder: Folder of the log files, used for nothing else.
-        most_bytes: Size limit of both files together, exceeded by one line at most.
+        most_bytes: Size limit of both files together. Each file may exceed its half by one line.
     """
 
     def __init__(self, folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
@@ -263,7 +264,8 @@ def read_state(state_dir: pathlib.Path) -> dict[str, Any]:
 def name_database(find: Callable[[], list[pathlib.Path]] = running_folders) -> None:
     """Sets the running Fovea's folder as the default for commands that open the gateway's database.
 
-    Does nothing if the environment names a database or the default folder contains one.
+    Does nothing if the environment names a database or the default folder contains one. Ends the command if several
+    Foveas run.
     """
     if any(os.environ.get(name) for name in _DATABASE_VARIABLES) or (DEFAULT_STATE_DIR / "gateway.db").exists():
         return
@@ -276,7 +278,7 @@ def name_database(find: Callable[[], list[pathlib.Path]] = running_folders) -> N
 
 
 def make_first_key(state_dir: pathlib.Path) -> None:
-    """Creates and prints an API key of scope admin, for a gateway on a public address that has no key yet."""
+    """Creates and prints an API key of scope admin, for a gateway that needs its first one; or ends the command."""
     options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
     made = subprocess.run([sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options], check=False)
     if made.returncode:

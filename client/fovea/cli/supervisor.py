@@ -110,8 +110,8 @@ class Supervisor:
         self._has_served[spec.name].set()
 
     def _note_end(self, name: str, how: str, pause_s: float) -> None:
-        # A service that cannot start exits with a code, so Fovea stops. One that was killed restarts a few times only,
-        # because the machine may lack the memory for it.
+        # Before Fovea is ready, a service that exits with a code cannot start, so Fovea stops. A killed service
+        # restarts a few times only, because the machine may lack the memory for it.
         is_tried_again = how in KILL_NAMES and self._services[name].restarts < _EARLY_RESTARTS
         if self._ready_s is None and not is_tried_again:
             raise ServiceFailed(f"{name} ended with {how} before Fovea was ready; see its last lines above")

@@ -186,7 +186,7 @@ def _choose_gpus(
 
 
 def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | None) -> UpOptions:
-    """Returns the options with the chosen devices; without `ranks`, one trainer process per device."""
+    """Returns the options with the chosen devices, and by default with one trainer process per device."""
     return replace(
         options,
         ranks=ranks or len(tuple(filter(None, layout.trainer))) or CPU_RANKS,

@@ -114,10 +114,10 @@ class GatewayClient(ServiceClient):
     async def save_for_sampler(
         self, model_id: str, seq_id: int, name: str = "", *, inflight: bool = False
     ) -> gateway_pb2.SnapshotSaved:
-        """Saves weights for sampling and waits until they are saved. Without a name, also opens a sampling session on
-        them.
+        """Saves weights for sampling, and waits until they are saved.
 
-        With `inflight`, later calls move that session to the new weights, even while its samples run.
+        Without a name, also opens a sampling session on them. With `inflight`, later calls move that session to the new
+        weights, even while its samples run.
         """
         request = gateway_pb2.SubmitSaveForSamplerRequest(
             model_id=model_id, seq_id=seq_id, name=name, inflight=inflight

@@ -1,4 +1,4 @@
-"""Clients of renderers, which upload each image once and return rendered inputs and tensors; and a cache of tensors."""
+"""Clients that upload images to renderers and fetch rendered inputs and vision tensors; and a cache of the tensors."""
 
 import hashlib
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from fovea.wire.rendered_input import ImageSpan
 
 
 class RendererClient(ServiceClient):
-    """Typed calls to one renderer. All of them are safe to repeat, so gRPC retries them on UNAVAILABLE."""
+    """Typed calls to one renderer. gRPC retries them on UNAVAILABLE, except uploads of images."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -138,7 +138,7 @@ class FeatureFetcher:
 
 
 class FeatureCache:
-    """LRU cache of tensors that match what their renderer promised. Not thread-safe.
+    """LRU cache of the vision tensors of images. Not thread-safe.
 
     Args:
         vision: Vision family that checks tensors of images; None for a text model.

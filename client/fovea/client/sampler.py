@@ -34,25 +34,25 @@ class SamplerClient(ServiceClient):
     def answer_openai(
         self, requests: AsyncIterable[sampler_pb2.AnswerOpenAIRequest], timeout_s: float = 3600.0
     ) -> AsyncIterator[sampler_pb2.AnswerOpenAIResponse]:
-        """Streams a plan, then the answer to the samples the caller reports. Raises InvalidInput, Unimplemented."""
+        """Streams a plan, then the response for the samples the caller sends. Raises InvalidInput, Unimplemented."""
         return self._stream(self._stub.AnswerOpenAI, requests, timeout_s)
 
     async def join_transfer_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> str:
-        """Joins a transfer group and returns the instance id of the sampler."""
+        """Makes the sampler join a transfer group; returns the instance id of the sampler."""
         response: sampler_pb2.JoinTransferGroupResponse = await self._unary(
             self._stub.JoinTransferGroup, request, request.timeout_s + 5.0
         )
         return response.instance_id
 
     async def leave_transfer_group(self, group_id: str, timeout_s: float = 10.0) -> None:
-        """Leaves a transfer group."""
+        """Makes the sampler leave a transfer group."""
         request = sampler_pb2.LeaveTransferGroupRequest(group_id=group_id)
         await self._unary(self._stub.LeaveTransferGroup, request, timeout_s)
 
     def receive_snapshot(
         self, request: sampler_pb2.ReceiveSnapshotRequest
     ) -> AsyncIterator[sampler_pb2.ReceiveSnapshotResponse]:
-        """Receives a snapshot. Streams `ready`, then `loaded`."""
+        """Makes the sampler receive a snapshot. Streams `ready`, then `loaded`."""
         return self._stream(self._stub.ReceiveSnapshot, request, request.timeout_s + 5.0)
 
     async def check_snapshot(self, manifest: weights_pb2.SnapshotManifest, timeout_s: float = 60.0) -> None:

@@ -35,8 +35,9 @@ class TrainerClient(ServiceClient):
     async def create_model(
         self, model_id: str, lora: weights_pb2.LoraConfig | None, timeout_s: float = COMMAND_TIMEOUT_S
     ) -> weights_pb2.SnapshotManifest | None:
-        """Creates a model. Returns the layout of its snapshots, or None if `lora` is None and all parameters are
-        trained.
+        """Creates a model, and returns the layout of its snapshots.
+
+        If `lora` is None, all parameters are trained, and the result is None.
         """
         full = trainer_pb2.FullParameterConfig() if lora is None else None
         request = trainer_pb2.CreateModelRequest(model_id=model_id, lora=lora, full=full)

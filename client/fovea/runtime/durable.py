@@ -115,7 +115,7 @@ class ExpiryClock:
         self._jumped_at: float | None = None
 
     def now(self) -> float:
-        """Returns seconds since the epoch, never later than what is known to be true."""
+        """Returns seconds since the epoch: the earlier of wall clock and own clock, unless a jump has lasted a day."""
         steady = self._steady()
         own, wall = self._offset_s + steady, self._wall()
         if wall - own <= _JUMP_S:

@@ -38,7 +38,7 @@ def host_of(authority: str) -> str:
 
 
 def listening(host: str, port: int = 0) -> socket.socket:
-    """Returns a listening socket on `host` only; for 0.0.0.0 and :: on all addresses. :: includes IPv4.
+    """Returns a socket that listens on `host` only, or on all addresses for 0.0.0.0 and :: (which includes IPv4).
 
     Raises OSError if `host` is not an address of this machine or the port is in use.
     """
@@ -69,10 +69,10 @@ def free_ports(count: int) -> list[int]:
     """Returns unused ports of 127.0.0.1 that no other program will get by chance before they are used.
 
     The kernel assigns ports of a certain range to outgoing connections and to programs that bind port 0. A port of that
-    range could be assigned while a service still imports its libraries, so these ports lie below the range if there is
-    room. A process never returns a port twice, because gRPC remembers for a while that a port did not answer. On Linux,
-    two processes that run at the same time never return the same port: when 16 Foveas started together, two had picked
-    the same one.
+    range could be assigned while a service still imports its libraries. These ports therefore lie below the range if
+    there is room; otherwise the kernel assigns them, without the following guarantees. A process never returns a port
+    twice, because gRPC remembers for a while that a port did not answer. On Linux, two processes that run at the same
+    time never return the same port. (Before, two of 16 Foveas that started together had picked the same one.)
     """
     first_given = _first_given()
     if first_given - _LOWEST_PORT < _LEAST_PORTS:

@@ -1,4 +1,4 @@
-"""Memory of the GPUs that a service sees, and of this machine; as metrics and for reports."""
+"""Memory of the GPUs that a service sees, and of this machine, for metrics and reports."""
 
 import importlib
 import importlib.util

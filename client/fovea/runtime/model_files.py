@@ -82,7 +82,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
 
 
 def check_variant(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a variant of a supported model that would compute wrong results with packed documents.
+    """Raises ValueError for a variant of a supported model with which some service would compute wrong results.
 
     Args:
         config: config.json as stored, or as completed by transformers; stored files may omit default values.

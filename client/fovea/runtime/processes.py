@@ -18,11 +18,10 @@ _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 @contextmanager
 def importing(*without: str) -> Iterator[None]:
-    """Runs imports of torch, vLLM and other large packages without garbage collection, which saves a quarter of the
-    time.
+    """Disables garbage collection while torch, vLLM and other large packages are imported.
 
-    By default the collector scans hundreds of thousands of objects again and again and finds nothing to free.
-    Afterwards the objects are frozen, so later collections skip them.
+    This saves a quarter of the time: the collector would scan hundreds of thousands of objects again and again and find
+    nothing to free. Afterwards the objects are frozen, so later collections skip them.
 
     Args:
         without: Packages to hide meanwhile, as if they were not installed: slow optional imports that are not needed

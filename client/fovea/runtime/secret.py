@@ -1,7 +1,7 @@
 """The secret that the services of one Fovea share; callers of renderer, sampler and trainer must send it.
 
-It travels with every call. It keeps out callers that can connect; `fovea.runtime.tls` protects against readers of the
-network.
+It travels with every call. It keeps out other programs that can connect. It does not protect against readers of the
+network; `fovea.runtime.tls` does.
 """
 
 import hmac

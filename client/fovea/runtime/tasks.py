@@ -71,8 +71,7 @@ class SingleFlight(Generic[Key, Value]):
     async def run(
         self, key: Key, call: Callable[[], Coroutine[Any, Any, Value]], also: Iterable[Key] = (), name: str = ""
     ) -> Value:
-        """Returns the result of the running call for `key`; starts `call` if there is none. Raises the errors of the
-        call.
+        """Returns the result of the running call for `key`, or of `call` if none is running. Raises the call's errors.
 
         Args:
             key: Key of the call.

@@ -53,14 +53,16 @@ class ProcessorVL(VisionFamily):
 
     @abstractmethod
     def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
-        """Returns the tensors of an image, from config.json and its `vision_config`. Also reads what `_embedding_count`
-        needs.
+        """Returns the tensors of an image, from config.json and its `vision_config`.
+
+        Also sets the attributes that `_embedding_count` needs.
         """
 
     @abstractmethod
     def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
-        """Returns the number of embeddings that the tower makes of tensors with valid types and shapes; 0 for invalid
-        values.
+        """Returns the number of embeddings that the tower makes of the tensors; 0 if their values are invalid.
+
+        Their types and shapes are valid.
         """
 
     @abstractmethod
@@ -188,11 +190,11 @@ class RaggedVL(ProcessorVL):
 
 
 class UnpaddedTilesVL(ProcessorVL):
-    """A thumbnail of the image and a grid of tiles. The tiles' embeddings of padding are removed; a token ends each
-    row.
+    """A thumbnail of the image and a grid of tiles.
 
-    The formulas are those of transformers 5.19: `select_best_resolution` in image_processing_utils.py, and
-    `unpad_image` and `pack_image_features` in models/llava_onevision/modeling_llava_onevision.py.
+    Embeddings of the padding in tiles are removed, and a token ends each row. The formulas are those of transformers
+    5.19: `select_best_resolution` in image_processing_utils.py, and `unpad_image` and `pack_image_features` in
+    models/llava_onevision/modeling_llava_onevision.py.
     """
 
     model_types = ("llava_next",)
@@ -309,7 +311,7 @@ class PlacedPatchesVL(ProcessorVL):
 
 
 def _fit(height: int, width: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """Rates how well a grid (height, width) fits an image: by the pixels that the image covers, then fewest unused."""
+    """Rates how well a grid (height, width) fits an image: first by used pixels, then by few unused ones."""
     scale = min(grid[1] / width, grid[0] / height)
     taken = min(int(width * scale) * int(height * scale), width * height)
     return taken, taken - grid[0] * grid[1]

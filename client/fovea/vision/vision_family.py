@@ -146,8 +146,7 @@ class VisionFamily(ABC):
         return ""
 
     def find_lost_image(self, ids: npt.NDArray, previous_id: int = -1) -> int | None:
-        """Returns the index of the first placeholder that follows the opener but belongs to no image; None if there is
-        none.
+        """Returns the index of the first placeholder that follows the opener but belongs to no image, or None.
 
         Such a placeholder means that an image was lost. A placeholder elsewhere is an ordinary token, which a model may
         sample.

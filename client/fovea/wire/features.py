@@ -15,7 +15,7 @@ FeatureTensors = dict[str, npt.NDArray]
 
 
 def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:
-    """Returns the SHA-256 of the tensors in order of their names, in lower-case hexadecimal."""
+    """Returns the SHA-256 of the tensors' names, types, shapes and bytes, in the order of the names, in hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(feature):
         array = feature[name]
@@ -71,7 +71,7 @@ class FeatureAssembler:
 
         Raises:
             Internal: The stream starts in the middle of a tensor.
-            InvalidInput: A tensor has too few bytes.
+            InvalidInput: The bytes of a tensor do not match its type and shape.
         """
         if piece.HasField("header"):
             self._finish_tensor()

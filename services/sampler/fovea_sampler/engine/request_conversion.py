@@ -302,8 +302,8 @@ def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float
         if start == end:
             continue
         values[position] = flat.logprobs[start]
-        # Entries are placed by rank, not by order. If the sampled token is among the best, vLLM lists it once in outputs
-        # that it merged because they were not read in time, and twice in others. The second, equal entry then
+        # Entries are placed by rank, not by order. If the sampled token is among the best, vLLM lists it once in an
+        # output that it merged because it was not read in time, and twice in any other. The second, equal entry then
         # overwrites the first.
         for entry in range(start, end):
             rank = flat.ranks[entry] or k + 1
