@@ -69,7 +69,7 @@ def merge_adapter(
         base: Folder of the base checkpoint, with safetensors files.
         out: An existing folder for the merged checkpoint.
         shard_bytes: The most bytes of a file of weights. A single larger tensor has its own file.
-        on_bytes: Called with the bytes of each tensor that is written.
+        on_bytes: Called with the size in bytes of each tensor that is written.
 
     Raises:
         InvalidInput: The adapter has another type or does not fit the base, or the base is quantised or has no
@@ -153,7 +153,7 @@ for config in (model.config, model.config.get_text_config()):
 
 
 def notes_of(adapter: pathlib.Path, base: pathlib.Path) -> dict[str, str]:
-    """Returns notes on differences between PEFT and Fovea or vLLM for an adapter, by `experts` or `tied`.
+    """Returns notes on how PEFT treats an adapter differently than Fovea or vLLM, keyed by `experts` and `tied`.
 
     Args:
         adapter: Folder of a PEFT LoRA in which each expert has its own factors.
@@ -315,7 +315,7 @@ class _Base:
     def _of_experts(
         self, name: str, parent: str, halves: tuple[str, ...], factors: _Factors
     ) -> Callable[[], Tensor] | None:
-        """Returns the same for the experts of a layer, which are one tensor, [E, out, in] or transposed."""
+        """Does the same as `_added` for the experts of a layer, which are one tensor, [E, out, in] or transposed."""
         (count, *_) = self._slices[name].get_shape()
         modules = [[f"{parent}.{index}.{half}" for half in halves] for index in range(count)]
         if not all(factors.has(module) for of_expert in modules for module in of_expert):

@@ -27,7 +27,7 @@ def base_directory(name: str, *, with_weights: bool) -> pathlib.Path:
         with_weights: Whether to download weights too.
 
     Raises:
-        NotFound: The name is neither, or the hub cannot be reached.
+        NotFound: The name is neither of the two, or the hub cannot be reached.
     """
     directory = pathlib.Path(name).expanduser()
     if name and (directory / "config.json").is_file():
@@ -65,7 +65,7 @@ def copy_small_files(base: pathlib.Path, out: pathlib.Path, *, but: Container[st
 
 
 def check_room(place: pathlib.Path, size_bytes: int) -> None:
-    """Raises ResourceExhausted if a folder's disk has less free space than this."""
+    """Raises ResourceExhausted if the disk of the folder `place` has less than `size_bytes` free."""
     free = shutil.disk_usage(place).free
     if free < size_bytes:
         raise ResourceExhausted(

@@ -37,11 +37,12 @@ def download_checkpoint(
         folder: An existing folder for the files.
         base_url: Address of the server; None reads TINKER_BASE_URL.
         api_key: API key; None reads TINKER_API_KEY.
-        on_bytes: Called with the bytes that are downloaded, and the bytes of all files.
+        on_bytes: Called with the number of bytes downloaded so far, and the number of bytes of all files.
 
     Raises:
         InvalidInput: The path is malformed, or the checkpoint is encrypted.
         NotFound: The checkpoint does not exist, or the server does not hand out weights for sampling.
+        FailedPrecondition: No server is named, or it refuses to list the files of a checkpoint for sampling.
         Unavailable: The download was interrupted.
         Exception: An error of the SDK.
     """
@@ -86,7 +87,7 @@ def _links(path: str, base_url: str | None, api_key: str | None) -> Iterator[Map
         try:
             yield rest.get_external_weights_urls(exported).result().urls
         finally:
-            with contextlib.suppress(tinker.TinkerError):  # it expires on its own
+            with contextlib.suppress(tinker.TinkerError):  # the export expires on its own
                 rest.delete_checkpoint_from_tinker_path(exported).result()
     finally:
         service.close("success").result()

@@ -69,7 +69,7 @@ class Connection:
         server: The server.
         training: Client of the model.
         encoder: Encoder of the model.
-        learning_rate: Learning rate for AdamW by the model's width.
+        learning_rate: Default learning rate for AdamW, computed from the model's width.
     """
 
     server: Server
@@ -100,7 +100,7 @@ class Connection:
                 embeddings.
 
         The tokens of pictures are computed from the checkpoint's small files, which are beside the tokenizer. For model
-        families without a formula, a sampling client of the base model counts them, created for the first picture.
+        families without a formula, the server counts them; the client for that is created for the first picture.
         """
         service, name = server.service, str(model.model_name)
         if state:

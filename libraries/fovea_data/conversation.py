@@ -57,12 +57,12 @@ class RowReader:
     max_side: int | None = None
 
     def conversation(self, row: Any, where: str) -> Conversation:
-        """Reads `{"messages": [...]}`, or `{"prompt": ..., "completion": ...}`, each of which is messages or a text.
+        """Reads a row `{"messages": [...]}` or `{"prompt": ..., "completion": ...}` (texts or lists of messages).
 
-        Messages have OpenAI's format (parts `text` and `image_url`) or Hugging Face's (parts `image`). Pictures of a
-        column `images` or `image` belong to parts `{"type": "image"}` without a picture, or replace `<image>` in
-        texts. If there is neither, they come first in the first user message. An answer with `"weight": 0` is part of
-        the conversation but has no loss. Other columns are ignored.
+        Messages have OpenAI's format (parts `text` and `image_url`) or Hugging Face's (parts `image`). The pictures of
+        a column `images` or `image` fill parts `{"type": "image"}` without a picture, and replace `<image>` in texts.
+        If the messages have neither, the pictures come first in the first user message. An answer with `"weight": 0`
+        is part of the conversation but has no loss. Other columns are ignored.
 
         Raises:
             InvalidInput: The row is wrong. The error names `where` and the field.
@@ -175,7 +175,7 @@ def check_positive(**values: float) -> None:
 
 
 def normalised(text: str) -> str:
-    """Returns a text in Unicode's composed form (NFC), to which tokenizers decode.
+    """Returns a text in Unicode's composed form (NFC), the form of texts that tokenizers decode.
 
     File systems and keyboards may produce the decomposed form, which would not equal any answer.
     """

@@ -85,7 +85,7 @@ class Report:
 
 
 class RowEnvironment:
-    """An environment that asks the question of a row, and rewards its answer, to the letter, with 1."""
+    """An environment that asks the question of a row. The reward is 1 for the answer of the row (see `exact_match`)."""
 
     def __init__(self, dataset: Dataset, index: int) -> None:
         self._dataset, self._index = dataset, index

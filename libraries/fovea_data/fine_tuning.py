@@ -46,7 +46,7 @@ class FineTuneSettings:
     Attributes:
         epochs: Number of passes over the rows.
         batch_size: Rows of a step.
-        learning_rate: Peak of the learning rate; None takes a rate by the model's width.
+        learning_rate: Peak of the learning rate; None computes it from the model's width.
         warm_up: Share of all steps in which the rate rises. Afterwards it falls to 0 on a half cosine.
         rank: Rank of the LoRA, limited by the server; 0 trains all parameters.
         train_unembed: Whether the LoRA adapts the unembedding. None adapts it unless the model ties it to its
@@ -109,9 +109,8 @@ def fine_tune(
 ) -> TunedModel:
     """Trains a model to answer like the rows.
 
-    All rows are encoded once before the first step, which finds broken rows, and rows that changed since an earlier
-    run. A run that was killed resumes at its last evaluation: call `fine_tune` again with the same folder, settings and
-    rows.
+    All rows are encoded once before the first step, to find rows that are broken or have changed since an earlier run.
+    A killed run resumes at its last evaluation: call `fine_tune` again with the same folder, settings and rows.
 
     Args:
         train: Rows to learn. The checkpoints record the limit of their pictures' size (`max_side`).
@@ -132,6 +131,7 @@ def fine_tune(
     Raises:
         InvalidInput: A setting is wrong, a row is broken (the error names it), all rows are broken, or `out` belongs to
             a run with other settings or rows.
+        NotFound: The server does not have the model.
         FailedPrecondition: No server responds, the server trains no model, a logger's package is not installed, or the
             model diverged.
         Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line.
@@ -323,7 +323,7 @@ class _Run:
 
     @contextmanager
     def _telling_divergence(self, step: int) -> Iterator[None]:
-        """Converts errors that the numbers of a diverged model cause to FailedPrecondition."""
+        """Converts errors that a diverged model causes (NaN, infinity) to FailedPrecondition."""
         try:
             yield
         except (tinker.TinkerError, NotFinite) as error:
@@ -399,7 +399,7 @@ class _Run:
 
 @contextmanager
 def _naming_rows(step: _Submitted) -> Iterator[None]:
-    """Adds the names of a step's rows to a refusal of the server, which refuses more than the check can find."""
+    """Adds the names of a step's rows to an error of the server, which may refuse rows that passed the check."""
     try:
         yield
     except tinker.RequestFailedError as error:

@@ -36,7 +36,7 @@ def push_to_hub(
         NotFound: The folder does not exist or contains no model.
         InvalidInput: `repo` is malformed.
         PermissionDenied: The hub refuses the token, or there is no token.
-        Unavailable: The hub cannot be reached.
+        Unavailable: The hub cannot be reached, or refuses the upload for another reason.
     """
     path = pathlib.Path(folder)
     if not any((path / name).is_file() for name in _KNOWN):

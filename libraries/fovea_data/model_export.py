@@ -67,6 +67,7 @@ def export_model(
         NotFound: The checkpoint or the base model does not exist.
         ResourceExhausted: The disk has too little space.
         FailedPrecondition: torch, transformers or safetensors is not installed, or no server responds.
+        Unavailable: The download was interrupted.
         Exception: An error of the SDK.
     """
     folder = pathlib.Path(directory)
@@ -131,7 +132,7 @@ def _export_adapter(fetched: pathlib.Path, made: pathlib.Path, merged: bool, bas
 
 @contextmanager
 def _filled(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a folder beside another one. Without an error, its subfolder `made` then replaces the other one."""
+    """Yields a temporary folder beside `folder`. If the block succeeds, its subfolder `made` replaces `folder`."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
         staging = pathlib.Path(place)
         yield staging

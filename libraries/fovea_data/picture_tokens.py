@@ -95,7 +95,10 @@ def checkpoint_formula(directory: pathlib.Path) -> Formula | None:
 
 
 def ask_server(sampling: tinker.SamplingClient, picture: Picture) -> int:
-    """Scores a picture alone, and counts the log-probabilities, one per token. Raises what the SDK raises."""
+    """Returns the number of tokens of a picture: the server scores it alone, with one log-probability per token.
+
+    Raises what the SDK raises.
+    """
     chunk = ImageChunk(data=picture.data, format=picture.format)
     scores: list[Any] = sampling.compute_logprobs(tinker.ModelInput(chunks=[chunk])).result()
     return len(scores)

@@ -26,7 +26,7 @@ class ServedLimits:
     """Limits and files of one served model. A value is None if the server does not report it.
 
     Attributes:
-        tokenizer_id: Directory or hub name of the tokenizer, beside which the model's configuration is.
+        tokenizer_id: Directory or hub name of the tokenizer, which also contains the model's configuration.
         max_lora_rank: The largest rank of an adapter.
         max_image_bytes: The most bytes of the file of one picture.
         max_image_pixels: The most pixels of one picture, width times height.
@@ -79,7 +79,8 @@ class ServedLimits:
 def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, ServedLimits]:
     """Requests the limits of a server's models.
 
-    The result maps names of models to limits. It is empty if the server reports none, and for the SDK's default server.
+    The result maps names of models to limits. It is empty if the server refuses the request or reports none, and for
+    the SDK's default server.
 
     Args:
         base_url: Address of the server; None reads TINKER_BASE_URL.

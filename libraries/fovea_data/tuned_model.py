@@ -73,8 +73,8 @@ class TunedModel:
         """Returns the model's greedy answer to a message.
 
         Args:
-            parts: Texts, pictures and paths of pictures, in order. A text with the path of a picture's file counts
-                as a path. Pictures are shrunk to `max_side`, as in training.
+            parts: Texts, pictures and paths of pictures, in order. A text that is the path of an existing picture is
+                read as a path. Pictures are shrunk to `max_side`, as in training.
             max_tokens: The most tokens of the answer.
         """
         read = tuple(_part(part) for part in parts)

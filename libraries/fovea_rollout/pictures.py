@@ -32,9 +32,9 @@ def read_picture(
     """Reads a picture.
 
     The value is a path, a `file:` or `data:` URL, the bytes of a file, a mapping with one of these (as in Hugging Face
-    `datasets` and OpenAI's format), a PIL image, or pixels as uint8 [height, width, 3].
+    `datasets` and OpenAI's format), a `Picture`, a PIL image, or pixels as uint8 [height, width, 3].
 
-    PNG and JPEG files are not changed. Other formats that Pillow reads (WebP, BMP, TIFF) become PNG.
+    PNG and JPEG files within `max_side` are not changed. All other pictures that Pillow reads become PNG.
 
     Args:
         value: The picture.
@@ -194,7 +194,7 @@ class PictureColumn:
         return self._pictures[self._taken - 1]
 
     def spliced(self, text: str) -> Iterator[Part]:
-        """Yields the parts of a text in which pictures replace the marks. In a row without a column, marks are text."""
+        """Yields the parts of a text in which pictures replace the marks. Without a column, marks stay text."""
         for place, run in enumerate(text.split(IMAGE_MARK) if self._is_there else [text]):
             if place:
                 yield self.take(f"{self._where}: {IMAGE_MARK}")

@@ -99,7 +99,7 @@ class Trajectory:
         turns: The turns of the model.
         segments: The tokens of the turns, in sequences that only grew by appending.
         end: How the rollout ended; None while it runs.
-        failure: What went wrong; None without a failure. If only closing the environment failed, `end` is unaffected.
+        failure: The failure, if there was one. If only closing the environment failed, `end` is unaffected.
         prefix_breaks: Number of turns with a prompt that did not begin with all earlier tokens, although the template
             only appends. It must be 0.
         rewrites: Number of turns before which the template rewrote the history, for instance without its thinking. Each
@@ -172,7 +172,7 @@ def failures_of(trajectories: Sequence[Trajectory]) -> tuple[tuple[str, Failure]
 
 
 def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Averages the environments' metrics over the rollouts that did not fail: of each, the last value of a name."""
+    """Averages the environments' metrics over the rollouts that did not fail, with each rollout's last value."""
     found: dict[str, list[float]] = defaultdict(list)
     for trajectory in (one for one in trajectories if one.is_scored):
         last = {name: value for turn in trajectory.turns for name, value in turn.metrics.items()}

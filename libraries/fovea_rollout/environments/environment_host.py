@@ -68,7 +68,7 @@ class EnvironmentHost:
         return step, () if step.is_done else parse_messages(step.messages, "step().messages")
 
     async def close(self) -> None:
-        """Closes the environment, if there is one, after the calls before it. Call it once."""
+        """Closes the environment, if there is one, after all earlier calls. Call it once."""
         try:
             await self._call(self._close)
         finally:

@@ -50,8 +50,8 @@ class Geometry3kEnvironment:
     """One problem with at most three turns.
 
     A call of `calc_score` with the right answer ends the episode. After a call with a wrong answer, the model reads
-    so and tries again. An answer without a call is final: the content of `\\boxed{}`, or else its last line. The reward
-    is 1 or 0, at the end. Answers are compared as mathematics (see `is_same_answer`).
+    the score and tries again. An answer without a call is final: the content of `\\boxed{}`, or else its last line. The
+    reward is 1 or 0, at the end. Answers are compared as mathematics (see `is_same_answer`).
 
     Metrics of each turn: `right` (1 if the answer was right), `is_called` (1 if it was a call).
 

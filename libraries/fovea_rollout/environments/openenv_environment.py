@@ -50,8 +50,8 @@ class OpenEnvEnvironment:
 
     Args:
         client: A client for this episode only. It is closed at the end.
-        to_action: Makes an action of an answer: a mapping for `GenericEnvClient`, else the client's own type of action.
-        to_message: Makes a message of an observation; `observation_message` by default.
+        to_action: Makes an action from an answer: a mapping for `GenericEnvClient`, else the client's own action type.
+        to_message: Makes a message from an observation; `observation_message` by default.
         reset: Options of `reset`, such as a seed, which the members of a group share.
 
     Raises:
@@ -94,7 +94,7 @@ class OpenEnvEnvironment:
 
 
 def observation_message(observation: Any) -> Message:
-    """Makes a message of an observation: its fields in order, without empty ones, pictures as pictures, others as text.
+    """Makes a message from an observation: its fields in order, as pictures or texts, without empty fields.
 
     A single text is not changed. Several texts are named: `name: value`. A picture is a data URI, the bytes of a file,
     or pixels as uint8 [height, width, 3], also as nested lists.

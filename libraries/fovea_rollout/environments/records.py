@@ -38,7 +38,7 @@ class Record:
     """A prompt, its environment and its reward.
 
     Attributes:
-        prompt: The messages that the model reads first. All rollouts share their pictures.
+        prompt: The messages that the model reads first. All rollouts of the record share the pictures.
         env_class: Name of a registered kind of environment, or `module:factory`.
         reward_spec: `{"method": "rule", "ground_truth": ...}` for the environment; empty if the environment needs none.
         extra: All other columns.

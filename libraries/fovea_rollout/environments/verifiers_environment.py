@@ -56,7 +56,7 @@ class VerifiersEnvironment:
         self._asked: _Question | None = None
 
     async def reset(self) -> Sequence[Message]:
-        """Returns the environment's first prompt. Raises the error that ended the environment before it."""
+        """Returns the environment's first prompt. Raises InvalidInput if the environment ends before it."""
         client = _client_class()(self._questions)
         self._episode = asyncio.create_task(self._env.run_rollout(dict(self._row), client, _MODEL, {}))
         question = await self._next()
@@ -65,7 +65,10 @@ class VerifiersEnvironment:
         return parse_messages([_plain(message) for message in question.messages], "prompt")
 
     async def step(self, answer: Answer) -> Step:
-        """Hands the answer to the environment. Raises RuntimeError if the environment ends with an error."""
+        """Hands the answer to the environment.
+
+        Raises RuntimeError if the environment ends with an error, InvalidInput if it changes earlier messages.
+        """
         assert self._asked is not None, "reset() comes first"
         assert self._episode is not None
         seen = self._asked.messages

@@ -131,8 +131,8 @@ class VisgymEnvironment:
 
     The first message has the task and the frame, and later messages have the environment's feedback and the new frame.
     So the model has seen N + 1 pictures by turn N. An answer without an action uses up its turn, and the model gets an
-    error message with the same frame. Only the last step has a reward. It is the environment's reward; for tagged
-    answers it is 0.8 times that reward plus 0.2 times the share of well-formed answers.
+    error message with the same frame. Only the last step has a reward: the environment's, or 0 if the turns ran out.
+    For tagged answers it is 0.8 times that reward plus 0.2 times the share of well-formed answers.
 
     Metrics of each turn: `is_valid`, `is_formatted`; at the end `success` (1 if the task's reward is above 0).
 

@@ -36,8 +36,8 @@ def kl_penalty(
 ) -> Penalty:
     """Returns term_t = coefficient * (mean(d) - d_t) with d_t = log p_sampler(t) - log p_base(t).
 
-    The mean is over the batch's sampled tokens, so the terms of a batch add up to 0. A token that the sampler finds
-    likelier than the base model does, relative to the mean, gets a negative term.
+    The mean is over the batch's sampled tokens, so the terms of a batch add up to 0. A token with d_t above the mean
+    gets a negative term.
 
     This is the gradient of the reverse KL with a baseline, as in tinker-cookbook's `incorporate_kl_penalty`. It is
     valid at temperature 1, at which the base model is scored.

@@ -48,7 +48,7 @@ class LoopSettings:
         steps: Number of training steps.
         groups_per_step: Groups that a step trains on. Each group plays one source (a record or environment factory).
         group_size: Rollouts of one group.
-        learning_rate: Rate of the first step. None takes a rate by the model's width, doubled for the `linear`
+        learning_rate: Rate of the first step. None computes it from the model's width, doubled for the `linear`
             schedule, so that both schedules have about the same rate on average.
         schedule: `linear` lowers the rate by the same amount each step, to 0 after the last step, so that no late step
             undoes what was learnt. `constant` keeps the rate.
@@ -62,17 +62,17 @@ class LoopSettings:
         discount: Factor of later rewards, 0 to 1. Each turn then gets the advantage of its own discounted return among
             the rollouts of its group at that turn. These rollouts have different histories, so rewards at each step
             are more informative. None gives all turns of a rollout the advantage of its total reward.
-        substeps: Optimizer steps of one step, for which its datums are split into as many parts. All after the first
-            are off-policy, so several substeps need a loss that clips, such as `ppo`. With 64 rollouts per step, four
+        substeps: Number of optimizer steps in one step, with one part of the step's datums each. All but the first are
+            off-policy, so several substeps need a loss that clips, such as `ppo`. With 64 rollouts per step, four
             substeps learn faster than one (docs/lab/learning.md); with several hundred rollouts one is enough.
-        target_kl: About how far a step of several substeps should move the model, in nats per token. After a step that
+        target_kl: Target for how far a step of several substeps moves the model, in nats per token. After a step that
             moved it further, the next step has a lower rate, and never more than `learning_rate` (see `StepSize`). None
             leaves the rate alone.
         loss: Name of the server's loss.
         loss_config: Settings of the loss. A sampling temperature other than 1 is added unless it is given, because
             importance ratios refer to the distribution that was sampled from.
         filter_groups: Leaves out groups in which all rewards are the same. With a KL penalty such groups have a
-            gradient too, and it is the only one that corrects a model that is certain and wrong.
+            gradient too: the only one that corrects a model that is certain and wrong.
         kl_coefficient: Weight of the penalty for the distance to the base model, in reward per nat. Above 0 it needs a
             temperature of 1. It preserves behaviour that is not rewarded yet, such as looking before answering.
         adam: Other fields of `tinker.AdamParams`.

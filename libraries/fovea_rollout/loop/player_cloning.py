@@ -34,10 +34,10 @@ class WarmUpSettings:
     Attributes:
         steps: Number of optimizer steps.
         episodes: The most episodes that the player plays. Steps draw from them with replacement.
-        answers_per_step: About the number of answers of a step. If episodes have several answers, a step has fewer
+        answers_per_step: Approximate number of answers in a step. If episodes have several answers, a step has fewer
             episodes.
-        learning_rate: Rate of every step; None takes a rate by the model's width. A higher rate soon makes a model
-            blind that clones random answers, because they teach it that pictures do not matter.
+        learning_rate: Rate of every step; None computes it from the model's width. At a higher rate, a model that
+            clones random answers soon becomes blind, because they teach it that pictures do not matter.
         adam: Other fields of `tinker.AdamParams`.
         rollout: Settings of the player's rollouts.
         seed: Seed of the draws of episodes.
@@ -63,7 +63,7 @@ class ScriptedPlayer:
     Args:
         policy: Counts the tokens of pictures.
         tokenizer: Tokenizer of the model that will clone the player.
-        answer: Writes an answer to a prompt, whether or not it looks at the prompt's pictures.
+        answer: Writes an answer to a prompt. It need not look at the prompt's pictures.
     """
 
     def __init__(self, policy: Policy, tokenizer: Any, answer: Callable[[Sequence[Chunk]], str]) -> None:

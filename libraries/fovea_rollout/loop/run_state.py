@@ -30,7 +30,7 @@ class RunState:
     def next_name(self) -> str:
         """Name of the next checkpoint.
 
-        Two names alternate, so that a kill before the file is written does not touch the checkpoint that it names.
+        Two names alternate, so that a kill before `save` cannot damage the checkpoint that the file still names.
         """
         return "resume-even" if self.state.endswith("resume-odd") else "resume-odd"
 

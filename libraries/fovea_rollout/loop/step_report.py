@@ -51,7 +51,7 @@ class StepReport:
             substeps.
         seconds: Seconds by part: `rollout` (waiting for groups), `batch` (with the base model's scores), `train`,
             `publish`, and `evaluate` if there was an evaluation.
-        failures: Pairs of conversation and failure; these rollouts are left out.
+        failures: Pairs of conversation and failure. These rollouts are left out, unless only `close` failed.
         trajectories: All trajectories of the step, by group.
         data: The datums that were trained on, with the versions of the weights that sampled them.
         policy: A policy that samples with the weights after the step, for evaluations by the caller.

@@ -81,7 +81,7 @@ class Substeps:
                     raise step
                 outputs.append((part, output))
             elif isinstance(output, Exception) and is_refusal(output):
-                # The server then refuses the optimizer step behind it too: no gradients are left of the part.
+                # The server then also refuses the optimizer step that follows, and keeps no gradients of the part.
                 refused.append((part, output))
             else:
                 assert isinstance(output, BaseException)
@@ -91,8 +91,8 @@ class Substeps:
     async def _errors(self, part: TrainingBatch) -> dict[str, Exception]:
         """Returns the server's error for each conversation of which it refuses a datum.
 
-        The server's message has the position of one datum, but counts within one of the requests into which the SDK
-        splits a large batch. So each datum is tried alone, without gradients.
+        The server's message gives the position of one datum in its request, and the SDK splits a large batch into
+        several requests. So each datum is tried alone, without gradients.
         """
         errors: dict[str, Exception] = {}
         for begin in range(0, len(part.data), _TRIED_AT_ONCE):

@@ -1,6 +1,6 @@
-"""Makes training examples of trajectories: exactly the tokens that the model read and wrote, with loss on the latter.
+"""Makes training examples from trajectories: exactly the tokens that the model read and wrote.
 
-A rollout becomes one datum per segment. The groups of a step become one batch with advantages.
+The tokens that it wrote have a loss. A rollout becomes one datum per segment. The groups of a step become one batch with advantages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TrainingDatum:
         datum: A datum for `importance_sampling`, `ppo` and the like.
         versions: Bounds of the weights that sampled its tokens.
         conversation: Id of the rollout.
-        turns: Indices of the turns of which the tokens have a loss.
+        turns: Indices of the turns with a loss on their tokens.
         pictures: Digests of its pictures, in order.
         mask: bool [N], true for sampled targets.
     """
@@ -50,7 +50,7 @@ async def training_datums(
     """Makes one datum per segment of a trajectory.
 
     Each datum has `target_tokens` (int64 [N]), `logprobs` and `advantages` (float32 [N]), which are 0 for targets that
-    were not sampled. N is the number of input tokens: all but the last sampled one, with the placeholders of pictures.
+    were not sampled. N is the number of input tokens, all but the last sampled one, with the placeholders of pictures.
     If all turns have their experts, the datum also has `routed_experts` (int64 [N, words], packed bytes).
 
     Args:
@@ -210,7 +210,7 @@ def returns_of(group: Sequence[Trajectory], discount: float) -> Rewards:
 async def training_batch(
     groups: Groups, estimator: Estimator, *, filter_groups: bool, policy: Policy, discount: float | None = None
 ) -> TrainingBatch:
-    """Makes datums of all rollouts that did not fail. A rollout of which no datum can be made is marked as failed.
+    """Makes datums from all rollouts that did not fail. If a rollout cannot become a datum, it is marked as failed.
 
     Args:
         groups: Groups of equal size.

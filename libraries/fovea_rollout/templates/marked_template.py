@@ -122,7 +122,7 @@ class MarkedTemplate:
         return [self._guarded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def render(self, entries: Sequence[Entry]) -> str:
-        """Returns the prompt with its generation prompt, in which marks and placeholders replace turns and pictures.
+        """Returns the prompt as text, with a mark for each sampled turn, placeholders, and the generation prompt.
 
         Raises:
             InvalidInput: The template refuses or leaves out an entry of the history, which the error names, or the
@@ -179,7 +179,7 @@ class MarkedTemplate:
         return 0
 
     def _keeps_texts(self) -> bool:
-        """Returns whether a content may be a text. Some templates only iterate over parts, and lose a text or fail."""
+        """Returns whether `content` may be a text. Some templates accept only parts, and lose a text or fail."""
         self._takes_texts = True
         try:
             return "question" in self._run([_QUESTION], True)
