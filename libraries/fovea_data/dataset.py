@@ -46,7 +46,7 @@ class Dataset:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Returns a row. Raises InvalidInput, which names it, if it is broken, and IndexError if it does not exist."""
+        """Returns a row. Raises InvalidInput, with the row's name, for a broken row; IndexError for a missing one."""
         place = int(self.indices[index])
         with naming_row(self._rows.where(place)) as where:
             row = self._rows.row(place)

@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason for which a rollout failed.
+    """The reason why a rollout failed.
 
     Attributes:
         stage: `make`, `reset`, `render`, `sample`, `step`, `close` or `deadline`; or after the episode `batch` (making

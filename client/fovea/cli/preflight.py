@@ -336,7 +336,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _flag(kind: str, name: str, settings: Sequence[Setting]) -> str:
-    """Returns the option, setting or variable with which the user gave a setting."""
+    """Returns the option or variable that a message about a setting should name: the one that the user gave."""
     if any((each.kind, each.name) == (kind, name) for each in settings):
         return f"--set {kind}.{name}"
     if flag := _ITS_OWN.get(name):

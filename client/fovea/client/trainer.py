@@ -51,7 +51,7 @@ class TrainerClient(ServiceClient):
 
         Args:
             model_id: Id of the model.
-            lora: The configuration with which it was created; None if all parameters are trained.
+            lora: The model's configuration at its creation; None if all parameters are trained.
             timeout_s: Deadline in seconds.
 
         Raises NotFound if nothing is stored for the model.

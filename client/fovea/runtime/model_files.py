@@ -82,7 +82,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
 
 
 def check_variant(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a variant of a supported model with which some service would compute wrong results.
+    """Raises ValueError for a variant of a supported model that some service would compute wrongly.
 
     Args:
         config: config.json as stored, or as completed by transformers; stored files may omit default values.

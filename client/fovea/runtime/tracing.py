@@ -155,7 +155,7 @@ def _span(exporting: _Exporting, name: str, parent: str | None, attributes: Mapp
 
 
 def _context(exporting: _Exporting, parent: str | None) -> "Context":
-    """Returns the parent context of a new span. Never None, for which OpenTelemetry would use its own context."""
+    """Returns the parent context of a new span. It is never None: OpenTelemetry would then use its own context."""
     if parent is not None:
         carrier = {HEADER: parent} if parent else {}
         extracted: Context = exporting.propagator.extract(carrier, _empty())

@@ -231,7 +231,7 @@ class UnpaddedTilesVL(ProcessorVL):
         return self._tile_patches**2 + rows * (columns + 1)
 
     def _tiles_unpooled(self, config: Mapping[str, Any]) -> int | None:
-        """Returns the number of tiles up to which embeddings are not pooled; None if they are never pooled."""
+        """Returns the most tiles of an image without pooled embeddings; None if embeddings are never pooled."""
         return None
 
     def _blank(self) -> tuple[Sizes, dict[str, npt.NDArray]]:

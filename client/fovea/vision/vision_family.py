@@ -105,7 +105,7 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def replacement(self, tensors: ImageTensors) -> Replacement:
-        """Returns the ids with which the family's processor replaces an image with these valid tensors.
+        """Returns the ids that the family's processor writes for an image, computed from the image's valid tensors.
 
         They do not include the whitespace around the image; see `image_margin`.
         """

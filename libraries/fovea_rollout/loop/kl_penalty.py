@@ -40,7 +40,7 @@ def kl_penalty(
     gets a negative term.
 
     This is the gradient of the reverse KL with a baseline, as in tinker-cookbook's `incorporate_kl_penalty`. It is
-    valid at temperature 1, at which the base model is scored.
+    valid only at temperature 1, because the base model is scored at that temperature.
 
     Args:
         logprobs: Log-probabilities of the sampler, float64 [N] per datum.

@@ -150,7 +150,7 @@ class LoopSettings:
         return replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
 
     def is_evaluated(self, step: int) -> bool:
-        """Returns whether a step is followed by an evaluation, at which the run can resume."""
+        """Returns whether an evaluation follows a step. The run can resume there."""
         return (step + 1) % self.evaluate_every == 0 or step + 1 == self.steps
 
     def first_rate(self, mean_rate: float) -> float:

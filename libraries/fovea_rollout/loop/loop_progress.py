@@ -34,7 +34,7 @@ class LoopProgress(ProgressLines):
         self._show_rollouts()
 
     def count_step(self, report: StepReport) -> None:
-        """Counts a step. Removes its rollouts from the second line, on which rollouts for later steps stay."""
+        """Counts a step. Removes its rollouts from the second line; rollouts for later steps stay there."""
         self._finished -= sum(len(group) for group in report.trajectories)
         for group in report.trajectories:  # some rollouts fail only when they are trained on
             self._note_failures(group)

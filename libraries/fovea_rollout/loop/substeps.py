@@ -42,8 +42,8 @@ class Substeps:
             parts: Batches that are not empty.
 
         Returns:
-            Each trained part with its output, in the order of training, and the server's error for each conversation
-            of which it refused a datum.
+            Each trained part with its output, in the order of training; and the server's error for each conversation
+            with a refused datum.
 
         Raises:
             tinker.TinkerError: The server refuses all datums, or a batch but none of its datums alone; or it fails.
@@ -89,7 +89,7 @@ class Substeps:
         return outputs, refused
 
     async def _errors(self, part: TrainingBatch) -> dict[str, Exception]:
-        """Returns the server's error for each conversation of which it refuses a datum.
+        """Returns the server's error for each conversation with a datum that the server refuses.
 
         The server's message gives the position of one datum in its request, and the SDK splits a large batch into
         several requests. So each datum is tried alone, without gradients.

@@ -1,6 +1,7 @@
 """Makes training examples from trajectories: exactly the tokens that the model read and wrote.
 
-The tokens that it wrote have a loss. A rollout becomes one datum per segment. The groups of a step become one batch with advantages.
+The tokens that it wrote have a loss. A rollout becomes one datum per segment. The groups of a step become one batch
+with advantages.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ async def training_batch(
 async def _group_data(
     group: Sequence[Trajectory], estimator: Estimator, filter_groups: bool, policy: Policy, discount: float | None
 ) -> tuple[list[TrainingDatum], dict[str, Exception]]:
-    """Returns the datums of a group, and the error for each conversation of which none can be made."""
+    """Returns the datums of a group, and the error of each conversation that cannot become datums."""
     data: list[TrainingDatum] = []
     errors: dict[str, Exception] = {}
     rewards = rewards_of([group]) if discount is None else returns_of(group, discount)

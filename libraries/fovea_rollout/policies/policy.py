@@ -33,7 +33,7 @@ class SamplingSettings:
         top_p: Samples from the likeliest tokens that have this probability together; 1 from all tokens.
         top_k: Samples from this many of the likeliest tokens; -1 from all tokens.
         stop: Texts that end a turn, in addition to the template's end of turn. The turn contains the text that ends it.
-        seed: Seed from which the seed of each turn of each rollout is derived; None samples without seeds.
+        seed: Base of the seeds: each turn of each rollout derives its own seed from it. None samples without seeds.
     """
 
     max_tokens: int = 256

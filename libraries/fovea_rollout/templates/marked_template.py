@@ -22,7 +22,7 @@ _OPENING = re.compile(re.escape(THINK_OPEN) + r"\s*\Z")
 
 
 class TurnEntry(NamedTuple):
-    """The properties of a sampled turn on which a template's output depends.
+    """The properties of a sampled turn that affect the output of a template.
 
     Attributes:
         is_thinking: Whether the turn contains a `</think>`.

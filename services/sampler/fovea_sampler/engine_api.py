@@ -248,5 +248,5 @@ class WeightEngine(Protocol):
         ...
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """Loads received full weights into the model; returns the seconds for which generation stood still."""
+        """Loads received full weights into the model; returns the duration of the pause in generation, in seconds."""
         ...

@@ -32,7 +32,7 @@ class Loaded:
 
     Attributes:
         digest: The digest of the received tensors.
-        pause_s: Seconds for which generation stood still.
+        pause_s: Duration of the pause in generation, in seconds.
     """
 
     digest: str

@@ -236,7 +236,7 @@ class WeightStore:
         return arrived
 
     async def load_full(self, task_id: str, snapshot_id: str) -> float:
-        """Loads received full weights into the model; returns the seconds for which generation stood still.
+        """Loads received full weights into the model; returns the duration of the pause in generation, in seconds.
 
         Waits for the requests in flight. After a failure nothing can be sampled until full weights are pushed again.
         """

@@ -85,9 +85,9 @@ class Task:
 
 
 class TransferGroupMember:
-    """One worker's membership in a transfer group, in which rank 0, the trainer, broadcasts bytes.
+    """One worker's membership in a transfer group. Rank 0, the trainer, broadcasts bytes to the other ranks.
 
-    It consists of one private process group of torch per sender; torch's default group is not used. The senders
+    The group consists of one private process group of torch per sender, instead of torch's default group. The senders
     broadcast in rotation. The constructor blocks until all members have joined.
 
     Args:
@@ -305,7 +305,7 @@ def _ended(buffer: torch.Tensor, work: Any, deadline: float) -> torch.Tensor:
 
 
 def _own_address(request: sampler_pb2.JoinTransferGroupRequest) -> str:
-    """Returns the address of this machine from which it reaches the sender."""
+    """Returns the address that this machine uses to reach the sender."""
     with socket.create_connection((request.master_address, request.master_port), request.timeout_s) as connection:
         return str(connection.getsockname()[0])
 

@@ -8,7 +8,7 @@ Why: in Gemma 3, and in the sliding-window layers of Gemma 4 31B, each token of 
     sequence of their own, over the same cache, that ends with the image.
     For that, one step must compute a whole image. vLLM's option `disable_chunked_mm_input` is meant to ensure this, but
     only the GPU platforms set it for these models. Even with the option, vLLM splits an image that begins at the start
-    of a step, or of which a part is cached. The patch sets the option and schedules such images whole.
+    of a step or is partly cached. The patch sets the option and schedules such images whole.
 Upstream: none filed.
 Delete when: `cpu_attn.py` reads `mm_req_doc_ranges`, and the scheduler never splits an image, even a partly cached one.
 """

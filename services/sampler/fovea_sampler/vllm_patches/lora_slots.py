@@ -210,7 +210,7 @@ class LoraSlots:
         return list(targets.values())
 
     def _write(self, slot: int, model: LoRAModel) -> "_Recorder":
-        """Records the writes with which vLLM would put an adapter on the meta device into a slot."""
+        """Records the writes that vLLM would make to load an adapter on the meta device into a slot."""
         recorder = _Recorder()
         with recorder:
             for name, layer in model.loras.items():

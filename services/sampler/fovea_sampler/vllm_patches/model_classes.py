@@ -128,7 +128,7 @@ def _extend_adapted_modules() -> None:
 
 
 def _ask_kernels(wrapper: Any) -> None:
-    """Makes vLLM's LoRA class for experts skip layers of which the kernel does not support adapters."""
+    """Makes vLLM's LoRA class for experts skip layers with a kernel that does not support adapters."""
     fits = wrapper.can_replace_layer
 
     def can_replace_layer(source_layer: Any, **how: Any) -> bool:
