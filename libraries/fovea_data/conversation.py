@@ -46,7 +46,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads rows of a dataset.
+    """A reader of dataset rows.
 
     Attributes:
         folder: Folder of relative paths of pictures; None is the working directory.

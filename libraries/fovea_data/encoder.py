@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Encoder:
-    """Turns conversations into datums with loss on their answers, and questions into prompts.
+    """An encoder that turns conversations into datums with loss on their answers, and questions into prompts.
 
     Args:
         tokenizer: The model's tokenizer, with a chat template.

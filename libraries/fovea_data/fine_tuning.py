@@ -184,7 +184,7 @@ def fine_tune(
 
 
 class Stopped(KeyboardInterrupt, SystemExit):
-    """Raised after Ctrl-C, with a line that says at which step the run will resume.
+    """The exception after Ctrl-C, with a line that names the step from which the run will resume.
 
     A program that does not catch it prints the line and exits, as with `sys.exit(line)`.
     """

@@ -21,7 +21,7 @@ Formula = Callable[[int, int], int]
 
 
 class PictureTokens:
-    """Counts the tokens of pictures in a model's prompts, once per size.
+    """A counter of the tokens of pictures in a model's prompts. It counts once per picture size.
 
     Args:
         formula: Formula of the model family; None if it has none.

@@ -29,7 +29,7 @@ BrokenRows = Literal["refuse", "skip"]
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Encodes rows for one served model.
+    """An encoder of rows for one served model.
 
     Attributes:
         encoder: Encoder of the model.

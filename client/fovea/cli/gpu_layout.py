@@ -198,8 +198,8 @@ def _least_needs(served: ServedModel, fraction: float, here: Mapping[str, Gpu]) 
         yield name, "the trainer", weight_bytes // len(served.trainer_gpus) + LEAST_BYTES
     for devices in served.sampler_devices:
         for name in known.intersection(devices):
-            # vLLM refuses to start unless its whole share of the GPU is free. The share excludes the memory reserved
-            # for weight pushes, which is at most the size of the weights.
+            # vLLM refuses to start unless its whole share of the GPU is free. The share excludes memory reserved for
+            # weight pushes, for which the size of the weights is subtracted here.
             share_bytes = int(fraction * here[name].total_bytes) - weight_bytes
             yield name, "a sampler", max(share_bytes, weight_bytes // len(devices) + LEAST_BYTES)
 

@@ -25,7 +25,7 @@ _EARLY_RESTARTS = 2
 
 
 class Supervisor:
-    """Starts the services, waits for health, restarts them, and stops them in order.
+    """The supervisor of all services: it starts them, waits for health, restarts them, and stops them in order.
 
     Args:
         options: Options of `fovea up`.

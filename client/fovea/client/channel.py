@@ -106,8 +106,8 @@ class ServiceClient:
     def _raised(self, error: grpc.aio.AioRpcError) -> FoveaError:
         """Returns the error that the server raised, or BrokenOff if the server did not answer.
 
-        A bare CANCELLED means that the server stopped, because a cancellation by this client raises another error. A
-        client that still sends when the stream ends gets an internal error, whatever the cause.
+        CANCELLED without details means that the server stopped, because a cancellation by this client raises another
+        error. A client that still sends when the stream ends gets an internal error, whatever the cause.
         """
         raised = from_rpc_error(error)
         trailing: Any = error.trailing_metadata() or ()

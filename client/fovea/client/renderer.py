@@ -90,7 +90,7 @@ class RendererClient(ServiceClient):
 
 
 class FeatureFetcher:
-    """Fetches vision tensors from the renderers that hold them. Blocking, for processes without an event loop."""
+    """A blocking client that fetches vision tensors from renderers, for processes without an event loop."""
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.Channel] = {}

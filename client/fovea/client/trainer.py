@@ -27,7 +27,7 @@ class TrainerClient(ServiceClient):
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0, with_kept: bool = False) -> trainer_pb2.GetTrainerInfoResponse:
-        """Returns the trainer's base model and its models; with `with_kept`, also those stored only for recovery."""
+        """Returns the base model and the models in training; with `with_kept`, also those stored only for recovery."""
         request = trainer_pb2.GetTrainerInfoRequest(with_kept=with_kept)
         response: trainer_pb2.GetTrainerInfoResponse = await self._unary(self._stub.GetTrainerInfo, request, timeout_s)
         return response

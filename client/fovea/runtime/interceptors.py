@@ -37,7 +37,7 @@ _KINDS = {
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns a FoveaError into its gRPC status, and any other exception into INTERNAL with a request id.
+    """An interceptor that turns FoveaErrors into gRPC statuses, and other exceptions into INTERNAL with a request id.
 
     The text of other exceptions never reaches the caller, because it may contain paths or secrets. The log has it under
     the request id.

@@ -107,7 +107,7 @@ def configure_logging(service: str, level: str = "INFO") -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Formats each message as one line, whatever it contains, and indents tracebacks so they cannot fake messages."""
+    """A formatter that writes each message as one line, and indents tracebacks so that they cannot fake messages."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in `logging`
         record.message = record.message.translate(_ESCAPES)

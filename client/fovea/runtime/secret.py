@@ -55,7 +55,9 @@ def metadata() -> tuple[tuple[str, str], ...]:
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):
-    """Rejects calls without the secret with UNAUTHENTICATED before it reads their data. Health checks need no secret.
+    """An interceptor that rejects calls without the secret, with UNAUTHENTICATED, before it reads their data.
+
+    Health checks need no secret.
 
     Args:
         secret: The secret; not empty.

@@ -41,7 +41,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 class ServiceServer:
-    """Runs servicers until SIGTERM or SIGINT.
+    """A gRPC server that runs servicers until SIGTERM or SIGINT.
 
     Add servicers to `grpc` before `start`. Health is NOT_SERVING until `set_serving(True)`.
 

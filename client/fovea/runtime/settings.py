@@ -80,7 +80,7 @@ class ServiceSettings(BaseSettings):
         from pydantic_settings import CliApp, SettingsError
 
         try:
-            # CliApp reads sys.argv only for None, and pydantic-settings prints the program's name from it.
+            # CliApp reads sys.argv if `arguments` is None. pydantic-settings reads the program's name from there too.
             return CliApp.run(cls, cli_args=arguments, cli_exit_on_error=True)
         except ValidationError as error:
             lines = [_line(item["loc"], item["msg"]) for item in error.errors()]

@@ -53,7 +53,7 @@ class BackgroundTasks:
 
 
 class SingleFlight(Generic[Key, Value]):
-    """Runs one call per key at a time. All callers that ask for the key meanwhile get its result or its error.
+    """Shared calls, one per key at a time. All callers that ask for a key meanwhile get the call's result or error.
 
     Args:
         abandon: Whether to cancel a call when its last waiter is cancelled. If false, the call runs to its end.

@@ -257,7 +257,7 @@ class Internal(FoveaError):
 
 
 class ServerPaths:
-    """Removes the server's paths from errors before clients see them. Logs keep the full text.
+    """A filter that removes the server's paths from errors before clients see them. Logs keep the full text.
 
     Args:
         roots: Folders and fsspec URLs under which checkpoints are stored.

@@ -58,7 +58,7 @@ def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensor
 
 
 class FeatureAssembler:
-    """Reassembles the chunks of a FetchFeatures stream."""
+    """The receiver of a FetchFeatures stream, which joins its chunks into tensors."""
 
     def __init__(self) -> None:
         self._feature: FeatureTensors = {}

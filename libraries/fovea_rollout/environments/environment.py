@@ -22,8 +22,8 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re
 class ToolCall:
     """A call that the model wrote: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    The arguments may be JSON as text. Name and arguments may be inside `function`, as in OpenAI's format, or `function`
-    may be the name itself.
+    The arguments may also be a text that contains JSON. Name and arguments may be inside `function`, as in OpenAI's
+    format, or `function` may be the name itself.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Answer:
         text: The answer without the thinking and without the token that ends the turn.
         thinking: The thinking before the answer; empty without any.
         tool_calls: The tool calls that could be read.
-        malformed: Why a tool call could not be read; empty if all could.
+        malformed: The reason why a tool call could not be read; empty if all could.
         is_cut: Whether `max_tokens` cut the answer off.
     """
 

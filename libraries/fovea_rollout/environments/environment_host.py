@@ -23,7 +23,7 @@ LARGEST = 1e30
 
 
 class EnvironmentHost:
-    """Makes an environment and calls it, one call after the other.
+    """The owner of one environment: it makes the environment and calls it, one call after the other.
 
     Plain functions run in a thread of this environment's own, for two reasons. A graphics context belongs to one
     thread, and an environment that hangs must not occupy a thread of a shared pool. The thread is a daemon, so that a

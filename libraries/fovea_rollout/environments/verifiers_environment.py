@@ -135,7 +135,7 @@ def _client_class() -> Any:
         raise FailedPrecondition(f"install verifiers, from version 0.1.14 to 0.3.1: {error}") from None
 
     class QueueClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
-        """Responds to the environment in OpenAI's format with answers of the rollout."""
+        """A client that returns the rollout's answers to the environment in OpenAI's format."""
 
         async def get_native_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
             question = _Question(prompt, asyncio.get_running_loop().create_future())

@@ -21,7 +21,7 @@ class _Begun:
 
 
 class GroupPool:
-    """Runs groups in the background.
+    """A pool of groups that run in the background.
 
     Args:
         play: Plays one group.

@@ -21,7 +21,7 @@ _MOST_CHARACTERS = 4096
 
 
 class LiveReports:
-    """Reports the steps of one model. A report that fails is logged and is the last one; training continues.
+    """A reporter of one model's steps. After a report fails, it logs the error and sends no more; training continues.
 
     Args:
         base_url: Address of a Fovea server.

@@ -14,7 +14,7 @@ LoggerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Logger(Protocol):
-    """Logs metrics by step. A resumed run logs the steps after its saved state again."""
+    """A logger of metrics by step. A resumed run logs the steps after its saved state again."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -22,7 +22,7 @@ class Logger(Protocol):
 
 
 class JsonLinesLogger:
-    """Writes one line per call: `{"step": 3, "loss": 0.52, ...}`.
+    """A logger that writes one line per call: `{"step": 3, "loss": 0.52, ...}`.
 
     Args:
         path: The file. Its lines of steps after `last_step` are removed, because the run takes these steps again.
@@ -51,7 +51,7 @@ class JsonLinesLogger:
 
 
 class TensorboardLogger:
-    """Writes event files to a folder."""
+    """A logger that writes event files to a folder."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         from tensorboard.summary import Writer  # type: ignore[import-not-found, import-untyped]
@@ -67,7 +67,7 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """Logs to a run of Weights & Biases, which reads project and mode from its own environment variables."""
+    """A logger to Weights & Biases, which reads project and mode from its own environment variables."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         import wandb  # type: ignore[import-not-found, import-untyped]
@@ -82,7 +82,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Logs to a run of MLflow, which reads server and experiment from its own environment variables."""
+    """A logger to MLflow, which reads server and experiment from its own environment variables."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         import mlflow  # type: ignore[import-not-found, import-untyped]

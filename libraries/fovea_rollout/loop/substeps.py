@@ -21,7 +21,7 @@ _REFUSED = (400, 413, 422)
 
 @dataclass(frozen=True)
 class Substeps:
-    """Trains on the parts of a batch, with one optimizer step for each part.
+    """The training on the parts of a batch, with one optimizer step for each part.
 
     Attributes:
         client: Client of the model in training.

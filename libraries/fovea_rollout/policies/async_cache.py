@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class AsyncCache(Generic[Key, Value]):
-    """Stores values by key. One call makes each value, and all concurrent callers await it.
+    """A cache of values by key. One call makes each value, and all concurrent callers await it.
 
     A call that fails is made again by the next caller.
     """

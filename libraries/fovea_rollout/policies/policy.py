@@ -80,7 +80,7 @@ class Sampled:
 
 
 class Policy(Protocol):
-    """Samples turns, and counts the tokens of pictures."""
+    """A model, behind any interface, that samples turns and counts the tokens of pictures."""
 
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str

@@ -91,7 +91,7 @@ class TinkerPolicy:
 
 
 class WeightPublisher:
-    """Saves weights for sampling, and makes policies of them.
+    """A publisher that saves weights for sampling, and returns policies that sample with them.
 
     Args:
         training_client: Client of the model to save.

@@ -55,7 +55,7 @@ class _Known(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders histories with a tokenizer's chat template.
+    """A tokenizer's chat template, which renders histories as prompts.
 
     The template runs on marks in place of the sampled turns. The sampled ids then replace the marks. So sampled text is
     never tokenized again, and the template's changes to earlier turns, such as stripping their thinking, apply.

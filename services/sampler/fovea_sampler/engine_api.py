@@ -183,7 +183,7 @@ class SampleEngine(Protocol):
 
 
 class OpenAIAnswers(Protocol):
-    """Translates requests of OpenAI's API into sample requests, and samples into OpenAI's responses."""
+    """A translator of OpenAI's requests into sample requests, and of samples into OpenAI's responses."""
 
     def answer(
         self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int

@@ -35,7 +35,7 @@ _SPANS_FIELD = "prompt.spans"
 
 
 class ImageFetcher:
-    """Fetches vision tensors from renderers and caches them. Concurrent requests for one image share one fetch.
+    """A fetcher and cache of vision tensors from renderers. Concurrent requests for one image share one fetch.
 
     Args:
         vision: Declares the tensors that an image must have; None for a text model.
@@ -105,7 +105,7 @@ class ImageFetcher:
 
 
 class Generation:
-    """Runs sample requests.
+    """The execution of sample requests.
 
     Args:
         engine: Draws the tokens.

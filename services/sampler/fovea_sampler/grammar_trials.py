@@ -86,7 +86,7 @@ class _TrialProcess:
 
 @dataclass
 class GrammarTrials:
-    """Tries each grammar once and remembers the outcome.
+    """The trials of grammars. Each grammar is tried once, and the outcome is remembered.
 
     Args:
         tokenizer_info: Returns xgrammar's TokenizerInfo of the model's tokenizer as JSON. It takes seconds, so it is

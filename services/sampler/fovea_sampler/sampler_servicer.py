@@ -46,7 +46,7 @@ class EngineInfo:
 
 
 class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
-    """Serves an engine over gRPC."""
+    """The servicer of an engine."""
 
     def __init__(
         self,

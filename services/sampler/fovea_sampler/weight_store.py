@@ -129,7 +129,7 @@ class AdapterCache:
 
 
 class WeightStore:
-    """Holds weights in place for requests, and changes them only when no request uses them.
+    """The weights of the engine. They stay loaded while requests use them, and change only afterwards.
 
     Args:
         engine: The engine that holds the tensors.

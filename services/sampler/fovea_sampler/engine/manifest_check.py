@@ -57,7 +57,7 @@ def check_biases(names: Iterable[str], rename: Rename, modules: Mapping[str, Any
 
 
 class ManifestChecker:
-    """Checks manifests against the model's parameters and the modules that an adapter may change.
+    """A checker of manifests against the model's parameters and the modules that an adapter may change.
 
     Args:
         shapes: The shapes of the checkpoint's tensors, keyed by their names.

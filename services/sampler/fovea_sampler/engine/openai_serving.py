@@ -59,7 +59,7 @@ _REPLACEMENT = "\ufffd".encode()
 
 
 class OpenAIServing:
-    """Answers requests of OpenAI's API for one model.
+    """The server side of OpenAI's API for one model.
 
     Args:
         llm: The engine; only its tokenizer, chat template and configuration are used.
@@ -221,7 +221,7 @@ class _CallerEngine:
             repetition_penalty=params.repetition_penalty,
             seed=params.seed,
             stop=stop,
-            # vLLM's default of max_tokens counts an image as one token. Without it, the sampler fills the context.
+            # vLLM's default max_tokens counts an image as one token. If it is absent, the sampler fills the context.
             max_tokens=openai_requests.max_tokens_of(self._request),
             structured_outputs=openai_requests.structure_of(params),
         )

@@ -43,7 +43,7 @@ _MOST_AT_ONCE = MESSAGE_BYTES // 16
 
 
 class PromptMaker:
-    """Makes vLLM's inputs from tokens and vision tensors, without a tokenizer or an image processor.
+    """A maker of vLLM's inputs from tokens and vision tensors, without a tokenizer or an image processor.
 
     Args:
         model_config: vLLM's configuration of the model.
@@ -82,7 +82,7 @@ class PromptMaker:
         mask = features.get("pixel_attention_mask")
         if mask is not None and mask.ndim == 4:  # Idefics 3 adds a leading dimension of 1, which vLLM does not expect
             features.update({name: tensor.squeeze(0) for name, tensor in features.items() if tensor.ndim >= 4})
-        # Models in vLLM also need the number of tiles, under either of these names. Hugging Face's do not return it.
+        # vLLM's models also need the number of tiles, under one of these names. Hugging Face's processors omit it.
         tile_count = torch.tensor([len(features["pixel_values"])])
         features.update(num_patches=tile_count, image_num_patches=tile_count)
         if self._image_token_id is not None:
@@ -212,7 +212,7 @@ def _extra_arguments(spec: SampleSpec, plan: ScorePlan | None) -> dict[str, Any]
 
 
 def _is_at_once(spec: SampleSpec) -> bool:
-    """True if the whole sequence may be sent as one message: asked for, without alternatives, and short enough."""
+    """Returns True if the whole sequence may be one message: requested, without alternatives, and short enough."""
     return spec.request.at_once and not spec.request.top_sample_logprobs and spec.params.max_tokens <= _MOST_AT_ONCE
 
 

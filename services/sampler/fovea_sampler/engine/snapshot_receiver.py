@@ -142,7 +142,7 @@ class TransferGroupMember:
 
 
 class SnapshotOffload:
-    """Chooses the memory of an arriving snapshot: the device if there is room, else pinned host memory.
+    """The choice of memory for an arriving snapshot: the device if there is room, else pinned host memory.
 
     Loading full weights from pinned memory pauses sampling for the transfer time of the bus. Loading them from ordinary
     memory pauses sampling for over a second for 9 GB (measured): the driver copies them through a small buffer of its

@@ -237,8 +237,8 @@ def launch(config: "VllmConfig") -> "AsyncLLM":
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if config.device_config.device_type == "cpu":
-        # vLLM's CPU platform sets this to spawn while it makes the configuration. A spawned process would import
-        # everything again.
+        # vLLM's CPU platform sets this variable to spawn while it makes the configuration. A spawned process would
+        # import everything again.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(config)
 

@@ -113,7 +113,7 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
 
 
 class RandomModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Draws random weights for a checkpoint that has shapes but no values, on the model's device."""
+    """A loader that draws random weights, on the model's device, for a checkpoint with shapes but no values."""
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors by their names in the checkpoint's files."""
@@ -148,7 +148,7 @@ def register() -> None:
 
 
 class HostCopier:
-    """Copies tensors from a GPU to host memory through one small pinned buffer.
+    """A copier of tensors from a GPU to host memory, through one small pinned buffer.
 
     A plain `tensor.cpu()` of an adapter keeps the driver busy, so that every kernel launch of the engine waits: a pause
     of one second for 1 GB (measured). The GPU writes to pinned memory by itself.

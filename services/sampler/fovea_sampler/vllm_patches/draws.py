@@ -43,7 +43,7 @@ class RewindableGenerator(torch.Generator):
 
 
 class RememberDraws(torch.nn.Module):
-    """Saves the state of each generator before it draws."""
+    """A sampler that saves the state of each generator before it draws."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class RememberDraws(torch.nn.Module):
 
 
 class TemperatureLogprobs(torch.nn.Module):
-    """Reports log-softmax(logits / T) of all tokens, also of those that top-k and top-p exclude from the draw."""
+    """A sampler that reports log-softmax(logits / T) of all tokens, also of those that top-k and top-p exclude."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ class BudgetedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
             self._inner.fill_bitmask(bitmask, idx)
 
     def is_terminated(self) -> bool:
-        """Returns True at the end of the grammar; False once the budget is spent, so that vLLM asks for a token."""
+        """Returns True at the end of the grammar; False once the budget is spent, so that vLLM offers another token."""
         return not self._budget.is_spent and bool(self._inner.is_terminated())
 
     def reset(self) -> None:

@@ -162,7 +162,7 @@ class LoraSlots:
     def set_lora(self, index: int, adapter: PlannedAdapter, _: None = None) -> None:
         """Copies an adapter into a slot. vLLM calls it."""
         plan, parts = adapter.plan, adapter.parts
-        if self._held[index] is not plan:  # an adapter of the same layout would be overwritten completely
+        if self._held[index] is not plan:  # an adapter of the same layout is overwritten completely, without a reset
             self.reset_lora(index)
             if plan.switches[index]:
                 torch._foreach_add_(plan.switches[index], 1)
@@ -219,7 +219,7 @@ class LoraSlots:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records fills and copies instead of executing them.
+    """A dispatch mode that records fills and copies instead of executing them.
 
     With tensor parallelism, a worker concatenates its rows of q, k and v before it copies them. Such a source is no
     view of the adapter, so the copy is recorded as one copy for each concatenated tensor.

@@ -241,7 +241,7 @@ class OneAdapterLogits:
 
     @contextmanager
     def one_adapter_logits(self, slot: int) -> Iterator[None]:
-        """Within the block, `add_lora_logits` applies the adapter in `slot` to all rows, or no adapter for -1."""
+        """Makes `add_lora_logits` apply the adapter in `slot` to all rows within the block, or no adapter for -1."""
         before, self.logits_slot = self.logits_slot, slot
         try:
             yield
@@ -255,7 +255,7 @@ def apply(runner: Any) -> None:
 
 
 class PromptScorer:
-    """Scores the prompts of a model runner's requests.
+    """The scorer of the prompts in a model runner's requests.
 
     Args:
         runner: vLLM's model runner, with its model loaded.

@@ -79,7 +79,7 @@ class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[
 
 
 class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore[misc]
-    """Applies adapters to runs of rows; replaces vLLM's PunicaWrapperCPU.
+    """A wrapper that applies adapters to runs of rows, in place of vLLM's PunicaWrapperCPU.
 
     Attributes:
         token_runs: The runs among the tokens of the next step.

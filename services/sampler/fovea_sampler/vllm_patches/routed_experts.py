@@ -64,7 +64,7 @@ def apply() -> None:
 
 
 class ExpertRecorder:
-    """Records the experts that the routers of a runner's model choose.
+    """A recorder of the experts that the routers of a runner's model choose.
 
     Attributes:
         problem: The reason why experts cannot be recorded, or an empty string.
