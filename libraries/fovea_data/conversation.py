@@ -175,9 +175,9 @@ def check_positive(**values: float) -> None:
 
 
 def normalised(text: str) -> str:
-    """Returns a text in Unicode's composed form (NFC), the form of texts that tokenizers decode.
+    """Returns a text in Unicode's composed form (NFC), which tokenizers return when they decode.
 
-    File systems and keyboards may produce the decomposed form, which would not equal any answer.
+    File systems and keyboards may produce the decomposed form, which would never equal a decoded answer.
     """
     return unicodedata.normalize("NFC", text)
 

@@ -95,7 +95,7 @@ def _mib(text: str) -> int:
 
 
 def read_devices(text: str, flag: str, here: Sequence[str]) -> tuple[str, ...]:
-    """Parses the devices of a flag, such as `0,1`. Raises StartRefused for a device that does not exist."""
+    """Parses the devices of a flag, such as `0,1`. Raises StartRefused if one does not exist or is listed twice."""
     devices = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in devices:
         if name not in here:

@@ -183,7 +183,7 @@ def _parameter_count(directory: pathlib.Path) -> int:
 
 
 def check_names(models: Sequence[ServedModel]) -> None:
-    """Raises StartRefused if two models have the same name."""
+    """Raises StartRefused if two models have the same label (see `ServedModel.label`)."""
     if len({served.label for served in models}) < len(models):
         raise StartRefused(
             "--also-sample, --also-train", "two base models have the same name; give each a name with NAME=MODEL"
@@ -239,7 +239,7 @@ def check_alone(state_dir: pathlib.Path) -> None:
 
 
 def check_ports(host: str, ports: dict[str, int]) -> None:
-    """Raises StartRefused for the first port that cannot be listened on.
+    """Raises StartRefused if two ports are the same, and for the first port on which nothing can listen.
 
     Args:
         host: Address to listen on.

@@ -133,7 +133,7 @@ class GrammarTrials:
             self._known.popitem(last=False)
 
     async def _try(self, kind: Kind, text: str, owner: str) -> str:
-        """Returns the problem of the grammar, or an empty string if it may be used."""
+        """Returns the problem of the grammar, or an empty string if the engine may use the grammar."""
         # The dictionary is weak: the lock lives as long as a trial holds it or waits for it. `Lock.locked()` could not
         # tell when to delete a lock, because it is also false between a release and the wake-up of the next holder.
         turn = self._owners.setdefault(owner, asyncio.Lock())

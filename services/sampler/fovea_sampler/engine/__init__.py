@@ -1,1 +1,1 @@
-"""All code that imports vLLM. Some modules run in the service's process, the others in the engine's workers."""
+"""The code that drives vLLM. Some modules run in the service's process, the others in the engine's workers."""
