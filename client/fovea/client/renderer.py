@@ -17,7 +17,7 @@ from fovea.wire.rendered_input import ImageSpan
 
 
 class RendererClient(ServiceClient):
-    """Typed calls to one renderer. gRPC retries them on UNAVAILABLE, except uploads of images."""
+    """Typed calls to one renderer. All are safe to repeat; gRPC retries all but image uploads on UNAVAILABLE."""
 
     def __init__(self, address: str) -> None:
         super().__init__(

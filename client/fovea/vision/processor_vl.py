@@ -62,7 +62,7 @@ class ProcessorVL(VisionFamily):
     def _embedding_count(self, sizes: Sizes, tensors: ImageTensors) -> int:
         """Returns the number of embeddings that the tower makes of the tensors; 0 if their values are invalid.
 
-        Their types and shapes are valid.
+        Their types and shapes have been checked before.
         """
 
     @abstractmethod

