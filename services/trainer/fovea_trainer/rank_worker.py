@@ -148,9 +148,6 @@ def busy_lines(kernels: list[tuple[float, float, str]]) -> list[str]:
     return lines
 
 
-logger = logging.getLogger(__name__)
-
-
 class RankWorker:
     """This process's part of the trainer. Only the thread that calls `start` communicates with other ranks.
 

@@ -13,6 +13,7 @@ Shapes: T packed tokens, S padded tokens, M image embeddings, D hidden size.
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraWeights
 from fovea_trainer.model.lora_linear import LoraPair
 from fovea_trainer.model.packed_model import PackedModel
+
+logger = logging.getLogger(__name__)
 
 _LEAST = 64
 _MOST_SIZES = 24
@@ -202,6 +205,7 @@ class SmallPasses:
         self._stand_ins: LRUCache[Any, _StandIn] = LRUCache(_MOST_STANDINS)
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._records = True
 
     def takes(self, batch: Batch, recompute: bool) -> bool:
         """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on the answer."""
@@ -243,10 +247,19 @@ class SmallPasses:
         one = self._passes.get(key)
         if one is None:
             one = self._passes[key] = _Pass(self._module, size, stand_in, rows, weights.flat.device)
-        elif not one.is_recorded and self._has_room(size.tokens):
+        elif not one.is_recorded and self._records and self._has_room(size.tokens):
             with self._injector.holding(stand_in.pairs):
-                self._record(one)
+                self._try_to_record(one)
         return one
+
+    def _try_to_record(self, one: _Pass) -> None:
+        """Records a pass. If that fails, this pass and all later ones run without graphs, with the same results."""
+        try:
+            self._record(one)
+        except RuntimeError as error:
+            self._records = False
+            reason = str(error).splitlines()[0]
+            logger.warning("no CUDA graph of a training pass could be recorded, small steps take longer: %s", reason)
 
     def _record(self, one: _Pass) -> None:
         if self._stream is None:

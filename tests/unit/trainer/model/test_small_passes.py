@@ -140,6 +140,18 @@ def test_a_replayed_pass_is_equal_to_the_bit_and_mixes_no_adapters(device: str) 
     assert bool(kept_bytes) == (device == "cuda")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which no graph can be recorded")
+def test_where_no_graph_can_be_recorded_passes_run_without(caplog: pytest.LogCaptureFixture) -> None:
+    module, injector, _ = _loaded("cpu")
+    passes = SmallPasses(module, injector, 2048, lambda _: True, lambda _: None)
+    weights, batch = _adapter("cpu", 0), _batch("cpu", [30], images=False)
+    first, *others = [_found("cpu", passes, weights, batch) for _ in range(3)]
+    for logprobs, gradient in others:
+        assert torch.equal(logprobs, first[0])
+        assert torch.equal(gradient, first[1])
+    assert sum("no CUDA graph" in record.message for record in caplog.records) == 1
+
+
 def test_gradients_add_up_over_passes() -> None:
     passes = _passes("cpu")
     weights, (batch, cached) = _adapter("cpu", 0), _batch("cpu", [30], images=False)
