@@ -92,7 +92,8 @@ def test_a_loss_at_the_temperature_of_sampling(
     ratios = [training.forward(data, "ppo", config).result().metrics["ratio:max"] for config in configs]
     assert ratios[0] == pytest.approx(1, abs=1e-4)
     assert ratios[1] > 1.01
-    with pytest.raises(tinker.RequestFailedError, match=r"loss_config\.temperature is 3, needs 0\.01 to 2") as caught:
+    words = r"loss_config\.temperature is 3, but must be in 0\.01 \.\. 2"
+    with pytest.raises(tinker.RequestFailedError, match=words) as caught:
         training.forward(data, "ppo", {"temperature": 3.0}).result()
     assert_user_error(caught.value)
 
@@ -106,7 +107,7 @@ def test_settings_and_names_that_no_loss_has(
     cases: list[tuple[str, dict[str, float | str], str]] = [
         ("ppo", {"beta": 1.0}, r"beta is unknown for ppo; known: clip_low_threshold, clip_high_threshold"),
         ("ppo", {"clip_low_threshold": "low"}, r"clip_low_threshold is 'low'; ppo accepts numbers only"),
-        ("ppo", {"clip_low_threshold": 2.0}, r"clip_low_threshold is 2\.0, above"),
+        ("ppo", {"clip_low_threshold": 2.0}, r"clip_low_threshold is 2\.0, which is above"),
         ("gspo", {}, r"sequence_ratio_mask is missing: gspo requires it"),
         ("cross_entropy", {}, r"(advantages|logprobs) is unknown for cross_entropy"),
         ("stable_reinforce", {}, r"'stable_reinforce' is unknown; known: cross_entropy, .*gspo"),

@@ -262,7 +262,7 @@ async def check_waiting(gateway: Process) -> None:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError, match="takes over") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="waiting for the previous one to exit") as caught:
             await stub.CreateSession(gateway_pb2.CreateSessionRequest())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
