@@ -103,9 +103,7 @@ def packed_attention(
     """Implements transformers' attention interface.
 
     Args:
-        query: [1, H, T, D].
-        key: [1, H, T, D], possibly with fewer heads.
-        value: As `key`.
+        query: [1, H, T, D]; `key` and `value` may have fewer heads.
         attention_mask: Must be None; the bounds define visibility.
         scaling: As `Scores.scaling`.
         cu_seq_lens_q: int32 [documents + 1], bounds of the documents.
