@@ -165,10 +165,8 @@ class LoraWeights:
         self.flat_grad = torch.zeros_like(self.flat)
         self._cast = self.flat if dtype == self.flat.dtype else torch.zeros_like(self.flat, dtype=dtype)
         self._tensors: dict[str, Tensor] = {}
-        views: dict[str, list[Tensor]] = {}
-        for (name, shape), offset in zip(shapes.items(), _offsets(shapes.values()), strict=True):
-            flats = (self.flat, self._cast, self.flat_grad)
-            views[name] = [flat.narrow(0, offset, math.prod(shape)).view(shape) for flat in flats]
+        views = _views(shapes, self.flat, self._cast, self.flat_grad)
+        for name, shape in shapes.items():
             leaf = self._tensors[name] = views[name][0]
             if name.endswith("lora_A"):
                 first = place * shape[0] if shape != self._whole_shapes[name] else 0
@@ -202,13 +200,9 @@ class LoraWeights:
                 needs only as leaves of its graph.
             grad: float32, to which backward passes add.
         """
-        views: dict[str, list[Tensor]] = {}
-        for (name, shape), offset in zip(
-            self._whole_shapes.items(), _offsets(self._whole_shapes.values()), strict=True
-        ):
-            flats = (cast, cast, grad)
-            views[name] = [flat.narrow(0, offset, math.prod(shape)).view(shape) for flat in flats]
-            views[name][0].requires_grad_()
+        views = _views(self._whole_shapes, cast, cast, grad)
+        for leaf, *_ in views.values():
+            leaf.requires_grad_()
         return {module: _pair(views, module, self.settings.scale) for module in self.pairs}
 
     def cast(self) -> None:
@@ -223,10 +217,8 @@ class LoraWeights:
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields the PEFT name and a view of each tensor in a whole buffer, in order; see `whole`."""
-        for (name, shape), offset in zip(
-            self._whole_shapes.items(), _offsets(self._whole_shapes.values()), strict=True
-        ):
-            yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, math.prod(shape)).view(shape)
+        for name, (part,) in _views(self._whole_shapes, flat).items():
+            yield f"{PEFT_PREFIX}{name}.weight", part
 
     def initial(self) -> Tensor:
         """Returns a new buffer of the whole adapter at its initialization. Its B is zero, so it has no effect."""
@@ -279,10 +271,9 @@ class LoraWeights:
         return squares + own_squares
 
     def _own(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for (name, tensor), offset in zip(
-            self._tensors.items(), _offsets(tensor.shape for tensor in self._tensors.values()), strict=True
-        ):
-            yield f"{PEFT_PREFIX}{name}.weight", flat.narrow(0, offset, tensor.numel()).view(tensor.shape)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        for name, (part,) in _views(shapes, flat).items():
+            yield f"{PEFT_PREFIX}{name}.weight", part
 
 
 def _is_spread(shape: tuple[int, ...]) -> bool:
@@ -300,11 +291,14 @@ def _of_experts(views: Mapping[str, list[Tensor]], target: LoraTarget, settings:
     return ExpertAdapter({name.removeprefix(f"{target.name}."): Factor(*views[name]) for name in names}, settings.scale)
 
 
-def _offsets(shapes: Iterable[tuple[int, ...]]) -> Iterator[int]:
-    offset = 0
-    for shape in shapes:
-        yield offset
-        offset += math.prod(shape)
+def _views(shapes: Mapping[str, tuple[int, ...]], *flats: Tensor) -> dict[str, list[Tensor]]:
+    """Returns a view of each tensor in each flat buffer, in which the tensors of these shapes follow one another."""
+    views, offset = {}, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        views[name] = [flat.narrow(0, offset, size).view(shape) for flat in flats]
+        offset += size
+    return views
 
 
 def _initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -201,7 +201,7 @@ class SmallPasses:
     ) -> None:
         self._module, self._injector, self._most_tokens = module, injector, most_tokens
         self._has_room, self._set_aside = has_room, set_aside
-        self._passes: LRUCache[tuple[Any, _Size], _Pass] = LRUCache(_MOST_SIZES)
+        self._passes: LRUCache[tuple[_StandIn, _Size], _Pass] = LRUCache(_MOST_SIZES)
         self._stand_ins: LRUCache[Any, _StandIn] = LRUCache(_MOST_STANDINS)
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -243,7 +243,7 @@ class SmallPasses:
         return self._stand_ins[key]
 
     def _pass(self, stand_in: _StandIn, weights: LoraWeights, size: _Size, rows: int) -> _Pass:
-        key = (id(stand_in), size)
+        key = (stand_in, size)
         one = self._passes.get(key)
         if one is None:
             one = self._passes[key] = _Pass(self._module, size, stand_in, rows, weights.flat.device)
