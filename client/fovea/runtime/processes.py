@@ -45,15 +45,20 @@ def importing(*without: str) -> Iterator[None]:
 _HARMLESS = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ", "HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME")
 
 
+def python_path() -> str:
+    """Returns a PYTHONPATH with which another Python process finds the same modules as this one."""
+    return os.pathsep.join(entry for entry in sys.path if entry)
+
+
 def bare_environment(*prefixes: str, **more: str) -> dict[str, str]:
-    """Returns an environment without secrets, for a process that handles data from tenants.
+    """Returns an environment without secrets, for a Python process that handles data from tenants.
 
     Args:
         prefixes: Prefixes of further variables to keep.
         more: Variables to add or override.
     """
     kept = {name: value for name, value in os.environ.items() if name in _HARMLESS or name.startswith(prefixes)}
-    return kept | more
+    return kept | {"PYTHONPATH": python_path()} | more
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import queue
 import socket
 import subprocess
@@ -21,8 +20,6 @@ from fovea_renderer.image_header import ImageHeader, InvalidChunk
 from fovea_renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
 logger = logging.getLogger(__name__)
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 class WorkerDied(Exception):
@@ -77,8 +74,7 @@ class WorkerProcess:
             command = [sys.executable, "-m", self._settings.module, "--connection", str(theirs.fileno())]
             command += ["--tensors", str(memory.descriptor), "--model", str(self._settings.model_directory)]
             command += ["--memory-bytes", str(self._settings.memory_bytes)]
-            path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-            environment = bare_environment("OMP_", PYTHONPATH=path, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+            environment = bare_environment("OMP_", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), memory.descriptor],

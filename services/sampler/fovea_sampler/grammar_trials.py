@@ -153,11 +153,10 @@ class GrammarTrials:
         async with self._starting:
             if self._forks is None or self._forks.reading.done():
                 info = await asyncio.to_thread(self.tokenizer_info)
-                path = os.pathsep.join(place for place in sys.path if place)
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", __name__, str(os.getpid()),
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                    env=bare_environment(PYTHONPATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+                    env=bare_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
                 )  # fmt: skip
                 assert process.stdin is not None
                 process.stdin.write(info.replace("\n", " ").encode() + b"\n")

@@ -210,8 +210,7 @@ def _pid_of(link: socket.socket) -> int:
 def _environment() -> dict[str, str]:
     """Returns an environment without GPUs and secrets, with one thread."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return bare_environment(*_PREFIXES, **threads, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
+    return bare_environment(*_PREFIXES, **threads, CUDA_VISIBLE_DEVICES="")
 
 
 class Custom(Loss):
