@@ -18,8 +18,8 @@ from fovea_gateway.access.api_keys import Key, KeyRing, parse_scope
 from fovea_gateway.access.owners import LIMITS, Owner, Owners
 from fovea_gateway.access.scopes import Scope
 from fovea_gateway.access.usage import usage_for
-from fovea_gateway.components import Components
 from fovea_gateway.database.database import Database
+from fovea_gateway.fronts.components import Components
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, count_of
 from fovea_gateway.http.request_body import Body, parse_json, read
 

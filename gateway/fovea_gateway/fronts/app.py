@@ -18,8 +18,8 @@ from fovea.runtime.tasks import BackgroundTasks, repeat
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
 from fovea.wire.errors import FoveaError, SessionEnded
 from fovea_gateway.access.owners import LOOK_S
-from fovea_gateway.components import Components
 from fovea_gateway.fronts.administration import AdminServicer
+from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.gateway_servicer import GatewayServicer, named
 from fovea_gateway.fronts.grpc_interceptors import (
     MOST_CONNECTIONS,

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from fovea.api.v1 import gateway_pb2, gateway_pb2_grpc, model_input_pb2
 from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge
-from fovea_gateway.components import Components
+from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.grpc_interceptors import CallBudget
 from fovea_gateway.sessions.future import Kind, Pending, split_messages
 from fovea_gateway.settings import GatewaySettings

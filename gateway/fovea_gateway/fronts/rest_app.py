@@ -15,8 +15,8 @@ from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_
 from fovea.wire.errors import NotFound
 from fovea_gateway.access.scopes import Scope
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
-from fovea_gateway.components import Components
 from fovea_gateway.fronts.administration import AdminRoutes
+from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.openai_answers import OpenAIAnswers
 from fovea_gateway.fronts.openai_routes import OPENAI, OpenAIRoutes
 from fovea_gateway.health import Health

@@ -20,8 +20,8 @@ from chaos.simulation.event_loop import Process, VirtualLoop
 from chaos.simulation.fake_sampler import FakeRenderer, FakeSampler
 from chaos.simulation.fake_trainer import MODEL, FakeTrainer, TrainerDisk
 from chaos.simulation.network import HttpAnswer, Network, ask_app
-from fovea_gateway.components import Components
 from fovea_gateway.fronts.app import Upkeep
+from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.rest_app import build_api
 from fovea_gateway.settings import GatewaySettings
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.components import choose_discovery
+from fovea_gateway.fronts.components import choose_discovery
 from fovea_gateway.replicas.discovery import StaticDiscovery
 
 
