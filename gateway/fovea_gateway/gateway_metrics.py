@@ -11,13 +11,7 @@ sample    in the sampler
 train     in the trainer, including its queue
 """
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-
 from prometheus_client import Counter, Gauge, Histogram
-
-from fovea.runtime import tracing
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1800)
 
@@ -107,29 +101,3 @@ GPU_SECONDS = Counter(
     " device.",
     ["tenant", "kind"],
 )
-
-
-def note_usage(tenant: str, kind: str, usage: Mapping[str, float]) -> None:
-    """Counts the usage of a request of this kind: tokens as `trained_tokens` and so on, and `gpu_seconds`."""
-    for name, value in usage.items():
-        if value and name.endswith("_tokens"):
-            TOKENS.labels(tenant, name.removesuffix("_tokens")).inc(value)
-    if usage["gpu_seconds"]:
-        GPU_SECONDS.labels(tenant, kind).inc(usage["gpu_seconds"])
-
-
-@contextmanager
-def stage(name: str, kind: str) -> Iterator[None]:
-    """Measures one stage of a request of this kind, whether it succeeds or fails."""
-    started = time.perf_counter()
-    try:
-        with tracing.span(name):
-            yield
-    finally:
-        STAGE_SECONDS.labels(name, kind).observe(time.perf_counter() - started)
-
-
-def queued(kind: str, since: float) -> None:
-    """Records the queue stage, which began at `since` (in seconds of `time.time`) and ends now."""
-    STAGE_SECONDS.labels("queue", kind).observe(max(time.time() - since, 0.0))
-    tracing.record("queue", since)

@@ -1,4 +1,4 @@
-"""API keys: their text format, their database rows, and authentication with them. Only hashes are stored and compared.
+"""API keys: their text format, scopes and database rows, and the callers that they identify. Only hashes are stored.
 
 A key belongs to an owner. An owner is a name that outlives its keys.
 """
@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ import sqlalchemy as sa
 
 from fovea.runtime.hosts import host_of, is_loopback
 from fovea.wire.errors import InvalidInput, NotFound, PermissionDenied, Unauthenticated
-from fovea_gateway.access.scopes import CALLER, Caller, Scope
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import keys
 from fovea_gateway.database.sql_engine import insert_new
@@ -36,6 +36,63 @@ _KEY_BYTES = 32
 _ID_LENGTH = 12
 _KEY = re.compile(r"tml-[!-~]{1,500}")
 _OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+@]{0,99}")
+
+
+class Scope(enum.StrEnum):
+    """The permissions of a key; each scope includes those before it."""
+
+    READ = "read"
+    """Open sessions, look at models, checkpoints, results and the owner's usage."""
+    SAMPLE = "sample"
+    """Sample."""
+    TRAIN = "train"
+    """Create, train, save and delete models and checkpoints."""
+    ADMIN = "admin"
+    """Create and revoke keys, set limits, see usage and end sessions of all owners."""
+
+    def includes(self, other: "Scope") -> bool:
+        """Returns whether this scope permits what the other one permits."""
+        order = list(Scope)
+        return order.index(self) >= order.index(other)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a request, identified by its API key.
+
+    Attributes:
+        owner: The owner of the key; all data belongs to an owner.
+        key_id: The id of the key; empty for work that no request started.
+    """
+
+    owner: str
+    key_id: str = ""
+    scope: Scope = Scope.TRAIN
+
+    def require(self, scope: Scope, what: str) -> None:
+        """Raises PermissionDenied, which names `what`, if the key lacks the scope."""
+        if not self.scope.includes(scope):
+            raise PermissionDenied(
+                f"this API key ({self.key_id}) has scope {self.scope}, and {what} needs {scope}: use another key of "
+                f"yours, or ask the operator for one (`fovea keys create --owner {self.owner} --scope {scope}`)",
+                scope=scope.value,
+            )
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller(""))  # noqa: B039 - frozen
+"""The sender of the request that the current task answers."""
+
+
+def asked_owner(asked: str, what: str) -> str | None:
+    """Returns the owner of the requested data: the caller if `asked` is empty, None (all owners) if it is `*`.
+
+    Raises PermissionDenied, which names the data as `what`, for other owners if the caller lacks the scope admin.
+    """
+    caller = CALLER.get()
+    owner = asked or caller.owner
+    if owner != caller.owner:
+        caller.require(Scope.ADMIN, f"{what} of other owners")
+    return None if owner == "*" else owner
 
 
 class GivenKey(NamedTuple):

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
-from fovea_gateway.access.api_keys import Key, all_keys, change_key, check_owner, insert_key, random_key
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, check_owner, insert_key, random_key
 from fovea_gateway.database.migrations import find_revision
 from fovea_gateway.database.schema import REVISION, checkpoints, keys, owners, usage
 from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine

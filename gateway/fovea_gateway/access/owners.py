@@ -1,22 +1,31 @@
-"""Records that administrators write for owners: each owner's share of the services, and its limits."""
+"""Owners: the records that administrators write for them, their shares of what all owners use, and their usage.
+
+Usage is added in the same transaction that stores an outcome, so that nothing is counted twice or lost.
+"""
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from fovea.wire.errors import InvalidInput, ResourceExhausted
-from fovea_gateway.access.api_keys import check_owner
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.access.api_keys import asked_owner, check_owner
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import owners
+from fovea_gateway.database.schema import checkpoints, owners, usage
 from fovea_gateway.database.sql_engine import insert_new
 
 LOOK_S = 1.0
 """Seconds between two reads of the records, which a command may have changed."""
 _MOST = 2**62
+_DAY_S = 24 * 3600
+_MOST_DAYS = 3660
 _MOST_WEIGHT = 1000.0
 
 
@@ -127,6 +136,86 @@ class Owners:
             raise exceeded("max_requests_per_s", rate, "it sent more requests")
 
 
+class Quota:
+    """A limit on things that all owners share. Each owner may hold at most as many as are still free.
+
+    A single owner can therefore take half, and two owners a third each, so that some are always free for the next
+    owner. This is the dynamic threshold by which switches share their buffers (Choudhury and Hahne, 1998). Nothing is
+    reserved for owners that are absent.
+
+    Args:
+        setting: The name of the setting that contains the capacity.
+        capacity: The total number of things.
+        what: A plural noun for the things, for the error message.
+    """
+
+    def __init__(self, setting: str, capacity: int, what: str) -> None:
+        self._setting, self._capacity, self._what = setting, capacity, what
+        self._held: Counter[str] = Counter()
+        self._total = 0
+
+    def check(self, owner: str, count: int = 1) -> None:
+        """Raises ResourceExhausted if the owner may not take `count` more."""
+        free = self._capacity - self._total - (count - 1)
+        if self._held[owner] + count > free:
+            raise ResourceExhausted(
+                f"this owner has {self._held[owner]} {self._what}, and all have {self._total} of {self._setting} "
+                f"{self._capacity}: an owner may have as many as are free; send this request again later",
+                limit=self._setting,
+            )
+
+    def take(self, owner: str, count: int = 1) -> None:
+        """Records that the owner holds `count` more, without a check."""
+        self._held[owner] += count
+        self._total += count
+
+    def give(self, owner: str, count: int = 1) -> None:
+        """Records that the owner holds `count` less."""
+        self._held[owner] -= count
+        self._total -= count
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def reset(self, held: Mapping[str, int]) -> None:
+        """Replaces all recorded counts."""
+        self._held = Counter(held)
+        self._total = sum(held.values())
+
+    @property
+    def is_half_free(self) -> bool:
+        """Returns whether at most half of the capacity is in use, so that no owner can exceed its share."""
+        return self._total <= self._capacity // 2
+
+    def surplus(self, owner: str) -> int:
+        """Returns the amount that an owner must give back to hold no more than is free then; 0 or less means none."""
+        return (self._held[owner] + self._total - self._capacity + 1) // 2
+
+    def holding(self, owner: str) -> "QuotaUse":
+        """Returns a context manager. When it ends, it gives back the amount that `QuotaUse.take` took."""
+        return QuotaUse(self, owner)
+
+
+class QuotaUse:
+    """The amount that one request of an owner holds."""
+
+    def __init__(self, quota: Quota, owner: str) -> None:
+        self._quota, self._owner, self._count = quota, owner, 0
+
+    def take(self, count: int) -> None:
+        """Takes `count` more. Raises ResourceExhausted if the owner may not have them."""
+        self._quota.check(self._owner, count)
+        self._quota.take(self._owner, count)
+        self._count += count
+
+    def __enter__(self) -> "QuotaUse":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._quota.give(self._owner, self._count)
+
+
 def exceeded(limit: str, most: float, what: str) -> ResourceExhausted:
     """Returns the error for an owner that has reached a limit of its own."""
     return ResourceExhausted(
@@ -144,3 +233,100 @@ def put_owner(connection: sa.Connection, owner: Owner) -> None:
     values: dict[str, Any] = dataclasses.asdict(owner)
     if not insert_new(connection, owners, values):
         connection.execute(sa.update(owners).where(owners.c.owner == owner.owner).values(values))
+
+
+@dataclass
+class Usage:
+    """The resources that a piece of work used.
+
+    Attributes:
+        trained_tokens: Tokens of losses with gradients.
+        scored_tokens: Tokens of losses without gradients.
+        prompt_tokens: Prompt tokens of samples, including cached ones.
+        cached_tokens: Prompt tokens that a sampler had computed before.
+        sampled_tokens: Generated tokens.
+        gpu_seconds: The work's share, by tokens, of the time of the trainer and the samplers, times the number of their
+            devices.
+    """
+
+    trained_tokens: int = 0
+    scored_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    gpu_seconds: float = 0.0
+
+
+FIGURES = tuple(each.name for each in dataclasses.fields(Usage))
+
+
+class Used(NamedTuple):
+    """Usage of one owner's key."""
+
+    owner: str
+    key_id: str
+    usage: Usage
+
+
+def day_of(at: float) -> str:
+    """Returns a time's day in UTC, such as 2026-01-31."""
+    return time.strftime("%Y-%m-%d", time.gmtime(at))
+
+
+def add_usage(connection: sa.Connection, all_used: Iterable[Used], at: float) -> None:
+    """Adds usage to the rows of the UTC day that contains `at`, in seconds since the epoch."""
+    sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0] * len(FIGURES))
+    for owner, key_id, used in all_used:
+        values = [getattr(used, name) for name in FIGURES]
+        if any(values):
+            sums[owner, key_id] = [a + b for a, b in zip(sums[owner, key_id], values, strict=True)]
+    rows = [
+        {"owner": owner, "key_id": key_id, "day": day_of(at)} | dict(zip(FIGURES, values, strict=True))
+        for (owner, key_id), values in sorted(sums.items())
+    ]
+    if rows:
+        connection.execute(_adding(connection.dialect.name), rows)
+
+
+@cache
+def _adding(dialect: str) -> sa.Insert:
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    insert = postgresql.insert(usage) if dialect == "postgresql" else sqlite.insert(usage)
+    added = {name: usage.c[name] + insert.excluded[name] for name in FIGURES}
+    return insert.on_conflict_do_update(index_elements=["owner", "key_id", "day"], set_=added)
+
+
+def read_usage(connection: sa.Connection, owner: str | None, days: int) -> dict[str, Any]:
+    """Returns the usage of the last `days` days, including today, by owner, key and day; and each owner's stored bytes.
+
+    Args:
+        owner: None for all owners.
+    """
+    query = sa.select(usage).where(usage.c.day > day_of(time.time() - days * _DAY_S))
+    stored = sa.select(checkpoints.c.owner, sa.func.sum(checkpoints.c.size_bytes)).group_by(checkpoints.c.owner)
+    if owner is not None:
+        query, stored = query.where(usage.c.owner == owner), stored.where(checkpoints.c.owner == owner)
+    rows = connection.execute(query.order_by(usage.c.day, usage.c.owner, usage.c.key_id)).mappings()
+    return {
+        "usage": [dict(row) for row in rows],
+        "stored_bytes": {name: int(size_bytes) for name, size_bytes in connection.execute(stored)},
+    }
+
+
+def note_usage(tenant: str, kind: str, usage: Mapping[str, float]) -> None:
+    """Counts the usage of a request of this kind: tokens as `trained_tokens` and so on, and `gpu_seconds`."""
+    for name, value in usage.items():
+        if value and name.endswith("_tokens"):
+            metrics.TOKENS.labels(tenant, name.removesuffix("_tokens")).inc(value)
+    if usage["gpu_seconds"]:
+        metrics.GPU_SECONDS.labels(tenant, kind).inc(usage["gpu_seconds"])
+
+
+async def usage_for(database: Database, asked: str, days: int) -> dict[str, Any]:
+    """Returns the usage that the caller asked for. An empty `asked` means the caller's own; `*` means all owners.
+
+    Raises PermissionDenied for the usage of another owner if the caller lacks the scope admin.
+    """
+    owner = asked_owner(asked, "usage")
+    return await database.read(lambda connection: read_usage(connection, owner, min(days, _MOST_DAYS)))

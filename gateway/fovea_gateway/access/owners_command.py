@@ -10,8 +10,7 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import FoveaError
 from fovea_gateway.access.keys_command import print_table, run
-from fovea_gateway.access.owners import FIELDS, LIMITS, Owner, all_owners, put_owner
-from fovea_gateway.access.usage import FIGURES, read_usage
+from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.sql_engine import add_state_dir
 
 _DAYS = 30

@@ -16,8 +16,8 @@ from fovea.api.v1 import weights_pb2
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.conventions import ADAPTER_WEIGHTS
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
+from fovea_gateway.access.kept_rows import KeptRows, stored_bytes
 from fovea_gateway.access.owners import Owners
-from fovea_gateway.access.usage import KeptRows, stored_bytes
 from fovea_gateway.checkpoints.checkpoint import (
     EXTERNAL,
     SAMPLER,

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.access.scopes import Scope, asked_owner
+from fovea_gateway.access.api_keys import Scope, asked_owner
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
 from fovea_gateway.checkpoints.exports import Exports, Link

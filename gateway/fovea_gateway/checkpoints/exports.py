@@ -15,7 +15,7 @@ import pyrage
 import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
-from fovea_gateway.access.scopes import CALLER
+from fovea_gateway.access.api_keys import CALLER
 from fovea_gateway.checkpoints.checkpoint import TRAINING, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row
 from fovea_gateway.checkpoints.checkpoint_storage import Storage

@@ -21,7 +21,7 @@ from google.protobuf import json_format
 from fovea.api.v1 import weights_pb2
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
-from fovea_gateway.access.scopes import CALLER
+from fovea_gateway.access.api_keys import CALLER
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
 from fovea_gateway.checkpoints.exports import LinkSigner

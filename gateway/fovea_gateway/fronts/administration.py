@@ -14,10 +14,8 @@ from starlette.routing import Route
 
 from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
-from fovea_gateway.access.api_keys import Key, KeyRing, parse_scope
-from fovea_gateway.access.owners import LIMITS, Owner, Owners
-from fovea_gateway.access.scopes import Scope
-from fovea_gateway.access.usage import usage_for
+from fovea_gateway.access.api_keys import Key, KeyRing, Scope, parse_scope
+from fovea_gateway.access.owners import LIMITS, Owner, Owners, usage_for
 from fovea_gateway.database.database import Database
 from fovea_gateway.fronts.components import Components
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, count_of

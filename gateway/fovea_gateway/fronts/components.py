@@ -7,16 +7,15 @@ from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput, ServerPaths
 from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.fair_queue import FairQueue
-from fovea_gateway.access.owners import Owners
-from fovea_gateway.access.quotas import Quota
-from fovea_gateway.access.usage import KeptRows
+from fovea_gateway.access.kept_rows import KeptRows
+from fovea_gateway.access.owners import Owners, Quota
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.checkpoints.exports import Exports, LinkSigner
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.health import Health
-from fovea_gateway.live.live_state import Activity, LiveState
+from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.discovery import Discovery, StaticDiscovery
@@ -26,7 +25,7 @@ from fovea_gateway.replicas.samplers import Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots, Versions
 from fovea_gateway.sampling.sample_runner import SampleRunner
 from fovea_gateway.sampling.sampling_sessions import Sampling
-from fovea_gateway.sessions.future import Kind
+from fovea_gateway.sessions.future import Activity, Kind
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.result_room import ResultRoom
 from fovea_gateway.sessions.sessions import Sessions

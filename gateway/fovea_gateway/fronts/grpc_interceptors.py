@@ -22,10 +22,8 @@ from fovea.api.v1 import gateway_pb2
 from fovea.runtime.server import open_files
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE, MESSAGE_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, PayloadTooLarge
-from fovea_gateway.access.api_keys import KeyRing
-from fovea_gateway.access.owners import Owners
-from fovea_gateway.access.quotas import QuotaUse
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import KeyRing, Scope
+from fovea_gateway.access.owners import Owners, QuotaUse
 from fovea_gateway.http.connections import client_of
 from fovea_gateway.http.endpoint import not_ready
 from fovea_gateway.http.request_body import (

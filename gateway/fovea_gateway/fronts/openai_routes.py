@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire.errors import ContextOverflow, FoveaError, NotFound, Unauthenticated
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.checkpoints.checkpoint import SAMPLER, SCHEME, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
 from fovea_gateway.fronts.openai_answers import Asked, OpenAIAnswers

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from fovea.wire.errors import NotFound
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
 from fovea_gateway.fronts.administration import AdminRoutes
 from fovea_gateway.fronts.components import Components

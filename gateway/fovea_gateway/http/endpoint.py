@@ -28,8 +28,8 @@ from starlette.types import Scope as Connection
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.access.quotas import Quota
-from fovea_gateway.access.scopes import CALLER, Caller, Scope
+from fovea_gateway.access.api_keys import CALLER, Caller, Scope
+from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.request_body import INT64_MAX, Incoming
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
-from fovea_gateway.access.quotas import QuotaUse
+from fovea_gateway.access.owners import QuotaUse
 
 B = TypeVar("B", bound=BaseModel)
 R = TypeVar("R")

@@ -18,8 +18,8 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound
-from fovea_gateway.access.quotas import Quota
-from fovea_gateway.access.scopes import CALLER, Caller, Scope
+from fovea_gateway.access.api_keys import CALLER, Caller, Scope
+from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, compress, count_of, key_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
 from fovea_gateway.live.live_view import LiveView, to_text

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable, Unimplemented
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.http.endpoint import Endpoints, Json
 from fovea_gateway.http.model_inputs import ModelInput, input_from_json
 from fovea_gateway.http.request_body import (

@@ -25,14 +25,13 @@ from fovea.wire.errors import (
 )
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.fair_queue import Turn
-from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.replicas.base_models import BaseModel
 from fovea_gateway.replicas.replicas import ReplicaLeft
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress, Versions
 from fovea_gateway.sampling import sample_wire as targets
 from fovea_gateway.sampling.sample_wire import Cells
-from fovea_gateway.sessions.future import Kind, Pending, QueueState
+from fovea_gateway.sessions.future import Kind, Pending, QueueState, stage
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFound
-from fovea_gateway.access.usage import KeptRows
+from fovea_gateway.access.kept_rows import KeptRows
 from fovea_gateway.checkpoints.checkpoint import SCHEME
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database

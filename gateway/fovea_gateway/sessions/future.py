@@ -1,4 +1,4 @@
-"""Futures: accepted work, its progress and its outcome; and the encoding of requests and results."""
+"""Futures: accepted work, its progress and its outcome; the encoding of results; and recent ends for the live page."""
 
 import asyncio
 import enum
@@ -6,9 +6,11 @@ import io
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf import proto
 from google.protobuf.message import Message
@@ -16,14 +18,15 @@ from google.rpc import status_pb2
 
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, from_status, to_status
-from fovea_gateway import gateway_metrics
-from fovea_gateway.access.scopes import CALLER
-from fovea_gateway.access.usage import Usage
+from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.access.api_keys import CALLER
+from fovea_gateway.access.owners import Usage
 from fovea_gateway.database.writer import Job
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 INT64_MAX = 2**63 - 1
 _OUTCOME_BYTES = 1024
@@ -205,7 +208,9 @@ class Pending:
         """Records the start of the work. Repeated calls change nothing."""
         if self.progress.begun_at is None:
             self.progress.begun_at = time.time()
-            gateway_metrics.queued(self.submission.kind.value, self.submission.created_at)
+            waited_s = max(self.progress.begun_at - self.submission.created_at, 0.0)
+            metrics.STAGE_SECONDS.labels("queue", self.submission.kind.value).observe(waited_s)
+            tracing.record("queue", self.submission.created_at)
 
 
 @dataclass
@@ -239,6 +244,17 @@ async def run_to_outcome(pending: Pending, work: Awaitable[Done]) -> tuple[Done,
             tracing.note(reason=error.reason)
             logger.warning("%s of %s failed: %s: %s", submission.kind, submission.future_id, error.reason, error)
     return done, Outcome(submission.kind, join_messages(done.result), error)
+
+
+@contextmanager
+def stage(name: str, kind: str) -> Iterator[None]:
+    """Measures one stage of a request of this kind, whether it succeeds or fails."""
+    started = time.perf_counter()
+    try:
+        with tracing.span(name):
+            yield
+    finally:
+        metrics.STAGE_SECONDS.labels(name, kind).observe(time.perf_counter() - started)
 
 
 def future_id(scope: str, seq_id: int) -> str:
@@ -275,3 +291,89 @@ def split_messages(kind: type[M], blob: bytes) -> list[M]:
 def in_order(values: Mapping[str, float]) -> dict[str, float]:
     """Sorts a protobuf map by its keys. Map order differs between processes, but equal results must be equal bytes."""
     return dict(sorted(values.items()))
+
+
+_TRAINING_BYTES = 64 * 2**20
+_SAMPLE_BYTES = 32 * 2**20
+_SAMPLES = 512
+_FAILURES = 1000
+_PORTION_BYTES = 8 * 2**20
+_PORTION = 64
+
+
+class Ending(NamedTuple):
+    """A future that has ended, with its request if that was in memory."""
+
+    pending: Pending
+    outcome: Outcome
+
+
+class Failure(NamedTuple):
+    """A request that was refused, or a future that failed."""
+
+    owner: str
+    what: str
+    subject: str
+    error: FoveaError
+
+
+class _Queue(Generic[T]):
+    def __init__(self, most_bytes: int, most: int) -> None:
+        self._most_bytes, self._most = most_bytes, most
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+
+    def put(self, item: T, size_bytes: int) -> None:
+        self._items.append((item, size_bytes))
+        self._bytes += size_bytes
+        while self._items and (self._bytes > self._most_bytes or len(self._items) > self._most):
+            self._bytes -= self._items.popleft()[1]
+
+    def pop(self, most_bytes: int, most: int) -> list[T]:
+        """Removes and returns the oldest items up to the limits, but at least one."""
+        found: list[T] = []
+        left = most_bytes
+        while self._items and len(found) < most and (not found or left > 0):
+            item, size_bytes = self._items.popleft()
+            self._bytes -= size_bytes
+            left -= size_bytes
+            found.append(item)
+        return found
+
+
+@dataclass
+class Activity:
+    """The events that the live page has not read yet. A gateway has one instance.
+
+    Recording an event costs almost no time. The queues keep objects that the gateway has in memory anyway for a moment
+    longer. If too many events arrive at once, the oldest are dropped.
+    """
+
+    _training: _Queue[Ending] = field(default_factory=lambda: _Queue(_TRAINING_BYTES, 2**17))
+    _samples: _Queue[Ending] = field(default_factory=lambda: _Queue(_SAMPLE_BYTES, _SAMPLES))
+    _failures: _Queue[Failure] = field(default_factory=lambda: _Queue(2**62, _FAILURES))
+
+    def note_end(self, pending: Pending, outcome: Outcome) -> None:
+        """Records the end of a future."""
+        submission = pending.submission
+        if outcome.error is not None:
+            subject = pending.model or submission.scope
+            self._failures.put(Failure(submission.owner, submission.kind.value, subject, outcome.error), 0)
+        queue = self._samples if submission.kind is Kind.SAMPLE else self._training
+        queue.put(Ending(pending, outcome), len(outcome.result) + len(pending.request or b""))
+
+    def note_refusal(self, owner: str, route: str, error: FoveaError) -> None:
+        """Records the refusal of a REST request of an owner."""
+        self._failures.put(Failure(owner, route, "", error), 0)
+
+    def pop_training(self) -> list[Ending]:
+        """Returns ended commands in order. If there are many, the next call returns the rest."""
+        return self._training.pop(_PORTION_BYTES, 2000)
+
+    def pop_samples(self) -> list[Ending]:
+        """Returns ended samples in order. If there are many, the next call returns the rest."""
+        return self._samples.pop(_PORTION_BYTES, _PORTION)
+
+    def pop_failures(self) -> list[Failure]:
+        """Returns the refused requests and the failed futures."""
+        return self._failures.pop(2**62, _FAILURES)

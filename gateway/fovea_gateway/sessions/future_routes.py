@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.wire.errors import FoveaError
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.http.endpoint import BurstLimiter, Endpoints, Json, compress
 from fovea_gateway.http.request_body import Body, parse_json, read
 from fovea_gateway.sessions.future import Kind, Outcome, Pending, ResultEncoder

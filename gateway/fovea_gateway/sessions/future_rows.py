@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningInsert
 
-from fovea_gateway.access.usage import Used, add_usage
+from fovea_gateway.access.owners import Used, add_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import future_requests, future_results, futures
 from fovea_gateway.database.sql_engine import insertion

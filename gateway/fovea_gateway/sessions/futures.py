@@ -17,9 +17,7 @@ from cachetools import LRUCache
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.access.owners import Owners, exceeded
-from fovea_gateway.access.quotas import Quota
-from fovea_gateway.access.usage import Used, add_usage
+from fovea_gateway.access.owners import Owners, Quota, Used, add_usage, exceeded, note_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.writer import Batched, Job
 from fovea_gateway.sessions import future_rows as rows
@@ -277,7 +275,7 @@ class Futures:
     async def store_usage(self, pending: Pending) -> None:
         """Stores the usage of work that has no future."""
         used = [_used(pending)]
-        metrics.note_usage(pending.submission.owner, pending.submission.kind.value, vars(pending.usage))
+        note_usage(pending.submission.owner, pending.submission.kind.value, vars(pending.usage))
         await self._database.write(lambda connection: add_usage(connection, used, time.time()))
 
     def _check_share(self, submission: Submission) -> None:
@@ -377,7 +375,7 @@ class Futures:
         if outcome.held_bytes <= _RECENT_BYTES:
             self._recent[submission.future_id] = submission.owner, outcome
         metrics.FINISHED.labels(submission.kind.value, outcome.error.reason if outcome.error else "OK").inc()
-        metrics.note_usage(submission.owner, submission.kind.value, vars(pending.usage))
+        note_usage(submission.owner, submission.kind.value, vars(pending.usage))
         metrics.FUTURE_SECONDS.labels(submission.kind.value).observe(time.time() - submission.created_at)
         metrics.PENDING.set(len(self._pending))
         self._on_end(pending, outcome)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.wire.errors import Unimplemented
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, paging
 from fovea_gateway.http.request_body import Body, parse_json, read
 from fovea_gateway.sessions.sessions import Session, Sessions

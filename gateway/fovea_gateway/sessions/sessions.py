@@ -13,9 +13,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import NotFound, SessionEnded
-from fovea_gateway.access.quotas import Quota
-from fovea_gateway.access.scopes import CALLER, Scope, asked_owner
-from fovea_gateway.access.usage import KeptRows, check_text
+from fovea_gateway.access.api_keys import CALLER, Scope, asked_owner
+from fovea_gateway.access.kept_rows import KeptRows, check_text
+from fovea_gateway.access.owners import Quota
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, sessions
 from fovea_gateway.database.sql_engine import insert_new

@@ -25,7 +25,6 @@ from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import custom_losses
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.gateway_metrics import stage
 from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
@@ -40,6 +39,7 @@ from fovea_gateway.sessions.future import (
     join_messages,
     run_to_outcome,
     split_messages,
+    stage,
 )
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Sessions

@@ -10,7 +10,7 @@ from functools import partial
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, SessionEnded
-from fovea_gateway.access.usage import KeptRows
+from fovea_gateway.access.kept_rows import KeptRows
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
 from fovea_gateway.sessions.future import Kind, Outcome, Pending, Submission, check_seq_id, future_id

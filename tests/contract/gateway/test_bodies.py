@@ -8,7 +8,7 @@ import zstandard
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import ResourceExhausted
-from fovea_gateway.access.quotas import Quota
+from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.request_body import SMALL_BYTES, parse_start
 from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.requests import PROTOBUF, Rest

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from fovea.api.v1 import admin_pb2, gateway_pb2
 from fovea.wire.errors import from_rpc_error
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.fronts.rest_app import build_api
 from tests.contract.gateway import valid_messages
 from tests.contract.gateway.conftest import Stand, running

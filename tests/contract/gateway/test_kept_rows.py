@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fovea_gateway.access import usage
+from fovea_gateway.access import kept_rows
 from fovea_gateway.access.owners import Owner
 from fovea_gateway.checkpoints import checkpoint_routes
 from fovea_gateway.checkpoints.checkpoint_registry import Search
@@ -97,7 +97,7 @@ async def test_one_owner_fills_its_share_of_rows_alone_and_what_is_over_makes_ro
     assert "error" not in await save(alice, model_id, 1, "a")
     await sweep(stand)
     assert (await bob.post("create_session")).status_code == 429, "what has just ended is kept for a while"
-    monkeypatch.setattr(usage, "_FRESH_S", 0.0)
+    monkeypatch.setattr(kept_rows, "_FRESH_S", 0.0)
     await sweep(stand)
     assert (await bob.post("create_session")).status_code == 200
     await stand.stop()

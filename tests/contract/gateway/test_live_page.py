@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.live import live_routes
 from fovea_gateway.live.live_state import read_curves
 from fovea_gateway.live.step_curves import StepCurves

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2_grpc
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.access.owners import Owner
-from fovea_gateway.access.scopes import Scope
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest, text_datum
 from tests.contract.gateway.test_tenants import base_session, keyed, sample_request

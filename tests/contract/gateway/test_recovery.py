@@ -21,7 +21,7 @@ from fovea.wire.errors import (
     StorageBehind,
     Unavailable,
 )
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.sessions.future import Kind, Pending
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training import housekeeping

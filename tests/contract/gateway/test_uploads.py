@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from fovea_gateway.access.scopes import Scope
+from fovea_gateway.access.api_keys import Scope
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.keeping import KeepingTrainer

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from fovea.wire.errors import ResourceExhausted
-from fovea_gateway.access.quotas import Quota
+from fovea_gateway.access.owners import Quota
 
 
 def fill(quota: Quota, owner: str) -> int:

@@ -10,8 +10,7 @@ import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, InvalidInput, NotFound
-from fovea_gateway.access.owners import Owners
-from fovea_gateway.access.quotas import Quota
+from fovea_gateway.access.owners import Owners, Quota
 from fovea_gateway.database.database import Database
 from fovea_gateway.sessions import future_rows as rows
 from fovea_gateway.sessions.future import Kind, Outcome, Pending, State, Submission

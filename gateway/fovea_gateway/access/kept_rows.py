@@ -1,24 +1,17 @@
-"""Usage of owners by key and day, and removal of old rows from the database.
+"""The bytes of database rows that hold clients' texts, and the removal of old rows."""
 
-Usage is added in the same transaction that stores an outcome, so that nothing is counted twice or lost.
-"""
-
-import dataclasses
 import json
 import logging
-import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
 
 import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.access.quotas import Quota
-from fovea_gateway.access.scopes import asked_owner
+from fovea_gateway.access.owners import Quota, read_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import (
     checkpoints,
@@ -30,7 +23,6 @@ from fovea_gateway.database.schema import (
     sampling_sessions,
     sessions,
     snapshots,
-    usage,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,8 +36,6 @@ ask how it ended.
 _ROWS_PER_JOB = 500
 _MOST_PAUSE_S = 3600.0
 """The longest pause between two searches for expired rows. Each search reads all rows of ended sessions."""
-_DAY_S = 24 * 3600
-_MOST_DAYS = 3660
 ROW_BYTES = 1024
 """The assumed size of a row besides its texts, including its share of the indexes."""
 _TEXTS: dict[sa.Table, tuple[str, ...]] = {
@@ -55,94 +45,6 @@ _TEXTS: dict[sa.Table, tuple[str, ...]] = {
     checkpoints: ("user_metadata",),
 }
 """The columns that contain clients' texts, by table."""
-
-
-@dataclass
-class Usage:
-    """The resources that a piece of work used.
-
-    Attributes:
-        trained_tokens: Tokens of losses with gradients.
-        scored_tokens: Tokens of losses without gradients.
-        prompt_tokens: Prompt tokens of samples, including cached ones.
-        cached_tokens: Prompt tokens that a sampler had computed before.
-        sampled_tokens: Generated tokens.
-        gpu_seconds: The work's share, by tokens, of the time of the trainer and the samplers, times the number of their
-            devices.
-    """
-
-    trained_tokens: int = 0
-    scored_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    sampled_tokens: int = 0
-    gpu_seconds: float = 0.0
-
-
-FIGURES = tuple(each.name for each in dataclasses.fields(Usage))
-
-
-class Used(NamedTuple):
-    """Usage of one owner's key."""
-
-    owner: str
-    key_id: str
-    usage: Usage
-
-
-def day_of(at: float) -> str:
-    """Returns a time's day in UTC, such as 2026-01-31."""
-    return time.strftime("%Y-%m-%d", time.gmtime(at))
-
-
-def add_usage(connection: sa.Connection, all_used: Iterable[Used], at: float) -> None:
-    """Adds usage to the rows of the UTC day that contains `at`, in seconds since the epoch."""
-    sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0] * len(FIGURES))
-    for owner, key_id, used in all_used:
-        values = [getattr(used, name) for name in FIGURES]
-        if any(values):
-            sums[owner, key_id] = [a + b for a, b in zip(sums[owner, key_id], values, strict=True)]
-    rows = [
-        {"owner": owner, "key_id": key_id, "day": day_of(at)} | dict(zip(FIGURES, values, strict=True))
-        for (owner, key_id), values in sorted(sums.items())
-    ]
-    if rows:
-        connection.execute(_adding(connection.dialect.name), rows)
-
-
-@cache
-def _adding(dialect: str) -> sa.Insert:
-    from sqlalchemy.dialects import postgresql, sqlite
-
-    insert = postgresql.insert(usage) if dialect == "postgresql" else sqlite.insert(usage)
-    added = {name: usage.c[name] + insert.excluded[name] for name in FIGURES}
-    return insert.on_conflict_do_update(index_elements=["owner", "key_id", "day"], set_=added)
-
-
-def read_usage(connection: sa.Connection, owner: str | None, days: int) -> dict[str, Any]:
-    """Returns the usage of the last `days` days, including today, by owner, key and day; and each owner's stored bytes.
-
-    Args:
-        owner: None for all owners.
-    """
-    query = sa.select(usage).where(usage.c.day > day_of(time.time() - days * _DAY_S))
-    stored = sa.select(checkpoints.c.owner, sa.func.sum(checkpoints.c.size_bytes)).group_by(checkpoints.c.owner)
-    if owner is not None:
-        query, stored = query.where(usage.c.owner == owner), stored.where(checkpoints.c.owner == owner)
-    rows = connection.execute(query.order_by(usage.c.day, usage.c.owner, usage.c.key_id)).mappings()
-    return {
-        "usage": [dict(row) for row in rows],
-        "stored_bytes": {name: int(size_bytes) for name, size_bytes in connection.execute(stored)},
-    }
-
-
-async def usage_for(database: Database, asked: str, days: int) -> dict[str, Any]:
-    """Returns the usage that the caller asked for. An empty `asked` means the caller's own; `*` means all owners.
-
-    Raises PermissionDenied for the usage of another owner if the caller lacks the scope admin.
-    """
-    owner = asked_owner(asked, "usage")
-    return await database.read(lambda connection: read_usage(connection, owner, min(days, _MOST_DAYS)))
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
