@@ -13,10 +13,10 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
 from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, check_owner, insert_key, random_key
+from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
 from fovea_gateway.database.schema import REVISION, checkpoints, keys, owners, usage
 from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine
-from fovea_gateway.database.writer import Job, Result
 
 _DAY_S = 24 * 3600
 

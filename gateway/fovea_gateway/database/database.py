@@ -11,25 +11,187 @@ over aiosqlite takes 2.2 ms, because it changes threads for every statement.
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 
 from fovea.wire.errors import Unavailable
-from fovea_gateway.database.sql_engine import is_lost, make_engine, parse_url, translate
-from fovea_gateway.database.writer import Job, Result, Superseded, Writer
+from fovea_gateway.database import migrations
+from fovea_gateway.database.ownership import DiskReserve, SessionOwnership, Superseded, make_ownership
+from fovea_gateway.database.sql_engine import describe, is_lost, make_engine, parse_url, translate
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Job = Callable[[sa.Connection], Result]
 _GROUP_SIZE = 256  # writes in one transaction
 _READERS = 4  # threads, with one connection each
 _READ_RETRY_S = 0.2
 _START_PATIENCE_S = 30.0
 _CLOSE_PATIENCE_S = 5.0
+_RETRY_S = 0.2
+
+
+class Stopped(Exception):
+    """The process is ending before the database has come back."""
+
+
+@dataclass(frozen=True)
+class Batched(Generic[Item, Result]):
+    """A job on one item. Adjacent jobs in the queue with the same `run` share one call of it.
+
+    Args:
+        run: Does the job for several items; returns one result per item, in their order.
+        item: The item of this job.
+    """
+
+    run: Callable[[sa.Connection, list[Item]], list[Result]]
+    item: Item
+
+    def __call__(self, connection: sa.Connection) -> Result:
+        """Runs only this job."""
+        return self.run(connection, [self.item])[0]
+
+
+class Writer:
+    """The only connection that writes, in a thread of its own. It commits groups of jobs; a lost connection neither
+    loses a group nor applies it twice.
+
+    Args:
+        engine: The engine of the database; its URL selects the kind of ownership.
+        patience_s: Seconds that the first connection may take; later ones have no limit.
+        stopped: Once it is set, every wait ends with Stopped.
+    """
+
+    def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
+        self._engine, self._patience_s = engine, patience_s
+        self._ownership = make_ownership(engine.url)
+        self._session = self._ownership if isinstance(self._ownership, SessionOwnership) else None
+        self.reserve = DiskReserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
+        self._connection: sa.Connection | None = None
+        self._last_mark = 0
+        self._stopped = stopped
+
+    def open(self) -> None:
+        """Waits until this gateway owns the state, then creates or migrates the tables.
+
+        Raises:
+            Unavailable: The database does not answer, or rejects the user or the tables.
+            Internal: Its schema is unknown, or another gateway uses its folder.
+        """
+        connection = self._connect(time.monotonic() + self._patience_s)
+        try:
+            with connection.begin():
+                migrations.upgrade(connection)
+                if self._session is not None:
+                    self._session.begin(connection)
+        except sa.exc.DBAPIError as error:
+            raise Unavailable(f"{self._name} rejects Fovea's tables: {str(error.orig).strip()}") from None
+        self.reserve.take()
+
+    def commit(self, jobs: list[Job[Any]]) -> list[Any]:
+        """Returns the result of each job, or its exception if it failed. Raises Superseded."""
+        try:
+            return self._transact(jobs)
+        except Superseded:
+            raise
+        except Stopped:
+            return [
+                Unavailable("the gateway is stopping and its database is unavailable: send this request again later")
+            ] * len(jobs)
+        except Exception as error:
+            if len(jobs) == 1:
+                return [translate(error, self._engine.url)]
+        # A failed job must not fail its neighbours, so run each on its own.
+        return [self.commit([job])[0] for job in jobs]
+
+    def close(self) -> None:
+        """Closes the connection and releases the state."""
+        self._drop()
+        self._ownership.release()
+
+    def _transact(self, jobs: list[Job[Any]]) -> list[Any]:
+        number, results, is_repeated = self._last_mark + 1, [], False
+        while True:
+            try:
+                connection = self._connection or self._connect()
+                if is_repeated and self._is_committed(connection, number):
+                    break
+                with connection.begin():
+                    if self._session is not None:
+                        self._session.mark(connection, number)
+                    results = _run(connection, jobs)
+                break
+            except sa.exc.DBAPIError as error:
+                if self.reserve.is_full(error) and self.reserve.give_up():
+                    continue
+                if not is_lost(error):
+                    raise
+                logger.warning("%s: connection lost with %d writes pending: %s", self._name, len(jobs), error.orig)
+                self._drop()
+                is_repeated = True
+        self._last_mark = number
+        return results
+
+    def _is_committed(self, connection: sa.Connection, number: int) -> bool:
+        """Returns whether the transaction was committed even though the answer to its commit was lost."""
+        with connection.begin():
+            return self._session is not None and self._session.last_mark(connection) == number
+
+    def _connect(self, give_up_at: float = math.inf) -> sa.Connection:
+        """Connects and acquires the state; waits without limit while another gateway owns it."""
+        said = ""
+        while not self._stopped.is_set():
+            try:
+                connection = self._connection = self._connection or self._engine.connect()
+                give_up_at = math.inf
+                with connection.begin():
+                    is_taken = self._ownership.take(connection)
+                if is_taken:
+                    if said:
+                        logger.info("%s: this gateway owns it now", self._name)
+                    return connection
+                reason = "waiting until the gateway that owns it exits"
+            except sa.exc.DBAPIError as error:
+                self._drop()
+                reason = str(error.orig).strip()
+                if not is_lost(error) or time.monotonic() > give_up_at:
+                    raise Unavailable(f"{self._name} rejects the connection: {reason}") from None
+            if reason != said:
+                logger.info("%s: %s", self._name, reason)
+                said = reason
+            self._stopped.wait(_RETRY_S)
+        raise Stopped
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.invalidate()
+            self._connection.close()
+            self._connection = None
+
+    @property
+    def _name(self) -> str:
+        return describe(self._engine.url)
+
+
+def _run(connection: sa.Connection, jobs: list[Job[Any]]) -> list[Any]:
+    """Runs jobs in their order, since the outcome of a future may directly follow its submission."""
+    results: list[Any] = []
+    for run, alike in groupby(jobs, lambda job: job.run if isinstance(job, Batched) else None):
+        if run is None:
+            results += [job(connection) for job in alike]
+        else:
+            results += run(connection, [job.item for job in alike if isinstance(job, Batched)])
+    return results
 
 
 class Database:

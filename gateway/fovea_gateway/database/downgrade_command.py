@@ -8,8 +8,8 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError
 from fovea_gateway.database import migrations
+from fovea_gateway.database.ownership import make_ownership
 from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine, parse_url
-from fovea_gateway.database.writer import make_ownership
 
 
 def main() -> None:

@@ -14,10 +14,9 @@ from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFoun
 from fovea_gateway.access.kept_rows import KeptRows
 from fovea_gateway.checkpoints.checkpoint import SCHEME
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
-from fovea_gateway.database.database import Database
+from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import sampling_sessions
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.database.writer import Job
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
 from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, version_of

@@ -21,7 +21,7 @@ from fovea.wire.errors import FoveaError, Internal, InvalidInput, from_status, t
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import CALLER
 from fovea_gateway.access.owners import Usage
-from fovea_gateway.database.writer import Job
+from fovea_gateway.database.database import Job
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.owners import Owners, Quota, Used, add_usage, exceeded, note_usage
-from fovea_gateway.database.database import Database
-from fovea_gateway.database.writer import Batched, Job
+from fovea_gateway.database.database import Batched, Database, Job
 from fovea_gateway.sessions import future_rows as rows
 from fovea_gateway.sessions.future import Kind, Outcome, Pending, State, Submission
 from fovea_gateway.sessions.future_rows import Completion, CompletionLogs, Target

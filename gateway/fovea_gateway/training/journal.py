@@ -26,9 +26,8 @@ from google.protobuf.message import Message
 from fovea.wire.errors import EndsTrainer, FailedPrecondition, FoveaError, ResourceExhausted, Unavailable
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.fair_queue import FairQueue, Turn
-from fovea_gateway.database.database import Database
+from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import future_requests, journal, journal_numerics, journal_requests, models
-from fovea_gateway.database.writer import Job
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.sessions.future import Done, Kind, Pending, QueueState, Submission, future_id, stage
 from fovea_gateway.sessions.futures import Futures

@@ -16,10 +16,9 @@ from fovea.wire.errors import BrokenOff, FailedPrecondition, FoveaError, ModelLo
 from fovea_gateway.access.owners import Owners
 from fovea_gateway.checkpoints.checkpoint import TRAINING
 from fovea_gateway.checkpoints.checkpoint_registry import public_models, rows_of_model
-from fovea_gateway.database.database import Database
+from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import custom_losses, journal, models, sessions
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.database.writer import Job
 from fovea_gateway.replicas.replicas import TrainerLink
 
 logger = logging.getLogger(__name__)

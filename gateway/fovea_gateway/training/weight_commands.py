@@ -16,7 +16,7 @@ from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotF
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl, put_row
 from fovea_gateway.checkpoints.exports import complete_export, parse_recipients
-from fovea_gateway.database.writer import Job
+from fovea_gateway.database.database import Job
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers

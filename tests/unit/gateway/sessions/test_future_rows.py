@@ -8,9 +8,8 @@ import pytest
 import sqlalchemy as sa
 
 from fovea_gateway.database import schema
-from fovea_gateway.database.database import Database
+from fovea_gateway.database.database import Batched, Database
 from fovea_gateway.database.sql_engine import make_engine, parse_url
-from fovea_gateway.database.writer import Batched
 from fovea_gateway.sessions import future_rows as rows
 from fovea_gateway.sessions.future import Kind, Outcome, State, Submission
 
