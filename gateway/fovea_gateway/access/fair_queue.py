@@ -274,11 +274,10 @@ class FairQueue:
                 owner = self._first_below(each) if self._inside < self._places else ""
             if not owner:
                 return
-            if self._kept_for:
-                owner = self._kept_for
-                if not self._flows[owner].waiting:
-                    return
-                self._kept_for = ""
+            if self._kept_for and self._flows[self._kept_for].waiting:
+                owner, self._kept_for = self._kept_for, ""
+            elif self._kept_for and self._inside + 1 >= whole:
+                return
             self._let_in(owner)
 
     def _first_below(self, most: int) -> str:

@@ -34,7 +34,7 @@ from fovea_gateway.training.batches import Batches, CustomLosses
 from fovea_gateway.training.commands import Command, CommandRunner, StepCommands
 from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.housekeeping import OrphanCollector, Suspension
-from fovea_gateway.training.journal import Journal, TrainerQueue
+from fovea_gateway.training.journal import TRAINER_SLOTS, Journal, TrainerQueue
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.replay import Replay
 from fovea_gateway.training.residency import Residency
@@ -165,7 +165,7 @@ class Components:
         self, name: str, link: TrainerLink, renderers: Renderers, settings: GatewaySettings
     ) -> TrainerSide:
         batches = Batches(self.futures, renderers, self.custom_losses, link)
-        fair_queue = FairQueue(1, self.owners.weight, settings.trainer_concurrency)
+        fair_queue = FairQueue(TRAINER_SLOTS, self.owners.weight, TRAINER_SLOTS * settings.trainer_concurrency)
         queue = TrainerQueue(self.futures, link, fair_queue, self.sessions.is_wanted)
         steps = StepCommands(self.futures, self.models, batches, link, queue)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s

@@ -179,6 +179,7 @@ class Pending:
     Attributes:
         request: The serialized request, or None if it must be read from the database.
         usage: The resources used so far.
+        place: The place of a loss computation in a pass of the trainer, with which it can be repeated bit for bit.
         work: The task that runs the work, if it can be cancelled.
         refusal: The error that prevented the storing of the submission; None if there was none.
         accepted: Set once the submission has been stored or could not be stored.
@@ -191,6 +192,7 @@ class Pending:
     state: State = State.QUEUED
     progress: Progress = field(default_factory=Progress)
     usage: Usage = field(default_factory=Usage)
+    place: str = ""
     work: asyncio.Task[None] | None = None
     is_finishing: bool = False
     refusal: BaseException | None = None

@@ -166,7 +166,7 @@ class CommandRunner:
         _note_end(model, submission, outcome.error)
         effects = [
             *done.effects,
-            *self._journal.record(self._trainer, model, submission, done, outcome.error, is_first),
+            *self._journal.record(self._trainer, model, pending, done, outcome.error, is_first),
         ]
         if submission.kind in BATCH_KINDS:
             self._batches.drop(pending)
@@ -265,13 +265,16 @@ class StepCommands:
     ) -> ForwardBackwardResult:
         batch.header.seq_id = pending.submission.seq_id
         batch.header.drop_gradients = drop_gradients
+        batch.header.place = pending.place
         tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
+        shares = not batch.header.HasField("custom_loss")
         async with self._trainer_queue.admit(
-            pending, "computing, or waiting for the trainer", tokens, is_again=model is None
+            pending, "computing, or waiting for the trainer", tokens, is_again=model is None, shares=shares
         ):
             client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
             in_groups = self._trainer.info is not None and self._trainer.info.takes_groups
             answer = await client.forward_backward(batch.header, batch.datums, None, in_groups)
+        pending.place = answer.place
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
             pending.usage.trained_tokens += tokens
         else:
@@ -295,7 +298,7 @@ class StepCommands:
                 "again, then optim_step"
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-        async with self._trainer_queue.admit(pending, "stepping, or waiting for the trainer"):
+        async with self._trainer_queue.admit(pending, "stepping, or waiting for the trainer", shares=True):
             client = self._models.client_of(model, self._trainer)
             answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])

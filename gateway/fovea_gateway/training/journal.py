@@ -49,6 +49,11 @@ _FIRST_S, _FIRST_TOKEN_S = 0.05, 0.0005
 _NEWEST = 0.5
 """The weight of the newest measurement in the moving average."""
 _KNOWN = 4096
+TRAINER_SLOTS = 16
+"""A command that needs the trainer for itself occupies all slots, a small one its part of the tokens of a shared pass.
+"""
+PLACE = "place"
+"""The place of a loss computation in a pass of the trainer. In the same place it gives the same bits."""
 _MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
 """The number of trainer deaths after which a command fails.
 
@@ -67,7 +72,8 @@ class Entry:
         subject: The object of the command: the id of the snapshot that it created, or the folder that it loaded.
         digest: The digest of the answer that the client received.
         size_bytes: The size of the request.
-        numerics: The numerical settings that the trainer reported when it ran the command. Empty in old entries.
+        numerics: The numerical settings that the trainer reported when it ran the command, and `PLACE`. Empty in old
+            entries.
     """
 
     model_id: str
@@ -111,7 +117,7 @@ class Journal:
         self,
         trainer: TrainerLink,
         model: Model,
-        submission: Submission,
+        pending: Pending,
         done: Done,
         error: FoveaError | None,
         drops_gradients: bool,
@@ -121,6 +127,7 @@ class Journal:
         There are none if the command did not change its model, or if the trainer keeps no recovery, because the command
         could not run again then.
         """
+        submission = pending.submission
         is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
         is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # Its snapshot is in storage already.
         if submission.kind not in _CHANGING or (error is not None and not is_cleared) or is_named:
@@ -135,7 +142,7 @@ class Journal:
         entry = Entry(
             model.model_id, submission.seq_id, model.owner, model.session_id, submission.kind,
             drops_gradients or is_cleared, done.subject, digest_of(done.result),
-            numerics=dict(trainer.info.numerics),
+            numerics={**trainer.info.numerics, **({PLACE: pending.place} if pending.place else {})},
         )  # fmt: skip
         return [lambda connection: _move(connection, submission.future_id, entry)]
 
@@ -301,13 +308,16 @@ class TrainerQueue:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def admit(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
+    async def admit(
+        self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False, shares: bool = False
+    ) -> AsyncIterator[None]:
         """Waits until the command may go to the trainer, and occupies a slot until the block ends.
 
         Args:
             doing: A description of the work, for the client's progress report.
             tokens: The number of tokens in its batch; 0 for a command without a batch.
             is_again: Whether the command has run before and runs again to restore a model.
+            shares: Whether the trainer may compute the command together with those of other models.
 
         Raises EndsTrainer if the trainer died too often during this command.
         """
@@ -317,7 +327,7 @@ class TrainerQueue:
         pace = self._paces.get(key, _FIRST_TOKEN_S if tokens else _FIRST_S)
         following = future_id(submission.scope, submission.seq_id + 1)
         turn = Turn(
-            submission.owner, 1000 * pace * units, is_timed=True,
+            submission.owner, 1000 * pace * units, size=self._size(units) if shares else TRAINER_SLOTS, is_timed=True,
             is_followed=lambda: self._futures.unfinished_kind(following) is not None,
             is_wanted=lambda: is_again or self._is_wanted(submission.session_id),
         )  # fmt: skip
@@ -336,6 +346,11 @@ class TrainerQueue:
                 self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
             devices = self._trainer.info.world_size if self._trainer.info is not None else 1
             pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
+
+    def _size(self, tokens: int) -> int:
+        """Returns the slots of a command that may share a pass."""
+        most = self._trainer.info.shared_tokens if self._trainer.info is not None else 0
+        return min(-(-TRAINER_SLOTS * tokens // most), TRAINER_SLOTS) if most else TRAINER_SLOTS
 
     @asynccontextmanager
     async def _watching(self, submission: Submission) -> AsyncIterator[None]:

@@ -13,7 +13,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.sessions.future import Kind, Pending, Submission, future_id
-from fovea_gateway.training.journal import Entry, Journal, TrainerQueue, digest_of
+from fovea_gateway.training.journal import PLACE, Entry, Journal, TrainerQueue, digest_of
 from fovea_gateway.training.models import Model
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ class Replay:
         request = await self._journal.request_of(entry)
         pending = _pending(model, entry.kind, entry.seq_id, request)
         if entry.kind is Kind.FORWARD_BACKWARD:  # `compute` renders first and waits for the trainer afterwards.
-            self._compare(entry, await self._compute(pending, entry.drops_gradients))
+            pending.place = entry.numerics.get(PLACE, "alone")
+            self._compare(entry, await self._compute(pending, entry.drops_gradients), pending.place)
             return
         async with self._trainer_queue.admit(pending, "running again, or waiting for the trainer", is_again=True):
             await self._run_admitted(model, entry, request)
@@ -154,11 +155,12 @@ class Replay:
         frozen = await self._trainer.client.take_snapshot(model_id, entry.subject, "", self._timeout_s)
         self._note(entry, frozen.digest == kept.identity.digest)
 
-    def _compare(self, entry: Entry, result: Sequence[Message]) -> None:
-        self._note(entry, digest_of(result) == entry.digest)
+    def _compare(self, entry: Entry, result: Sequence[Message], place: str = "") -> None:
+        is_moved = place != entry.numerics.get(PLACE, "alone")
+        self._note(entry, digest_of(result) == entry.digest, is_moved)
 
-    def _note(self, entry: Entry, is_equal: bool) -> None:
-        is_expected = is_equal or bool(self._other_numerics(entry))
+    def _note(self, entry: Entry, is_equal: bool, is_moved: bool = False) -> None:
+        is_expected = is_equal or is_moved or bool(self._other_numerics(entry))
         metrics.REPLAYED.labels("equal" if is_equal else "rounded" if is_expected else "different").inc()
         if not is_expected:
             logger.error(

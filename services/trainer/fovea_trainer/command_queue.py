@@ -7,9 +7,10 @@ other ranks of this trainer only.
 import asyncio
 import queue
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
 from fovea_trainer import trainer_metrics
 from fovea_trainer.batches.datum_decoding import Datum, DatumSize
+from fovea_trainer.batches.places import Place, Share
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import Adam
 
@@ -78,6 +80,8 @@ class ForwardBackward:
         datums: The serialized datums, checked on rank 0.
         sizes: Size of each datum.
         decoded: The decoded datums, on rank 0 only; not sent to other ranks.
+        share: The conditions under which the call may share a pass; None if it computes alone.
+        place: The place of a shared pass in which the call must run, because it ran there before; None for any.
     """
 
     model_id: str
@@ -87,9 +91,18 @@ class ForwardBackward:
     datums: list[bytes]
     sizes: list[DatumSize]
     decoded: list[Datum] | None = None
+    share: Share | None = None
+    place: Place | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "decoded": None}
+
+
+@dataclass(frozen=True)
+class SharedPass:
+    """Computes calls of different models together. Its result has the result or the error of each call."""
+
+    calls: list[ForwardBackward]
 
 
 @dataclass(frozen=True)
@@ -202,6 +215,7 @@ Command = (
     | DeleteModel
     | PrepareLosses
     | ForwardBackward
+    | SharedPass
     | ClearGradients
     | OptimStep
     | SaveState
@@ -252,6 +266,7 @@ class CommandQueue:
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
         self._jobs: queue.Queue[Job] = queue.Queue()
+        self._put_back: deque[Job] = deque()
         self._pending: set[Future[Any]] = set()
         self._broken: FoveaError | None = Unavailable("the trainer is still loading its model")
 
@@ -284,17 +299,45 @@ class CommandQueue:
         self._jobs.put(Job(command, result))
         return await asyncio.wrap_future(result)
 
-    def next(self) -> Job:
-        """Returns the next job, or a heartbeat if no job arrives for `heartbeat_s` seconds."""
+    def next(self) -> list[Job]:
+        """Returns the next job, or a heartbeat if no job arrives for `heartbeat_s` seconds.
+
+        A call that may share a pass comes with all waiting calls of other models that can share it. Jobs of one model
+        keep their order.
+        """
         while True:
             try:
-                job = self._jobs.get(timeout=self._heartbeat_s)
+                job = self._put_back.popleft() if self._put_back else self._jobs.get(timeout=self._heartbeat_s)
             except queue.Empty:
-                return Job(Heartbeat(), Future())
-            trainer_metrics.QUEUED.dec()
-            if job.result.set_running_or_notify_cancel():
-                trainer_metrics.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
-                return job
+                return [Job(Heartbeat(), Future())]
+            if self._starts(job):
+                return [job, *self._sharing(job)]
+
+    def _starts(self, job: Job) -> bool:
+        """Marks a job as running. Returns False if its caller is gone."""
+        trainer_metrics.QUEUED.dec()
+        if not job.result.set_running_or_notify_cancel():
+            return False
+        trainer_metrics.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
+        return True
+
+    def _sharing(self, first: Job) -> Iterator[Job]:
+        """Starts and yields the waiting calls that can share a pass with the first one."""
+        share = first.command.share if isinstance(first.command, ForwardBackward) else None
+        if share is None:
+            return
+        with suppress(queue.Empty):
+            while True:
+                self._put_back.append(self._jobs.get_nowait())
+        passed, count = {getattr(first.command, "model_id", "")}, 1
+        for job in list(self._put_back):
+            model_id, other = getattr(job.command, "model_id", ""), getattr(job.command, "share", None)
+            if count < share.most and model_id not in passed and other is not None and share.takes(other):
+                self._put_back.remove(job)
+                if self._starts(job):
+                    count += 1
+                    yield job
+            passed.add(model_id)
 
     def shut_down(self) -> None:
         """Makes the ranks exit after all queued commands."""

@@ -66,6 +66,11 @@ class PreparedCall:
     images: dict[str, FeatureTensors]
     cached: dict[str, VisionOutput] | None
 
+    @property
+    def name(self) -> str:
+        """The model and its step, for errors."""
+        return f"model {self.model.model_id!r} at step {self.model.step}"
+
 
 class LossComputer:
     """Runs forward_backward calls on this rank."""
@@ -94,8 +99,8 @@ class LossComputer:
         self._sandbox = sandbox
         # Only a single rank records passes: with several, the recording would include the collectives of FSDP.
         most_tokens = recorded_tokens if sharded.mesh.size() == 1 else 0
-        self._small_passes = SmallPasses(
-            self._module, injector, most_tokens, memory.has_room_to_record, memory.set_aside
+        self.small_passes = SmallPasses(
+            self._module, injector, most_tokens, memory.has_room_to_record, memory.has_room_to_share, memory.set_aside
         )
 
     def prepare(self) -> bool:
@@ -116,6 +121,8 @@ class LossComputer:
             ResourceExhausted: Memory ran out, or a datum may not fit.
             FeatureEvicted: A renderer no longer holds an image; see `TensorFetcher.tensors_of`.
         """
+        if command.backward and command.drop_gradients:
+            model.zero_gradients()
         budgets = self._memory.budgets(model.pending_bytes if command.backward else 0, model.trains_vision)
         schedule = self._plan(command, budgets)
         call = self._control.agree(lambda: self._prepare(command, model, schedule, budgets))
@@ -189,8 +196,14 @@ class LossComputer:
         if not alone:
             for step in schedule.steps:
                 self._memory.check_fits(self._tokens_of(command, step, self._control.rank), budgets)
+        return self.inputs(command, model, alone, schedule.datums_of(self._control.rank))
+
+    def inputs(
+        self, command: ForwardBackward, model: TrainedModel, alone: bool, indices: Iterable[int]
+    ) -> PreparedCall:
+        """Decodes and fetches the inputs of some datums. Raises the errors of both. Not collective."""
         loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header), self._sandbox)
-        datums = {index: self._datum(command, index, loss) for index in schedule.datums_of(self._control.rank)}
+        datums = {index: self._datum(command, index, loss) for index in indices}
         cached = None
         if not model.trains_vision:
             counts = {span.feature.digest: span.embedding_count for datum in datums.values() for span in datum.spans}
@@ -240,7 +253,7 @@ class LossComputer:
                 logprobs_TK = self._logprobs(call, batch, recompute)
                 if own:  # a rank without a datum computes a filler
                     result.count_experts(self._module.expert_loads.counts())
-                total, found = _losses_of(batch, logprobs_TK, call.loss, result)
+                total, found = losses_of(batch, logprobs_TK, call.loss, result)
             if call.command.backward:
                 torch.autograd.backward([total])
                 call.model.collect_gradients()
@@ -248,7 +261,7 @@ class LossComputer:
 
         def bring_to_host() -> None:
             for found in batches:
-                result.add(found, call.loss.name, f"model {call.model.model_id!r} at step {call.model.step}")
+                result.add(found, call.loss.name, call.name)
 
         for step, run_tower in zip(schedule.steps, towers, strict=True):
             _guard(call.alone, result, partial(compute, step, run_tower))
@@ -266,9 +279,9 @@ class LossComputer:
         if (
             isinstance(call.model, AdapterModel)
             and call.cached is not None
-            and self._small_passes.takes(batch, recompute)
+            and self.small_passes.takes(batch, recompute)
         ):
-            return self._small_passes.logprobs(batch, call.model.weights, call.cached, temperature)
+            return self.small_passes.logprobs(batch, call.model.weights, call.cached, temperature)
         found: Tensor = self._module(batch, call.model.unembedding, call.cached, recompute, temperature)
         return found
 
@@ -297,21 +310,26 @@ def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:
         result.run_out(error)
 
 
-def _losses_of(batch: Batch, logprobs_TK: Tensor, loss: Loss, result: RankResult) -> tuple[Tensor, MicroBatchResult]:
+def losses_of(
+    batch: Batch, logprobs_TK: Tensor, loss: Loss, result: RankResult, own: slice = slice(None)
+) -> tuple[Tensor, MicroBatchResult]:
     """Returns the sum of the losses of a micro-batch, a scalar with gradient, and the results to report.
 
     Without a loss, the sum is a zero that depends on the model, because all ranks must run the backward pass.
+
+    Args:
+        own: The datums of the call.
     """
-    parts = batch.split_logprobs(logprobs_TK)
+    datums, parts = batch.datums[own], batch.split_logprobs(logprobs_TK)[own]
     rows = [part.detach() for part in parts]
     try:
         if result.failure is None and parts:
-            values = loss.compute_each([datum.index for datum in batch.datums], parts, batch.inputs)
+            values = loss.compute_each([datum.index for datum in datums], parts, batch.inputs[own])
             losses = torch.stack([value.loss for value in values])
             measures = {
                 name: torch.stack([value.metrics[name] for value in values]).detach() for name in values[0].metrics
             }
-            return losses.sum(), MicroBatchResult(batch.datums, rows, losses.detach(), measures)
+            return losses.sum(), MicroBatchResult(datums, rows, losses.detach(), measures)
     except FoveaError as error:
         result.fail(error)
-    return logprobs_TK.sum() * 0.0, MicroBatchResult(batch.datums, rows, None, {})
+    return logprobs_TK.sum() * 0.0, MicroBatchResult(datums, rows, None, {})

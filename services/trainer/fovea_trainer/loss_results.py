@@ -25,6 +25,9 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
 }
 
+ALONE = "alone"
+"""The place of a call that shared no pass."""
+
 _GAP_INPUTS = ("logprobs", "advantages", "weights")
 
 
@@ -37,11 +40,14 @@ class ForwardBackwardResult:
             those of its own.
         metrics: Metrics of the call; empty on other ranks.
         packing_efficiency: As `Plan.efficiency`.
+        place: The slot of a shared pass, as `Place` writes it, or `ALONE`. With the same place, the call has the same
+            result bit for bit when it runs again.
     """
 
     logprobs: Logprobs
     metrics: Metrics
     packing_efficiency: float
+    place: str = ALONE
 
     @property
     def size_bytes(self) -> int:

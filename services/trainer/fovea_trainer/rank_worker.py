@@ -24,6 +24,7 @@ from fovea_trainer.command_queue import (
     ForwardBackward,
     Job,
     OptimStep,
+    SharedPass,
     Shutdown,
     resolve,
 )
@@ -212,11 +213,11 @@ class RankWorker:
     def lead(self, queue: CommandQueue) -> None:
         """Distributes and executes commands on rank 0, until `Shutdown`."""
         while True:
-            job = queue.next()
+            job, *others = queue.next()
             self._control.broadcast(job.command)
             if isinstance(job.command, Shutdown):
                 return self._exit()
-            self._run(job)
+            self._run(job, others)
 
     def follow(self) -> None:
         """Executes the commands of rank 0 on any other rank, until `Shutdown`."""
@@ -240,26 +241,42 @@ class RankWorker:
         self._peers.report_stop()
         return True
 
-    def _run(self, job: Job) -> None:
-        name = type(job.command).__name__
+    def _run(self, job: Job, others: list[Job]) -> None:
+        """Runs a job, together with calls that share its pass. Only a single rank has such calls."""
         started = time.perf_counter()
+        jobs = [job, *others]
         try:
             with job.traced(), self._profiler.around(job):
-                result = self.engine.execute(job.command)
-        except FoveaError as error:
-            trainer_metrics.COMMANDS.labels(name, error.reason).inc()
-            resolve(job.result, error=error)
+                results = self._results(jobs)
         except Exception:
-            trainer_metrics.COMMANDS.labels(name, "TRAINER_LOST").inc()
+            trainer_metrics.COMMANDS.labels(type(job.command).__name__, "TRAINER_LOST").inc()
             raise  # `fail_all` sets the result later, once the failed rank is known
-        else:
-            trainer_metrics.COMMANDS.labels(name, "OK").inc()
-            trainer_metrics.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)
-            trainer_metrics.MODELS.set(len(self.engine.models))
-            if isinstance(job.command, DeleteModel):
-                trainer_metrics.forget_model(job.command.model_id)
-            _show_peak()
-            resolve(job.result, result)
+        for one, result in zip(jobs, results, strict=True):
+            self._report(one, result, time.perf_counter() - started)
+        _show_peak()
+
+    def _results(self, jobs: list[Job]) -> list[Any]:
+        """Returns the result of each job, or its FoveaError."""
+        commands = [job.command for job in jobs]
+        try:
+            if len(jobs) == 1:
+                return [self.engine.execute(commands[0])]
+            calls = [command for command in commands if isinstance(command, ForwardBackward)]
+            return list(self.engine.execute(SharedPass(calls)))
+        except FoveaError as error:
+            return [error] * len(jobs)
+
+    def _report(self, job: Job, result: Any, seconds: float) -> None:
+        name = type(job.command).__name__
+        if isinstance(result, FoveaError):
+            trainer_metrics.COMMANDS.labels(name, result.reason).inc()
+            return resolve(job.result, error=result)
+        trainer_metrics.COMMANDS.labels(name, "OK").inc()
+        trainer_metrics.COMMAND_SECONDS.labels(name).observe(seconds)
+        trainer_metrics.MODELS.set(len(self.engine.models))
+        if isinstance(job.command, DeleteModel):
+            trainer_metrics.forget_model(job.command.model_id)
+        resolve(job.result, result)
 
     def _exit(self) -> None:
         if self._peers:

@@ -93,6 +93,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             memory_total_bytes=memory.total_bytes,
             memory_kind=memory.kind,
             takes_groups=True,
+            shared_tokens=engine.shared.most_tokens,
         )
 
     async def CreateModel(
@@ -165,7 +166,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         else:
             for output in outputs:
                 yield trainer_pb2.ForwardBackwardResponse(output=output)
-        yield trainer_pb2.ForwardBackwardResponse(metrics=trainer_pb2.Metrics(values=outcome.metrics))
+        metrics = trainer_pb2.Metrics(values=outcome.metrics)
+        yield trainer_pb2.ForwardBackwardResponse(metrics=metrics, place=outcome.place)
 
     async def FetchAhead(
         self, request: trainer_pb2.FetchAheadRequest, context: Context
@@ -333,11 +335,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, header: trainer_pb2.ForwardBackwardHeader, datums: list[trainer_pb2.Datum]
     ) -> command_queue.ForwardBackward:
         engine = self._engine()
-        engine.model(header.model_id)
+        model = engine.model(header.model_id)
         loss = loss_of(header)
         decoded = [decode_datum(datum, index, loss, engine.limits) for index, datum in enumerate(datums)]
         check_digests(decoded)
         sizes = [datum.size for datum in decoded]
+        share = engine.shared.share_of(model, loss, decoded, header.backward)
         return command_queue.ForwardBackward(
             header.model_id,
             header.SerializeToString(),
@@ -346,6 +349,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             [datum.SerializeToString() for datum in datums],
             sizes,
             decoded,
+            None if header.place else share,
+            engine.shared.place_of(header.place, share),
         )
 
 

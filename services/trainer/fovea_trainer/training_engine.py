@@ -24,18 +24,18 @@ from fovea_trainer.batches.datum_decoding import Datum, DatumLimits
 from fovea_trainer.batches.micro_batch import BatchLayout
 from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutputCache
 from fovea_trainer.forward_backward import LossComputer
-from fovea_trainer.loss_results import ForwardBackwardResult
 from fovea_trainer.losses import Sandbox
 from fovea_trainer.model.expert_routing import expert_mesh, expert_shape
 from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_trainer.model.packed_model import build_model, read_weights
-from fovea_trainer.model.sharding import ShardedModel
+from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder
 from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
 from fovea_trainer.settings import TrainerSettings
+from fovea_trainer.shared_calls import SharedCalls
 from fovea_trainer.weights.checkpoint_folder import CheckpointRoots
 from fovea_trainer.weights.snapshot_store import SnapshotStore, specs_of
 from fovea_trainer.weights.snapshot_taker import SnapshotTaker
@@ -102,7 +102,7 @@ class TrainingEngine:
         self._injector = LoraInjector(self._targets)
         size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         keep = settings.keep_gathered == "always" or (
-            settings.keep_gathered == "auto" and size_bytes <= _keep_gathered_bytes(self._device)
+            settings.keep_gathered == "auto" and size_bytes <= keep_gathered_bytes(self._device)
         )
         mesh = init_device_mesh(self._device.type, (self._control.world_size,))
         experts = expert_shape(module.hf)
@@ -132,6 +132,7 @@ class TrainingEngine:
             self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox,
             self._injector, settings.recorded_tokens,
         )  # fmt: skip
+        self.shared = SharedCalls(self._losses, layout, vision, self._memory_budget)
         self._layout = layout
         logger.info(
             "%s with %.1f M parameters in %s on %s, %s between micro-batches",
@@ -184,8 +185,12 @@ class TrainingEngine:
                 return self._delete(command)
             case command_queue.PrepareLosses():
                 return self._losses.prepare()
+            case command_queue.ForwardBackward(place=None):
+                return self._losses.run(command, self.model(command.model_id))
             case command_queue.ForwardBackward():
-                return self._forward_backward(command)
+                return self.shared.run([command], self.models)[0]
+            case command_queue.SharedPass():
+                return self.shared.run(command.calls, self.models)
             case command_queue.ClearGradients():
                 return self.model(command.model_id).zero_gradients()
             case command_queue.OptimStep():
@@ -342,12 +347,6 @@ class TrainingEngine:
         self.adapters.release_model(model_id)
         self.full.release_model(model_id)
 
-    def _forward_backward(self, command: command_queue.ForwardBackward) -> ForwardBackwardResult:
-        model = self.model(command.model_id)
-        if command.backward and command.drop_gradients:
-            model.zero_gradients()
-        return self._losses.run(command, model)
-
     def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
         model = self.model(command.model_id)
         if self.recovery is not None:
@@ -389,10 +388,3 @@ def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
         return []
     weights = model.weights
     return specs_of(dict(weights.named(torch.empty(weights.whole_size, device="meta"))))
-
-
-def _keep_gathered_bytes(device: torch.device) -> int:
-    """Returns the largest model size in bytes for which every rank keeps the whole model in memory."""
-    if device.type == "cpu":
-        return 2**30
-    return torch.cuda.get_device_properties(device).total_memory // 6

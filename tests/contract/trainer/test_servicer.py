@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class RecordingRank:
         self.family = family_of("qwen3_vl")
         self.limits = DatumLimits(100, 16, small_qwen3_vl())
         self.models = {"m": None}
+        self.shared = SimpleNamespace(most_tokens=0, share_of=lambda *_: None, place_of=lambda *_: None)
         self.hints: list[tuple[str, list[str]]] = []
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -53,7 +55,7 @@ class RecordingRank:
         self.hints.append((model_id, [feature.digest for feature in features]))
 
     def _run(self) -> None:
-        while not isinstance((job := self._queue.next()).command, command_queue.Shutdown):
+        while not isinstance((job := self._queue.next()[0]).command, command_queue.Shutdown):
             with job.traced():
                 self.commands.append(job.command)
             answer = self.answers.pop(0) if self.answers else None

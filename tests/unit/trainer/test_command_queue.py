@@ -6,12 +6,13 @@ import threading
 import pytest
 
 from fovea.wire.errors import InvalidInput, Unavailable
-from fovea_trainer.command_queue import ClearGradients, CommandQueue, Heartbeat, Shutdown, resolve
+from fovea_trainer.batches.places import Share
+from fovea_trainer.command_queue import ClearGradients, CommandQueue, ForwardBackward, Heartbeat, Shutdown, resolve
 
 
 def _serve(queue: CommandQueue, seen: list[str], gate: threading.Event) -> threading.Thread:
     def run() -> None:
-        while not isinstance((job := queue.next()).command, Shutdown):
+        while not isinstance((job := queue.next()[0]).command, Shutdown):
             gate.wait()
             if isinstance(job.command, ClearGradients):
                 seen.append(job.command.model_id)
@@ -61,7 +62,7 @@ async def test_a_broken_trainer_fails_everything_at_once() -> None:
     queue.open()
     calls = [asyncio.create_task(queue.submit(ClearGradients(name))) for name in ("a", "b")]
     await asyncio.sleep(0)
-    running = queue.next()
+    (running,) = queue.next()
     await asyncio.to_thread(queue.fail_all, Unavailable("rank 1 died"))
     for call in calls:
         with pytest.raises(Unavailable, match="rank 1 died"):
@@ -74,4 +75,29 @@ async def test_a_broken_trainer_fails_everything_at_once() -> None:
 
 
 def test_idleness_makes_heartbeats() -> None:
-    assert isinstance(CommandQueue(0.01).next().command, Heartbeat)
+    assert isinstance(CommandQueue(0.01).next()[0].command, Heartbeat)
+
+
+def _call(model_id: str, rows: int = 64, kind: str = "a") -> ForwardBackward:
+    return ForwardBackward(model_id, b"", True, False, [], [], None, Share(kind, rows, 3))
+
+
+async def test_waiting_calls_of_other_models_come_with_the_first_one() -> None:
+    """Jobs of one model keep their order, and a pass takes no more calls than it has slots."""
+    queue = CommandQueue(60)
+    queue.open()
+    commands = [
+        _call("a"), ClearGradients("b"), _call("b"), _call("a"), _call("c"), _call("d", kind="b"), _call("e", 128),
+        _call("f"), _call("g"),
+    ]  # fmt: skip
+    calls = [asyncio.create_task(queue.submit(command)) for command in commands]
+    await asyncio.sleep(0)
+    calls[7].cancel()
+    await asyncio.sleep(0)
+    found = []
+    while len(found) < 5:
+        jobs = queue.next()
+        found.append([number for job in jobs for number, command in enumerate(commands) if command is job.command])
+        for job in jobs:
+            resolve(job.result)
+    assert found == [[0, 4, 8], [1], [2, 3], [5], [6]]

@@ -16,7 +16,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self, with_kept: bool = ...) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind", "takes_groups")
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind", "takes_groups", "shared_tokens")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class GetTrainerInfoResponse(_message.Message):
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
     TAKES_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     instance_id: str
@@ -78,7 +79,8 @@ class GetTrainerInfoResponse(_message.Message):
     memory_total_bytes: int
     memory_kind: str
     takes_groups: bool
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., takes_groups: bool = ...) -> None: ...
+    shared_tokens: int
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., takes_groups: bool = ..., shared_tokens: _Optional[int] = ...) -> None: ...
 
 class FullParameterConfig(_message.Message):
     __slots__ = ()
@@ -161,7 +163,7 @@ class DatumGroup(_message.Message):
     def __init__(self, datums: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ...) -> None: ...
 
 class ForwardBackwardHeader(_message.Message):
-    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count", "custom_loss", "seq_id", "drop_gradients", "reads_groups")
+    __slots__ = ("model_id", "loss_function", "loss_config", "backward", "datum_count", "custom_loss", "seq_id", "drop_gradients", "reads_groups", "place")
     class LossConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +180,7 @@ class ForwardBackwardHeader(_message.Message):
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     DROP_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     READS_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     loss_function: str
     loss_config: _containers.ScalarMap[str, float]
@@ -187,7 +190,8 @@ class ForwardBackwardHeader(_message.Message):
     seq_id: int
     drop_gradients: bool
     reads_groups: bool
-    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ..., seq_id: _Optional[int] = ..., drop_gradients: bool = ..., reads_groups: bool = ...) -> None: ...
+    place: str
+    def __init__(self, model_id: _Optional[str] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., datum_count: _Optional[int] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ..., seq_id: _Optional[int] = ..., drop_gradients: bool = ..., reads_groups: bool = ..., place: _Optional[str] = ...) -> None: ...
 
 class CustomLoss(_message.Message):
     __slots__ = ("name", "inputs", "graph")
@@ -223,14 +227,16 @@ class Datum(_message.Message):
     def __init__(self, input: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., loss_inputs: _Optional[_Mapping[str, _tensor_pb2.Tensor]] = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
-    __slots__ = ("output", "metrics", "group")
+    __slots__ = ("output", "metrics", "group", "place")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     output: DatumOutput
     metrics: Metrics
     group: OutputGroup
-    def __init__(self, output: _Optional[_Union[DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., group: _Optional[_Union[OutputGroup, _Mapping]] = ...) -> None: ...
+    place: str
+    def __init__(self, output: _Optional[_Union[DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., group: _Optional[_Union[OutputGroup, _Mapping]] = ..., place: _Optional[str] = ...) -> None: ...
 
 class OutputGroup(_message.Message):
     __slots__ = ("outputs",)

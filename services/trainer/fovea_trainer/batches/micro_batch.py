@@ -223,6 +223,12 @@ class BatchLayout:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
+def fillers(tokens: int, longest: int) -> list[Datum]:
+    """Returns blank datums with that many tokens in total, each with at most `longest`."""
+    whole, rest = divmod(tokens, longest)
+    return [*[Datum.blank(longest)] * whole, *([Datum.blank(rest)] if rest else [])]
+
+
 def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> list[tuple[str, int]]:
     """Returns the digest and the number of embeddings of each image that the tower must process.
 

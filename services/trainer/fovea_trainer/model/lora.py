@@ -22,7 +22,7 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
 from fovea_trainer.model.expert_routing import DATA, EXPERTS, gather_from_experts
 from fovea_trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
-from fovea_trainer.model.lora_linear import LoraPair, Trained, shared_products
+from fovea_trainer.model.lora_linear import LoraPair, StackedPair, Trained, shared_products
 from fovea_trainer.model.model_family import LoraTarget, Role
 from fovea_trainer.model.optimizer import LARGEST_WEIGHT
 
@@ -190,20 +190,24 @@ class LoraWeights:
         """A key that is equal for adapters with the same tensors at the same places and the same scale."""
         return tuple(self._whole_shapes.items()), self.settings.scale
 
-    def pairs_on(self, cast: Tensor, grad: Tensor) -> dict[str, LoraPair]:
+    def pairs_on(self, cast: Tensor, grad: Tensor, rows: int | None = None) -> dict[str, LoraPair]:
         """Returns pairs like those of this adapter, but over other buffers with the same layout.
 
         The adapter must not adapt experts.
 
         Args:
             cast: Weights in the model's dtype, used in products. They also replace the float32 weights, which a pass
-                needs only as leaves of its graph.
+                needs only as leaves of its graph. [size of an adapter], or [adapters, size] with `rows`.
             grad: float32, to which backward passes add.
+            rows: Number of rows of each adapter, for pairs of stacked adapters.
         """
         views = _views(self._whole_shapes, cast, cast, grad)
         for leaf, *_ in views.values():
             leaf.requires_grad_()
-        return {module: _pair(views, module, self.settings.scale) for module in self.pairs}
+        pairs = {module: _pair(views, module, self.settings.scale) for module in self.pairs}
+        if rows is None:
+            return pairs
+        return {module: StackedPair(**vars(pair), rows=rows) for module, pair in pairs.items()}
 
     def cast(self) -> None:
         """Updates the copy in the model's dtype, so that the next passes use the current weights."""
@@ -292,11 +296,11 @@ def _of_experts(views: Mapping[str, list[Tensor]], target: LoraTarget, settings:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], *flats: Tensor) -> dict[str, list[Tensor]]:
-    """Returns a view of each tensor in each flat buffer, in which the tensors of these shapes follow one another."""
+    """Returns a view of each tensor in each flat buffer, in whose last dimension the tensors follow one another."""
     views, offset = {}, 0
     for name, shape in shapes.items():
         size = math.prod(shape)
-        views[name] = [flat.narrow(0, offset, size).view(shape) for flat in flats]
+        views[name] = [flat.narrow(-1, offset, size).view(*flat.shape[:-1], *shape) for flat in flats]
         offset += size
     return views
 

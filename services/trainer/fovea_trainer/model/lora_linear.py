@@ -3,7 +3,7 @@
 Gradients of an adapter are added to preallocated float32 buffers, without autograd or FSDP. So are the gradients of a
 weight that this rank holds whole. Gradients of other weights are passed to FSDP in float32.
 
-Shapes: T rows of input, R rank, V vocabulary, D hidden size.
+Shapes: T rows of input, R rank, V vocabulary, D hidden size, K adapters, P rows of one adapter, N inputs, O outputs.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
@@ -64,11 +64,73 @@ class LoraPair:
         add_product(self.a_grad, d_low_TR.T, x)
         add_product(self.b_grad, grad.T, low_TR, self.scale)
 
+    def chunk(self, positions: int) -> int:
+        """Returns the largest number of positions up to `positions` into which the rows may be divided; see `part`."""
+        return positions
+
+    def part(self, rows: slice | Tensor) -> "LoraPair":
+        """Returns the pair that applies to these rows."""
+        return self
+
+
+@dataclass(frozen=True)
+class StackedPair(LoraPair):
+    """The factors of K adapters of one layout. Adapter k applies to rows k P to (k + 1) P of K P rows.
+
+    The tensors are those of `LoraPair` with a first dimension of size K.
+
+    Args:
+        rows: P.
+    """
+
+    rows: int
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.bmm(self._by_adapter(x), self.a_cast.mT).flatten(0, 1)
+
+    def add_output(self, output: Tensor, low_TR: Tensor) -> Tensor:
+        self._by_adapter(output).baddbmm_(self._by_adapter(low_TR), self.b_cast.mT, alpha=self.scale)
+        return output
+
+    def add_gradients(self, grad: Tensor, x: Tensor, low_TR: Tensor, d_x: Tensor | None) -> None:
+        grad_KPO, x_KPN, low_KPR = map(self._by_adapter, (grad, x, low_TR))
+        d_low_KPR = torch.baddbmm(torch.empty_like(low_KPR), grad_KPO, self.b_cast, beta=0, alpha=self.scale)
+        if d_x is not None:
+            self._by_adapter(d_x).baddbmm_(d_low_KPR, self.a_cast)
+        self.a_grad.add_(_batched_product(d_low_KPR.mT, x_KPN))
+        self.b_grad.add_(_batched_product(grad_KPO.mT, low_KPR), alpha=self.scale)
+
+    def chunk(self, positions: int) -> int:
+        """Returns a multiple or a divisor of P, so that no chunk has rows of two adapters in part."""
+        if positions >= self.rows:
+            return positions - positions % self.rows
+        return next(size for size in range(positions, 0, -1) if self.rows % size == 0)
+
+    def part(self, rows: slice | Tensor) -> LoraPair:
+        if not isinstance(rows, slice):
+            raise TypeError("rows of stacked adapters must be consecutive")
+        first, end = rows.start // self.rows, -(-rows.stop // self.rows)
+        tensors = (self.a, self.b, self.a_cast, self.b_cast, self.a_grad, self.b_grad)
+        a, b, a_cast, b_cast, a_grad, b_grad = (tensor[first:end] for tensor in tensors)
+        if end - first == 1:
+            return LoraPair(a[0], b[0], a_cast[0], b_cast[0], a_grad[0], b_grad[0], self.scale)
+        return StackedPair(a, b, a_cast, b_cast, a_grad, b_grad, self.scale, self.rows)
+
+    def _by_adapter(self, x: Tensor) -> Tensor:
+        return x.view(-1, self.rows, x.shape[1])
+
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Returns left right in float32. On a GPU this makes no float32 copies of the operands."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _batched_product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left right of each pair of matrices, in float32; see `product`."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.bmm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 

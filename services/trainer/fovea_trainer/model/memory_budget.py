@@ -36,6 +36,8 @@ _WORKING_BYTES = 16 * 2**30
 """Memory to reserve for computing, in bytes. With less, steps become slow; snapshots that wait for a push then leave
 the device.
 """
+_SHARED_PART = 1 / 12
+"""The largest part of a GPU that the adapters of shared passes occupy."""
 _RECORDED_SHARE = 0.25
 """The share of a GPU's memory that recorded passes may keep for good."""
 _HOST_RESERVE_BYTES = 128 * 2**20
@@ -307,6 +309,13 @@ class MemoryBudget:
         # Recorded passes share one pool, so a pass allocates only the memory that the pool does not have yet.
         needed_bytes = size_bytes - self._memory.set_aside_bytes
         return size_bytes <= most_bytes and self._memory.free_bytes() > needed_bytes + _WORKING_BYTES
+
+    def has_room_to_share(self, size_bytes: int) -> bool:
+        """Returns True if shared passes may keep buffers of this size permanently. Not collective."""
+        if self._memory.device.type != "cuda":
+            return self.has_room(self._memory.device, size_bytes)
+        most_bytes = _SHARED_PART * torch.cuda.get_device_properties(self._memory.device).total_memory
+        return size_bytes <= most_bytes and self._memory.free_bytes() > size_bytes + _WORKING_BYTES
 
     def set_aside(self, size_bytes: int) -> None:
         """Counts memory that a recorded pass has allocated and keeps. Not collective."""

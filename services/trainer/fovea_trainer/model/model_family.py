@@ -193,11 +193,23 @@ class Family:
         rows_TD: Tensor = table(tokens_T)  # Gemma scales its embeddings
         return rows_TD
 
+    def can_be_shared(self, model: Any) -> bool:
+        """Returns True if one pass of the language model can compute calls of several adapters.
+
+        The result of a call must depend on the size of the pass alone. Experts, sliding windows and recurrent states
+        choose kernels by the contents of a batch.
+        """
+        text = model.config.get_text_config()
+        return (
+            text.model_type in LLAMA_LIKE
+            and "sliding_attention" not in (getattr(text, "layer_types", None) or ())
+            and not any(map(is_experts, model.modules()))
+        )
+
     def can_be_recorded(self, model: Any) -> bool:
         """Returns True if passes of the language model can be recorded as CUDA graphs.
 
-        Batches of equal sizes must then run equal kernels. Experts, sliding windows, recurrent states and float32
-        attention choose kernels by the contents of a batch, so models with them are not recorded.
+        Batches of equal sizes must run equal kernels, but float32 attention chooses kernels by the contents of a batch.
         """
         text = model.config.get_text_config()
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -205,9 +217,7 @@ class Family:
             model.device.type == "cuda"
             and model.dtype in (torch.bfloat16, torch.float16)
             and head_size <= MAX_FLASH_CHANNELS
-            and text.model_type in LLAMA_LIKE
-            and "sliding_attention" not in (getattr(text, "layer_types", None) or ())
-            and not any(map(is_experts, model.modules()))
+            and self.can_be_shared(model)
         )
 
     def run_vision(self, model: Any, tensors: Mapping[str, Tensor]) -> VisionOutput:

@@ -128,6 +128,11 @@ class PackedModel(nn.Module):
         return self.family.can_be_recorded(self.hf)
 
     @cached_property
+    def can_be_shared(self) -> bool:
+        """True if a pass can compute calls of several adapters; see `Family.can_be_shared`."""
+        return self.family.can_be_shared(self.hf)
+
+    @cached_property
     def deepstack_levels(self) -> int:
         """The number of levels of deepstack features. Each is added to one of the first language layers."""
         vision = getattr(self.hf.config, "vision_config", None)

@@ -8,13 +8,17 @@ The first pass of a size runs without a graph, and the second one is recorded. B
 padded sizes, so their results are equal bit for bit. After a restart, a replayed command may thus run without a graph
 although it ran as a graph before.
 
+Small calls of several adapters share a pass: each has a slot of P rows, and products with adapters are batched over
+slots. The rounding of a row depends on the size of the pass, but not on the contents of other slots. A replayed command
+therefore runs again in the same slot of a pass of the same size, with fillers in all other slots.
+
 Shapes: T packed tokens, S padded tokens, M image embeddings, D hidden size.
 """
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +26,9 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
+from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import Batch, Documents
+from fovea_trainer.batches.places import MOST_SLOTS, Place, Share, padded_size, power_of_two
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraWeights
 from fovea_trainer.model.lora_linear import LoraPair
@@ -30,20 +36,9 @@ from fovea_trainer.model.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
 
-_LEAST = 64
 _MOST_SIZES = 24
 """The most passes that are kept; the least recently used one makes room."""
 _MOST_STANDINS = 4
-
-
-def padded_size(count: int) -> int:
-    """Returns the smallest allowed size for `count` tokens. At most an eighth of it, or 63 tokens, is padding."""
-    step = max(_power_of_two(count) // 16, _LEAST)
-    return -(-count // step) * step
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,7 @@ class _Size:
         longest: Maximum number of tokens of a document.
         with_images: True if deepstack features of images are added to the first layers.
         temperature: Divisor of the logits.
+        slots: Number of adapters, each with an equal part of the tokens.
     """
 
     tokens: int
@@ -63,14 +59,15 @@ class _Size:
     longest: int
     with_images: bool
     temperature: float
+    slots: int
 
     @classmethod
-    def of(cls, batch: Batch, with_images: bool, temperature: float) -> "_Size":
-        tokens = padded_size(len(batch.tokens_T))
-        longest = _power_of_two(batch.documents.longest)
+    def of(cls, batch: Batch, with_images: bool, temperature: float, slots: int = 1) -> "_Size":
+        tokens = padded_size(len(batch.tokens_T)) if slots == 1 else len(batch.tokens_T)
+        longest = power_of_two(batch.documents.longest)
         padding = -(-(tokens - len(batch.tokens_T)) // longest)
-        documents = _power_of_two(len(batch.documents.bounds) - 1 + padding)
-        return cls(tokens, documents, longest, with_images, temperature)
+        documents = power_of_two(len(batch.documents.bounds) - 1 + padding)
+        return cls(tokens, documents, longest, with_images, temperature, slots)
 
     def bounds(self, bounds: Tensor, count: int) -> Tensor:
         """Returns int32 [documents + 1]: the given bounds, then those of padding documents, then those of empty ones.
@@ -88,23 +85,33 @@ class _StandIn:
 
     Args:
         like: An adapter of that layout.
+        slots: Number of adapters for which there is room at a time.
     """
 
-    def __init__(self, like: LoraWeights) -> None:
-        self.cast = torch.zeros_like(like.cast_weights)
-        self.grad = torch.zeros_like(like.flat_grad)
-        self.pairs = like.pairs_on(self.cast, self.grad)
+    def __init__(self, like: LoraWeights, slots: int = 1) -> None:
+        self.cast_KN = like.cast_weights.new_zeros(slots, len(like.cast_weights))
+        self.grad_KN = like.flat_grad.new_zeros(slots, len(like.flat_grad))
+        self._like = like
 
-    @property
-    def unembedding(self) -> LoraPair | None:
-        return self.pairs.get(UNEMBEDDING)
+    @staticmethod
+    def size_bytes(like: LoraWeights, slots: int) -> int:
+        """Returns the memory of a stand-in."""
+        return slots * sum(tensor.numel() * tensor.element_size() for tensor in (like.cast_weights, like.flat_grad))
+
+    def pairs(self, size: _Size) -> dict[str, LoraPair]:
+        """Returns the pairs over the buffers for passes of a size."""
+        if size.slots == 1:
+            return self._like.pairs_on(self.cast_KN[0], self.grad_KN[0])
+        return self._like.pairs_on(self.cast_KN[: size.slots], self.grad_KN[: size.slots], size.tokens // size.slots)
 
 
 class _Pass:
     """One forward and backward pass of one size on one stand-in. It launches single kernels until it is recorded."""
 
     def __init__(self, module: PackedModel, size: _Size, stand_in: _StandIn, rows: int, device: torch.device) -> None:
-        self._module, self._size, self._stand_in = module, size, stand_in
+        self._module, self._size = module, size
+        self._grad_KN = stand_in.grad_KN[: size.slots]
+        self.pairs = stand_in.pairs(size)
         text = module.hf.config.get_text_config()
         options: Any = {"dtype": module.hf.dtype, "device": device}
         self._embeddings_SD = torch.zeros(size.tokens, text.hidden_size, **options)
@@ -142,15 +149,14 @@ class _Pass:
         assert self._logprobs_S1 is not None
         return self._logprobs_S1.detach()[:count].clone()
 
-    def backward(self, grad_T1: Tensor, weights: LoraWeights) -> None:
-        """Adds to the gradients of an adapter. The stand-in must still hold its weights."""
+    def backward(self, grad_T1: Tensor) -> None:
+        """Computes the gradients of the stand-in, which must still hold the weights of the forward pass."""
         self._grad_S1.zero_()[: len(grad_T1)].copy_(grad_T1)
         if self._graphs is not None:
             self._graphs[1].replay()
         else:
             self._back_propagate()
             self._logprobs_S1 = None
-        weights.flat_grad.add_(self._stand_in.grad)
 
     def _compute(self) -> Tensor:
         vision = index_S = None
@@ -159,11 +165,11 @@ class _Pass:
         documents = Documents(self._bounds, self._size.longest)
         hidden_SD = self._module.run_language(self._embeddings_SD, self._positions, documents, vision, index_S)
         return self._module.logprobs(
-            hidden_SD, self._stand_in.unembedding, self._targets_S1, self._size.temperature, takes_all=True
+            hidden_SD, self.pairs.get(UNEMBEDDING), self._targets_S1, self._size.temperature, takes_all=True
         )
 
     def _back_propagate(self) -> None:
-        self._stand_in.grad.zero_()
+        self._grad_KN.zero_()
         assert self._logprobs_S1 is not None
         torch.autograd.backward([self._logprobs_S1], [self._grad_S1])
 
@@ -188,6 +194,7 @@ class SmallPasses:
         injector: Applies the stand-ins' tensors to the model.
         most_tokens: Maximum number of tokens of a small micro-batch; 0 disables this class.
         has_room: Returns True if a pass of a given number of tokens may keep its memory permanently.
+        fits: Returns True if buffers of a given number of bytes may be kept for shared passes.
         set_aside: Called with the bytes that a recorded pass has allocated and keeps.
     """
 
@@ -197,10 +204,11 @@ class SmallPasses:
         injector: LoraInjector,
         most_tokens: int,
         has_room: Callable[[int], bool],
+        fits: Callable[[int], bool],
         set_aside: Callable[[int], None],
     ) -> None:
         self._module, self._injector, self._most_tokens = module, injector, most_tokens
-        self._has_room, self._set_aside = has_room, set_aside
+        self._has_room, self._fits, self._set_aside = has_room, fits, set_aside
         self._passes: LRUCache[tuple[_StandIn, _Size], _Pass] = LRUCache(_MOST_SIZES)
         self._stand_ins: LRUCache[Any, _StandIn] = LRUCache(_MOST_STANDINS)
         self._pool: Any = None
@@ -223,32 +231,111 @@ class SmallPasses:
         self, batch: Batch, weights: LoraWeights, cached: dict[str, VisionOutput], temperature: float
     ) -> Tensor:
         """Returns the log-probabilities, float32 [T, 1]. The backward pass adds to the gradients of the adapter."""
+        stand_in = self._stand_in(weights, 1)
+        stand_in.cast_KN[0].copy_(weights.flat)
+        return self._run(batch, stand_in, 1, cached, temperature, lambda: weights.flat_grad.add_(stand_in.grad_KN[0]))
+
+    @property
+    def most_shared_tokens(self) -> int:
+        """Most tokens of a shared pass; 0 if the model cannot share passes."""
+        return self._most_tokens if self._module.can_be_shared else 0
+
+    def share_of(
+        self, weights: LoraWeights, datums: Sequence[Datum], temperature: float, backward: bool
+    ) -> Share | None:
+        """Returns the conditions under which a call may share a pass; None if it computes alone. For any thread.
+
+        Args:
+            weights: The adapter of the call.
+            datums: The datums of the call.
+            temperature: Divisor of the logits.
+            backward: True for a call with gradients.
+        """
+        rows = padded_size(sum(len(datum.tokens) for datum in datums))
+        is_plain = all(datum.targets.shape[1] == 1 and datum.experts is None for datum in datums)
+        if not (is_plain and 2 * rows <= self.most_shared_tokens):
+            return None
+        return Share((weights.layout, temperature, backward), rows, min(MOST_SLOTS, self._most_tokens // rows))
+
+    def place_of(self, given: str) -> Place | None:
+        """Reads a place as `Place.parse` does."""
+        return Place.parse(given, self._most_tokens)
+
+    def slots_of(self, weights: LoraWeights) -> int:
+        """Returns for how many adapters like this one a pass has slots; 1 if there is no memory for more."""
+        if (key := (weights.layout, MOST_SLOTS)) not in self._stand_ins:
+            counts = (MOST_SLOTS >> shift for shift in range(4))
+            found = next((count for count in counts if self._fits(_StandIn.size_bytes(weights, count))), 1)
+            if found == 1:
+                return 1
+            self._stand_ins[key] = _StandIn(weights, found)
+        return len(self._stand_ins[key].cast_KN)
+
+    def shared_logprobs(
+        self,
+        batch: Batch,
+        adapters: Sequence[LoraWeights | None],
+        cached: dict[str, VisionOutput],
+        temperature: float,
+    ) -> Tensor:
+        """Returns the log-probabilities of a shared pass, float32 [T, 1].
+
+        After the backward pass, `add_gradients` adds the gradients of adapters.
+
+        Args:
+            batch: The micro-batch: an equal number of tokens for each slot, in order.
+            adapters: The adapter of each slot; None for an empty slot. `slots_of` has returned at least as many.
+            cached: As for `PackedModel.forward`.
+            temperature: Divisor of the logits.
+        """
+        used = [weights for weights in adapters if weights is not None]
+        stand_in = self._stand_in(used[0], MOST_SLOTS)
+        rows = [stand_in.cast_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
+        torch._foreach_copy_(rows, [weights.flat.detach() for weights in used])
+        return self._run(batch, stand_in, len(adapters), cached, temperature, lambda: None)
+
+    def add_gradients(self, adapters: Sequence[LoraWeights | None]) -> None:
+        """Adds the gradients of the last shared pass to those of its adapters. None leaves out a slot."""
+        used = [weights for weights in adapters if weights is not None]
+        if used:
+            grad_KN = self._stand_in(used[0], MOST_SLOTS).grad_KN
+            rows = [grad_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
+            torch._foreach_add_([weights.flat_grad for weights in used], rows)
+
+    def _run(
+        self,
+        batch: Batch,
+        stand_in: _StandIn,
+        slots: int,
+        cached: dict[str, VisionOutput],
+        temperature: float,
+        after: Callable[[], object],
+    ) -> Tensor:
         with torch.no_grad():
             embeddings_TD, vision, index_M = self._module.embed(batch, cached)
         with_images = vision is not None and bool(vision.deepstack)
-        stand_in = self._stand_in(weights)
-        one = self._pass(stand_in, weights, _Size.of(batch, with_images, temperature), len(batch.positions))
-        stand_in.cast.copy_(weights.flat)
+        size = _Size.of(batch, with_images, temperature, slots)
+        one = self._pass(stand_in, size, len(batch.positions), embeddings_TD.device)
         one.load(batch, embeddings_TD, vision, index_M)
-        anchor = weights.flat.new_zeros((), requires_grad=torch.is_grad_enabled())
+        anchor = torch.zeros((), device=embeddings_TD.device, requires_grad=torch.is_grad_enabled())
         apply: Any = _SmallPass.apply
-        with self._injector.holding(stand_in.pairs):
-            found: Tensor = apply(anchor, one, len(batch.tokens_T), weights)
+        with self._injector.holding(one.pairs):
+            found: Tensor = apply(anchor, one, len(batch.tokens_T), after)
         return found
 
-    def _stand_in(self, weights: LoraWeights) -> _StandIn:
-        key = weights.layout
+    def _stand_in(self, weights: LoraWeights, slots: int) -> _StandIn:
+        key = (weights.layout, slots)
         if key not in self._stand_ins:
-            self._stand_ins[key] = _StandIn(weights)
+            self._stand_ins[key] = _StandIn(weights, slots)
         return self._stand_ins[key]
 
-    def _pass(self, stand_in: _StandIn, weights: LoraWeights, size: _Size, rows: int) -> _Pass:
+    def _pass(self, stand_in: _StandIn, size: _Size, rows: int, device: torch.device) -> _Pass:
         key = (stand_in, size)
         one = self._passes.get(key)
         if one is None:
-            one = self._passes[key] = _Pass(self._module, size, stand_in, rows, weights.flat.device)
+            one = self._passes[key] = _Pass(self._module, size, stand_in, rows, device)
         elif not one.is_recorded and self._records and self._has_room(size.tokens):
-            with self._injector.holding(stand_in.pairs):
+            with self._injector.holding(one.pairs):
                 self._try_to_record(one)
         return one
 
@@ -273,11 +360,12 @@ class _SmallPass(torch.autograd.Function):
     """Connects a pass to the loss. For autograd, the whole pass is this one function."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, one: _Pass, count: int, weights: LoraWeights) -> Tensor:
-        ctx.one, ctx.weights = one, weights
+    def forward(ctx: Any, anchor: Tensor, one: _Pass, count: int, after: Callable[[], object]) -> Tensor:
+        ctx.one, ctx.after = one, after
         return one.forward(count, anchor.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.one.backward(grads[0], ctx.weights)
+        ctx.one.backward(grads[0])
+        ctx.after()
         return None, None, None, None

@@ -14,6 +14,7 @@ adapter.
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ def target_logprobs(
         softcap: c, which no logit exceeds; None for no cap.
         temperature: Divisor of the logits, applied after the cap.
         takes_all: True to compute all positions in the backward pass, and not only those with a gradient. Selecting
-            positions would make the host wait for the device.
+            positions would make the host wait for the device. Required for a `StackedPair`.
     """
     apply: Any = _TargetLogprobs.apply
     lora = trained if isinstance(trained, LoraPair) else None
@@ -68,6 +69,13 @@ def target_logprobs(
         takes_all,
     )
     return result
+
+
+def _chunks(count: int, chunk_positions: int, lora: LoraPair | None) -> Iterator[slice]:
+    """Divides positions 0 to `count` into chunks, in order."""
+    size = lora.chunk(chunk_positions) if lora is not None else chunk_positions
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def _logits(
@@ -235,9 +243,9 @@ class _TargetLogprobs(torch.autograd.Function):
         takes_all: bool,
     ) -> Tensor:
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
-        for start in range(0, hidden_TD.shape[0], chunk_positions):
-            rows = slice(start, start + chunk_positions)
-            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, lora, head_dtype, softcap, temperature)
+        for rows in _chunks(len(hidden_TD), chunk_positions, lora):
+            part = lora and lora.part(rows)
+            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, part, head_dtype, softcap, temperature)
             logprobs_TK[rows] = _Softmax.of(logits_CV).logprobs(targets_TK[rows])
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK)
         ctx.lora, ctx.master_VD, ctx.chunk_positions = lora, master_VD, chunk_positions
@@ -256,19 +264,21 @@ class _TargetLogprobs(torch.autograd.Function):
             d_weight = gradient_of(ctx.master_VD)
         elif need_weight:
             d_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
+        chunks: Iterable[slice | Tensor]
         if ctx.takes_all:
-            positions = torch.arange(len(grad_TK), device=grad_TK.device)
+            chunks = _chunks(len(grad_TK), ctx.chunk_positions, lora)
         else:
-            positions = grad_TK.abs().sum(dim=1).nonzero().squeeze(1)
-        for rows in torch.split(positions, ctx.chunk_positions):
+            chunks = torch.split(grad_TK.abs().sum(dim=1).nonzero().squeeze(1), ctx.chunk_positions)
+        for rows in chunks:
             hidden_CD, grad_CK = hidden_TD[rows], grad_TK[rows]
-            logits_CV, low_CR = _logits(hidden_CD, weight_VD, lora, ctx.head_dtype, ctx.softcap, ctx.temperature)
+            part = lora and lora.part(rows)
+            logits_CV, low_CR = _logits(hidden_CD, weight_VD, part, ctx.head_dtype, ctx.softcap, ctx.temperature)
             d_logits_CV = _logits_gradient(
                 logits_CV, targets_TK[rows], grad_CK, weight_VD.dtype, ctx.softcap, ctx.temperature
             )
             d_hidden_CD = d_logits_CV @ weight_VD if need_hidden else None
-            if lora is not None and low_CR is not None:
-                lora.add_gradients(d_logits_CV, hidden_CD, low_CR, d_hidden_CD)
+            if part is not None and low_CR is not None:
+                part.add_gradients(d_logits_CV, hidden_CD, low_CR, d_hidden_CD)
             if d_hidden is not None and d_hidden_CD is not None:
                 d_hidden[rows] = d_hidden_CD
             if d_weight is not None:

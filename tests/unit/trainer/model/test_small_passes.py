@@ -28,7 +28,7 @@ def _passes(device: str, kept_bytes: list[int] | None = None) -> SmallPasses:
     """Passes that are recorded on a GPU; what a recorded one keeps is added to `kept_bytes`."""
     module, injector, _ = _loaded(device)
     kept = [] if kept_bytes is None else kept_bytes
-    return SmallPasses(module, injector, 2048, lambda _: device == "cuda", kept.append)
+    return SmallPasses(module, injector, 2048, lambda _: device == "cuda", lambda _: True, kept.append)
 
 
 @cache
@@ -88,6 +88,28 @@ def _batch(device: str, lengths: list[int], images: bool, seed: int = 0) -> tupl
     return Batch(tokens_T, positions, documents, targets_T1, (), None, placement, datums), cached
 
 
+def _joined(device: str, parts: list[Any], rows: int) -> Any:
+    """Batches in consecutive slots of `rows` tokens, the rest of each slot filled with one more document."""
+    tokens, positions, lengths, targets, indices, cached = [], [], [], [], [], {}
+    for slot, (batch, outputs) in enumerate(parts):
+        missing = rows - len(batch.tokens_T)
+        tokens += [batch.tokens_T, batch.tokens_T.new_zeros(missing)]
+        positions += [batch.positions, torch.arange(missing, device=batch.positions.device).expand(3, -1)]
+        targets += [batch.targets_TK, batch.targets_TK.new_zeros(missing, 1)]
+        lengths += [*torch.diff(batch.documents.bounds).tolist(), missing]
+        for name, output in outputs.items():
+            indices.append(batch.placement.index_M + slot * rows)
+            cached[f"{name} {slot}"] = output
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    placement = Placement(tuple(cached), torch.cat(indices)) if cached else None
+    documents = Documents(bounds, max(lengths))
+    datums: Any = tuple(SimpleNamespace(tokens=range(length)) for length in lengths)
+    return (
+        Batch(torch.cat(tokens), torch.cat(positions, 1), documents, torch.cat(targets), (), None, placement, datums),
+        cached,
+    )
+
+
 def _direction(logprobs: Tensor) -> Tensor:
     """Gradients of the log-probabilities; half of them are zero, as those of prompts are."""
     values = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(3)).relu()
@@ -143,7 +165,7 @@ def test_a_replayed_pass_is_equal_to_the_bit_and_mixes_no_adapters(device: str) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which no graph can be recorded")
 def test_where_no_graph_can_be_recorded_passes_run_without(caplog: pytest.LogCaptureFixture) -> None:
     module, injector, _ = _loaded("cpu")
-    passes = SmallPasses(module, injector, 2048, lambda _: True, lambda _: None)
+    passes = SmallPasses(module, injector, 2048, lambda _: True, lambda _: True, lambda _: None)
     weights, batch = _adapter("cpu", 0), _batch("cpu", [30], images=False)
     first, *others = [_found("cpu", passes, weights, batch) for _ in range(3)]
     for logprobs, gradient in others:
@@ -186,3 +208,46 @@ def test_padding_fills_the_size_with_documents_that_are_not_too_long(lengths: li
 
 def test_sizes_are_few() -> None:
     assert len({padded_size(count) for count in range(1, 8193)}) < 80
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_calls_of_several_adapters_share_a_pass(device: str, images: bool) -> None:
+    """Each slot gives what its adapter gives in an ordinary pass, to the bit whatever the other slots contain."""
+    passes, rows, slots = _passes(device), 128, 4
+    tolerances = {"cpu": (1e-5, 1e-5), "cuda": (0.1, 0.05)}[device]
+    lengths = [[7, 70, 20], [100], [64, 32], [30, 31]]
+    parts = [_batch(device, own, images and len(own) > 1, seed) for seed, own in enumerate(lengths)]
+    adapters: list[Any] = [_adapter(device, number) for number in range(slots)]
+    expected = [_found(device, None, adapter, part) for adapter, part in zip(adapters, parts, strict=True)]
+    empty = (_batch(device, [1], images=False)[0], {})
+    assert passes.slots_of(adapters[0]) >= slots
+
+    def shared(present: list[int]) -> list[tuple[Tensor, Tensor]]:
+        batch, cached = _joined(device, [parts[slot] if slot in present else empty for slot in range(slots)], rows)
+        own = [adapters[slot] if slot in present else None for slot in range(slots)]
+        for adapter in adapters:
+            adapter.flat_grad.zero_()
+        logprobs = passes.shared_logprobs(batch, own, cached, 1.0)
+        weighted = []
+        for slot in present:
+            part = logprobs[slot * rows : slot * rows + sum(lengths[slot])]
+            weighted.append((part * _direction(part)).sum())
+        torch.autograd.backward([torch.stack(weighted).sum()])
+        passes.add_gradients(own)
+        starts = [(slot, slot * rows) for slot in present]
+        return [
+            (logprobs[start : start + sum(lengths[slot])].detach(), adapters[slot].flat_grad.clone())
+            for slot, start in starts
+        ]
+
+    whole = shared([0, 1, 2, 3])
+    for (found, gradient), (logprobs, by_itself) in zip(whole, expected, strict=True):
+        assert (found - logprobs).abs().max() <= tolerances[0]
+        assert (gradient - by_itself).norm() <= tolerances[1] * by_itself.norm()
+    for present in ([0, 1, 2, 3], [2], [0, 3]):
+        for slot, (found, gradient) in zip(present, shared(present), strict=True):
+            assert torch.equal(found, whole[slot][0])
+            if device == "cpu":  # flash attention adds gradients of keys in no fixed order
+                assert torch.equal(gradient, whole[slot][1])
+            assert (gradient - whole[slot][1]).norm() <= 1e-3 * gradient.norm()

@@ -115,7 +115,7 @@ class Trainer:
         self.engine.recovery.close()
 
     def _serve(self) -> None:
-        while not isinstance((job := self.queue.next()).command, Shutdown):
+        while not isinstance((job := self.queue.next()[0]).command, Shutdown):
             assert isinstance(job.command, KeepState)
             model_id = job.command.model_id
             if model_id not in self.engine.models:
