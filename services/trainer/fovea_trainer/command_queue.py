@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fovea.runtime import tracing
@@ -95,7 +95,8 @@ class ForwardBackward:
     place: Place | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "decoded": None}
+        share = self.share and replace(self.share, kind=None)  # only rank 0 compares kinds
+        return {**self.__dict__, "decoded": None, "share": share}
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,13 @@ class LossComputer:
         self._limits = limits
         self._memory = memory
         self._sandbox = sandbox
-        # Only a single rank records passes: with several, the recording would include the collectives of FSDP.
-        most_tokens = recorded_tokens if sharded.mesh.size() == 1 else 0
+        # Only a single rank records passes: with several, the recording would include the hooks of FSDP.
+        records = sharded.mesh.size() == 1
+        most_tokens = recorded_tokens if sharded.computes_alone(False) else 0
         self.small_passes = SmallPasses(
-            self._module, injector, most_tokens, memory.has_room_to_record, memory.has_room_to_share, memory.set_aside
-        )
+            self._module, injector, most_tokens, records, memory.has_room_to_record, memory.has_room_to_share,
+            memory.set_aside,
+        )  # fmt: skip
 
     def prepare(self) -> bool:
         """Starts the workers for traced losses. Returns True if those of all ranks are ready. Collective.

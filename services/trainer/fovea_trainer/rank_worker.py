@@ -213,11 +213,12 @@ class RankWorker:
     def lead(self, queue: CommandQueue) -> None:
         """Distributes and executes commands on rank 0, until `Shutdown`."""
         while True:
-            job, *others = queue.next()
-            self._control.broadcast(job.command)
-            if isinstance(job.command, Shutdown):
+            jobs = queue.next()
+            command = _together([job.command for job in jobs])
+            self._control.broadcast(command)
+            if isinstance(command, Shutdown):
                 return self._exit()
-            self._run(job, others)
+            self._run(jobs, command)
 
     def follow(self) -> None:
         """Executes the commands of rank 0 on any other rank, until `Shutdown`."""
@@ -241,30 +242,21 @@ class RankWorker:
         self._peers.report_stop()
         return True
 
-    def _run(self, job: Job, others: list[Job]) -> None:
-        """Runs a job, together with calls that share its pass. Only a single rank has such calls."""
+    def _run(self, jobs: list[Job], command: Command) -> None:
         started = time.perf_counter()
-        jobs = [job, *others]
         try:
-            with job.traced(), self._profiler.around(job):
-                results = self._results(jobs)
-        except Exception:
-            trainer_metrics.COMMANDS.labels(type(job.command).__name__, "TRAINER_LOST").inc()
-            raise  # `fail_all` sets the result later, once the failed rank is known
-        for one, result in zip(jobs, results, strict=True):
-            self._report(one, result, time.perf_counter() - started)
-        _show_peak()
-
-    def _results(self, jobs: list[Job]) -> list[Any]:
-        """Returns the result of each job, or its FoveaError."""
-        commands = [job.command for job in jobs]
-        try:
-            if len(jobs) == 1:
-                return [self.engine.execute(commands[0])]
-            calls = [command for command in commands if isinstance(command, ForwardBackward)]
-            return list(self.engine.execute(SharedPass(calls)))
+            with jobs[0].traced(), self._profiler.around(jobs[0]):
+                found = self.engine.execute(command)
+                results = found if isinstance(command, SharedPass) else [found]
         except FoveaError as error:
-            return [error] * len(jobs)
+            results = [error] * len(jobs)
+        except Exception:
+            trainer_metrics.COMMANDS.labels(type(command).__name__, "TRAINER_LOST").inc()
+            raise  # `fail_all` sets the result later, once the failed rank is known
+        seconds = (time.perf_counter() - started) / len(jobs)
+        for job, result in zip(jobs, results, strict=True):
+            self._report(job, result, seconds)
+        _show_peak()
 
     def _report(self, job: Job, result: Any, seconds: float) -> None:
         name = type(job.command).__name__
@@ -288,6 +280,13 @@ class RankWorker:
             logger.warning("another rank exited while durable points were being written: %s", error)
             return
         dist.destroy_process_group()
+
+
+def _together(commands: list[Command]) -> Command:
+    """Returns one command that does the work of commands which the queue returned together."""
+    if len(commands) == 1:
+        return commands[0]
+    return SharedPass([command for command in commands if isinstance(command, ForwardBackward)])
 
 
 def resolve_model(model: str) -> Path:

@@ -6,6 +6,7 @@ succeeded.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -21,26 +22,49 @@ from fovea_trainer.loss_results import ForwardBackwardResult, RankResult, reduce
 from fovea_trainer.losses import Loss
 from fovea_trainer.model.lora import LoraWeights
 from fovea_trainer.model.memory_budget import MemoryBudget
+from fovea_trainer.model.sharding import ShardedModel
 from fovea_trainer.model.trained_model import AdapterModel, TrainedModel
-from fovea_trainer.ranks.control_group import is_out_of_memory
+from fovea_trainer.ranks.control_group import ControlGroup, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 
+Outcomes = dict[int, ForwardBackwardResult | FoveaError]
+"""The result or the error of calls, keyed by the index of the call."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A call, its number among those that came together, and its model."""
+
+    index: int
+    command: ForwardBackward
+    model: TrainedModel
+
+
 class SharedCalls:
-    """Runs small calls of different models together on a single rank.
+    """Runs small calls of different models together. With several ranks, each rank runs calls of its own.
 
     Args:
         computer: Computes calls alone.
+        sharded: The model. Its passes must need no other rank.
+        control: Control group of the rank's thread.
         layout: Packs datums.
         vision: Known outputs of the frozen tower.
         memory: Memory of this rank.
     """
 
     def __init__(
-        self, computer: LossComputer, layout: BatchLayout, vision: VisionOutputCache, memory: MemoryBudget
+        self,
+        computer: LossComputer,
+        sharded: ShardedModel,
+        control: ControlGroup,
+        layout: BatchLayout,
+        vision: VisionOutputCache,
+        memory: MemoryBudget,
     ) -> None:
-        self._computer, self._layout, self._vision, self._memory = computer, layout, vision, memory
+        self._computer, self._sharded, self._control = computer, sharded, control
+        self._layout, self._vision, self._memory = layout, vision, memory
         self._small_passes = computer.small_passes
 
     @property
@@ -58,75 +82,90 @@ class SharedCalls:
         """Returns the place that an earlier result of a call has named; None if this trainer cannot use it. For any
         thread.
         """
-        place = self._small_passes.place_of(given)
+        place = Place.parse(given, self.most_tokens, self._control.world_size)
         return place if place and share and share.rows <= place.rows else None
 
     def run(
         self, commands: Sequence[ForwardBackward], models: Mapping[str, TrainedModel]
     ) -> list[ForwardBackwardResult | FoveaError]:
-        """Computes calls of different models in as few passes as possible.
+        """Computes calls of different models in as few passes as possible. Collective.
 
         Args:
             commands: Calls of which the first one's `share` takes all others, or one call with a `place`.
             models: All models, keyed by id.
 
         Returns:
-            The result or the error of each call, in order. The errors are those of `LossComputer.run`, and NotFound.
+            On rank 0, the result or the error of each call, in order. The errors are those of `LossComputer.run`, and
+            NotFound.
         """
-        left = [(command, models[command.model_id]) for command in commands if command.model_id in models]
-        found: list[ForwardBackwardResult | FoveaError] = []
-        while left:
-            command, model = left[0]
-            place, rows = command.place, max(one.share.rows for one, _ in left if one.share) if command.share else 0
-            if place is None:
-                most = min(len(left), self._most_slots(model, rows))
-                place = Place(slot_count(most, rows) if most > 1 else 1, rows, 0)
-            taken, left = left[: place.slots], left[place.slots :]
-            found += self._shared(taken, place) if place.slots > 1 else [self._alone(command, model)]
-        in_order = iter(found)
-        return [next(in_order) if command.model_id in models else _unknown(command) for command in commands]
+        members = [Member(index, command, models[command.model_id]) for index, command in enumerate(commands)
+                   if command.model_id in models]  # fmt: skip
+        for member in members:
+            if member.command.backward and member.command.drop_gradients:
+                member.model.zero_gradients()
+        found: Outcomes = {}
+        for part in self._control.gather(self._on_this_rank(members) if members else {}):
+            found |= part
+        failed = self._control.broadcast({index: isinstance(outcome, FoveaError) for index, outcome in found.items()})
+        for member in members:
+            if member.index not in failed:
+                found[member.index] = self._alone(member)
+            elif member.command.backward and not failed[member.index]:
+                member.model.gradients_added()  # on every rank, although one rank has them
+        return [found[index] if index in found else _unknown(command) for index, command in enumerate(commands)]
 
-    def _alone(self, command: ForwardBackward, model: TrainedModel) -> ForwardBackwardResult | FoveaError:
+    def _on_this_rank(self, members: Sequence[Member]) -> Outcomes:
+        """Computes this rank's calls, except those that do not fit into a shared pass. Collective."""
+        self._sharded.gather()
+        budgets = self._memory.budgets(0, False)
+        most_tokens = int(min(budgets.tokens, self._memory.recompute_above(budgets)))
+        rank = self._control.rank
+        found: Outcomes = {}
+        if (place := members[0].command.place) is not None:
+            return self._shared(members, place, most_tokens, budgets.patches) if place.device_rank == rank else {}
+        rows = max(member.command.share.rows for member in members if member.command.share)
+        left = list(members[rank :: self._control.world_size])
+        while left:
+            count = min(len(left), self._most_slots(left[0].model, rows, most_tokens))
+            slots = slot_count(count, rows) if count > 1 else 1
+            if slots > 1:
+                found |= self._shared(left[:slots], Place(slots, rows, 0, rank), most_tokens, budgets.patches)
+            left = left[slots:]
+        return found
+
+    def _most_slots(self, model: TrainedModel, rows: int, most_tokens: int) -> int:
+        """Returns the most slots of a pass with `rows` rows for each, a power of two, as memory allows it now."""
+        slots = self._small_passes.slots_of(cast(AdapterModel, model).weights)
+        while slots > 1 and slots * rows > most_tokens:
+            slots //= 2
+        return slots
+
+    def _alone(self, member: Member) -> ForwardBackwardResult | FoveaError:
         try:
-            return self._computer.run(command, model)
+            return self._computer.run(member.command, member.model)
         except FoveaError as error:
             return error
 
-    def _shared(
-        self, members: Sequence[tuple[ForwardBackward, TrainedModel]], place: Place
-    ) -> list[ForwardBackwardResult | FoveaError]:
-        """Computes calls in consecutive slots of one pass, from slot `first`; each alone if it does not fit."""
-        prepared = [self._try_to_prepare(*member) for member in members]
-        calls = [call for call in prepared if isinstance(call, PreparedCall)]
-        if not self._fits(calls, place):
-            return [self._alone(*member) for member in members]
+    def _shared(self, members: Sequence[Member], place: Place, most_tokens: int, most_patches: int) -> Outcomes:
+        """Computes calls in consecutive slots of one pass, from `place`. Returns nothing if they do not fit."""
+        slots = self._most_slots(members[0].model, place.rows, most_tokens)
+        patches = sum(size.patch_count for member in members for size in member.command.sizes)
+        if place.slots > slots or patches > most_patches:
+            return {}
+        prepared = {member.index: self._try_to_prepare(member.command, member.model) for member in members}
+        calls = [call for call in prepared.values() if isinstance(call, PreparedCall)]
         try:
             results = iter(self._shared_pass(calls, place) if calls else [])
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             logger.warning("%d calls did not fit into one pass, so each is computed alone", len(calls))
+            self._sharded.abandon_pass()
             self._memory.collect()
-            return [self._alone(*member) for member in members]
-        return [next(results) if isinstance(one, PreparedCall) else one for one in prepared]
-
-    def _fits(self, calls: Sequence[PreparedCall], place: Place) -> bool:
-        patches = sum(size.patch_count for call in calls for size in call.command.sizes)
-        slots = self._most_slots(calls[0].model, place.rows) if calls else place.slots
-        return place.slots <= slots and patches <= self._memory.budgets(0, False).patches
-
-    def _most_slots(self, model: TrainedModel, rows: int) -> int:
-        """Returns the most slots of a pass with `rows` rows for each, a power of two, as memory allows it now."""
-        budgets = self._memory.budgets(0, False)
-        tokens = min(budgets.tokens, self._memory.recompute_above(budgets))
-        slots = self._small_passes.slots_of(cast(AdapterModel, model).weights)
-        while slots > 1 and slots * rows > tokens:
-            slots //= 2
-        return slots
+            return {}
+        return {index: next(results) if isinstance(one, PreparedCall) else one for index, one in prepared.items()}
 
     def _try_to_prepare(self, command: ForwardBackward, model: TrainedModel) -> PreparedCall | FoveaError:
-        if command.backward and command.drop_gradients:
-            model.zero_gradients()
         try:
             return self._computer.inputs(command, model, True, range(len(command.sizes)))
         except FoveaError as error:
@@ -163,7 +202,7 @@ class SharedCalls:
             healthy = iter(result.failure is None for result in results)
             self._small_passes.add_gradients([weights if weights and next(healthy) else None for weights in adapters])
         return [
-            _outcome(call, result, Place(slots, rows, slot))
+            _outcome(call, result, replace(place, slot=slot))
             for slot, (call, result) in enumerate(zip(calls, results, strict=True), first)
         ]
 
@@ -171,8 +210,6 @@ class SharedCalls:
 def _outcome(call: PreparedCall, result: RankResult, place: Place) -> ForwardBackwardResult | FoveaError:
     if result.failure is not None:
         return result.failure
-    if call.command.backward:
-        call.model.gradients_added()
     tokens = sum(size.token_count for size in call.command.sizes)
     metrics = reduce_measures([result.measures]) | {"tokens:sum": float(tokens)}
     return ForwardBackwardResult(result.logprobs, metrics, tokens / place.rows, str(place))

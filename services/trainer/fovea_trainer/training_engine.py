@@ -132,7 +132,7 @@ class TrainingEngine:
             self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox,
             self._injector, settings.recorded_tokens,
         )  # fmt: skip
-        self.shared = SharedCalls(self._losses, layout, vision, self._memory_budget)
+        self.shared = SharedCalls(self._losses, self._sharded, self._control, layout, vision, self._memory_budget)
         self._layout = layout
         logger.info(
             "%s with %.1f M parameters in %s on %s, %s between micro-batches",

@@ -31,8 +31,9 @@ ARGUMENTS = {
     "qwen3": ["--token-budget", "48", "--join-timeout-s", "8", "--snapshot-memory-mib", "2"],
     # One rank, which adds full gradients up by itself; several micro-batches.
     "one_rank": ["--ranks", "1", "--token-budget", "160"],
-    # One rank with the default settings, on which calls of several models share passes.
-    "shared": ["--ranks", "1"],
+    # The default settings, with which calls of several models share passes.
+    "shared_1": ["--ranks", "1"],
+    "shared_2": [],
 }
 
 
@@ -99,7 +100,9 @@ def adam(**changes: float) -> trainer_pb2.AdamParams:
 
 async def start_bench(name: str, scratch: Path) -> Bench:
     """A running trainer with its surroundings."""
-    kind: fovea_tinyvlm.Kind = "qwen3_vl" if name in ("one_rank", "shared") else cast(fovea_tinyvlm.Kind, name)
+    kind: fovea_tinyvlm.Kind = (
+        "qwen3_vl" if name in ("one_rank", "shared_1", "shared_2") else cast(fovea_tinyvlm.Kind, name)
+    )
     model_dir = fovea_tinyvlm.ensure(kind)
     if name == "one_rank":  # and the checkpoint as the newest transformers saves it
         model_dir = with_one_processor_file(model_dir, scratch)
@@ -160,10 +163,10 @@ async def one_rank(benches: Benches) -> AsyncIterator[Bench]:
     await bench.clean()
 
 
-@pytest.fixture
-async def shared(benches: Benches) -> AsyncIterator[Bench]:
-    """Qwen3-VL on one rank with the default settings, without models of earlier tests."""
-    bench = await benches("shared")
+@pytest.fixture(params=["shared_1", "shared_2"])
+async def shared(request: pytest.FixtureRequest, benches: Benches) -> AsyncIterator[Bench]:
+    """Qwen3-VL on one or two ranks with the default settings, without models of earlier tests."""
+    bench = await benches(request.param)
     yield bench
     await bench.clean()
 

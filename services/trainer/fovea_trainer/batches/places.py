@@ -10,7 +10,7 @@ _FILLED_TOKENS = 1024
 """A shared pass of up to this many tokens may have empty slots. It takes the same time with fewer tokens."""
 _NARROW = 256
 """Calls of up to this many tokens share a pass with calls of half as many tokens, longer ones with calls of 7/8."""
-_PLACE = re.compile(r"(\d+)x(\d+):(\d+)")
+_PLACE = re.compile(r"(\d+)x(\d+):(\d+)@(\d+)")
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,31 @@ class Place:
         slots: The number of slots of the pass, 2 to 16.
         rows: P, the rows of each slot.
         slot: The slot.
+        device_rank: The rank of the trainer that runs the pass.
     """
 
     slots: int
     rows: int
     slot: int
+    device_rank: int
 
     def __str__(self) -> str:
-        return f"{self.slots}x{self.rows}:{self.slot}"
+        return f"{self.slots}x{self.rows}:{self.slot}@{self.device_rank}"
 
     @classmethod
-    def parse(cls, given: str, most_tokens: int) -> "Place | None":
-        """Reads a place as `str` writes it. Returns None if no pass of this trainer has it."""
+    def parse(cls, given: str, most_tokens: int, ranks: int) -> "Place | None":
+        """Reads a place as `str` writes it. Returns None if no pass of this trainer has it.
+
+        Args:
+            given: The text.
+            most_tokens: Most tokens of a shared pass.
+            ranks: Number of ranks of this trainer.
+        """
         found = _PLACE.fullmatch(given)
         place = cls(*map(int, found.groups())) if found else None
         if place is None or not (place.slot < place.slots <= MOST_SLOTS and place.slots * place.rows <= most_tokens):
             return None
-        return place if place.rows and place.rows == padded_size(place.rows) else None
+        return place if place.rows == padded_size(max(place.rows, 1)) and place.device_rank < ranks else None
 
 
 @dataclass(frozen=True)

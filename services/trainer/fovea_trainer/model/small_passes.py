@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import Batch, Documents
-from fovea_trainer.batches.places import MOST_SLOTS, Place, Share, padded_size, power_of_two
+from fovea_trainer.batches.places import MOST_SLOTS, Share, padded_size, power_of_two
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraWeights
 from fovea_trainer.model.lora_linear import LoraPair
@@ -193,6 +193,7 @@ class SmallPasses:
         module: The model, whole on this rank.
         injector: Applies the stand-ins' tensors to the model.
         most_tokens: Maximum number of tokens of a small micro-batch; 0 disables this class.
+        records: True if passes may be recorded.
         has_room: Returns True if a pass of a given number of tokens may keep its memory permanently.
         fits: Returns True if buffers of a given number of bytes may be kept for shared passes.
         set_aside: Called with the bytes that a recorded pass has allocated and keeps.
@@ -203,6 +204,7 @@ class SmallPasses:
         module: PackedModel,
         injector: LoraInjector,
         most_tokens: int,
+        records: bool,
         has_room: Callable[[int], bool],
         fits: Callable[[int], bool],
         set_aside: Callable[[int], None],
@@ -213,12 +215,13 @@ class SmallPasses:
         self._stand_ins: LRUCache[Any, _StandIn] = LRUCache(_MOST_STANDINS)
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._records = True
+        self._may_record = self._records = records
 
     def takes(self, batch: Batch, recompute: bool) -> bool:
         """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on the answer."""
         return (
-            bool(self._most_tokens)
+            self._may_record
+            and bool(self._most_tokens)
             and bool(batch.datums)
             and len(batch.tokens_T) <= self._most_tokens
             and batch.targets_TK.shape[1] == 1
@@ -256,10 +259,6 @@ class SmallPasses:
         if not (is_plain and 2 * rows <= self.most_shared_tokens):
             return None
         return Share((weights.layout, temperature, backward), rows, min(MOST_SLOTS, self._most_tokens // rows))
-
-    def place_of(self, given: str) -> Place | None:
-        """Reads a place as `Place.parse` does."""
-        return Place.parse(given, self._most_tokens)
 
     def slots_of(self, weights: LoraWeights) -> int:
         """Returns for how many adapters like this one a pass has slots; 1 if there is no memory for more."""

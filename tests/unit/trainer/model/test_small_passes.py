@@ -28,7 +28,7 @@ def _passes(device: str, kept_bytes: list[int] | None = None) -> SmallPasses:
     """Passes that are recorded on a GPU; what a recorded one keeps is added to `kept_bytes`."""
     module, injector, _ = _loaded(device)
     kept = [] if kept_bytes is None else kept_bytes
-    return SmallPasses(module, injector, 2048, lambda _: device == "cuda", lambda _: True, kept.append)
+    return SmallPasses(module, injector, 2048, True, lambda _: device == "cuda", lambda _: True, kept.append)
 
 
 @cache
@@ -165,7 +165,7 @@ def test_a_replayed_pass_is_equal_to_the_bit_and_mixes_no_adapters(device: str) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which no graph can be recorded")
 def test_where_no_graph_can_be_recorded_passes_run_without(caplog: pytest.LogCaptureFixture) -> None:
     module, injector, _ = _loaded("cpu")
-    passes = SmallPasses(module, injector, 2048, lambda _: True, lambda _: True, lambda _: None)
+    passes = SmallPasses(module, injector, 2048, True, lambda _: True, lambda _: True, lambda _: None)
     weights, batch = _adapter("cpu", 0), _batch("cpu", [30], images=False)
     first, *others = [_found("cpu", passes, weights, batch) for _ in range(3)]
     for logprobs, gradient in others:
