@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
 from fovea_trainer import trainer_metrics
 from fovea_trainer.batches.datum_decoding import Datum, DatumSize
-from fovea_trainer.batches.places import Place, Share
+from fovea_trainer.batches.places import MOST_SLOTS, Place, Share
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import Adam
 
@@ -123,6 +123,14 @@ class OptimStep:
     model_id: str
     adam: Adam
     seq_id: int = 0
+    share: ClassVar[Share] = Share("optim_step", 1, MOST_SLOTS)
+
+
+@dataclass(frozen=True)
+class SharedSteps:
+    """Takes optimizer steps of different models together. Its result has the answer or the error of each step."""
+
+    steps: list[OptimStep]
 
 
 @dataclass(frozen=True)
@@ -219,6 +227,7 @@ Command = (
     | SharedPass
     | ClearGradients
     | OptimStep
+    | SharedSteps
     | SaveState
     | LoadState
     | TakeSnapshot
@@ -303,8 +312,8 @@ class CommandQueue:
     def next(self) -> list[Job]:
         """Returns the next job, or a heartbeat if no job arrives for `heartbeat_s` seconds.
 
-        A call that may share a pass comes with all waiting calls of other models that can share it. Jobs of one model
-        keep their order.
+        A call that may share a pass comes with all waiting calls of other models that can share it, and an optimizer
+        step with other models' steps. Jobs of one model keep their order.
         """
         while True:
             try:
@@ -323,8 +332,8 @@ class CommandQueue:
         return True
 
     def _sharing(self, first: Job) -> Iterator[Job]:
-        """Starts and yields the waiting calls that can share a pass with the first one."""
-        share = first.command.share if isinstance(first.command, ForwardBackward) else None
+        """Starts and yields the waiting jobs that can be done together with the first one."""
+        share: Share | None = getattr(first.command, "share", None)
         if share is None:
             return
         with suppress(queue.Empty):

@@ -25,6 +25,7 @@ from fovea_trainer.command_queue import (
     Job,
     OptimStep,
     SharedPass,
+    SharedSteps,
     Shutdown,
     resolve,
 )
@@ -247,7 +248,7 @@ class RankWorker:
         try:
             with jobs[0].traced(), self._profiler.around(jobs[0]):
                 found = self.engine.execute(command)
-                results = found if isinstance(command, SharedPass) else [found]
+                results = found if isinstance(command, SharedPass | SharedSteps) else [found]
         except FoveaError as error:
             results = [error] * len(jobs)
         except Exception:
@@ -286,6 +287,8 @@ def _together(commands: list[Command]) -> Command:
     """Returns one command that does the work of commands which the queue returned together."""
     if len(commands) == 1:
         return commands[0]
+    if isinstance(commands[0], OptimStep):
+        return SharedSteps([command for command in commands if isinstance(command, OptimStep)])
     return SharedPass([command for command in commands if isinstance(command, ForwardBackward)])
 
 

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from fovea.wire.errors import FoveaError, NotFound
+from fovea.wire.errors import FoveaError
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout, fillers, wanted_images
 from fovea_trainer.batches.places import Place, Share, power_of_two, slot_count
@@ -23,7 +23,7 @@ from fovea_trainer.losses import Loss
 from fovea_trainer.model.lora import LoraWeights
 from fovea_trainer.model.memory_budget import MemoryBudget
 from fovea_trainer.model.sharding import ShardedModel
-from fovea_trainer.model.trained_model import AdapterModel, TrainedModel
+from fovea_trainer.model.trained_model import AdapterModel, TrainedModel, unknown_model
 from fovea_trainer.ranks.control_group import ControlGroup, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,10 @@ class SharedCalls:
                 found[member.index] = self._alone(member)
             elif member.command.backward and not failed[member.index]:
                 member.model.gradients_added()  # on every rank, although one rank has them
-        return [found[index] if index in found else _unknown(command) for index, command in enumerate(commands)]
+        return [
+            found[index] if index in found else unknown_model(command.model_id)
+            for index, command in enumerate(commands)
+        ]
 
     def _on_this_rank(self, members: Sequence[Member]) -> Outcomes:
         """Computes this rank's calls, except those that do not fit into a shared pass. Collective."""
@@ -213,7 +216,3 @@ def _outcome(call: PreparedCall, result: RankResult, place: Place) -> ForwardBac
     tokens = sum(size.token_count for size in call.command.sizes)
     metrics = reduce_measures([result.measures]) | {"tokens:sum": float(tokens)}
     return ForwardBackwardResult(result.logprobs, metrics, tokens / place.rows, str(place))
-
-
-def _unknown(command: ForwardBackward) -> NotFound:
-    return NotFound(f"model_id {command.model_id!r} is unknown to this trainer", field="model_id")

@@ -30,7 +30,7 @@ from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_trainer.model.packed_model import build_model, read_weights
 from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes
-from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
+from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel, optim_steps, unknown_model
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder
 from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
@@ -194,7 +194,9 @@ class TrainingEngine:
             case command_queue.ClearGradients():
                 return self.model(command.model_id).zero_gradients()
             case command_queue.OptimStep():
-                return self._optim_step(command)
+                return self._optim_steps([command])[0]
+            case command_queue.SharedSteps():
+                return self._optim_steps(command.steps)
             case command_queue.SaveState():
                 model = self.model(command.model_id)
                 return self._states.save(model, command.uri), model.step
@@ -232,13 +234,9 @@ class TrainingEngine:
             self._losses.fetch_ahead(features, model.trains_vision)
 
     def model(self, model_id: str) -> TrainedModel:
-        """Returns a model.
-
-        Raises:
-            NotFound: The id is unknown.
-        """
+        """Returns a model. Raises NotFound if the id is unknown."""
         if model_id not in self.models:
-            raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
+            raise unknown_model(model_id)
         return self.models[model_id]
 
     def _create(self, command: command_queue.CreateModel) -> tuple[int, list[weights_pb2.TensorSpec]]:
@@ -347,11 +345,21 @@ class TrainingEngine:
         self.adapters.release_model(model_id)
         self.full.release_model(model_id)
 
-    def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
-        model = self.model(command.model_id)
+    def _optim_steps(self, commands: list[command_queue.OptimStep]) -> list[tuple[dict[str, float], int] | FoveaError]:
+        """Takes steps of different models. Returns for each its metrics and step count, or its error."""
         if self.recovery is not None:
             self.recovery.before_change()
-        answer = model.optim_step(command.adam, self._control), model.step
+        steps = [(self.models[one.model_id], one.adam) for one in commands if one.model_id in self.models]
+        found = iter(optim_steps(steps, self._control) if steps else [])
+        return [self._answer(one, next(found)) if one.model_id in self.models else unknown_model(one.model_id)
+                for one in commands]  # fmt: skip
+
+    def _answer(
+        self, command: command_queue.OptimStep, outcome: dict[str, float] | FoveaError
+    ) -> tuple[dict[str, float], int] | FoveaError:
+        if isinstance(outcome, FoveaError):
+            return outcome
+        answer = outcome, self.models[command.model_id].step
         if self.recovery is not None:
             self.recovery.changed(command.model_id, command.seq_id, answer)
         return answer

@@ -58,6 +58,14 @@ class Adam:
             if not 0 <= value < 1:
                 raise InvalidInput(f"adam.{name} {value} must be in [0, 1)", field=f"adam.{name}")
 
+    def metrics(self, norm: float) -> dict[str, float]:
+        """Returns the metrics of a step whose gradients had this norm."""
+        return {
+            "grad_norm:mean": norm,
+            "grad_norm_clipped:mean": norm * clip_factor(norm, self.grad_clip_norm),
+            "learning_rate:mean": self.learning_rate,
+        }
+
 
 class AdamW:
     """torch.optim.AdamW over this rank's tensors. Moments and step count start at zero.

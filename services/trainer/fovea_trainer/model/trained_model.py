@@ -7,13 +7,14 @@ shards of full parameters, and factors of distributed experts.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fovea.wire.errors import FailedPrecondition, FoveaError
+from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
 from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
 from fovea_trainer.model.lora_linear import LoraPair
 from fovea_trainer.model.model_family import LoraTarget
@@ -97,34 +98,9 @@ class TrainedModel(ABC):
     def weights_changed(self) -> None:
         """Updates tensors that derive from the optimized weights, after these were written."""
 
-    def optim_step(self, adam: Adam, control: ControlGroup) -> dict[str, float]:
-        """Takes an optimizer step and clears the gradients. Returns metrics. Collective.
-
-        An error is raised on all ranks. The gradients are then dropped, and weights and moments are unchanged.
-
-        Raises:
-            FailedPrecondition: The gradients are not finite, or weights would become too large or not finite.
-            ResourceExhausted: Memory ran out.
-        """
-        try:
-            norm = math.sqrt(self.reduce_gradients().item())
-            factor = clip_factor(norm, adam.grad_clip_norm)
-            control.agree(lambda: self._prepare_step(adam, norm, factor))
-        except FoveaError:
-            self.zero_gradients()
-            raise
-        self.optimizer.step(adam)
-        self.zero_gradients()
-        self.weights_changed()
-        self.step += 1
-        return {
-            "grad_norm:mean": norm,
-            "grad_norm_clipped:mean": norm * factor,
-            "learning_rate:mean": adam.learning_rate,
-        }
-
-    def _prepare_step(self, adam: Adam, norm: float, factor: float) -> None:
-        """Clips the gradients, and makes all checks that can fail on this rank alone."""
+    def prepare_step(self, adam: Adam, norm: float) -> None:
+        """Clips the gradients, and makes all checks that can fail on this rank alone. Used by `optim_steps`."""
+        factor = clip_factor(norm, adam.grad_clip_norm)
         if not math.isfinite(norm):
             raise self._refusal(f"the accumulated gradient has norm {norm}; check the inputs")
         if factor != 1.0:
@@ -141,6 +117,38 @@ class TrainedModel(ABC):
             f"step {self.step + 1} of model {self.model_id!r} failed: {reason}. Its gradients were dropped; "
             f"weights and optimizer are still those of step {self.step}"
         )
+
+
+def unknown_model(model_id: str) -> NotFound:
+    """Returns the error for a model that this trainer does not have."""
+    return NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
+
+
+def optim_steps(
+    steps: Sequence[tuple[TrainedModel, Adam]], control: ControlGroup
+) -> list[dict[str, float] | FoveaError]:
+    """Takes an optimizer step of each model and clears its gradients. Collective.
+
+    Models wait once for the device and once for other ranks, not each of them. If a step is refused, its model's
+    gradients are dropped, and its weights and moments are unchanged.
+
+    Returns:
+        For each model the metrics, or the error, equal on all ranks: FailedPrecondition if the gradients are not finite
+        or weights would become too large or not finite, ResourceExhausted if memory ran out.
+    """
+    squares = [model.reduce_gradients() for model, _ in steps]
+    norms = [math.sqrt(square) for square in torch.stack(squares).tolist()]
+    errors = control.agree_each(
+        [partial(model.prepare_step, adam, norm) for (model, adam), norm in zip(steps, norms, strict=True)]
+    )
+    for (model, adam), error in zip(steps, errors, strict=True):
+        if error is None:
+            model.optimizer.step(adam)
+        model.zero_gradients()
+        if error is None:
+            model.weights_changed()
+            model.step += 1
+    return [error or adam.metrics(norm) for (_, adam), norm, error in zip(steps, norms, errors, strict=True)]
 
 
 class AdapterModel(TrainedModel):

@@ -13,7 +13,7 @@ import logging
 import pickle
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -184,23 +184,37 @@ class ControlGroup:
         Returns:
             This rank's result.
         """
-        error: FoveaError | None = None
+        results: list[T] = []
+        (error,) = self.agree_each([lambda: results.append(action())])
+        if error is not None:
+            raise error
+        return results[0]
+
+    def agree_each(self, actions: Sequence[Callable[[], object]]) -> list[FoveaError | None]:
+        """Runs actions one after another, each as `agree` runs one. All ranks must pass as many.
+
+        Returns:
+            For each action the error of the first rank on which it failed, or None.
+        """
+        errors = [self._error_of(action) for action in actions]
+        if not self._any(any(error is not None for error in errors)):
+            return errors
+        of_ranks: list[list[FoveaError | None]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(of_ranks, errors, group=self.group)
+        return [next(filter(None, found), None) for found in zip(*of_ranks, strict=True)]
+
+    def _error_of(self, action: Callable[[], object]) -> FoveaError | None:
         try:
-            result = action()
+            action()
         except FoveaError as known:
-            error = known
+            return known
         except Exception as failure:
             logger.exception("rank %d failed before computing", self.rank)
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
             if is_out_of_memory(failure):
-                error = ResourceExhausted(f"rank {self.rank} of the trainer ran out of memory: {reason}")
-            else:
-                error = Internal(f"rank {self.rank} of the trainer failed, see its log: {reason}")
-        if self._any(error is not None):
-            errors: list[FoveaError | None] = [None] * self.world_size
-            dist.all_gather_object(errors, error, group=self.group)
-            raise next(found for found in errors if found is not None)
-        return result
+                return ResourceExhausted(f"rank {self.rank} of the trainer ran out of memory: {reason}")
+            return Internal(f"rank {self.rank} of the trainer failed, see its log: {reason}")
+        return None
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
         """Runs `action` on rank 0 only and returns its result on all ranks. An error is raised on all ranks."""
