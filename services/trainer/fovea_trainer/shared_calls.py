@@ -76,6 +76,8 @@ class SharedCalls:
         """Returns the conditions under which a call may share a pass; None if it computes alone. For any thread."""
         if not isinstance(model, AdapterModel) or model.trains_vision or loss.seconds_left is not None:
             return None
+        if model.weights.flat.device.type == "cpu" and self._control.world_size > 1 and len(datums) > 1:
+            return None  # Alone, its datums would be spread over ranks. On a CPU sharing must not change a bit.
         return self._small_passes.share_of(model.weights, datums, loss.temperature, backward)
 
     def place_of(self, given: str, share: Share | None) -> Place | None:
@@ -131,7 +133,7 @@ class SharedCalls:
         while left:
             count = min(len(left), self._most_slots(left[0].model, rows, most_tokens))
             slots = slot_count(count, rows) if count > 1 else 1
-            if slots > 1:
+            if slots > 1 or self._control.world_size > 1:  # else it runs as it does alone
                 found |= self._shared(left[:slots], Place(slots, rows, 0, rank), most_tokens, budgets.patches)
             left = left[slots:]
         return found
@@ -162,7 +164,8 @@ class SharedCalls:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("%d calls did not fit into one pass, so each is computed alone", len(calls))
+            reason = str(error).splitlines()[0]
+            logger.warning("%d calls did not fit into one pass, so each is computed alone: %s", len(calls), reason)
             self._sharded.abandon_pass()
             self._memory.collect()
             return {}

@@ -9,7 +9,7 @@ from fovea.api.v1 import trainer_pb2
 from fovea.client import ForwardBackwardResult
 from fovea.wire.errors import InvalidInput
 from tests.e2e.trainer.conftest import Bench, adam
-from tests.e2e.trainer.examples import chunk_lists, datum, header, logprobs_of, text
+from tests.e2e.trainer.examples import chunk_lists, datum, header, text
 
 Call = tuple[trainer_pb2.ForwardBackwardHeader, list[trainer_pb2.Datum]]
 
@@ -55,15 +55,12 @@ async def test_each_call_gives_what_it_gives_alone(shared: Bench) -> None:
     found = await _together(shared, calls)
     for model, result, expected, gradient in zip(models, found, alone, gradients, strict=True):
         assert isinstance(result, ForwardBackwardResult)
-        np.testing.assert_allclose(result.metrics["loss:sum"], expected.metrics["loss:sum"], rtol=1e-5)
-        for one, other in zip(result.outputs, expected.outputs, strict=True):
-            np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=2e-5)
+        assert result.metrics == expected.metrics, "on a CPU a call has the same bits alone and in a shared pass"
+        assert result.outputs == expected.outputs
         descended = await shared.descend(model)
         assert descended.keys() == gradient.keys()
-        norm = sum(float(value.square().sum()) for value in gradient.values()) ** 0.5
-        apart = sum(float((descended[name] - gradient[name]).square().sum()) for name in gradient) ** 0.5
-        assert apart <= 1e-5 * norm
-    assert sum("x" in result.place for result in found if isinstance(result, ForwardBackwardResult)) >= 4
+        assert all(torch.equal(descended[name], gradient[name]) for name in gradient)
+    assert sum("x" in result.place for result in found if isinstance(result, ForwardBackwardResult)) >= 2
 
 
 async def test_in_the_same_place_a_call_is_repeated_to_the_bit(shared: Bench) -> None:

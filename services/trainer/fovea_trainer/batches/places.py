@@ -18,7 +18,7 @@ class Place:
     """One slot of a shared pass.
 
     Args:
-        slots: The number of slots of the pass, 2 to 16.
+        slots: The number of slots of the pass, 1 to 16.
         rows: P, the rows of each slot.
         slot: The slot.
         device_rank: The rank of the trainer that runs the pass.

@@ -114,13 +114,17 @@ class PackedModel(nn.Module):
                 that run a pass together.
             temperature: Divisor of the logits.
         """
-        for block in self._blocks:
-            block.gradient_checkpointing = recompute  # type: ignore[assignment]
+        self.set_recompute(recompute)
         embeddings_TD, vision, index_M = self.embed(batch, cached)
         hidden_TD = self.run_language(
             embeddings_TD, batch.positions, batch.documents, vision, index_M, batch.tokens_T, batch.experts_TLk
         )
         return self.logprobs(hidden_TD, unembedding, batch.targets_TK, temperature)
+
+    def set_recompute(self, recompute: bool) -> None:
+        """Sets whether following passes retain only the input of each block and recompute activations."""
+        for block in self._blocks:
+            block.gradient_checkpointing = recompute  # type: ignore[assignment]
 
     @cached_property
     def can_be_recorded(self) -> bool:

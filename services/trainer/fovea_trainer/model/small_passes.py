@@ -122,7 +122,6 @@ class _Pass:
         levels = module.deepstack_levels if size.with_images else 0
         self._deepstack = [torch.zeros(size.tokens, text.hidden_size, **options) for _ in range(levels)]
         self._everywhere_S = torch.arange(size.tokens, device=device)
-        self._logprobs_S1: Tensor | None = None
         self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
 
     @property
@@ -139,24 +138,26 @@ class _Pass:
         for level_SD, level_MD in zip(self._deepstack, vision.deepstack if vision else (), strict=False):
             level_SD.zero_().index_copy_(0, index_M, level_MD.to(level_SD.dtype))  # type: ignore[arg-type]
 
-    def forward(self, count: int, with_gradient: bool) -> Tensor:
-        """Returns the log-probabilities of the targets, a copy, float32 [T, 1]. `count` is T."""
+    def forward(self, with_gradient: bool) -> Tensor:
+        """Returns the log-probabilities of the targets, float32 [S, 1], with their graph unless it is recorded."""
         if self._graphs is not None:
             self._graphs[0].replay()
-        else:
-            with torch.set_grad_enabled(with_gradient):
-                self._logprobs_S1 = self._compute()
-        assert self._logprobs_S1 is not None
-        return self._logprobs_S1.detach()[:count].clone()
+            return self._recorded_S1
+        with torch.set_grad_enabled(with_gradient):
+            return self._compute()
 
-    def backward(self, grad_T1: Tensor) -> None:
-        """Computes the gradients of the stand-in, which must still hold the weights of the forward pass."""
+    def backward(self, logprobs_S1: Tensor, grad_T1: Tensor) -> None:
+        """Computes the gradients of the stand-in, which must still hold the weights of the forward pass.
+
+        Args:
+            logprobs_S1: The result of `forward`.
+            grad_T1: Its gradient, without those of padding.
+        """
         self._grad_S1.zero_()[: len(grad_T1)].copy_(grad_T1)
         if self._graphs is not None:
             self._graphs[1].replay()
         else:
-            self._back_propagate()
-            self._logprobs_S1 = None
+            self._back_propagate(logprobs_S1)
 
     def _compute(self) -> Tensor:
         vision = index_S = None
@@ -168,10 +169,9 @@ class _Pass:
             hidden_SD, self.pairs.get(UNEMBEDDING), self._targets_S1, self._size.temperature, takes_all=True
         )
 
-    def _back_propagate(self) -> None:
+    def _back_propagate(self, logprobs_S1: Tensor) -> None:
         self._grad_KN.zero_()
-        assert self._logprobs_S1 is not None
-        torch.autograd.backward([self._logprobs_S1], [self._grad_S1])
+        torch.autograd.backward([logprobs_S1], [self._grad_S1])
 
     def record(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Records both passes as graphs. The memory of their results comes from `pool`, which all passes share."""
@@ -179,10 +179,10 @@ class _Pass:
         # Other threads may copy snapshots at this time, so only this thread must avoid calls that break a recording.
         options: Any = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(forward, **options), torch.enable_grad():
-            self._logprobs_S1 = self._compute()
+            logprobs_S1 = self._compute()
         with torch.cuda.graph(backward, **options):
-            self._back_propagate()
-        self._logprobs_S1 = self._logprobs_S1.detach()
+            self._back_propagate(logprobs_S1)
+        self._recorded_S1 = logprobs_S1.detach()
         self._graphs = forward, backward
 
 
@@ -218,16 +218,20 @@ class SmallPasses:
         self._may_record = self._records = records
 
     def takes(self, batch: Batch, recompute: bool) -> bool:
-        """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on the answer."""
+        """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on the answer.
+
+        On a CPU these are all that may share a pass: padded, a call has the same bits whether it shares one or not.
+        """
+        on_cpu = batch.tokens_T.device.type == "cpu"
+        may_pad = self._module.can_be_shared if on_cpu else self._may_record and self._module.can_be_recorded
         return (
-            self._may_record
-            and bool(self._most_tokens)
+            bool(self._most_tokens)
             and bool(batch.datums)
             and len(batch.tokens_T) <= self._most_tokens
             and batch.targets_TK.shape[1] == 1
             and batch.experts_TLk is None
             and not recompute
-            and self._module.can_be_recorded
+            and may_pad
         )
 
     def logprobs(
@@ -310,6 +314,7 @@ class SmallPasses:
         temperature: float,
         after: Callable[[], object],
     ) -> Tensor:
+        self._module.set_recompute(False)  # an earlier pass may have set it
         with torch.no_grad():
             embeddings_TD, vision, index_M = self._module.embed(batch, cached)
         with_images = vision is not None and bool(vision.deepstack)
@@ -333,7 +338,7 @@ class SmallPasses:
         one = self._passes.get(key)
         if one is None:
             one = self._passes[key] = _Pass(self._module, size, stand_in, rows, device)
-        elif not one.is_recorded and self._records and self._has_room(size.tokens):
+        elif not one.is_recorded and self._records and self._module.can_be_recorded and self._has_room(size.tokens):
             with self._injector.holding(one.pairs):
                 self._try_to_record(one)
         return one
@@ -360,11 +365,14 @@ class _SmallPass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, one: _Pass, count: int, after: Callable[[], object]) -> Tensor:
-        ctx.one, ctx.after = one, after
-        return one.forward(count, anchor.requires_grad)
+        # The graph of a pass belongs to this node, so that it is freed with it if the backward pass never runs.
+        ctx.one, ctx.after, ctx.logprobs_S1 = one, after, one.forward(anchor.requires_grad)
+        found: Tensor = ctx.logprobs_S1.detach()[:count].clone()
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.one.backward(grads[0])
+        logprobs_S1, ctx.logprobs_S1 = ctx.logprobs_S1, None
+        ctx.one.backward(logprobs_S1, grads[0])
         ctx.after()
         return None, None, None, None

@@ -163,8 +163,11 @@ def test_a_replayed_pass_is_equal_to_the_bit_and_mixes_no_adapters(device: str) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which no graph can be recorded")
-def test_where_no_graph_can_be_recorded_passes_run_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_no_graph_can_be_recorded_passes_run_without(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, injector, _ = _loaded("cpu")
+    monkeypatch.setitem(vars(module), "can_be_recorded", True)
     passes = SmallPasses(module, injector, 2048, True, lambda _: True, lambda _: True, lambda _: None)
     weights, batch = _adapter("cpu", 0), _batch("cpu", [30], images=False)
     first, *others = [_found("cpu", passes, weights, batch) for _ in range(3)]
@@ -172,6 +175,17 @@ def test_where_no_graph_can_be_recorded_passes_run_without(caplog: pytest.LogCap
         assert torch.equal(logprobs, first[0])
         assert torch.equal(gradient, first[1])
     assert sum("no CUDA graph" in record.message for record in caplog.records) == 1
+
+
+def test_activations_are_not_recomputed_after_a_pass_that_did_so() -> None:
+    """A recomputation would run without the stand-in's adapter."""
+    passes, module = _passes("cpu"), _loaded("cpu")[0]
+    weights, batch = _adapter("cpu", 0), _batch("cpu", [30], images=False)
+    first = _found("cpu", passes, weights, batch)
+    module.set_recompute(True)
+    again = _found("cpu", passes, weights, batch)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
 
 
 def test_gradients_add_up_over_passes() -> None:
