@@ -118,7 +118,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., structured_outputs: _Optional[str] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "cache_salt", "routed_experts", "answer")
+    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "answer", "cache_salt", "routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -131,9 +131,9 @@ class SampleRequest(_message.Message):
     ALT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _ClassVar[int]
     AT_ONCE_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     snapshot_id: str
     prompt: _model_input_pb2.RenderedInput
@@ -146,10 +146,10 @@ class SampleRequest(_message.Message):
     alt_token_count: int
     prompt_logprobs_last_n: int
     at_once: bool
+    answer: OpenAIAnswer
     cache_salt: str
     routed_experts: bool
-    answer: OpenAIAnswer
-    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ..., answer: _Optional[_Union[OpenAIAnswer, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., answer: _Optional[_Union[OpenAIAnswer, _Mapping]] = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ...) -> None: ...
 
 class OpenAIAnswer(_message.Message):
     __slots__ = ("answer_id", "prompt_index")
