@@ -10,7 +10,8 @@ FILE = "tests/unit/fovea_rollout/test_verifiers_environment.py"
 """Some of its tests are skipped with verifiers, others without."""
 
 
-@pytest.mark.parametrize(("must_run", "code"), [("", 0), ("PostgreSQL", 0), ("PostgreSQL,verifiers", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("must_run", "code"), [("PostgreSQL", 0), ("PostgreSQL,verifiers", 1)])
 def test_a_skip_that_is_not_allowed_fails_the_run(must_run: str, code: int, pytestconfig: pytest.Config) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FILE]
     environment = os.environ | {"FOVEA_MUST_RUN": must_run}

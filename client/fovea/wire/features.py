@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import numpy.typing as npt
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, tensor_pb2
@@ -20,8 +21,13 @@ def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:
     for name in sorted(feature):
         array = feature[name]
         digest.update(f"{name}\0{array.dtype.name}\0{','.join(map(str, array.shape))}\0".encode())
-        digest.update(array.tobytes())
+        digest.update(_flat_bytes(array))
     return digest.hexdigest()
+
+
+def _flat_bytes(array: npt.NDArray) -> memoryview:
+    """Returns the bytes of an array, without a copy if they are contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def size_bytes(feature: Mapping[str, npt.NDArray]) -> int:
@@ -33,14 +39,14 @@ def iter_pieces(digest: str, feature: Mapping[str, npt.NDArray]) -> Iterator[ren
     """Splits the tensors of one image into messages with at most 1 MiB of data each."""
     names = sorted(feature)
     for name in names:
-        data = feature[name].tobytes()
+        data = _flat_bytes(feature[name])
         offsets = range(0, max(len(data), 1), PIECE_BYTES)
         for offset in offsets:
             yield renderer_pb2.FetchFeaturesResponse(
                 digest=digest,
                 name=name,
                 header=tensors.header(feature[name]) if offset == 0 else None,
-                data=data[offset : offset + PIECE_BYTES],
+                data=bytes(data[offset : offset + PIECE_BYTES]),
                 feature_complete=name == names[-1] and offset == offsets[-1],
             )
 

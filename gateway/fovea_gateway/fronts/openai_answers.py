@@ -19,6 +19,7 @@ from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling.sample_runner import SamplingSession
 from fovea_gateway.sampling.sampling_sessions import Sampling
 
+_COUNTS_S = 5.0
 _TEXT_BYTES = MESSAGE_BYTES - 2**16
 _CHUNK = re.compile(r"(?:prompt(?:\.|: ))?chunks\[(\d+)\](?:\.image(?:_reference)?)?")
 _PREFIX = re.compile(r"^(sampling_params|params)\.")
@@ -101,6 +102,8 @@ class OpenAIAnswers:
             try:
                 async for step in steps:
                     yield step.answer
+                # The sampler may send the last counts of tokens, which are charged, after the end of the answer.
+                await asyncio.wait((work,), timeout=_COUNTS_S)
             except FoveaError:
                 # Once sampling has failed, the sampler fails too, for lack of input: report the first error.
                 if work.done() and not work.cancelled() and (failure := work.exception()) is not None:
@@ -120,9 +123,7 @@ class OpenAIAnswers:
     async def _sample_all(
         self, sampling: SamplingSession, plan: sampler_pb2.OpenAIPlan, images: list[MessageImage], told: Told
     ) -> None:
-        """Samples every prompt and forwards the events to the sampler. If a prompt fails, the stream to the sampler
-        ends.
-        """
+        """Samples every prompt, for the sampler that writes the answer. If a prompt fails, the stream to it ends."""
         tasks: list[asyncio.Task[None]] = []
         try:
             for index, prompt in enumerate(plan.prompts):
@@ -147,14 +148,17 @@ class OpenAIAnswers:
         )  # fmt: skip
         # The alternatives (logprobs) of a whole sequence may not fit into one message.
         as_it_comes = plan.is_stream or plan.top_sample_logprobs > 0
+        answer = sampler_pb2.OpenAIAnswer(answer_id=plan.answer_id, prompt_index=index)
         is_first = True
-        async with aclosing(self._sampling.run(sampling, request, as_it_comes=as_it_comes)) as events:  # type: ignore[type-var]
+        async with aclosing(self._sampling.run(sampling, request, answer, as_it_comes=as_it_comes)) as events:  # type: ignore[type-var]
             async for ids, event in events:
-                kind = event.WhichOneof("event")
+                if event.WhichOneof("event") != "delta":
+                    continue
+                # Another sampler than the one that writes the answer drew these tokens.
                 sampled = sampler_pb2.SampledEvent(
                     prompt_index=index,
                     prompt_tokens=ids if is_first else b"",
-                    event=sampler_pb2.SampleResponse(**{kind: getattr(event, kind)}),
+                    event=sampler_pb2.SampleResponse(delta=event.delta),
                 )
                 is_first = False
                 told.put_nowait(sampler_pb2.AnswerOpenAIRequest(sampled=sampled))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -84,6 +84,7 @@ class SampleWork:
         base: The base model to sample from, with or without an adapter.
         sampling: The session that names the weights. They may change until a try has its slot in a sampler.
         at_once: Whether the sampler sends each sequence as a whole, not as a stream.
+        answer: The OpenAI response for which to sample.
         is_wanted: Returns whether a client waits for the request.
         snapshot_id: The weights of the last try.
         cells: The cells to score in the prompt.
@@ -97,6 +98,7 @@ class SampleWork:
     sampling: SamplingSession
     request: gateway_pb2.SampleTokensRequest
     at_once: bool
+    answer: sampler_pb2.OpenAIAnswer | None = None
     is_wanted: Callable[[], bool] = lambda: True
     snapshot_id: str = ""
     rendered: model_input_pb2.RenderedInput | None = None
@@ -129,15 +131,8 @@ class SampleRunner:
         timeout_s: Deadline of one try, in seconds.
     """
 
-    def __init__(
-        self,
-        versions: Versions,
-        retry_deadline_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._versions = versions
-        self._retry_deadline_s = retry_deadline_s
-        self._timeout_s = timeout_s
+    def __init__(self, versions: Versions, retry_deadline_s: float, timeout_s: float) -> None:
+        self._versions, self._retry_deadline_s, self._timeout_s = versions, retry_deadline_s, timeout_s
         self.tasks_in_samplers: set[asyncio.Task[Any]] = set()
         """Tasks with a request in a sampler, until they end. To stop one would mean to sample its request twice."""
 
@@ -154,14 +149,15 @@ class SampleRunner:
                 await self._mend(work, error)
 
     async def stream(self, work: SampleWork) -> AsyncIterator[sampler_pb2.SampleResponse]:
-        """Yields events as they arrive. A failure is retried only before the first event."""
+        """Yields events as they arrive, without `written` ones. A failure is retried only before the first event."""
         is_begun = False
         while True:
             try:
                 async with aclosing(self._attempt(work)) as attempt:
                     async for event in attempt:
                         is_begun = True
-                        yield event
+                        if event.WhichOneof("event") != "written":
+                            yield event
                 return
             except ReplicaLeft:
                 continue
@@ -221,6 +217,7 @@ class SampleRunner:
             target_tokens=targets.to_score(work.cells) if work.cells else None,
             **{name: getattr(work.request, name) for name in _OPTIONS},
             at_once=work.at_once,
+            answer=work.answer,
             # Owners do not share cache entries, because an owner could learn another's prompts from cache hits.
             cache_salt=work.pending.submission.owner,
         )
@@ -233,9 +230,9 @@ class SampleRunner:
                 answer = cast(Events, sampler.client.sample(request, self._timeout_s))
                 async with aclosing(answer) as events:
                     async for event in events:
-                        usage.sampled_tokens += len(event.delta.tokens) // 4
+                        usage.sampled_tokens += len(event.delta.tokens) // 4 + event.written.token_count
                         usage.cached_tokens += event.prompt.cached_token_count
-                        if event.delta.finish_reason:
+                        if event.delta.finish_reason or event.written.is_last:
                             sampler.free(turn, 1)
                         yield event
             usage.prompt_tokens += prompt_tokens
@@ -336,18 +333,22 @@ def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) ->
 
 
 def gather(
-    events: Iterable[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
+    events: Sequence[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
 ) -> list[gateway_pb2.SampleTokensResponse]:
     """Returns the target table if the request has one, the prompt, and each sequence, joined from its deltas.
 
+    Leaves out the sequences that the sampler wrote into an answer.
     Raises Internal if the sampler left out requested data, so that an incomplete answer is never returned as complete.
     """
     sample_count = request.sample_count
     prompt: sampler_pb2.PromptResult | None = None
-    deltas: dict[int, list[sampler_pb2.SequenceDelta]] = {index: [] for index in range(sample_count)}
+    written = {event.written.index for event in events if event.written.is_last}
+    deltas: dict[int, list[sampler_pb2.SequenceDelta]] = {i: [] for i in range(sample_count) if i not in written}
     for event in events:
         if event.WhichOneof("event") == "prompt":
             prompt = event.prompt
+        elif event.WhichOneof("event") == "written":
+            continue
         elif event.delta.index in deltas:
             deltas[event.delta.index].append(event.delta)
         else:

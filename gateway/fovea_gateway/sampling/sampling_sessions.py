@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.api.v1 import gateway_pb2
+from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import ContextOverflow, FoveaError, InvalidInput, NotFound
 from fovea_gateway.access.kept_rows import KeptRows
@@ -214,9 +214,7 @@ class Sampling:
 
     async def resume(self, pendings: Iterable[Pending]) -> None:
         """Resumes the samples among the requests that an earlier process left unfinished."""
-        for pending in pendings:
-            if pending.submission.kind is not Kind.SAMPLE:
-                continue
+        for pending in [one for one in pendings if one.submission.kind is Kind.SAMPLE]:
             try:
                 await self._sessions.load_open(pending.submission.session_id)
             except FoveaError as error:
@@ -246,13 +244,15 @@ class Sampling:
             yield event
 
     async def run(
-        self, sampling: SamplingSession, request: gateway_pb2.SampleTokensRequest, *, as_it_comes: bool
-    ) -> AsyncIterator[tuple[bytes, gateway_pb2.SampleTokensResponse]]:
+        self, sampling: SamplingSession, request: gateway_pb2.SampleTokensRequest,
+        answer: sampler_pb2.OpenAIAnswer | None = None, *, as_it_comes: bool,
+    ) -> AsyncIterator[tuple[bytes, gateway_pb2.SampleTokensResponse]]:  # fmt: skip
         """Samples at once, without a future. Yields the int32 ids of the rendered prompt together with each event.
 
         Args:
-            as_it_comes: Whether to yield tokens as they are generated. Otherwise each sequence comes whole, and is
-                sampled again if a sampler breaks it off.
+            answer: The response for which to sample. Tokens that its own sampler draws are not yielded.
+            as_it_comes: Whether to yield tokens as they are generated, not each sequence whole. A whole one is sampled
+                again if a sampler breaks it off.
         """
         base = self._base_models.get(sampling.base_model)
         if rejection := _rejection(base, request):
@@ -263,7 +263,7 @@ class Sampling:
             seq_id=0, token_count=_token_count(base, request),
         )  # fmt: skip
         pending = Pending(submission, request=None)
-        work = SampleWork(pending, base, sampling, request, at_once=not as_it_comes)
+        work = SampleWork(pending, base, sampling, request, at_once=not as_it_comes, answer=answer)
         with self._futures.counting(submission):
             try:
                 if as_it_comes:

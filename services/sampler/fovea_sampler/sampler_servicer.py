@@ -1,6 +1,8 @@
 """The gRPC service `fovea.api.v1.SamplerService`. Each method decodes, makes one call, and encodes the result."""
 
+import asyncio
 import os
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -63,6 +65,8 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self._weights = weights
         self._pushes = pushes
         self._openai = openai
+        # By answer id: the samples of the OpenAI responses that this sampler is writing; None ends them.
+        self._sampled: dict[str, asyncio.Queue[sampler_pb2.SampledEvent | None]] = {}
         self._ready = False
 
     def set_ready(self, ready: bool) -> None:
@@ -102,9 +106,19 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         try:
             self._require_ready()
             spec = read_request(request, self._facts.limits, self._vision)
+            inbox, is_first = self._sampled.get(request.answer.answer_id), True
             async with aclosing(self._generation.run(spec)) as events:
                 async for event in events:
-                    yield _encode(event, request.snapshot_id)
+                    response = _encode(event, request.snapshot_id)
+                    if inbox is not None and isinstance(event, Delta):
+                        ids = request.prompt.tokens if is_first else b""
+                        inbox.put_nowait(
+                            sampler_pb2.SampledEvent(
+                                prompt_index=request.answer.prompt_index, prompt_tokens=ids, event=response
+                            )
+                        )
+                        response, is_first = _written(event), False
+                    yield response
             outcome = "ok"
         except FoveaError as error:
             outcome = error.reason.lower()
@@ -153,18 +167,50 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         first = await anext(request_iterator, sampler_pb2.AnswerOpenAIRequest())
         if first.WhichOneof("step") != "request":
             raise InvalidInput("the call must begin with a request", field="request")
-        sampled = (one.sampled async for one in request_iterator)
-        steps = self._openai.answer(first.request, sampled, self._facts.limits.max_sample_count)
-        async with aclosing(steps):
-            async for step in steps:
-                if isinstance(step, bytes):
-                    yield sampler_pb2.AnswerOpenAIResponse(answer=step)
-                else:
-                    yield sampler_pb2.AnswerOpenAIResponse(plan=step)
+        answer_id, inbox = uuid.uuid4().hex, asyncio.Queue[sampler_pb2.SampledEvent | None]()
+        self._sampled[answer_id] = inbox
+        relaying = asyncio.create_task(_relay(request_iterator, inbox), name="relayed samples")
+        steps = self._openai.answer(first.request, _drain(inbox), self._facts.limits.max_sample_count)
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    if isinstance(step, bytes):
+                        yield sampler_pb2.AnswerOpenAIResponse(answer=step)
+                    else:
+                        step.answer_id = answer_id
+                        yield sampler_pb2.AnswerOpenAIResponse(plan=step)
+        finally:
+            del self._sampled[answer_id]
+            relaying.cancel()
+            await asyncio.gather(relaying, return_exceptions=True)
 
     def _require_ready(self) -> None:
         if not self._ready:
             raise Unavailable("the sampler is not serving: its engine is still starting or has died")
+
+
+async def _relay(
+    requests: AsyncIterator[sampler_pb2.AnswerOpenAIRequest], inbox: asyncio.Queue[sampler_pb2.SampledEvent | None]
+) -> None:
+    """Adds the samples that the caller sends. The end of its stream ends the samples."""
+    try:
+        async for one in requests:
+            inbox.put_nowait(one.sampled)
+    finally:
+        inbox.put_nowait(None)
+
+
+async def _drain(
+    inbox: asyncio.Queue[sampler_pb2.SampledEvent | None],
+) -> AsyncIterator[sampler_pb2.SampledEvent]:
+    while (sampled := await inbox.get()) is not None:
+        yield sampled
+
+
+def _written(delta: Delta) -> sampler_pb2.SampleResponse:
+    is_last = _FINISH[delta.finish] != sampler_pb2.FINISH_REASON_UNSPECIFIED
+    written = sampler_pb2.WrittenTokens(index=delta.index, token_count=len(delta.tokens), is_last=is_last)
+    return sampler_pb2.SampleResponse(written=written)
 
 
 def _encode(event: Event, snapshot_id: str) -> sampler_pb2.SampleResponse:

@@ -142,6 +142,13 @@ class FakeRenderer(Fake, renderer_pb2_grpc.RendererServiceServicer):
         return renderer_pb2.PutImageResponse(size_bytes=size_bytes)
 
 
+def _written(delta: sampler_pb2.SequenceDelta) -> sampler_pb2.SampleResponse:
+    written = sampler_pb2.WrittenTokens(
+        index=delta.index, token_count=len(delta.tokens) // 4, is_last=bool(delta.finish_reason)
+    )
+    return sampler_pb2.SampleResponse(written=written)
+
+
 class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
     """Samples tokens that depend on the weights and on the seed; holds only what a trainer pushed."""
 
@@ -150,6 +157,8 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         self.sample_delay_s = 0.0
         self.takes_no_mlp = False
         self.score = -0.5
+        self.writes_own_samples = True
+        self.answers: dict[str, asyncio.Queue[sampler_pb2.SampledEvent | None]] = {}
         self.max_sequences = 0
         self.restart()
 
@@ -189,8 +198,13 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         try:
             await self.note("Sample", request)
             await asyncio.sleep(self.sample_delay_s)
+            inbox = self.answers.get(request.answer.answer_id) if self.writes_own_samples else None
             for event in self._events(request):
-                yield event
+                if inbox is not None and event.HasField("delta"):
+                    inbox.put_nowait(sampler_pb2.SampledEvent(prompt_tokens=request.prompt.tokens, event=event))
+                    yield _written(event.delta)
+                else:
+                    yield event
             self.completed.append(request.request_id)
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -208,6 +222,9 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         if "unknown" in body:
             raise InvalidInput("there is no field 'unknown' in this request; leave it out", field="unknown")
         plan = sampler_pb2.OpenAIPlan(sample_count=body.get("n", 1), is_stream=body.get("stream", False))
+        plan.answer_id = uuid.uuid4().hex
+        inbox = self.answers[plan.answer_id] = asyncio.Queue()
+        relaying = asyncio.create_task(self._relay(request_iterator, inbox))
         plan.params.max_tokens = body.get("max_tokens", 8)
         prompt = plan.prompts.add()
         for message in body.get("messages", [{"content": body.get("prompt", "p")}]):
@@ -218,25 +235,37 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
                 else:
                     prompt.chunks.add().image.SetInParent()
         yield sampler_pb2.AnswerOpenAIResponse(plan=plan)
-        ids: dict[int, list[int]] = {index: [] for index in range(plan.sample_count)}
-        ended = 0
-        while ended < plan.sample_count:
-            sampled = await anext(request_iterator, None)
-            if sampled is None:
-                raise Unavailable("the caller says no more")
-            delta = sampled.sampled.event.delta
-            ids[delta.index] += tensors.decode_tokens(delta.tokens).tolist()
-            ended += bool(delta.finish_reason)
-            if plan.is_stream and delta.tokens:
-                choice = {"index": delta.index, "delta": {"content": str(ids[delta.index])}}
-                event = json.dumps({"choices": [choice]})
-                yield sampler_pb2.AnswerOpenAIResponse(answer=f"data: {event}\n\n".encode())
-        if plan.is_stream:
-            yield sampler_pb2.AnswerOpenAIResponse(answer=b"data: [DONE]\n\n")
-            return
-        choices = [{"index": index, "message": {"role": "assistant", "content": str(ids[index])}} for index in ids]
-        whole = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": choices}
-        yield sampler_pb2.AnswerOpenAIResponse(answer=json.dumps(whole).encode())
+        try:
+            ids: dict[int, list[int]] = {index: [] for index in range(plan.sample_count)}
+            ended = 0
+            while ended < plan.sample_count:
+                sampled = await inbox.get()
+                if sampled is None:
+                    raise Unavailable("the caller says no more")
+                delta = sampled.event.delta
+                ids[delta.index] += tensors.decode_tokens(delta.tokens).tolist()
+                ended += bool(delta.finish_reason)
+                if plan.is_stream and delta.tokens:
+                    choice = {"index": delta.index, "delta": {"content": str(ids[delta.index])}}
+                    event = json.dumps({"choices": [choice]})
+                    yield sampler_pb2.AnswerOpenAIResponse(answer=f"data: {event}\n\n".encode())
+            if plan.is_stream:
+                yield sampler_pb2.AnswerOpenAIResponse(answer=b"data: [DONE]\n\n")
+                return
+            choices = [{"index": index, "message": {"role": "assistant", "content": str(ids[index])}} for index in ids]
+            whole = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": choices}
+            yield sampler_pb2.AnswerOpenAIResponse(answer=json.dumps(whole).encode())
+        finally:
+            relaying.cancel()
+            await asyncio.gather(relaying, return_exceptions=True)
+
+    async def _relay(self, requests: Any, inbox: asyncio.Queue[sampler_pb2.SampledEvent | None]) -> None:
+        try:
+            async for one in requests:
+                self.calls.append(("sampled", one.sampled))
+                inbox.put_nowait(one.sampled)
+        finally:
+            inbox.put_nowait(None)
 
     async def CheckSnapshot(self, request: Any, context: Context) -> sampler_pb2.CheckSnapshotResponse:
         self.calls.append(("CheckSnapshot", request))

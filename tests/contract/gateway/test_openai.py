@@ -57,6 +57,20 @@ async def test_a_stream_comes_as_it_is_sampled(stand: Stand, http: httpx.AsyncCl
     assert not sample.at_once
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_token_crosses_once_where_one_sampler_draws_and_writes(
+    stand: Stand, http: httpx.AsyncClient, stream: bool
+) -> None:
+    """Tokens of another sampler are forwarded; the answer and the usage are the same."""
+    sampler, found = stand.samplers[0], []
+    for sampler.writes_own_samples in (True, False):
+        answer = await http.post("chat/completions", json={**CHAT, "n": 2, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        usage = (await http.get(f"{stand.url}/api/v1/usage")).json()["usage"]
+        found.append((answer.text, sum(row["sampled_tokens"] for row in usage), len(sampler.of("sampled"))))
+    assert found == [(found[0][0], 16, 0), (found[0][0], 32, 4 if stream else 2)]
+
+
 @pytest.mark.parametrize(
     ("url", "field", "said"),
     [

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
@@ -290,6 +291,33 @@ async def test_an_answer_in_openais_words_is_a_plan_and_then_text(served: Served
     for wrong in ([], steps[1:]):
         with pytest.raises(InvalidInput, match="must begin with a request"):
             _ = [step async for step in served.client.answer_openai(say(wrong))]
+
+
+async def test_tokens_of_an_answer_that_is_written_here_are_not_sent(served: Served) -> None:
+    told: asyncio.Queue[sampler_pb2.AnswerOpenAIRequest] = asyncio.Queue()
+    told.put_nowait(sampler_pb2.AnswerOpenAIRequest(request=sampler_pb2.OpenAIRequest(body=b"{}")))
+
+    async def say() -> AsyncIterator[sampler_pb2.AnswerOpenAIRequest]:
+        while True:
+            yield await told.get()
+
+    wanted, elsewhere = request(), request()
+    async with aclosing(served.client.answer_openai(say())) as steps:  # type: ignore[type-var]
+        wanted.answer.answer_id = (await anext(steps)).plan.answer_id
+        elsewhere.answer.answer_id = "of another sampler"
+        assert len(wanted.answer.answer_id) == 32
+        first, *written = await events(served, wanted)
+        assert first.prompt.logprobs is not None
+        assert [(one.written.token_count, one.written.is_last) for one in written] == [
+            (1, False),
+            (1, False),
+            (1, True),
+        ]
+        assert sum(one.ByteSize() for one in written) < 20
+        assert (await anext(steps)).answer == b"3 of {}"
+    for asked in (elsewhere, wanted):  # no such answer, or no longer
+        _, *deltas = await events(served, asked)
+        assert [tensors.decode_tokens(one.delta.tokens).tolist() for one in deltas] == [[10], [20], [10]]
 
 
 async def test_a_snapshot_whose_numbers_overflow_fails_by_name_and_the_base_model_goes_on(served: Served) -> None:

@@ -38,6 +38,7 @@ def test_no_seed_breaks_a_promise() -> None:
     print(done.stdout)
 
 
+@pytest.mark.slow
 def test_seeds_that_broke_once_keep_every_promise() -> None:
     done = simulate("--seed", *map(str, BROKE_ONCE))
     assert done.returncode == 0, done.stdout[-2000:]
@@ -46,6 +47,7 @@ def test_seeds_that_broke_once_keep_every_promise() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_run_each_time() -> None:
     first, second = simulate("--seed", "7"), simulate("--seed", "7")
     assert "world killed " in first.stderr

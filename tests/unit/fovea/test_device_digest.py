@@ -26,6 +26,7 @@ print("equal")
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_the_kernel_sums_as_the_operators_do() -> None:
     # The variable is read when Triton is imported, here long ago.
     assert run(PROGRAM, str(list(SIZES)), TRITON_INTERPRET="1") == "equal\n"

@@ -60,6 +60,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
         cut(tmp_path, tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_a_part_that_raises_is_a_finding_and_the_next_checkpoint_is_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "kosmos-9"}')
     broken, works, pictured = run_apart("renderer", [tmp_path, ensure_family("llama"), ensure_family("gemma3")])

@@ -75,6 +75,7 @@ async def test_grammars_that_take_too_much_are_refused_by_name_and_others_are_no
     )
 
 
+@pytest.mark.slow
 async def test_a_grammar_is_tried_once(trials: GrammarTrials) -> None:
     await asyncio.gather(*(trials.check("regex", "[0-9]+", "owner") for _ in range(64)))
     for _ in range(2):
@@ -98,6 +99,7 @@ def test_a_schema_that_xgrammar_would_ignore_in_part_is_refused() -> None:
             structure_of(json.dumps(asked))
 
 
+@pytest.mark.slow
 async def test_an_owners_trials_run_one_after_the_other(trials: GrammarTrials) -> None:
     async def asked(number: int) -> str:
         return await refusal(trials, {"regex": f"[a-z]{{{number}}}"})
@@ -136,6 +138,7 @@ def steps_until_refused(grammar: Any, most: int) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated")  # vLLM sets it
 def test_the_engine_ends_what_a_trial_did_not_reach_and_compiles_it_no_more(backend: XgrammarBackend) -> None:
     harmless = backend.compile_grammar(StructuredOutputOptions.REGEX, "a*")

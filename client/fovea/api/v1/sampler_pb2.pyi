@@ -118,7 +118,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., structured_outputs: _Optional[str] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "cache_salt", "routed_experts")
+    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "answer", "cache_salt", "routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class SampleRequest(_message.Message):
     ALT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _ClassVar[int]
     AT_ONCE_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -145,9 +146,18 @@ class SampleRequest(_message.Message):
     alt_token_count: int
     prompt_logprobs_last_n: int
     at_once: bool
+    answer: OpenAIAnswer
     cache_salt: str
     routed_experts: bool
-    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., answer: _Optional[_Union[OpenAIAnswer, _Mapping]] = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ...) -> None: ...
+
+class OpenAIAnswer(_message.Message):
+    __slots__ = ("answer_id", "prompt_index")
+    ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    answer_id: str
+    prompt_index: int
+    def __init__(self, answer_id: _Optional[str] = ..., prompt_index: _Optional[int] = ...) -> None: ...
 
 class TargetTokens(_message.Message):
     __slots__ = ("token_ids", "row_offsets")
@@ -158,12 +168,24 @@ class TargetTokens(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., row_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("prompt", "delta")
+    __slots__ = ("prompt", "delta", "written")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     prompt: PromptResult
     delta: SequenceDelta
-    def __init__(self, prompt: _Optional[_Union[PromptResult, _Mapping]] = ..., delta: _Optional[_Union[SequenceDelta, _Mapping]] = ...) -> None: ...
+    written: WrittenTokens
+    def __init__(self, prompt: _Optional[_Union[PromptResult, _Mapping]] = ..., delta: _Optional[_Union[SequenceDelta, _Mapping]] = ..., written: _Optional[_Union[WrittenTokens, _Mapping]] = ...) -> None: ...
+
+class WrittenTokens(_message.Message):
+    __slots__ = ("index", "token_count", "is_last")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_count: int
+    is_last: bool
+    def __init__(self, index: _Optional[int] = ..., token_count: _Optional[int] = ..., is_last: bool = ...) -> None: ...
 
 class TopLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -334,15 +356,17 @@ class AnswerOpenAIResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[OpenAIPlan, _Mapping]] = ..., answer: _Optional[bytes] = ...) -> None: ...
 
 class OpenAIPlan(_message.Message):
-    __slots__ = ("prompts", "sample_count", "params", "top_sample_logprobs", "is_stream")
+    __slots__ = ("prompts", "sample_count", "params", "top_sample_logprobs", "is_stream", "answer_id")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     IS_STREAM_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
     prompts: _containers.RepeatedCompositeFieldContainer[_model_input_pb2.ModelInput]
     sample_count: int
     params: SamplingParams
     top_sample_logprobs: int
     is_stream: bool
-    def __init__(self, prompts: _Optional[_Iterable[_Union[_model_input_pb2.ModelInput, _Mapping]]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., top_sample_logprobs: _Optional[int] = ..., is_stream: bool = ...) -> None: ...
+    answer_id: str
+    def __init__(self, prompts: _Optional[_Iterable[_Union[_model_input_pb2.ModelInput, _Mapping]]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., top_sample_logprobs: _Optional[int] = ..., is_stream: bool = ..., answer_id: _Optional[str] = ...) -> None: ...

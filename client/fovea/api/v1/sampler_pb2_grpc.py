@@ -135,8 +135,9 @@ class SamplerServiceServicer(object):
 
     def AnswerOpenAI(self, request_iterator, context):
         """Converts one request of OpenAI's API to prompts, and their samples to OpenAI's response format, with the model's
-        chat template, tools and tokenizer. The caller sends `request` and receives `plan`. It samples the plan at any
-        sampler and sends the results as `sampled`, while it receives the answer. Closing the call cancels everything.
+        chat template, tools and tokenizer. The caller sends `request` and receives `plan`. It samples the plan with
+        `Sample`, at this sampler if possible, and sends the results of other samplers as `sampled`, while it receives the
+        answer. Closing the call cancels everything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

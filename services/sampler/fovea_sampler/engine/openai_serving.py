@@ -1,8 +1,8 @@
 """Serves OpenAI's API with vLLM's own serving classes, on top of a replacement engine that draws no tokens itself.
 
 vLLM parses the request, applies the chat template, and writes the response with its tool-call parsers. The replacement
-engine turns vLLM's calls into a plan. The caller of the RPC (the gateway) draws the samples of the plan and streams
-them back, and the replacement engine returns them to vLLM.
+engine turns vLLM's calls into a plan. The caller of the RPC (the gateway) requests the samples of the plan. The
+replacement engine returns them to vLLM, whether this sampler draws them or the caller forwards them from another one.
 """
 
 import asyncio
@@ -261,7 +261,7 @@ class _CallerEngine:
         sequences: list[_Sequence] = []
         while not sequences or not all(sequence.is_ended for sequence in sequences):
             sampled = await inbox.get()
-            if not sequences:
+            if sampled.prompt_tokens or not sequences:  # the first event of a try: a sampler may have failed before
                 ids = tensors.decode_tokens(sampled.prompt_tokens).tolist()
                 sequences = [self._new_sequence(number, params, ids) for number in range(params.n)]
             if sampled.event.WhichOneof("event") != "delta":

@@ -232,6 +232,7 @@ async def run_until(words: str, supervisor: Supervisor, shown: io.StringIO, pati
     return running
 
 
+@pytest.mark.slow
 async def test_a_part_that_keeps_dying_ends_nobody_else(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_channels_to_this_machine_take_no_proxy(proxy: CountingProxy, address: s
     assert proxy.asked == []
 
 
+@pytest.mark.slow
 def test_commands_and_the_sdk_take_no_proxy_to_this_machine(proxy: CountingProxy, url: str) -> None:
     listed = run(proxy, "-m", "fovea.cli.main", "checkpoints", "list", "--base-url", url)
     assert (listed.returncode, listed.stderr.strip()[:14]) == (0, "no checkpoints"), listed.stderr

@@ -104,6 +104,7 @@ def test_what_a_worker_cannot_even_read_is_refused(sandbox: Sandbox) -> None:
     assert_it_goes_on(sandbox)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["worker", "its parent"])
 def test_a_worker_that_somebody_else_ends_costs_nothing(sandbox: Sandbox, which: str) -> None:
     assert_it_goes_on(sandbox)
@@ -197,6 +198,7 @@ def _any_argument(draw: random.Random, depth: int = 0) -> Any:
     return draw.choice(simple)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_operation_takes_memory_before_it_is_refused(roomy: Sandbox, seed: int) -> None:
     """Whatever it is given: the rules of costs.py are met long before the limits of the process."""

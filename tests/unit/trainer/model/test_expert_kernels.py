@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
+@pytest.mark.slow
 def test_they_give_what_operators_give() -> None:
     # The variable is read when Triton is imported, in this process long ago.
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.trainer.model.interpreted_experts"]
@@ -22,6 +23,7 @@ def test_they_give_what_operators_give() -> None:
     assert done.stdout.splitlines() == ["copies and sums", "a layer in float32", "a layer in bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     from fovea_trainer.model import expert_kernels

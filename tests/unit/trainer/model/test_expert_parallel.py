@@ -140,6 +140,7 @@ def _same_weights(mesh: Any) -> None:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one(tmp_path: Path) -> None:
     run_ranks(_rank, 2, 2, str(tmp_path))
 

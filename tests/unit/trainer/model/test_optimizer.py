@@ -128,6 +128,7 @@ def test_a_step_without_eps_may_be_sound() -> None:
     assert weights.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_ten_thousand_random_steps_end_as_foreseen() -> None:
     """Hyperparameters and sizes of gradients vary over many magnitudes, as do those of what is loaded between."""
     draws, sure = torch.Generator().manual_seed(0), 0
