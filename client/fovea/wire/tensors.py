@@ -147,6 +147,26 @@ def check_column_indices(columns: npt.NDArray, value_count: int, column_count: i
         raise InvalidInput(f"{field} must contain integers in 0 .. {column_count - 1}", field=field)
 
 
+def read_csr(
+    crow_indices: bytes, col_indices: bytes, shape: Sequence[int], value_count: int | None, field: str
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the row offsets and the column indices of a sparse tensor from their int64 bytes.
+
+    Raises InvalidInput, naming `field`, unless they fit `shape`, which must have two dimensions, and `value_count`
+    values; None stands for any number of values.
+    """
+    if len(shape) != 2 or min(shape) < 0:
+        raise InvalidInput(f"{field} is sparse with shape {list(shape)}; it must have two dimensions", field=field)
+    rows, columns = (
+        _decode_flat(data, np.dtype("<i8"), f"{field}.{name}")
+        for name, data in (("crow_indices", crow_indices), ("col_indices", col_indices))
+    )
+    count = columns.size if value_count is None else value_count
+    check_row_offsets(rows, count, shape[0], f"{field}.crow_indices")
+    check_column_indices(columns, count, shape[1], f"{field}.col_indices")
+    return rows, columns
+
+
 def pack_support(ids: npt.NDArray, offsets: npt.NDArray) -> bytes:
     """Packs the supports of N tokens. Rows can be concatenated as bytes, and a byte of 0 occurs only at a row's end.
 
@@ -154,9 +174,10 @@ def pack_support(ids: npt.NDArray, offsets: npt.NDArray) -> bytes:
     byte of 0. An empty row is a full support.
 
     Args:
-        ids: Integers [M], in ascending order and distinct within a row.
+        ids: Integers [M]; an id may occur twice in a row, and counts once.
         offsets: Integers [N + 1]: row i is `ids[offsets[i]:offsets[i + 1]]`.
     """
+    ids, offsets = _sorted_rows(ids, offsets)
     gaps = np.diff(ids, prepend=0).astype(np.int64)
     starts = offsets[:-1][offsets[:-1] < offsets[1:]]
     gaps[starts] = ids[starts].astype(np.int64) + 1
@@ -169,6 +190,18 @@ def pack_support(ids: npt.NDArray, offsets: npt.NDArray) -> bytes:
         more = np.where(lengths[longer] > place + 1, 128, 0)
         packed[(ends - lengths)[longer] + place] = numbers[longer] >> 7 * place & 127 | more
     return packed.tobytes()
+
+
+def _sorted_rows(ids: npt.NDArray, offsets: npt.NDArray) -> tuple[npt.NDArray, npt.NDArray]:
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    is_rising = (np.diff(ids) > 0) | (np.diff(rows) > 0)
+    if is_rising.all():
+        return ids, offsets
+    order = np.lexsort((ids, rows))
+    ids, rows = ids[order], rows[order]
+    is_new = np.append(True, (np.diff(ids) > 0) | (np.diff(rows) > 0))
+    counts = np.bincount(rows[is_new], minlength=len(offsets) - 1)
+    return ids[is_new], np.concatenate(([0], np.cumsum(counts)))
 
 
 def unpack_support(packed: bytes, field: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -246,7 +246,11 @@ def _support(datum: trainer_pb2.Datum, targets: IntArray, vocabulary_size: int, 
         return None
     packed = tensors.decode(datum.loss_inputs[tensors.SUPPORT], field)
     if packed.dtype != np.uint8 or packed.ndim != 1:
-        raise _invalid(field, f"is {packed.dtype.name} {list(packed.shape)}, but must be uint8 [bytes], packed rows")
+        raise _invalid(
+            field,
+            f"is {packed.dtype.name} {list(packed.shape)}, but must be packed rows, uint8 [bytes]; in the Tinker SDK a "
+            "sparse tensor [positions, vocabulary]",
+        )
     ids, offsets = tensors.unpack_support(packed.tobytes(), field)
     if len(offsets) - 1 != len(targets):
         raise _invalid(field, f"has {len(offsets) - 1} rows, but the input has {len(targets)} tokens")
