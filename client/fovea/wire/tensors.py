@@ -182,7 +182,9 @@ def pack_support(ids: npt.NDArray, offsets: npt.NDArray) -> bytes:
     starts = offsets[:-1][offsets[:-1] < offsets[1:]]
     gaps[starts] = ids[starts].astype(np.int64) + 1
     numbers = np.insert(gaps, offsets[1:], 0)
-    lengths = 1 + (numbers[:, None] >> np.arange(7, 7 * _VARINT_BYTES, 7) > 0).sum(axis=1)
+    lengths = np.ones_like(numbers)
+    for place in range(1, _VARINT_BYTES):
+        lengths += numbers >> 7 * place > 0
     ends = np.cumsum(lengths)
     packed = np.zeros(ends[-1] if ends.size else 0, np.uint8)
     for place in range(_VARINT_BYTES):

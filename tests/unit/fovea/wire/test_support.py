@@ -66,3 +66,8 @@ def test_other_bytes_are_refused(packed: bytes) -> None:
 def test_a_row_above_the_bound_is_refused() -> None:
     with pytest.raises(InvalidInput, match="1025 ids in row 1; at most 1024"):
         unpack_support(_pack([[1], list(range(MOST_SUPPORT + 1))]), "support")
+
+
+def test_ids_in_any_order_are_packed_once() -> None:
+    packed = pack_support(np.array([9, 3, 9, 4, 4, 1]), np.array([0, 3, 3, 5, 6]))
+    assert packed == _pack([[3, 9], [], [4], [1]])
