@@ -2,6 +2,8 @@
 
 Sparse tensors are compressed rows (CSR): row i is `values[offsets[i]:offsets[i + 1]]`, and for rows with columns,
 `columns[j]` is the column of `values[j]`.
+
+The support of a sampled token is the set of ids from which it was drawn; `pack_support` describes its packed rows.
 """
 
 import math
@@ -22,6 +24,16 @@ _DTYPES: dict[int, np.dtype] = {
     tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
 }
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in _DTYPES.items()}
+SUPPORT = "sampled_support"
+"""Name of the loss input with the support of each target."""
+
+MOST_SUPPORT = 1024
+"""The most ids in a row of a support. A larger support is recorded as full, so a row has at most 3 KiB."""
+
+FULL_ROW = b"\0"
+"""A packed row of a token that was drawn from the whole vocabulary."""
+
+_VARINT_BYTES = 5  # for 32 bits
 _MOST_DIMENSIONS = 8
 _MOST_ELEMENTS = 2**48
 
@@ -133,6 +145,99 @@ def check_column_indices(columns: npt.NDArray, value_count: int, column_count: i
         return
     if columns.dtype.kind not in "iu" or columns.min() < 0 or columns.max() >= column_count:
         raise InvalidInput(f"{field} must contain integers in 0 .. {column_count - 1}", field=field)
+
+
+def read_csr(
+    crow_indices: bytes, col_indices: bytes, shape: Sequence[int], value_count: int | None, field: str
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the row offsets and the column indices of a sparse tensor from their int64 bytes.
+
+    Raises InvalidInput, naming `field`, unless they fit `shape`, which must have two dimensions, and `value_count`
+    values; None stands for any number of values.
+    """
+    if len(shape) != 2 or min(shape) < 0:
+        raise InvalidInput(f"{field} is sparse with shape {list(shape)}; it must have two dimensions", field=field)
+    rows, columns = (
+        _decode_flat(data, np.dtype("<i8"), f"{field}.{name}")
+        for name, data in (("crow_indices", crow_indices), ("col_indices", col_indices))
+    )
+    count = columns.size if value_count is None else value_count
+    check_row_offsets(rows, count, shape[0], f"{field}.crow_indices")
+    check_column_indices(columns, count, shape[1], f"{field}.col_indices")
+    return rows, columns
+
+
+def pack_support(ids: npt.NDArray, offsets: npt.NDArray) -> bytes:
+    """Packs the supports of N tokens. Rows can be concatenated as bytes, and a byte of 0 occurs only at a row's end.
+
+    A row holds each id as the varint (LEB128) of its difference to the one before, the first one plus 1, and then a
+    byte of 0. An empty row is a full support.
+
+    Args:
+        ids: Integers [M]; an id may occur twice in a row, and counts once.
+        offsets: Integers [N + 1]: row i is `ids[offsets[i]:offsets[i + 1]]`.
+    """
+    ids, offsets = _sorted_rows(ids, offsets)
+    gaps = np.diff(ids, prepend=0).astype(np.int64)
+    starts = offsets[:-1][offsets[:-1] < offsets[1:]]
+    gaps[starts] = ids[starts].astype(np.int64) + 1
+    numbers = np.insert(gaps, offsets[1:], 0)
+    lengths = np.ones_like(numbers)
+    for place in range(1, _VARINT_BYTES):
+        lengths += numbers >> 7 * place > 0
+    ends = np.cumsum(lengths)
+    packed = np.zeros(ends[-1] if ends.size else 0, np.uint8)
+    for place in range(_VARINT_BYTES):
+        longer = lengths > place
+        more = np.where(lengths[longer] > place + 1, 128, 0)
+        packed[(ends - lengths)[longer] + place] = numbers[longer] >> 7 * place & 127 | more
+    return packed.tobytes()
+
+
+def _sorted_rows(ids: npt.NDArray, offsets: npt.NDArray) -> tuple[npt.NDArray, npt.NDArray]:
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    is_rising = (np.diff(ids) > 0) | (np.diff(rows) > 0)
+    if is_rising.all():
+        return ids, offsets
+    order = np.lexsort((ids, rows))
+    ids, rows = ids[order], rows[order]
+    is_new = np.append(True, (np.diff(ids) > 0) | (np.diff(rows) > 0))
+    counts = np.bincount(rows[is_new], minlength=len(offsets) - 1)
+    return ids[is_new], np.concatenate(([0], np.cumsum(counts)))
+
+
+def unpack_support(packed: bytes, field: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Reverses `pack_support`; returns ids int64 [M] and offsets int64 [N + 1].
+
+    Raises InvalidInput, naming `field`, for bytes that `pack_support` cannot have returned, and for a row of more than
+    MOST_SUPPORT ids.
+    """
+    data = np.frombuffer(packed, np.uint8)
+    ends = np.flatnonzero(data < 128)
+    starts = np.concatenate(([0], ends[:-1] + 1)) if ends.size else ends
+    lengths = ends + 1 - starts
+    if data.size and (data[-1] or np.any(lengths > _VARINT_BYTES) or np.any(lengths[data[ends] == 0] > 1)):
+        raise InvalidInput(f"{field} is not a packed support: see `sampled_support` in sampler.proto", field=field)
+    places = np.arange(data.size) - np.repeat(starts, lengths)
+    bits = (data & 127).astype(np.int64) << 7 * places
+    numbers = np.add.reduceat(bits, starts) if starts.size else bits
+    is_end = numbers == 0
+    offsets = np.concatenate(([0], np.cumsum(~is_end)[is_end]))
+    counts = np.diff(offsets)
+    if counts.size and counts.max() > MOST_SUPPORT:
+        raise InvalidInput(
+            f"{field} has {counts.max()} ids in row {counts.argmax()}; at most {MOST_SUPPORT} are supported: leave the "
+            "row empty for the whole vocabulary",
+            field=field,
+        )
+    sums = np.cumsum(numbers[~is_end])
+    before = np.concatenate(([0], sums))[offsets[:-1]]
+    return sums - np.repeat(before, counts) - 1, offsets
+
+
+def split_support(packed: bytes) -> list[bytes]:
+    """Returns the packed rows of a support, each with its last byte."""
+    return [row + FULL_ROW for row in packed.split(FULL_ROW)[:-1]]
 
 
 def _decode_flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:

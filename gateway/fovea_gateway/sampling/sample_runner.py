@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2, tensor_pb2
+from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.runtime.tasks import Backoff
 from fovea.wire import tensors
 from fovea.wire.errors import (
@@ -358,8 +358,11 @@ def gather(
         records.insert(0, gateway_pb2.SampleTokensResponse(target_table=request.target_table))
     for index, parts in deltas.items():
         records.append(gateway_pb2.SampleTokensResponse(delta=_join(index, parts)))
-        if request.routed_experts and not records[-1].delta.HasField("routed_experts"):
+        whole = records[-1].delta
+        if request.routed_experts and not whole.HasField("routed_experts"):
             raise Internal(f"the sampler returned no experts of sequence {index}")
+        if request.sampled_support and 4 * whole.sampled_support.count(0) != len(whole.tokens):
+            raise Internal(f"the sampler returned no support of a token of sequence {index}")
     return records
 
 
@@ -386,15 +389,12 @@ def _join(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.Seq
         logprobs=b"".join(part.logprobs for part in parts),
         finish_reason=parts[-1].finish_reason,
         snapshot_id=parts[-1].snapshot_id,
+        sampled_support=b"".join(part.sampled_support for part in parts),
     )
     if parts[-1].HasField("routed_experts"):
         whole.routed_experts.CopyFrom(parts[-1].routed_experts)
     tops = [part.top_logprobs for part in parts if part.HasField("top_logprobs")]
-    if tops:
-        whole.top_logprobs.token_ids.CopyFrom(_stack([top.token_ids for top in tops]))
-        whole.top_logprobs.logprobs.CopyFrom(_stack([top.logprobs for top in tops]))
+    for name in ("token_ids", "logprobs") if tops else ():
+        rows = [tensors.decode(getattr(top, name)) for top in tops]
+        getattr(whole.top_logprobs, name).CopyFrom(tensors.encode(np.concatenate(rows)))
     return whole
-
-
-def _stack(parts: list[tensor_pb2.Tensor]) -> tensor_pb2.Tensor:
-    return tensors.encode(np.concatenate([tensors.decode(part) for part in parts]))

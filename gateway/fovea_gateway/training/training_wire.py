@@ -155,7 +155,8 @@ class CreateCustomLoss(Body):
 
 def check_dense_size(data: Sequence[tinker_pb2.Datum], most_bytes: int) -> None:
     """Raises PayloadTooLarge if the sparse tensors would use more than `most_bytes` in total as dense tensors."""
-    sparse = (t for datum in data for t in datum.loss_fn_inputs.values() if t.WhichOneof("encoding") == "sparse_csr")
+    named = (item for datum in data for item in datum.loss_fn_inputs.items() if item[0] != tensors.SUPPORT)
+    sparse = (tensor for _, tensor in named if tensor.WhichOneof("encoding") == "sparse_csr")
     size_bytes = sum(abs(math.prod(tensor.shape)) * _WIDEST_BYTES for tensor in sparse)
     if size_bytes > most_bytes:
         raise PayloadTooLarge(f"the sparse tensors of data have {size_bytes} bytes when dense; at most {most_bytes}")
@@ -187,7 +188,9 @@ def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDa
     for index, chunk in enumerate(datum.model_input):
         fill_chunk(chunk, whole.input.chunks.add(), f"{field}.model_input.chunks[{index}]")
     for name, tensor in datum.loss_fn_inputs.items():
-        _fill_tensor(tensor, whole.loss_inputs[name], f"{field}.loss_fn_inputs.{name}")
+        is_support = name == tensors.SUPPORT and tensor.WhichOneof("encoding") == "sparse_csr"
+        fill = _fill_support if is_support else _fill_tensor
+        fill(tensor, whole.loss_inputs[name], f"{field}.loss_fn_inputs.{name}")
     return whole
 
 
@@ -211,7 +214,7 @@ def _fill_tensor(tensor: tinker_pb2.Tensor, message: tensor_pb2.Tensor, field: s
         message.CopyFrom(tensors.encode(_densify(tensor, dtype, field)))
         return
     data = tensor.dense
-    count = _value_count(data, dtype, field)
+    count = _values(data, dtype, field).size
     # The SDK omits the shape of a one-dimensional tensor.
     shape = given_shape or (count,)
     if math.prod(shape) != count:
@@ -222,27 +225,25 @@ def _fill_tensor(tensor: tinker_pb2.Tensor, message: tensor_pb2.Tensor, field: s
     message.data = data
 
 
-def _value_count(data: bytes, dtype: np.dtype, field: str) -> int:
+def _values(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
     if len(data) % dtype.itemsize:
         raise InvalidInput(f"{field} has {len(data)} bytes, not a multiple of {dtype.itemsize}", field=field)
-    return len(data) // dtype.itemsize
-
-
-def _flat(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:
-    _value_count(data, dtype, field)
     return np.frombuffer(data, dtype)
+
+
+def _fill_support(tensor: tinker_pb2.Tensor, message: tensor_pb2.Tensor, field: str) -> None:
+    """Writes the columns of each row of a sparse tensor [N, vocabulary] as packed supports. Ignores its values."""
+    csr = tensor.sparse_csr
+    offsets, ids = tensors.read_csr(csr.crow_indices, csr.col_indices, tensor.shape, None, field)
+    message.CopyFrom(tensors.encode(np.frombuffer(tensors.pack_support(ids, offsets), np.uint8)))
 
 
 def _densify(tensor: tinker_pb2.Tensor, dtype: np.dtype, field: str) -> npt.NDArray:
     shape = list(tensor.shape)
     if len(shape) != 2 or math.prod(shape) * dtype.itemsize > MESSAGE_BYTES:
         raise InvalidInput(f"{field} is sparse with shape {shape}; it must be 2-D and at most 4 MiB", field=field)
-    index_type = np.dtype("<i8")
-    values = _flat(tensor.sparse_csr.values, dtype, field)
-    rows = _flat(tensor.sparse_csr.crow_indices, index_type, f"{field}.crow_indices")
-    columns = _flat(tensor.sparse_csr.col_indices, index_type, f"{field}.col_indices")
-    tensors.check_row_offsets(rows, values.size, shape[0], f"{field}.crow_indices")
-    tensors.check_column_indices(columns, values.size, shape[1], f"{field}.col_indices")
+    csr, values = tensor.sparse_csr, _values(tensor.sparse_csr.values, dtype, field)
+    rows, columns = tensors.read_csr(csr.crow_indices, csr.col_indices, shape, values.size, field)
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense

@@ -137,6 +137,7 @@ class Delta:
         finish: The reason why the sequence ended, in its last delta; else None.
         routed_experts: The experts of the whole sequence of P prompt and C completion tokens, uint8 or int32
             [P + C - 1, layers, k]. Only in the last delta, and only if the request asks for them.
+        support: The support of each new token, packed as by `fovea.wire.tensors.pack_support`; empty if not asked for.
     """
 
     index: int
@@ -145,6 +146,7 @@ class Delta:
     top: TopRows | None
     finish: Finish | None
     routed_experts: npt.NDArray[np.generic] | None = None
+    support: bytes = b""
 
 
 Event = PromptResult | Delta

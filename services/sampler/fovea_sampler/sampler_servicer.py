@@ -236,6 +236,7 @@ def _encode_delta(delta: Delta, snapshot_id: str) -> sampler_pb2.SequenceDelta:
         finish_reason=_FINISH[delta.finish],
         snapshot_id=snapshot_id,
         routed_experts=None if delta.routed_experts is None else tensors.encode(delta.routed_experts),
+        sampled_support=delta.support,
     )
 
 

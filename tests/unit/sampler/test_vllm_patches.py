@@ -296,6 +296,12 @@ def test_vllm_still_needs_draws() -> None:
         torch.Generator().get_offset()
     assert "set_offset" in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync")
     unchanged("vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states")
+    masks = source("vllm.config.vllm:VllmConfig._verify_sampling_replay_config")
+    assert "requires Model Runner V2" in masks
+    assert "requires top_k > 0" in source("vllm.v1.engine.input_processor:InputProcessor._validate_params")
+    passing_on = source("vllm.v1.core.sched.scheduler:Scheduler.update_from_output")
+    assert "if self.return_sampling_mask:" in passing_on
+    assert "sampling_masks.slice_request(" in passing_on
 
 
 def test_vllm_still_needs_routed_experts() -> None:

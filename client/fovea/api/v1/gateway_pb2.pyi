@@ -340,7 +340,7 @@ class CreateSamplingSessionResponse(_message.Message):
     def __init__(self, sampling_session_id: _Optional[str] = ...) -> None: ...
 
 class SampleTokensRequest(_message.Message):
-    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_table", "alt_token_count", "prompt_logprobs_last_n", "routed_experts")
+    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_table", "alt_token_count", "prompt_logprobs_last_n", "routed_experts", "sampled_support")
     SAMPLING_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +352,7 @@ class SampleTokensRequest(_message.Message):
     ALT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
     sampling_session_id: str
     prompt: _model_input_pb2.ModelInput
     sample_count: int
@@ -363,7 +364,8 @@ class SampleTokensRequest(_message.Message):
     alt_token_count: int
     prompt_logprobs_last_n: int
     routed_experts: bool
-    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_table: _Optional[_Union[TargetTable, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., routed_experts: bool = ...) -> None: ...
+    sampled_support: bool
+    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_table: _Optional[_Union[TargetTable, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., routed_experts: bool = ..., sampled_support: bool = ...) -> None: ...
 
 class TargetTable(_message.Message):
     __slots__ = ("tokens", "column_count", "column_indices", "sparse")

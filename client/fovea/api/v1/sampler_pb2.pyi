@@ -118,7 +118,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., structured_outputs: _Optional[str] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "answer", "cache_salt", "routed_experts")
+    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "answer", "cache_salt", "routed_experts", "sampled_support")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class SampleRequest(_message.Message):
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     snapshot_id: str
     prompt: _model_input_pb2.RenderedInput
@@ -149,7 +150,8 @@ class SampleRequest(_message.Message):
     answer: OpenAIAnswer
     cache_salt: str
     routed_experts: bool
-    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., answer: _Optional[_Union[OpenAIAnswer, _Mapping]] = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ...) -> None: ...
+    sampled_support: bool
+    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., answer: _Optional[_Union[OpenAIAnswer, _Mapping]] = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ..., sampled_support: bool = ...) -> None: ...
 
 class OpenAIAnswer(_message.Message):
     __slots__ = ("answer_id", "prompt_index")
@@ -218,7 +220,7 @@ class AltTokens(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SequenceDelta(_message.Message):
-    __slots__ = ("index", "tokens", "logprobs", "top_logprobs", "finish_reason", "snapshot_id", "routed_experts")
+    __slots__ = ("index", "tokens", "logprobs", "top_logprobs", "finish_reason", "snapshot_id", "routed_experts", "sampled_support")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +228,7 @@ class SequenceDelta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
     index: int
     tokens: bytes
     logprobs: bytes
@@ -233,7 +236,8 @@ class SequenceDelta(_message.Message):
     finish_reason: FinishReason
     snapshot_id: str
     routed_experts: _tensor_pb2.Tensor
-    def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., snapshot_id: _Optional[str] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    sampled_support: bytes
+    def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., snapshot_id: _Optional[str] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sampled_support: _Optional[bytes] = ...) -> None: ...
 
 class JoinTransferGroupRequest(_message.Message):
     __slots__ = ("group_id", "master_address", "master_port", "rank_offset", "world_size", "timeout_s", "sender_count")

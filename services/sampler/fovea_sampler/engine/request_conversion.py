@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import mm_input, tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams, check_json_nesting
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
@@ -27,6 +27,7 @@ from fovea.wire.rendered_input import ImageSpan
 from fovea_sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
 from fovea_sampler.grammar_trials import FIELD as STRUCTURE_FIELD
 from fovea_sampler.grammar_trials import Kind
+from fovea_sampler.vllm_patches.draws import SUPPORT_KEY
 from fovea_sampler.vllm_patches.grammar_budget import TriedParams
 from fovea_sampler.vllm_patches.prompt_scorer import PLAN_KEY, ScorePlan, Scores
 from fovea_sampler.vllm_patches.routed_experts import ASKED_KEY
@@ -40,6 +41,8 @@ _RENAMED = {"image_position_ids": "pixel_position_ids"}
 
 _MOST_AT_ONCE = MESSAGE_BYTES // 16
 """The most tokens in one message. An id and a log-probability take 8 bytes, which leaves half of the message free."""
+_MOST_SUPPORTS = 512
+"""The most tokens in one message with their supports, of at most 3 KiB each, and their alternatives."""
 
 
 class PromptMaker:
@@ -208,12 +211,15 @@ def _structure(given: StructuredOutputsParams) -> Structure:
 
 def _extra_arguments(spec: SampleSpec, plan: ScorePlan | None) -> dict[str, Any]:
     scores = {PLAN_KEY: plan.to_message()} if plan else {}
-    return scores | ({ASKED_KEY: True} if spec.request.routed_experts else {})
+    asked = {ASKED_KEY: spec.request.routed_experts, SUPPORT_KEY: spec.request.sampled_support}
+    return scores | {key: True for key, is_set in asked.items() if is_set}
 
 
 def _is_at_once(spec: SampleSpec) -> bool:
     """Returns True if the whole sequence may be one message: requested, without alternatives, and short enough."""
-    return spec.request.at_once and not spec.request.top_sample_logprobs and spec.params.max_tokens <= _MOST_AT_ONCE
+    request = spec.request
+    is_plain = not request.top_sample_logprobs and not request.sampled_support
+    return request.at_once and is_plain and spec.params.max_tokens <= _MOST_AT_ONCE
 
 
 def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | None) -> PromptResult:
@@ -243,7 +249,7 @@ def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | Non
 
 
 def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
-    """Yields the new tokens of one output of the engine, at most one Delta.
+    """Yields the new tokens of one output of the engine, one Delta unless supports need several messages.
 
     Raises Unavailable if the engine aborted the request, Internal if its output is incomplete, NotFinite if a token's
     log-probability is not finite. A NaN or +inf among a position's logits makes all log-probabilities there NaN, so
@@ -260,7 +266,30 @@ def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delt
     experts = output.routed_experts if spec.request.routed_experts else None
     if spec.request.routed_experts and finish is not None and (experts is None or len(experts) < len(spec.tokens)):
         raise Internal("the engine did not return the experts of the sequence's tokens")
-    yield Delta(index, tokens, logprobs, top, finish, experts)
+    whole = Delta(index, tokens, logprobs, top, finish, experts)
+    if spec.request.sampled_support:
+        yield from _with_supports(whole, output)
+    else:
+        yield whole
+
+
+def _with_supports(whole: Delta, output: CompletionOutput) -> Iterator[Delta]:
+    """Yields a Delta in parts that each fit into one message with the supports of their tokens."""
+    rows = [bytes(row) for row in output.sampling_mask.token_ids] if output.sampling_mask else []
+    if len(rows) != len(whole.tokens):
+        raise Internal(f"the engine returned the supports of {len(rows)} of {len(whole.tokens)} tokens")
+    last = max(len(rows) - 1, 0) // _MOST_SUPPORTS
+    for number in range(last + 1):
+        part = slice(number * _MOST_SUPPORTS, (number + 1) * _MOST_SUPPORTS)
+        yield Delta(
+            whole.index,
+            whole.tokens[part],
+            whole.logprobs[part],
+            whole.top and TopRows(whole.top.token_ids[part], whole.top.logprobs[part]),
+            whole.finish if number == last else None,
+            whole.routed_experts if number == last else None,
+            b"".join(rows[part]),
+        )
 
 
 def _check_finite(of_what: str, *logprobs: npt.NDArray[np.float32]) -> None:
@@ -307,6 +336,6 @@ def _split(flat: FlatLogprobs, count: int, k: int) -> tuple[npt.NDArray[np.float
         # overwrites the first.
         for entry in range(start, end):
             rank = flat.ranks[entry] or k + 1
-            if rank <= k:
+            if rank <= k and flat.logprobs[entry] > -np.inf:  # -inf is outside the support
                 ids[position, rank - 1], best[position, rank - 1] = flat.token_ids[entry], flat.logprobs[entry]
     return values, TopRows(ids, best) if k else None

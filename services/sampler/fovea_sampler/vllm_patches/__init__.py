@@ -41,7 +41,7 @@ PATCHES = (
     fresh_blocks,  # before_model; vllm_launch sets its scheduler
     grammar_budget,  # before_model; also the schedulers of fresh_blocks
     routed_experts,  # before_model; vllm_launch sets its scheduler
-    draws,  # after_model
+    draws,  # after_model; also the schedulers of fresh_blocks
     prompt_scorer,  # after_model
     lora_slots,  # AdapterBank
 )

@@ -1,8 +1,8 @@
-"""Keeps seeded draws on a CPU reproducible, and reports log-probabilities before top-k and top-p.
+"""Keeps seeded draws on a CPU reproducible, reports log-probabilities before top-k, top-p and min-p, and the supports.
 
-Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states` on a CPU, and wraps
+Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states` on a CPU, wraps its `sample_tokens` and
     `vllm.v1.sample.sampler.Sampler.topk_topp_sampler`, an instance of
-    `vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler`.
+    `vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler`, and moves the call of `MinPLogitsProcessor.apply` there.
 Why: vLLM also draws a token in the steps that compute only a part of a prompt, and undoes the draw by resetting the
     generator's offset (`_bookkeeping_sync`). CPU generators have no offset, so the engine dies at the first seeded
     request with a prompt that spans two steps. The patch gives seeded requests generators that save their state
@@ -10,15 +10,28 @@ Why: vLLM also draws a token in the steps that compute only a part of a prompt, 
     With `logprobs_mode="processed_logprobs"`, vLLM reports log-probabilities after top-k and top-p. Alternatives then
     contain -inf, and the trainer, which computes the whole distribution, cannot reproduce the values.
     "raw_logprobs" ignore the temperature. The patch reports the values after the temperature, before top-k and top-p.
+    For requests that ask for it, the patch reports the values after all of them, and records the support: the tokens
+    that were left. vLLM's `return_sampling_mask` does that for the V2 model runner only, for all requests, and requires
+    top-k. Its scheduler and front-end process pass supports on with V1 too; the patch sends packed rows that way.
 Upstream: none filed with vLLM; RBLN-SW/vllm-rbln pull request 1025 describes the same crash, and vllm-project/vime
-    issue 64 the same gap.
+    issue 64 the same gap; vllm-project/vllm pull request 49577 added `return_sampling_mask`.
 Delete when: torch's CPU generators have offsets, or the CPU runner no longer moves them; and vLLM has a mode that
-    reports log-probabilities after the temperature alone.
+    reports log-probabilities after the temperature alone; and it returns supports per request, without top-k.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+
+from fovea.wire.tensors import FULL_ROW, MOST_SUPPORT, pack_support, split_support
+
+SUPPORT_KEY = "fovea_sampled_support"
+"""The key in vLLM's `extra_args` that is true for a request that asks for its supports."""
 
 
 class RewindableGenerator(torch.Generator):
@@ -63,12 +76,25 @@ class RememberDraws(torch.nn.Module):
         return self.inner(logits, generators, k, p)  # type: ignore[no-any-return]
 
 
-class TemperatureLogprobs(torch.nn.Module):
-    """A sampler that reports log-softmax(logits / T) of all tokens, also of those that top-k and top-p exclude."""
+class DrawLogprobs(torch.nn.Module):
+    """A sampler that reports log-softmax(logits / T) of all tokens, or of those from which a request's token is drawn.
 
-    def __init__(self, inner: torch.nn.Module) -> None:
+    Args:
+        inner: vLLM's sampler.
+        processors: vLLM's processors that run before it. Min-p moves from there to this class.
+    """
+
+    def __init__(self, inner: torch.nn.Module, processors: Sequence[Any]) -> None:
         super().__init__()
         self.inner = inner
+        self._min_p = [one for one in processors if isinstance(one, MinPLogitsProcessor)]
+        self._cuts = [one.apply for one in self._min_p]
+        for one in self._min_p:
+            one.apply = lambda logits: logits
+        self.recorded: list[int] = []
+        """Rows of the next step for which supports are recorded."""
+        self.supports: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Supports of those rows, ids int32 [rows, most] and their counts, 0 for full; None if nothing was drawn."""
 
     def forward(
         self,
@@ -78,18 +104,102 @@ class TemperatureLogprobs(torch.nn.Module):
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Samples from logits [requests, vocabulary], already divided by the temperature."""
-        if k is None and p is None:
-            return self.inner(logits, generators, k, p)  # type: ignore[no-any-return]
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        sampled, _ = self.inner(logits, generators, k, p)
-        return sampled, logprobs
+        cuts = [cut for one, cut in zip(self._min_p, self._cuts, strict=True) if one.min_p_count]
+        whole = None if k is None and p is None and not cuts else logits.log_softmax(dim=-1, dtype=torch.float32)
+        for cut in cuts:
+            logits = cut(logits)
+        sampled, kept = self.inner(logits, generators, k, p)
+        whole = kept if whole is None else whole
+        if self.recorded:
+            self._record(whole, kept)
+        return sampled, whole
+
+    def _record(self, whole: torch.Tensor, kept: torch.Tensor) -> None:
+        """Records supports, and replaces rows of `whole` by those of `kept`, which are -inf outside the support."""
+        rows = async_tensor_h2d(self.recorded, whole.device, torch.int64)
+        own, size = kept[rows], kept.shape[1]
+        counts = (own > -torch.inf).sum(dim=1, dtype=torch.int32)
+        is_full = (counts > MOST_SUPPORT) | (counts == size)
+        best = own.topk(min(MOST_SUPPORT, size), sorted=False)
+        ids = torch.where(best.values > -torch.inf, best.indices, size).sort(dim=1).values
+        whole[rows] = torch.where(is_full[:, None], whole[rows], own)
+        self.supports = ids.int(), counts.masked_fill(is_full, 0)
+
+
+class StepSupports:
+    """The supports of one step. The scheduler reads it in place of vLLM's SamplingMaskLists.
+
+    Args:
+        asking: Rows of the batch for which supports are returned.
+        recorded: Those among them that `supports` describes; the others are full.
+        supports: As in `DrawLogprobs`. They are copied from the device meanwhile.
+    """
+
+    def __init__(
+        self, asking: Sequence[int], recorded: Sequence[int], supports: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        self._packed, self._recorded = dict.fromkeys(asking, FULL_ROW), recorded
+        self._copies, self._copied = supports, None
+        if supports is not None and supports[0].is_cuda:
+            self._copies = supports[0].to("cpu", non_blocking=True), supports[1].to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def slice_request(self, index: int, count: int) -> SamplingMaskLists | None:
+        """Returns the packed row of a request as uint8, in place of ids; None if the request did not ask for it."""
+        row = self._rows().get(index)
+        return None if row is None else SamplingMaskLists(np.frombuffer(row, np.uint8))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Waits for the copies: only packed rows are sent from one process to another."""
+        self._rows()
+        return self.__dict__
+
+    def _rows(self) -> dict[int, bytes]:
+        if self._copies is not None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            ids, counts = (copy.numpy() for copy in self._copies)
+            offsets = np.concatenate(([0], np.cumsum(counts)))
+            rows = split_support(pack_support(ids[np.arange(ids.shape[1]) < counts[:, None]], offsets))
+            self._packed.update(zip(self._recorded, rows, strict=True))
+            self._copies = self._copied = None
+        return self._packed
 
 
 def apply(runner: Any) -> None:
-    """Applies the patch to a model runner: its log-probabilities, and on a CPU its generators."""
+    """Applies the patch to a model runner: its log-probabilities and supports, and on a CPU its generators."""
     if runner.device.type == "cpu":
         _rewind_generators(runner)
-    runner.sampler.topk_topp_sampler = TemperatureLogprobs(runner.sampler.topk_topp_sampler)
+    inner, processors = runner.sampler.topk_topp_sampler, runner.input_batch.logitsprocs.argmax_invariant
+    runner.sampler.topk_topp_sampler = sampler = DrawLogprobs(inner, processors)
+    sample_tokens = runner.sample_tokens
+
+    def sample(grammar_output: Any) -> Any:
+        names = runner.input_batch.req_ids if runner.execute_model_state is not None else ()
+        asking = {row: runner.requests[name] for row, name in enumerate(names) if _asks(runner.requests[name])}
+        # At a temperature of 0, nothing is drawn.
+        sampler.recorded = [row for row, request in asking.items() if request.sampling_params.temperature > 0]
+        sampler.supports = None
+        output = sample_tokens(grammar_output)
+        if asking:
+            # With asynchronous scheduling, the output is wrapped until its tokens have been copied from the device.
+            whole = getattr(output, "_model_runner_output", output)
+            whole.sampling_masks = StepSupports(list(asking), sampler.recorded, sampler.supports)
+            sampler.recorded = []
+        return output
+
+    runner.sample_tokens = sample
+
+
+def configure(scheduler: Any) -> None:
+    """Makes a scheduler of vLLM pass supports on, which it otherwise does with the V2 model runner only."""
+    scheduler.return_sampling_mask = True
+
+
+def _asks(request: Any) -> bool:
+    arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
+    return bool(arguments.get(SUPPORT_KEY))
 
 
 def _rewind_generators(runner: Any) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from fovea_sampler.vllm_patches import grammar_budget
+from fovea_sampler.vllm_patches import draws, grammar_budget
 
 
 def apply() -> None:
@@ -54,6 +54,7 @@ class ZeroingScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         _apply_in_scheduler()
         super().__init__(*arguments, **options)
+        draws.configure(self)
 
 
 class AsyncZeroingScheduler(AsyncScheduler):  # type: ignore[misc]
@@ -62,6 +63,7 @@ class AsyncZeroingScheduler(AsyncScheduler):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         _apply_in_scheduler()
         super().__init__(*arguments, **options)
+        draws.configure(self)
 
 
 def _apply_in_scheduler() -> None:

@@ -24,6 +24,19 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Support:
+    """The ids from which each of N targets was drawn.
+
+    Args:
+        ids: int64 [M], ascending within a row.
+        offsets: int64 [N + 1]: row i is `ids[offsets[i]:offsets[i + 1]]`; an empty row is the whole vocabulary.
+    """
+
+    ids: IntArray
+    offsets: IntArray
+
+
+@dataclass(frozen=True)
 class ExpertShape:
     """The experts of a model: `k` of `count` experts compute a token at each of `layers` layers."""
 
@@ -77,6 +90,7 @@ class Datum:
             sent, unless the loss declares its rank. Missing optional inputs have their defaults.
         flat_targets: True if the targets were sent as [N]. The log-probabilities are then returned as [N] too.
         experts: int16 [N, L, k], the experts to use; None if the model's router decides.
+        support: The support of each position's targets; None if all were drawn from the whole vocabulary.
     """
 
     index: int
@@ -88,6 +102,7 @@ class Datum:
     inputs: dict[str, npt.NDArray]
     flat_targets: bool
     experts: npt.NDArray[np.int16] | None = None
+    support: Support | None = None
 
     @property
     def size(self) -> DatumSize:
@@ -124,7 +139,8 @@ def decode_datum(datum: trainer_pb2.Datum, index: int, loss: Loss, limits: Datum
     vision = limits.vision
     patch_count = 0 if vision is None else sum(vision.patch_count(span.embedding_count) for span in given.spans)
     experts = _experts(datum, limits.experts, len(tokens), f"{path}.loss_inputs.{EXPERTS}")
-    return Datum(index, tokens, positions, given.spans, patch_count, targets, inputs, flat, experts)
+    support = _support(datum, targets, limits.vocabulary_size, f"{path}.loss_inputs.{tensors.SUPPORT}")
+    return Datum(index, tokens, positions, given.spans, patch_count, targets, inputs, flat, experts, support)
 
 
 def check_digests(datums: Iterable[Datum]) -> None:
@@ -149,7 +165,7 @@ def _invalid(field: str, problem: str) -> InvalidInput:
 
 
 def _loss_inputs(datum: trainer_pb2.Datum, loss: Loss, shape: tuple[int, ...], path: str) -> dict[str, npt.NDArray]:
-    known = {TARGETS, EXPERTS, *(given.name for given in loss.inputs)}
+    known = {TARGETS, EXPERTS, tensors.SUPPORT, *(given.name for given in loss.inputs)}
     for name in sorted(datum.loss_inputs):
         if name not in known and not loss.accepts_extra_inputs:
             raise _invalid(f"{path}.{name}", f"is unknown for {loss.name}; known: {', '.join(sorted(known))}")
@@ -222,6 +238,32 @@ def _experts(
     if twice.size:
         raise _invalid(field, f"names an expert twice at {twice[0].tolist()}")
     return given.astype(np.int16)
+
+
+def _support(datum: trainer_pb2.Datum, targets: IntArray, vocabulary_size: int, field: str) -> Support | None:
+    """Returns the support of each position's targets [N, K]. The client sends it packed, as uint8 [bytes]."""
+    if tensors.SUPPORT not in datum.loss_inputs:
+        return None
+    packed = tensors.decode(datum.loss_inputs[tensors.SUPPORT], field)
+    if packed.dtype != np.uint8 or packed.ndim != 1:
+        raise _invalid(
+            field,
+            f"is {packed.dtype.name} {list(packed.shape)}, but must be packed rows, uint8 [bytes]; in the Tinker SDK a "
+            "sparse tensor [positions, vocabulary]",
+        )
+    ids, offsets = tensors.unpack_support(packed.tobytes(), field)
+    if len(offsets) - 1 != len(targets):
+        raise _invalid(field, f"has {len(offsets) - 1} rows, but the input has {len(targets)} tokens")
+    rendered_input.check_ids(ids, vocabulary_size, field)
+    rows = np.repeat(np.arange(len(targets)), np.diff(offsets))
+    # Ids ascend within a row, so these numbers ascend too, and each names a row and an id.
+    places = np.append(rows * vocabulary_size + ids, -1)
+    wanted = np.arange(len(targets))[:, None] * vocabulary_size + targets
+    is_missing = (places[np.searchsorted(places[:-1], wanted)] != wanted) & (np.diff(offsets) > 0)[:, None]
+    if is_missing.any():
+        row, column = np.argwhere(is_missing)[0]
+        raise _invalid(field, f"does not contain the target {targets[row, column]} in row {row}")
+    return Support(ids, offsets)
 
 
 def _numbers(tensor: tensor_pb2.Tensor, shape: tuple[int, ...], field: str) -> FloatArray:

@@ -4,8 +4,8 @@ Every rank computes the same plan from the sizes of all datums. Each rank comput
 because all ranks must join the collectives of a step. A rank without a datum in a step computes a filler, and the loss
 of a filler is zero.
 
-Shapes: T packed tokens, K maximum number of targets per position, M image embeddings, L layers with experts, k experts
-per token.
+Shapes: T packed tokens, K maximum number of targets per position, M image embeddings or ids in the largest support, L
+layers with experts, k experts per token.
 """
 
 # ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
@@ -85,6 +85,8 @@ class Batch:
         datums: The packed datums, in order; empty for a filler.
         experts_TLk: int16, the experts that layers must use, or -1 where the model's router decides. None if the router
             decides for all tokens.
+        support_TM: int32, the supports of the targets, see `target_logprobs`; at most 4 KiB for each token. None if no
+            datum has any.
     """
 
     tokens_T: Tensor
@@ -96,6 +98,7 @@ class Batch:
     placement: Placement | None
     datums: tuple[Datum, ...]
     experts_TLk: Tensor | None = None
+    support_TM: Tensor | None = None
 
     def split_logprobs(self, logprobs_TK: Tensor) -> list[Tensor]:
         """Splits log-probabilities [T, K] into views per datum, shaped like its targets.
@@ -154,7 +157,20 @@ class BatchLayout:
             self._placement(datums, bounds),
             tuple(datums),
             self._experts(datums),
+            self._support(datums, bounds),
         )
+
+    def _support(self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32]) -> Tensor | None:
+        width = max((int(np.diff(datum.support.offsets).max()) for datum in datums if datum.support), default=0)
+        if not width:
+            return None
+        rows = np.full((bounds[-1], width), -1, np.int32)
+        for datum, start in zip(datums, bounds, strict=False):
+            if datum.support:
+                counts = np.diff(datum.support.offsets)
+                own = rows[start : start + len(counts)]
+                own[np.arange(width) < counts[:, None]] = datum.support.ids
+        return self._move(rows)
 
     def _experts(self, datums: Sequence[Datum]) -> Tensor | None:
         shape = next((datum.experts.shape[1:] for datum in datums if datum.experts is not None), None)

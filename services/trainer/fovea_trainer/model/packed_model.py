@@ -119,7 +119,7 @@ class PackedModel(nn.Module):
         hidden_TD = self.run_language(
             embeddings_TD, batch.positions, batch.documents, vision, index_M, batch.tokens_T, batch.experts_TLk
         )
-        return self.logprobs(hidden_TD, unembedding, batch.targets_TK, temperature)
+        return self.logprobs(hidden_TD, unembedding, batch.targets_TK, temperature, support_TM=batch.support_TM)
 
     def set_recompute(self, recompute: bool) -> None:
         """Sets whether following passes retain only the input of each block and recompute activations."""
@@ -186,6 +186,7 @@ class PackedModel(nn.Module):
         targets_TK: Tensor,
         temperature: float,
         takes_all: bool = False,
+        support_TM: Tensor | None = None,
     ) -> Tensor:
         """Returns the log-probabilities of the targets, float32 [T, K]; arguments are those of `target_logprobs`."""
         return target_logprobs(
@@ -198,6 +199,7 @@ class PackedModel(nn.Module):
             getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None),
             temperature,
             takes_all,
+            support_TM,
         )
 
     def _vision(self, batch: Batch, cached: dict[str, VisionOutput] | None) -> VisionOutput | None:

@@ -230,6 +230,7 @@ class SmallPasses:
             and len(batch.tokens_T) <= self._most_tokens
             and batch.targets_TK.shape[1] == 1
             and batch.experts_TLk is None
+            and batch.support_TM is None
             and not recompute
             and may_pad
         )

@@ -2,14 +2,15 @@
 
 logprob[t, k] = z[t, y[t, k]] - logsumexp(z[t]) with z = x W' + scale (x A') B'. As in the sampler, z is computed in the
 head's dtype, which is float32 or that of the weights. All else is float32. Some families cap z: c tanh(z / c). A
-temperature divides z in float32, as in a sampler. The backward pass recomputes the logits of each chunk. It skips
-positions with a gradient of zero, which are most positions in supervised training.
+temperature divides z in float32, as in a sampler. Outside the support from which a target was drawn, z is -inf, so that
+values and gradients are those of the renormalised distribution. The backward pass recomputes the logits of each chunk.
+It skips positions with a gradient of zero, which are most positions in supervised training.
 
 The gradient of a target is 1 - p. If p is near 1, this difference of large numbers is small and would lose its digits.
 For the likeliest token, 1 - p is therefore computed as the sum of all other probabilities.
 
 Shapes: T positions, C positions of one chunk, D hidden size, V vocabulary, K targets per position, R rank of the
-adapter.
+adapter, M ids in the largest support.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
@@ -36,6 +37,7 @@ def target_logprobs(
     softcap: float | None = None,
     temperature: float = 1.0,
     takes_all: bool = False,
+    support_TM: Tensor | None = None,
 ) -> Tensor:
     """Returns log-probabilities, float32 [T, K], with gradients of the hidden states, the weight and the adapter.
 
@@ -51,6 +53,8 @@ def target_logprobs(
         temperature: Divisor of the logits, applied after the cap.
         takes_all: True to compute all positions in the backward pass, and not only those with a gradient. Selecting
             positions would make the host wait for the device. Required for a `StackedPair`.
+        support_TM: int32, the ids from which each position's targets were drawn, then -1; a row of -1 is the whole
+            vocabulary. None means that all rows are.
     """
     apply: Any = _TargetLogprobs.apply
     lora = trained if isinstance(trained, LoraPair) else None
@@ -67,6 +71,7 @@ def target_logprobs(
         softcap,
         temperature,
         takes_all,
+        support_TM,
     )
     return result
 
@@ -85,8 +90,9 @@ def _logits(
     dtype: torch.dtype,
     softcap: float | None,
     temperature: float,
+    support_CM: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns logits [C, V], capped and divided; and x A' [C, R] in the weight's dtype, or None without an adapter.
+    """Returns logits [C, V], capped, divided and cut to the support; and x A' [C, R] in the weight's dtype, or None.
 
     The logits have `dtype`, but are float32 with a temperature other than 1.
     """
@@ -95,7 +101,17 @@ def _logits(
         logits_CV.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1:
         logits_CV = logits_CV.float().div_(temperature)
+    if support_CM is not None:
+        logits_CV.masked_fill_(_outside(support_CM, logits_CV.shape[1]), -torch.inf)
     return logits_CV, low_CR
+
+
+def _outside(support_CM: Tensor, vocabulary_size: int) -> Tensor:
+    """Returns a mask of the tokens outside the support of each position, bool [C, V]."""
+    is_id_CM = support_CM >= 0
+    outside = torch.ones(len(support_CM), vocabulary_size + 1, dtype=torch.bool, device=support_CM.device)
+    outside.scatter_(1, torch.where(is_id_CM, support_CM, vocabulary_size).long(), False)
+    return outside[:, :vocabulary_size] & is_id_CM[:, :1]
 
 
 def _products(
@@ -182,7 +198,7 @@ def _logits_gradient(
 
 @fused
 def _uncapped(logits_CV: Tensor, d_capped_CV: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
-    shares_CV = logits_CV.float() / softcap
+    shares_CV = (logits_CV.float() / softcap).clamp(min=-1)  # outside a support, logits are -inf
     return (d_capped_CV * (1 - shares_CV.square())).to(dtype)
 
 
@@ -241,20 +257,22 @@ class _TargetLogprobs(torch.autograd.Function):
         softcap: float | None,
         temperature: float,
         takes_all: bool,
+        support_TM: Tensor | None,
     ) -> Tensor:
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         for rows in _chunks(len(hidden_TD), chunk_positions, lora):
             part = lora and lora.part(rows)
-            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, part, head_dtype, softcap, temperature)
+            support_CM = None if support_TM is None else support_TM[rows]
+            logits_CV, _ = _logits(hidden_TD[rows], weight_VD, part, head_dtype, softcap, temperature, support_CM)
             logprobs_TK[rows] = _Softmax.of(logits_CV).logprobs(targets_TK[rows])
-        ctx.save_for_backward(hidden_TD, weight_VD, targets_TK)
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_TK, support_TM)
         ctx.lora, ctx.master_VD, ctx.chunk_positions = lora, master_VD, chunk_positions
         ctx.head_dtype, ctx.softcap, ctx.temperature, ctx.takes_all = head_dtype, softcap, temperature, takes_all
         return logprobs_TK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, targets_TK = ctx.saved_tensors
+        hidden_TD, weight_VD, targets_TK, support_TM = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         lora: LoraPair | None = ctx.lora
         grad_TK = grads[0]
@@ -272,7 +290,10 @@ class _TargetLogprobs(torch.autograd.Function):
         for rows in chunks:
             hidden_CD, grad_CK = hidden_TD[rows], grad_TK[rows]
             part = lora and lora.part(rows)
-            logits_CV, low_CR = _logits(hidden_CD, weight_VD, part, ctx.head_dtype, ctx.softcap, ctx.temperature)
+            support_CM = None if support_TM is None else support_TM[rows]
+            logits_CV, low_CR = _logits(
+                hidden_CD, weight_VD, part, ctx.head_dtype, ctx.softcap, ctx.temperature, support_CM
+            )
             d_logits_CV = _logits_gradient(
                 logits_CV, targets_TK[rows], grad_CK, weight_VD.dtype, ctx.softcap, ctx.temperature
             )
@@ -285,4 +306,4 @@ class _TargetLogprobs(torch.autograd.Function):
                 add_product(d_weight, d_logits_CV.T, hidden_CD)
         # Autograd rounds the gradient if the weight's `grad_dtype` is the dtype of the weight.
         passed_on = d_weight if ctx.master_VD is None else None
-        return d_hidden, passed_on, *(9 * (None,))
+        return d_hidden, passed_on, *(10 * (None,))

@@ -19,6 +19,7 @@ from fovea_gateway.http.model_inputs import ModelInput, input_from_json
 from fovea_gateway.http.request_body import peek_address
 from fovea_gateway.training.batches import LossRequest, blob_of_body, blob_of_messages, request_from_blob
 from fovea_gateway.training.training_wire import (
+    check_dense_size,
     data_from_proto,
     datum_from_proto,
     header_from_proto,
@@ -194,6 +195,35 @@ def test_sparse_targets_and_weights_are_each_made_dense_by_their_own_pattern() -
         dtype = tinker_pb2.DTYPE_FLOAT32 if dense.dtype.kind == "f" else tinker_pb2.DTYPE_INT64
         made = tensor_from_proto(tinker_pb2.Tensor(sparse_csr=csr, dtype=dtype, shape=[2, 3]), "x")
         np.testing.assert_array_equal(tensors.decode(made), dense)
+
+
+def test_a_sparse_support_is_packed_and_never_made_dense() -> None:
+    csr = tinker_pb2.SparseCsr(crow_indices=int64(0, 0, 2, 3), col_indices=int64(9, 4, 149_999))
+    tensor = tinker_pb2.Tensor(sparse_csr=csr, dtype=tinker_pb2.DTYPE_FLOAT32, shape=[3, 150_000])
+    datum = tinker_pb2.Datum(loss_fn_inputs={"sampled_support": tensor})
+    check_dense_size([datum], 1000)
+    packed = tensors.decode(datum_from_proto(datum, "data[0]").loss_inputs["sampled_support"]).tobytes()
+    ids, offsets = tensors.unpack_support(packed, "x")
+    assert ids.tolist() == [4, 9, 149_999]
+    assert offsets.tolist() == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "shape"),
+    [
+        (int64(0, 1), int64(5), [1, 5]),
+        (int64(0, 2), int64(1), [1, 5]),
+        (int64(0, 1), int64(1), [2, 5]),
+        (int64(0, 1), int64(1), [1]),
+        (int64(0, 1), b"abc", [1, 5]),
+        (int64(0, 0), b"", [1, -1]),
+    ],
+)
+def test_a_broken_support_is_refused(rows: bytes, columns: bytes, shape: list[int]) -> None:
+    csr = tinker_pb2.SparseCsr(crow_indices=rows, col_indices=columns)
+    tensor = tinker_pb2.Tensor(sparse_csr=csr, dtype=tinker_pb2.DTYPE_INT64, shape=shape)
+    with pytest.raises(InvalidInput, match=r"data\[0\]\.loss_fn_inputs\.sampled_support"):
+        datum_from_proto(tinker_pb2.Datum(loss_fn_inputs={"sampled_support": tensor}), "data[0]")
 
 
 def test_what_has_no_meaning_here_is_refused_by_name() -> None:

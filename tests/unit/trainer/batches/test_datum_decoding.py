@@ -245,3 +245,43 @@ def test_other_experts_are_refused_by_name(experts: np.ndarray, problem: str) ->
 def test_a_dense_model_takes_no_experts() -> None:
     with pytest.raises(InvalidInput, match=r"loss_inputs.routed_experts is set, but the model has no experts"):
         decode_datum(_routed(np.zeros((2, 3, 3), np.int64)), 0, CROSS_ENTROPY, TEXT_ONLY)
+
+
+def _supported(packed: bytes, targets: np.ndarray) -> trainer_pb2.Datum:
+    support = np.frombuffer(packed, np.uint8)
+    return _datum([1, 2, 3], target_tokens=targets, sampled_support=support)
+
+
+def test_a_support_is_unpacked() -> None:
+    packed = tensors.FULL_ROW + tensors.pack_support(np.array([5, 7, 6]), np.array([0, 2, 3]))
+    datum = decode_datum(_supported(packed, np.array([4, 5, 6])), 0, CROSS_ENTROPY, LIMITS)
+    assert datum.support is not None
+    assert datum.support.ids.tolist() == [5, 7, 6]
+    assert datum.support.offsets.tolist() == [0, 0, 2, 3]
+    two = decode_datum(_supported(packed, np.array([[4, 9], [5, 7], [6, 6]])), 0, CROSS_ENTROPY, LIMITS)
+    assert two.support is not None
+
+
+@pytest.mark.parametrize(
+    ("rows", "targets", "problem"),
+    [
+        ([[], [5, 7]], [4, 5, 6], "has 2 rows, but the input has 3 tokens"),
+        ([[], [5, 100], []], [4, 5, 6], "token id 100"),
+        ([[], [5, 7], [5]], [4, 5, 6], "does not contain the target 6 in row 2"),
+        ([[], [5, 7], []], [[4, 4], [5, 6], [1, 1]], "does not contain the target 6 in row 1"),
+        ([[], [1, 7], []], [4, 99, 6], "does not contain the target 99 in row 1"),
+    ],
+)
+def test_a_support_that_does_not_fit_is_refused(rows: list[list[int]], targets: list[int], problem: str) -> None:
+    ids = np.array([i for row in rows for i in row])
+    packed = tensors.pack_support(ids, np.cumsum([0, *map(len, rows)]))
+    with pytest.raises(InvalidInput, match=problem) as caught:
+        decode_datum(_supported(packed, np.array(targets)), 3, CROSS_ENTROPY, LIMITS)
+    assert caught.value.field == "datum[3].loss_inputs.sampled_support"
+
+
+@pytest.mark.parametrize("given", [np.array([1, 0]), np.array([[1, 0]], np.uint8), np.array([1], np.uint8)])
+def test_a_support_that_is_not_packed_is_refused(given: np.ndarray) -> None:
+    datum = _datum([1], target_tokens=np.array([4]), sampled_support=given)
+    with pytest.raises(InvalidInput, match="packed"):
+        decode_datum(datum, 0, CROSS_ENTROPY, LIMITS)

@@ -66,6 +66,61 @@ def test_values_and_gradients(chunk: int, lora: bool, softcap: float | None, tem
         torch.testing.assert_close(given[name].grad.double(), exact[name].grad, rtol=1e-4, atol=1e-5)
 
 
+def _supports(targets: torch.Tensor) -> torch.Tensor:
+    """Rows of -1 are full; others contain the targets of their position and up to two further ids."""
+    rows = torch.full((T, K + 2), -1, dtype=torch.int32)
+    for place in (0, 2, 3, 5):
+        ids = sorted({*targets[place].tolist(), *[(7, 9), (), (1,), (0, 10)][place % 4]})
+        rows[place, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return rows
+
+
+@pytest.mark.parametrize("chunk", [1, 3, T])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_a_support_renormalises_values_and_gradients(
+    chunk: int, lora: bool, softcap: float | None, temperature: float, takes_all: bool
+) -> None:
+    """Compares with plain autograd of logit - logsumexp over each position's own ids, in float64."""
+    targets = _targets()
+    rows = _supports(targets)
+    exact = {name: tensor.requires_grad_() for name, tensor in _inputs(torch.float64).items()}
+    direction = exact["direction"].detach().clone()
+    direction[3] = 0.0  # a position without gradient
+    full = _reference(exact, targets, lora, softcap, temperature)
+    every = torch.arange(V)[None].expand(T, V)
+    logprobs = _reference(exact, every, lora, softcap, temperature)
+    expected = torch.stack(
+        [
+            full[place] if row[0] < 0 else full[place] - logprobs[place, row[row >= 0].long()].logsumexp(0)
+            for place, row in enumerate(rows)
+        ]
+    )
+    (expected * direction).sum().backward()
+    given = {name: tensor.requires_grad_() for name, tensor in _inputs().items()}
+    pair = _pair(given) if lora else None
+    found = target_logprobs(
+        given["hidden"], given["weight"], pair, targets, chunk, softcap=softcap, temperature=temperature,
+        takes_all=takes_all, support_TM=rows,
+    )  # fmt: skip
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    (found * direction.float()).sum().backward()
+    for name in ("hidden", "weight", *(("a", "b") if lora else ())):
+        torch.testing.assert_close(given[name].grad.double(), exact[name].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_support_of_the_target_alone_is_certain() -> None:
+    inputs, targets = _inputs(), _targets()[:, :1]
+    hidden = inputs["hidden"].requires_grad_()
+    found = target_logprobs(hidden, inputs["weight"], None, targets, 2, support_TM=targets.int())
+    found.sum().backward()
+    assert not found.any()
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
 def test_the_gradient_of_the_weight_adds_to_its_master() -> None:
     inputs, targets = _inputs(), _targets()
     weight = inputs["weight"].requires_grad_()

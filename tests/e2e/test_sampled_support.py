@@ -1,0 +1,106 @@
+"""Sampled support: sampler and trainer agree on the truncated distribution that a token was drawn from."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from benchmarks.sampled_support import CUTS, Drawn, Model, draw
+from fovea.client import GatewayClient
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from tests.e2e.stack import API_KEY, Stack
+
+NEW_TOKENS, SEEDS = 48, (1, 2, 3)
+VOCABULARY = 1000
+
+
+async def gap(model: Model, drawn: list[Drawn], temperature: float, replays: bool) -> float:
+    """The largest difference of a sampled token's log-probability in nats."""
+    return float(np.abs(await model.differences(drawn, temperature, replays)).max())
+
+
+async def test_sampler_and_trainer_agree_on_what_was_left(stack: Stack) -> None:
+    async with GatewayClient(stack.address("gateway"), API_KEY) as client:
+        model = await Model.create(client, 2, 5e-3)
+        session = await model.save()
+        for name, cuts in CUTS.items():
+            drawn = list(await asyncio.gather(*(draw(client, session, seed, NEW_TOKENS, cuts) for seed in SEEDS)))
+            rows = [row for one in drawn for row in one.rows]
+            assert len(rows) == NEW_TOKENS * len(SEEDS)
+            for row, token in zip(rows, (token for one in drawn for token in one.tokens), strict=True):
+                assert not row.size or token in row
+            if "top_k" in cuts:
+                assert all(0 < row.size <= cuts["top_k"] for row in rows)
+            followed, without = [await gap(model, drawn, cuts.get("temperature", 1.0), way) for way in (True, False)]
+            size = sum(len(one.support) for one in drawn) / len(rows)
+            ids = np.mean([row.size for row in rows])
+            print(
+                f"{name:10} replay {followed:.1e} nat, without {without:.2f}; {ids:.0f} ids, {size:.0f} bytes a token"
+            )
+            assert followed <= 1e-3
+            assert without > 0.02, "nothing was cut off: this shows nothing"
+
+
+async def test_only_requests_that_ask_get_the_truncated_distribution(stack: Stack) -> None:
+    """The same seed in one batch: one asks, one does not, one draws nothing, one cuts nothing off."""
+    async with GatewayClient(stack.address("gateway"), API_KEY) as client:
+        model = await Model.create(client, 2, 5e-3)
+        session, cuts = await model.save(), {"top_p": 0.8, "min_p": 0.2}
+        asked, plain, greedy, whole = await asyncio.gather(
+            draw(client, session, 5, NEW_TOKENS, cuts),
+            draw(client, session, 5, NEW_TOKENS, cuts, records=False),
+            draw(client, session, 5, NEW_TOKENS, {"temperature": 0.0}),
+            draw(client, session, 5, NEW_TOKENS, {}),
+        )
+        assert asked.tokens == plain.tokens
+        assert (asked.logprobs >= plain.logprobs - 1e-5).all()
+        assert (asked.logprobs > plain.logprobs + 0.02).any()
+        assert plain.support == b""
+        assert greedy.support == whole.support == tensors.FULL_ROW * NEW_TOKENS
+        assert await gap(model, [plain], 1.0, False) <= 1e-3  # also after min-p
+        assert await gap(model, [greedy, whole], 1.0, False) <= 1e-3
+        assert await gap(model, [greedy, whole], 1.0, True) <= 1e-3
+
+
+async def test_a_support_that_does_not_fit_is_refused(stack: Stack) -> None:
+    async with GatewayClient(stack.address("gateway"), API_KEY) as client:
+        model = await Model.create(client, 2, 5e-3)
+        drawn = await draw(client, await model.save(), 1, NEW_TOKENS, {"top_k": 5})
+        first = replace(drawn, support=tensors.split_support(drawn.support)[0])
+        with pytest.raises(InvalidInput, match=r"datum\[0\].loss_inputs.sampled_support has \d+ rows"):
+            await model.logprobs([first.datum(True)], 1.0)
+        outside = next(token for token in range(VOCABULARY) if token not in drawn.rows[0])
+        other = replace(drawn, tokens=[outside, *drawn.tokens[1:]])
+        with pytest.raises(InvalidInput, match="sampled_support does not contain the target"):
+            await model.logprobs([other.datum(True)], 1.0)
+        assert await gap(model, [drawn], 1.0, True) <= 1e-3
+
+
+def test_the_official_sdk_sends_a_sparse_tensor(stack: Stack) -> None:
+    """Log-probabilities and a step with a CSR tensor, whose rows are the ids."""
+    with stack.service_client() as service:
+        training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
+        tokens = np.arange(20, 40)
+        rows = torch.zeros(19, VOCABULARY)
+        for place in range(9, 19):
+            rows[place, [int(tokens[place + 1]), 7, 500 + place]] = 1.0
+        targets = {"target_tokens": types.TensorData.from_numpy(tokens[1:])}
+        given = types.ModelInput.from_ints(tokens[:-1].tolist())
+        csr = types.TensorData.from_torch_sparse(rows)
+        assert csr.sparse_crow_indices is not None
+        full = training.forward([types.Datum(given, targets)], "cross_entropy").result()
+        replayed = training.forward_backward(
+            [types.Datum(given, targets | {"sampled_support": csr})], "cross_entropy"
+        ).result()
+        before, after = (answer.loss_fn_outputs[0]["logprobs"].to_numpy() for answer in (full, replayed))
+        assert np.abs(before[:9] - after[:9]).max() <= 1e-5
+        assert (after[9:] > before[9:] + 1.0).all()
+        training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        wrong = types.TensorData.from_torch_sparse(rows.roll(1, 0))
+        with pytest.raises(tinker.RequestFailedError, match="does not contain the target"):
+            training.forward([types.Datum(given, targets | {"sampled_support": wrong})], "cross_entropy").result()
