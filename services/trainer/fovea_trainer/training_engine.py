@@ -131,7 +131,7 @@ class TrainingEngine:
         sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
         self._losses = LossComputer(
             self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox,
-            self._injector, settings.recorded_tokens,
+            self._injector, settings,
         )  # fmt: skip
         self._layout = layout
         logger.info(

@@ -8,7 +8,7 @@ Shapes: T packed tokens, K maximum number of targets per position, M image embed
 per token.
 """
 
-# ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
+# ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from torch import Tensor
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.features import FeatureTensors
 from fovea_trainer.batches.datum_decoding import Datum, DatumSize
+from fovea_trainer.batches.datum_groups import DealtImages, Share, group_sizes_of, long_steps
 
 FILLER_TOKENS = 2
 """Length of the filler for a rank without a datum in a step. With length 1, torch.compile would build kernels for that
@@ -36,10 +37,12 @@ class Documents:
     Args:
         bounds: int32 [documents + 1]: 0, end of the first document, ..., T.
         longest: Length of the longest document.
+        share: This rank's part of the tokens, if a group of ranks computes them together; the bounds are those of all.
     """
 
     bounds: Tensor
     longest: int
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,15 @@ class Placement:
     """The positions of images in a micro-batch.
 
     Args:
-        digests: Digests of all images of the micro-batch, in packed order.
-        index_M: int64, packed positions of their embeddings.
+        digests: Digests of all images of the micro-batch, in packed order. Of a shared datum, those that this rank
+            computes.
+        index_M: int64, packed positions of their embeddings. Of a shared datum, those in this rank's part.
+        dealt: The images of a shared datum.
     """
 
     digests: tuple[str, ...]
     index_M: Tensor
+    dealt: DealtImages | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,42 @@ class BatchLayout:
             tuple(datums),
             self._experts(datums),
         )
+
+    def pack_part(
+        self,
+        datum: Datum,
+        share: Share,
+        images: Mapping[str, FeatureTensors],
+        run_tower: bool,
+        cached: Container[str] | None,
+    ) -> Batch:
+        """Packs this rank's part of a shared datum. Arguments are those of `pack`."""
+        own, part = share.with_own_images(datum), slice(share.start, share.start + share.part_size)
+        tokens_T = np.pad(datum.tokens, (0, share.padding))
+        positions = np.pad(self._positions(datum), ((0, 0), (0, share.padding)))
+        targets_TK = np.pad(datum.targets, ((0, share.padding), (0, 0)))
+        ends = np.unique([0, len(datum.tokens), len(tokens_T)]).astype(np.int32)
+        return Batch(
+            self._move(tokens_T[part]),
+            self._move(positions[:, part]),
+            Documents(self._move(ends), len(datum.tokens), share),
+            self._move(targets_TK[part]),
+            self._inputs([datum]),
+            self._tower([own], images, cached) if run_tower else None,
+            self._deal(datum, own, share) if datum.spans else None,
+            (datum,),
+        )
+
+    def _deal(self, datum: Datum, own: Datum, share: Share) -> Placement:
+        digests = tuple(span.feature.digest for span in own.spans)
+        index_M = np.concatenate([span.offset + np.flatnonzero(span.is_embedding) for span in datum.spans])
+        is_own_M = np.concatenate(
+            [np.full(span.embedding_count, span.feature.digest in digests) for span in datum.spans]
+        )
+        is_here_M = (index_M >= share.start) & (index_M < share.start + share.part_size)
+        own_rows, taken_m = (self._move(np.flatnonzero(rows)) for rows in (is_own_M, is_here_M))
+        dealt = DealtImages(share, len(index_M), own_rows, taken_m)
+        return Placement(digests, self._move(index_M[is_here_M] - share.start), dealt)
 
     def _experts(self, datums: Sequence[Datum]) -> Tensor | None:
         shape = next((datum.experts.shape[1:] for datum in datums if datum.experts is not None), None)
@@ -250,10 +292,16 @@ class Step:
     Args:
         datums: For each rank the indices of its datums in packed order; empty if it has none.
         has_vision: True if any rank has an image; all ranks then run the vision tower.
+        ranks: Number of ranks that compute a datum together. If it is not 1, all ranks of a group have the same datum.
     """
 
     datums: tuple[tuple[int, ...], ...]
     has_vision: bool
+    ranks: int = 1
+
+    def tokens_of(self, sizes: Sequence[DatumSize], rank: int) -> int:
+        """Returns the number of tokens that a rank computes."""
+        return -(-sum(sizes[index].token_count for index in self.datums[rank]) // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -273,35 +321,48 @@ class Plan:
         """Returns the indices of the datums of `rank`, in its order."""
         return [index for step in self.steps for index in step.datums[rank]]
 
+    @property
+    def shares_datums(self) -> bool:
+        """True if ranks compute datums together."""
+        return any(step.ranks > 1 for step in self.steps)
 
-def plan(sizes: Sequence[DatumSize], world_size: int, token_budget: int, patch_budget: int) -> Plan:
+
+def plan(
+    sizes: Sequence[DatumSize], world_size: int, token_budget: int, patch_budget: int, group_sizes: Sequence[int] = ()
+) -> Plan:
     """Distributes datums over ranks and splits each rank's share into micro-batches within the budgets.
 
-    A datum above a budget gets a micro-batch of its own. The plan depends on the arguments alone, so all ranks compute
-    the same one.
+    A datum above the token budget is shared by a group of ranks, if there are any. Another datum above a budget gets a
+    micro-batch of its own. The plan depends on the arguments alone, so all ranks compute the same one.
 
     Args:
         sizes: Size of each datum.
         world_size: Number of ranks.
         token_budget: Maximum tokens per micro-batch.
         patch_budget: Maximum patches per micro-batch.
+        group_sizes: Numbers of ranks that can share a datum, as of `DatumGroups`.
     """
-    shares = _spread(sizes, world_size)
+    groups = group_sizes_of(sizes, group_sizes, token_budget)
+    alone = [index for index in range(len(sizes)) if index not in groups]
+    steps = [Step(dealt, _has_vision(dealt, sizes), ranks) for ranks, dealt in long_steps(sizes, groups, world_size)]
+    shares = _spread(alone, sizes, world_size)
     per_rank = [_cut(share, sizes, token_budget, patch_budget) for share in shares]
     step_count = max(len(batches) for batches in per_rank)
-    steps = []
     for index in range(step_count):
         datums = tuple(batches[index] if index < len(batches) else () for batches in per_rank)
-        has_vision = any(sizes[datum].patch_count for batch in datums for datum in batch)
-        steps.append(Step(datums, has_vision))
+        steps.append(Step(datums, _has_vision(datums, sizes)))
     return Plan(tuple(steps), _efficiency(steps, sizes, world_size))
 
 
-def _spread(sizes: Sequence[DatumSize], world_size: int) -> list[list[int]]:
+def _has_vision(dealt: Sequence[Sequence[int]], sizes: Sequence[DatumSize]) -> bool:
+    return any(sizes[datum].patch_count for batch in dealt for datum in batch)
+
+
+def _spread(datums: Sequence[int], sizes: Sequence[DatumSize], world_size: int) -> list[list[int]]:
     """Assigns each datum, the largest first, to the least loaded rank (Graham, 1969). Images come before text."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, 0)] * world_size
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i].patch_count, -sizes[i].token_count, i)):
+    for index in sorted(datums, key=lambda i: (-sizes[i].patch_count, -sizes[i].token_count, i)):
         rank = min(range(world_size), key=lambda r: (loads[r], r))
         shares[rank].append(index)
         load, count = loads[rank]
@@ -333,7 +394,7 @@ def _cut(
 def _efficiency(steps: Sequence[Step], sizes: Sequence[DatumSize], world_size: int) -> float:
     used = capacity = 0
     for step in steps:
-        tokens = [sum(sizes[datum].token_count for datum in batch) for batch in step.datums]
+        tokens = [step.tokens_of(sizes, rank) for rank in range(world_size)]
         used += sum(tokens)
         capacity += max(tokens) * world_size
     return used / capacity if capacity else 1.0

@@ -32,6 +32,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from fovea_trainer.batches.datum_groups import Share
 from fovea_trainer.model.document_masks import Packing, select
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packing: Packing | None = None,
+    share: Share | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface.
@@ -132,6 +134,7 @@ def packed_attention(
         softcap: As `Scores.softcap`.
         s_aux: [H], as `Scores.sinks_H`.
         packing: The masks of the same bounds; required for images with tokens that see each other.
+        share: This rank's part of the tokens, if a group of ranks computes them together.
         others: Keyword arguments of `HARMLESS`.
 
     Returns:
@@ -152,18 +155,29 @@ def packed_attention(
     if sliding_window is not None and not causal:
         raise ValueError(f"packed attention supports only causal windows; {type(module).__name__} has another kind")
     scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
-    packing = packing or Packing(cu_seq_lens_q, query.shape[2])
+    if share is None:
+        return _attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing), None
+    if s_aux is not None:
+        raise ValueError(f"ranks cannot share a datum of {type(module).__name__}, which has sinks")
+    query, key, value = (share.heads(tensor) for tensor in (query, key, value))
+    return share.tokens(_attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing)), None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int, packing: Packing | None
+) -> Tensor:
+    packing = packing or Packing(bounds, query.shape[2])
     match kernel_for(query, scores, packing):
         case Kernel.FLASH_4:
             function, _ = flash_4()
             assert function is not None
-            return varlen_4(function, query, key, value, scores, cu_seq_lens_q, max_length_q), None
+            return varlen_4(function, query, key, value, scores, bounds, longest)
         case Kernel.VARLEN:
-            return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
+            return _varlen(query, key, value, scores, bounds, longest)
         case Kernel.FLEX:
-            return flex(query, key, value, scores, packing), None
+            return flex(query, key, value, scores, packing)
         case _:
-            return _grouped(query, key, value, scores, packing), None
+            return _grouped(query, key, value, scores, packing)
 
 
 def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
