@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fovea_trainer.batches.datum_decoding import DatumSize
-from fovea_trainer.batches.micro_batch import plan
+from fovea_trainer.batches.places import plan
 from fovea_trainer.model.packed_attention import PACKED_ATTENTION
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]

@@ -6,7 +6,7 @@ import numpy as np
 
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_trainer.batches.datum_decoding import DatumSize
-from fovea_trainer.batches.micro_batch import plan
+from fovea_trainer.batches.places import plan
 
 _DOCUMENTS = 64
 _IMAGE_COUNTS = (0, 0, 1, 1, 2, 4)

@@ -18,7 +18,7 @@ from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Unavailable
 from fovea_trainer import trainer_metrics
 from fovea_trainer.batches.datum_decoding import Datum, DatumSize
-from fovea_trainer.batches.places import MOST_SLOTS, Place, Share
+from fovea_trainer.batches.places import MOST_SLOTS, PassTerms, Place
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import Adam
 
@@ -91,7 +91,7 @@ class ForwardBackward:
     datums: list[bytes]
     sizes: list[DatumSize]
     decoded: list[Datum] | None = None
-    share: Share | None = None
+    share: PassTerms | None = None
     place: Place | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class OptimStep:
     model_id: str
     adam: Adam
     seq_id: int = 0
-    share: ClassVar[Share] = Share("optim_step", 1, MOST_SLOTS)
+    share: ClassVar[PassTerms] = PassTerms("optim_step", 1, MOST_SLOTS)
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class CommandQueue:
 
     def _sharing(self, first: Job) -> Iterator[Job]:
         """Starts and yields the waiting jobs that can be done together with the first one."""
-        share: Share | None = getattr(first.command, "share", None)
+        share: PassTerms | None = getattr(first.command, "share", None)
         if share is None:
             return
         with suppress(queue.Empty):

@@ -12,18 +12,21 @@ micro-batches that may not fit are refused beforehand; if memory runs out nevert
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire.errors import FoveaError
 from fovea.wire.features import FeatureTensors
 from fovea_trainer.batches.datum_decoding import Datum, DatumLimits, decode_datum
-from fovea_trainer.batches.micro_batch import Batch, BatchLayout, Plan, Step, plan, wanted_images
+from fovea_trainer.batches.datum_groups import DatumGroups, Share, allowed_sizes
+from fovea_trainer.batches.micro_batch import Batch, BatchLayout, wanted_images
+from fovea_trainer.batches.places import Plan, Step, plan
 from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutput, VisionOutputCache
 from fovea_trainer.command_queue import ForwardBackward
 from fovea_trainer.loss_results import (
@@ -36,10 +39,12 @@ from fovea_trainer.loss_results import (
 from fovea_trainer.losses import Loss, Sandbox, loss_of
 from fovea_trainer.model.lora import LoraInjector
 from fovea_trainer.model.memory_budget import Budgets, MemoryBudget
+from fovea_trainer.model.packed_model import PackedModel
 from fovea_trainer.model.sharding import ShardedModel
 from fovea_trainer.model.small_passes import SmallPasses
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_trainer.ranks.control_group import ControlGroup, is_out_of_memory
+from fovea_trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +91,7 @@ class LossComputer:
         memory: MemoryBudget,
         sandbox: Sandbox,
         injector: LoraInjector,
-        recorded_tokens: int,
+        settings: TrainerSettings,
     ) -> None:
         self._sharded = sharded
         self._module = sharded.module
@@ -99,11 +104,12 @@ class LossComputer:
         self._sandbox = sandbox
         # Only a single rank records passes: with several, the recording would include the hooks of FSDP.
         records = sharded.mesh.size() == 1
-        most_tokens = recorded_tokens if sharded.computes_alone(False) else 0
+        most_tokens = settings.recorded_tokens if sharded.computes_alone(False) else 0
         self.small_passes = SmallPasses(
             self._module, injector, most_tokens, records, memory.has_room_to_record, memory.has_room_to_share,
             memory.set_aside,
         )  # fmt: skip
+        self._groups = DatumGroups(_group_sizes(settings, self._module))
 
     def prepare(self) -> bool:
         """Starts the workers for traced losses. Returns True if those of all ranks are ready. Collective.
@@ -134,7 +140,7 @@ class LossComputer:
             if own.out_of_memory and (not command.backward or model.restore_gradients()):
                 reason = own.failure or "another rank ran out of memory"
                 logger.warning("%s; retrying with the smallest micro-batches and recomputation", reason)
-                schedule = self._plan(command, Budgets(1, 1))
+                schedule = plan(command.sizes, self._control.world_size, 1, 1)
                 call.loss.limit_time(seconds_left)
                 own = self._attempt(call, schedule, 0)
             self._control.agree(own.check)
@@ -171,8 +177,19 @@ class LossComputer:
         self._features.forget(model_id)
 
     def _plan(self, command: ForwardBackward, budgets: Budgets) -> Plan:
-        """Plans the micro-batches. The assignment of datums to ranks does not depend on the budgets."""
-        return plan(command.sizes, self._control.world_size, budgets.tokens, budgets.patches)
+        """Plans the micro-batches. The assignment to ranks depends on the budgets only if ranks share datums."""
+        return plan(command.sizes, self._control.world_size, budgets.tokens, budgets.patches, self._groups.sizes)
+
+    def _share(self, command: ForwardBackward, step: Step) -> Share | None:
+        """Returns this rank's part of a shared datum; None if it computes whole datums or a filler."""
+        own = step.datums[self._control.rank]
+        return self._groups.share(step.ranks, command.sizes[own[0]].token_count) if step.ranks > 1 and own else None
+
+    def _own_images(self, command: ForwardBackward, step: Step, datums: Mapping[int, Datum]) -> list[Datum]:
+        """Returns this rank's datums of a step, with the images alone that this rank computes."""
+        own = [datums[index] for index in step.datums[self._control.rank]]
+        share = self._share(command, step)
+        return own if share is None else [share.with_own_images(datum) for datum in own]
 
     def _attempt(self, call: PreparedCall, schedule: Plan, recompute_above: float) -> RankResult:
         """Computes all micro-batches once.
@@ -192,29 +209,37 @@ class LossComputer:
         return result
 
     def _prepare(self, command: ForwardBackward, model: TrainedModel, schedule: Plan, budgets: Budgets) -> PreparedCall:
-        alone = self._sharded.computes_alone(isinstance(model, FullModel))
+        alone = self._sharded.computes_alone(isinstance(model, FullModel)) and not schedule.shares_datums
         if command.backward:
             model.save_gradients(self._memory.device_for)
         if not alone:
             for step in schedule.steps:
-                self._memory.check_fits(self._tokens_of(command, step, self._control.rank), budgets)
-        return self.inputs(command, model, alone, schedule.datums_of(self._control.rank))
+                self._memory.check_fits(step.tokens_of(command.sizes, self._control.rank), budgets, step.ranks)
+        return self.inputs(command, model, alone, schedule.datums_of(self._control.rank), schedule.steps)
 
     def inputs(
-        self, command: ForwardBackward, model: TrainedModel, alone: bool, indices: Iterable[int]
+        self,
+        command: ForwardBackward,
+        model: TrainedModel,
+        alone: bool,
+        indices: Iterable[int],
+        steps: Sequence[Step] | None = None,
     ) -> PreparedCall:
-        """Decodes and fetches the inputs of some datums. Raises the errors of both. Not collective."""
+        """Decodes and fetches the inputs of some datums. Raises the errors of both. Not collective.
+
+        Args:
+            steps: The steps in which the datums are computed; None if this rank computes all of their images.
+        """
         loss = loss_of(trainer_pb2.ForwardBackwardHeader.FromString(command.header), self._sandbox)
         datums = {index: self._datum(command, index, loss) for index in indices}
-        cached = None
-        if not model.trains_vision:
-            counts = {span.feature.digest: span.embedding_count for datum in datums.values() for span in datum.spans}
-            cached = self._vision.lookup(counts)
-        images = self._features.tensors_of(command.model_id, list(datums.values()), cached or {})
+        own: Iterable[Datum] = datums.values()
+        if steps is not None:
+            own = (datum for step in steps for datum in self._own_images(command, step, datums))
+        counts = {span.feature.digest: span.embedding_count for datum in own for span in datum.spans}
+        cached = None if model.trains_vision else self._vision.lookup(counts)
+        others = {span.feature.digest for datum in datums.values() for span in datum.spans} - counts.keys()
+        images = self._features.tensors_of(command.model_id, list(datums.values()), others.union(cached or ()))
         return PreparedCall(command, model, alone, loss, datums, images, cached)
-
-    def _tokens_of(self, command: ForwardBackward, step: Step, rank: int) -> int:
-        return sum(command.sizes[index].token_count for index in step.datums[rank])
 
     def _max_tokens(self, call: PreparedCall, step: Step) -> int:
         """Returns the most tokens of any rank in a step, or this rank's own number if its passes need no other rank.
@@ -222,7 +247,7 @@ class LossComputer:
         Recomputation repeats the collectives of a pass, so ranks that share passes must all decide the same.
         """
         ranks = [self._control.rank] if call.alone else range(len(step.datums))
-        return max(self._tokens_of(call.command, step, rank) for rank in ranks)
+        return max(step.tokens_of(call.command.sizes, rank) for rank in ranks)
 
     def _datum(self, command: ForwardBackward, index: int, loss: Loss) -> Datum:
         if command.decoded is not None:
@@ -236,8 +261,7 @@ class LossComputer:
         known = set(call.cached)
         needs = []
         for step in schedule.steps:
-            own = (call.datums[index] for index in step.datums[self._control.rank])
-            wanted = wanted_images(own, known)
+            wanted = wanted_images(self._own_images(call.command, step, call.datums), known)
             needs.append(bool(wanted))
             known |= {digest for digest, _ in wanted}
         return self._control.any_each(needs)
@@ -250,7 +274,11 @@ class LossComputer:
         def compute(step: Step, run_tower: bool) -> None:
             own = [call.datums[index] for index in step.datums[self._control.rank]]
             recompute = self._max_tokens(call, step) > recompute_above
-            batch = self._layout.pack(own, call.images, run_tower, call.cached)
+            share = self._share(call.command, step)
+            if share is None:
+                batch = self._layout.pack(own, call.images, run_tower, call.cached)
+            else:
+                batch = self._layout.pack_part(own[0], share, call.images, run_tower, call.cached)
             with torch.set_grad_enabled(call.command.backward):
                 logprobs_TK = self._logprobs(call, batch, recompute)
                 if own:  # a rank without a datum computes a filler
@@ -259,7 +287,8 @@ class LossComputer:
             if call.command.backward:
                 torch.autograd.backward([total])
                 call.model.collect_gradients()
-            batches.append(found)
+            if share is None or share.is_first:
+                batches.append(found)
 
         def bring_to_host() -> None:
             for found in batches:
@@ -298,6 +327,14 @@ class LossComputer:
         left_us = self._control.minimum(-1 if result.failure else int(loss.seconds_left * 1e6))
         loss.limit_time(left_us / 1e6)
         return left_us >= 0
+
+
+def _group_sizes(settings: TrainerSettings, module: PackedModel) -> list[int]:
+    """Returns the numbers of ranks that can share a datum. Groups lie within a node."""
+    if not module.family.can_share_datums(module.hf):
+        return []
+    most = min(settings.datum_ranks or settings.ranks, dist.get_world_size())
+    return allowed_sizes(most, module.hf.config.get_text_config().num_attention_heads)
 
 
 def _guard(alone: bool, result: RankResult, action: Callable[[], None]) -> None:

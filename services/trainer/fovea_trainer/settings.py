@@ -57,6 +57,12 @@ class TrainerSettings(ServiceSettings):
     patch_budget: int = Field(
         0, ge=0, description="Maximum vision patches of one rank's micro-batch; 0 derives it from memory."
     )
+    datum_ranks: int = Field(
+        0,
+        ge=0,
+        description="Maximum ranks that compute one datum together, if it exceeds the token budget; 0 allows all ranks "
+        "of a node, and with 1 each datum has one rank. For dense models with attention in all layers.",
+    )
     recompute: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Recompute activations in backward passes instead of retaining them, a third more work; auto does "

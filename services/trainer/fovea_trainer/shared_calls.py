@@ -14,7 +14,7 @@ import torch
 from fovea.wire.errors import FoveaError
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout, fillers, wanted_images
-from fovea_trainer.batches.places import Place, Share, power_of_two, slot_count
+from fovea_trainer.batches.places import PassTerms, Place, power_of_two, slot_count
 from fovea_trainer.batches.vision_cache import VisionOutputCache
 from fovea_trainer.command_queue import ForwardBackward
 from fovea_trainer.forward_backward import LossComputer, PreparedCall, losses_of
@@ -72,7 +72,7 @@ class SharedCalls:
         """Most tokens of a pass that several calls share; 0 if each call has a pass of its own."""
         return self._small_passes.most_shared_tokens
 
-    def share_of(self, model: TrainedModel, loss: Loss, datums: Sequence[Datum], backward: bool) -> Share | None:
+    def share_of(self, model: TrainedModel, loss: Loss, datums: Sequence[Datum], backward: bool) -> PassTerms | None:
         """Returns the conditions under which a call may share a pass; None if it computes alone. For any thread."""
         if not isinstance(model, AdapterModel) or model.trains_vision or loss.seconds_left is not None:
             return None
@@ -80,7 +80,7 @@ class SharedCalls:
             return None  # Alone, its datums would be spread over ranks. On a CPU sharing must not change a bit.
         return self._small_passes.share_of(model.weights, datums, loss.temperature, backward)
 
-    def place_of(self, given: str, share: Share | None) -> Place | None:
+    def place_of(self, given: str, share: PassTerms | None) -> Place | None:
         """Returns the place that an earlier result of a call has named; None if this trainer cannot use it. For any
         thread.
         """

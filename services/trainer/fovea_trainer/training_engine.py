@@ -28,6 +28,7 @@ from fovea_trainer.losses import Sandbox
 from fovea_trainer.model.expert_routing import expert_mesh, expert_shape
 from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
+from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.model.packed_model import build_model, read_weights
 from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel, optim_steps, unknown_model
@@ -130,17 +131,18 @@ class TrainingEngine:
         sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
         self._losses = LossComputer(
             self._sharded, self._control, features, layout, vision, self.limits, self._memory_budget, sandbox,
-            self._injector, settings.recorded_tokens,
+            self._injector, settings,
         )  # fmt: skip
         self.shared = SharedCalls(self._losses, self._sharded, self._control, layout, vision, self._memory_budget)
         self._layout = layout
         logger.info(
-            "%s with %.1f M parameters in %s on %s, %s between micro-batches",
+            "%s with %.1f M parameters in %s on %s, %s between micro-batches; %s, because %s",
             self.family.model_type,
             sum(p.numel() for p in module.parameters()) / 1e6,
             self.dtype,
             self._device,
             "whole" if mesh.size() == 1 else "gathered" if keep else "sharded",
+            *kernel_of(self._device, self.dtype),
         )
 
     def _spill(self) -> bool:

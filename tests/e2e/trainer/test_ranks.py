@@ -22,7 +22,7 @@ from tests.e2e.trainer.examples import datum, datums_of, text
 from tests.e2e.trainer.image_service import ImageService
 from tests.e2e.trainer.rank_engine import Call, run_ranks
 
-SETTINGS = {"dtype": "bfloat16", "token_budget": 1, "patch_budget": 1, "recompute": "never"}
+SETTINGS = {"dtype": "bfloat16", "token_budget": 1, "patch_budget": 1, "recompute": "never", "datum_ranks": 1}
 ADAM = Adam(1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from fovea.wire.errors import InvalidInput, Unavailable
-from fovea_trainer.batches.places import Share
+from fovea_trainer.batches.places import PassTerms
 from fovea_trainer.command_queue import ClearGradients, CommandQueue, ForwardBackward, Heartbeat, Shutdown, resolve
 
 
@@ -79,7 +79,7 @@ def test_idleness_makes_heartbeats() -> None:
 
 
 def _call(model_id: str, rows: int = 64, kind: str = "a") -> ForwardBackward:
-    return ForwardBackward(model_id, b"", True, False, [], [], None, Share(kind, rows, 3))
+    return ForwardBackward(model_id, b"", True, False, [], [], None, PassTerms(kind, rows, 3))
 
 
 async def test_waiting_calls_of_other_models_come_with_the_first_one() -> None:

@@ -1,14 +1,10 @@
-"""Micro-batches: datums packed end to end, without padding, and the plan that assigns datums to them.
-
-Every rank computes the same plan from the sizes of all datums. Each rank computes one micro-batch per step of the plan,
-because all ranks must join the collectives of a step. A rank without a datum in a step computes a filler, and the loss
-of a filler is zero.
+"""Micro-batches: datums packed end to end, without padding. The loss of a filler is zero.
 
 Shapes: T packed tokens, K maximum number of targets per position, M image embeddings or ids in the largest support, L
 layers with experts, k experts per token.
 """
 
-# ruff: noqa: N803, N815 -- the suffix of a tensor's name is its shape
+# ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +17,8 @@ from torch import Tensor
 
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.features import FeatureTensors
-from fovea_trainer.batches.datum_decoding import Datum, DatumSize
+from fovea_trainer.batches.datum_decoding import Datum
+from fovea_trainer.batches.datum_groups import DealtImages, Share
 
 FILLER_TOKENS = 2
 """Length of the filler for a rank without a datum in a step. With length 1, torch.compile would build kernels for that
@@ -36,10 +33,12 @@ class Documents:
     Args:
         bounds: int32 [documents + 1]: 0, end of the first document, ..., T.
         longest: Length of the longest document.
+        share: This rank's part of the tokens, if a group of ranks computes them together; the bounds are those of all.
     """
 
     bounds: Tensor
     longest: int
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,15 @@ class Placement:
     """The positions of images in a micro-batch.
 
     Args:
-        digests: Digests of all images of the micro-batch, in packed order.
-        index_M: int64, packed positions of their embeddings.
+        digests: Digests of all images of the micro-batch, in packed order. Of a shared datum, those that this rank
+            computes.
+        index_M: int64, packed positions of their embeddings. Of a shared datum, those in this rank's part.
+        dealt: The images of a shared datum.
     """
 
     digests: tuple[str, ...]
     index_M: Tensor
+    dealt: DealtImages | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,44 @@ class BatchLayout:
                 own[np.arange(width) < counts[:, None]] = datum.support.ids
         return self._move(rows)
 
+    def pack_part(
+        self,
+        datum: Datum,
+        share: Share,
+        images: Mapping[str, FeatureTensors],
+        run_tower: bool,
+        cached: Container[str] | None,
+    ) -> Batch:
+        """Packs this rank's part of a shared datum. Arguments are those of `pack`."""
+        own, part = share.with_own_images(datum), slice(share.start, share.start + share.part_size)
+        tokens_T = np.pad(datum.tokens, (0, share.padding))
+        positions = np.pad(self._positions(datum), ((0, 0), (0, share.padding)))
+        targets_TK = np.pad(datum.targets, ((0, share.padding), (0, 0)))
+        ends = np.unique([0, len(datum.tokens), len(tokens_T)]).astype(np.int32)
+        support_TM = self._support([datum], np.array([0, len(tokens_T)], np.int32))
+        return Batch(
+            self._move(tokens_T[part]),
+            self._move(positions[:, part]),
+            Documents(self._move(ends), len(datum.tokens), share),
+            self._move(targets_TK[part]),
+            self._inputs([datum]),
+            self._tower([own], images, cached) if run_tower else None,
+            self._deal(datum, own, share) if datum.spans else None,
+            (datum,),
+            support_TM=None if support_TM is None else support_TM[part],
+        )
+
+    def _deal(self, datum: Datum, own: Datum, share: Share) -> Placement:
+        digests = tuple(span.feature.digest for span in own.spans)
+        index_M = np.concatenate([span.offset + np.flatnonzero(span.is_embedding) for span in datum.spans])
+        is_own_M = np.concatenate(
+            [np.full(span.embedding_count, span.feature.digest in digests) for span in datum.spans]
+        )
+        is_here_M = (index_M >= share.start) & (index_M < share.start + share.part_size)
+        own_rows, taken_m = (self._move(np.flatnonzero(rows)) for rows in (is_own_M, is_here_M))
+        dealt = DealtImages(share, len(index_M), own_rows, taken_m)
+        return Placement(digests, self._move(index_M[is_here_M] - share.start), dealt)
+
     def _experts(self, datums: Sequence[Datum]) -> Tensor | None:
         shape = next((datum.experts.shape[1:] for datum in datums if datum.experts is not None), None)
         if shape is None:
@@ -263,99 +303,3 @@ def _row_shapes(image: FeatureTensors) -> dict[str, tuple[int, ...]]:
 
 def _widen(rows: npt.NDArray, width: int) -> npt.NDArray:
     return rows if rows.shape[1] == width else np.pad(rows, ((0, 0), (0, width - rows.shape[1])))
-
-
-@dataclass(frozen=True)
-class Step:
-    """One micro-batch on every rank.
-
-    Args:
-        datums: For each rank the indices of its datums in packed order; empty if it has none.
-        has_vision: True if any rank has an image; all ranks then run the vision tower.
-    """
-
-    datums: tuple[tuple[int, ...], ...]
-    has_vision: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All micro-batches of one call, in execution order.
-
-    Args:
-        steps: The micro-batches.
-        efficiency: The share of the capacity that the tokens use, in (0, 1]. The capacity of a step is the number of
-            ranks times the tokens of its fullest rank.
-    """
-
-    steps: tuple[Step, ...]
-    efficiency: float
-
-    def datums_of(self, rank: int) -> list[int]:
-        """Returns the indices of the datums of `rank`, in its order."""
-        return [index for step in self.steps for index in step.datums[rank]]
-
-
-def plan(sizes: Sequence[DatumSize], world_size: int, token_budget: int, patch_budget: int) -> Plan:
-    """Distributes datums over ranks and splits each rank's share into micro-batches within the budgets.
-
-    A datum above a budget gets a micro-batch of its own. The plan depends on the arguments alone, so all ranks compute
-    the same one.
-
-    Args:
-        sizes: Size of each datum.
-        world_size: Number of ranks.
-        token_budget: Maximum tokens per micro-batch.
-        patch_budget: Maximum patches per micro-batch.
-    """
-    shares = _spread(sizes, world_size)
-    per_rank = [_cut(share, sizes, token_budget, patch_budget) for share in shares]
-    step_count = max(len(batches) for batches in per_rank)
-    steps = []
-    for index in range(step_count):
-        datums = tuple(batches[index] if index < len(batches) else () for batches in per_rank)
-        has_vision = any(sizes[datum].patch_count for batch in datums for datum in batch)
-        steps.append(Step(datums, has_vision))
-    return Plan(tuple(steps), _efficiency(steps, sizes, world_size))
-
-
-def _spread(sizes: Sequence[DatumSize], world_size: int) -> list[list[int]]:
-    """Assigns each datum, the largest first, to the least loaded rank (Graham, 1969). Images come before text."""
-    shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [(0, 0)] * world_size
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i].patch_count, -sizes[i].token_count, i)):
-        rank = min(range(world_size), key=lambda r: (loads[r], r))
-        shares[rank].append(index)
-        load, count = loads[rank]
-        loads[rank] = (load + sizes[index].token_count + sizes[index].patch_count, count + 1)
-    return shares
-
-
-def _cut(
-    share: Sequence[int], sizes: Sequence[DatumSize], token_budget: int, patch_budget: int
-) -> list[tuple[int, ...]]:
-    """Packs by first fit in the order of `share`, largest first. Sorts each batch: equal lengths are then adjacent."""
-    batches: list[list[int]] = []
-    room: list[tuple[int, int]] = []
-    for index in share:
-        size = sizes[index]
-        fits = (
-            i for i, (tokens, patches) in enumerate(room) if size.token_count <= tokens and size.patch_count <= patches
-        )
-        entry = next(fits, len(batches))
-        if entry == len(batches):
-            batches.append([])
-            room.append((token_budget, patch_budget))
-        batches[entry].append(index)
-        tokens, patches = room[entry]
-        room[entry] = (tokens - size.token_count, patches - size.patch_count)
-    return [tuple(sorted(batch, key=lambda i: (sizes[i].token_count, sizes[i].patch_count, i))) for batch in batches]
-
-
-def _efficiency(steps: Sequence[Step], sizes: Sequence[DatumSize], world_size: int) -> float:
-    used = capacity = 0
-    for step in steps:
-        tokens = [sum(sizes[datum].token_count for datum in batch) for batch in step.datums]
-        used += sum(tokens)
-        capacity += max(tokens) * world_size
-    return used / capacity if capacity else 1.0

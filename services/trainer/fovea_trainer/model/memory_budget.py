@@ -321,8 +321,13 @@ class MemoryBudget:
         """Counts memory that a recorded pass has allocated and keeps. Not collective."""
         self._memory.set_aside(size_bytes)
 
-    def check_fits(self, token_count: int, budgets: Budgets) -> None:
+    def check_fits(self, token_count: int, budgets: Budgets, ranks: int = 1) -> None:
         """Checks that a micro-batch above the token budget fits. Not collective.
+
+        Args:
+            token_count: Tokens that this rank computes.
+            budgets: The budgets of the call.
+            ranks: Number of ranks that share the datum.
 
         Raises:
             ResourceExhausted: It may not fit on this rank.
@@ -331,9 +336,10 @@ class MemoryBudget:
             return
         size_bytes = token_count * recomputed_bytes(self._config, self._dtype)
         if size_bytes > (free_bytes := self._memory.free_bytes()):
+            each = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise ResourceExhausted(
-                f"a datum of {token_count} tokens needs {mib(size_bytes)} of memory, but only {mib(free_bytes)} are "
-                "free: send shorter datums, or delete models"
+                f"a datum of {token_count * ranks} tokens needs {mib(size_bytes)} of memory{each}, but only "
+                f"{mib(free_bytes)} are free: send shorter datums, or delete models"
             )
 
     def device_for(self, size_bytes: int) -> torch.device:

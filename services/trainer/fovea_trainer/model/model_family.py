@@ -220,6 +220,11 @@ class Family:
             and self.can_be_shared(model)
         )
 
+    def can_share_datums(self, model: Any) -> bool:
+        """Returns True if ranks can compute a datum together: in all layers but attention, tokens are independent."""
+        text = model.config.get_text_config()
+        return text.model_type in LLAMA_LIKE and not any(map(is_experts, model.modules()))
+
     def run_vision(self, model: Any, tensors: Mapping[str, Tensor]) -> VisionOutput:
         """Runs the vision tower and the projection to the language model.
 
@@ -270,7 +275,8 @@ class Family:
             only_windows = getattr(text, "use_bidirectional_attention", None) == "vision"
             whole = image_index_M is not None and (self.sees_images_whole or only_windows)
             blocks_T = _runs(image_index_M, count) if image_index_M is not None and whole else None
-            more["packing"] = Packing(documents.bounds, count, blocks_T, only_windows)
+            all_count = count if documents.share is None else count * documents.share.size
+            more["packing"] = Packing(documents.bounds, all_count, blocks_T, only_windows)
         if getattr(text, "hidden_size_per_layer_input", 0):
             assert tokens_T is not None
             ids_T = tokens_T if image_index_M is None else tokens_T.index_fill(0, image_index_M, text.pad_token_id)
@@ -279,6 +285,8 @@ class Family:
             positions_T = torch.arange(count, device=embeddings_TD.device)
             index_T = torch.searchsorted(documents.bounds[1:], positions_T, right=True, out_int32=True)
             more["seq_idx"] = index_T.unsqueeze(0)
+        if documents.share is not None:
+            more["share"] = documents.share
         if experts_TLk is not None:
             more[ROUTED_EXPERTS] = experts_TLk
         output = decoder(

@@ -1,9 +1,10 @@
 """Attention over packed sequences: a token sees only its own document or image.
 
 `kernel_for` chooses the implementation. On a CPU, and in float32 on a GPU, torch's attention is called once per
-document length. In 16 bits on a GPU, variable-length flash attention is used where it can compute the scores. Flex
+document length. In 16 bits on a GPU, variable-length flash attention is used where it can compute the scores. On a
+Hopper GPU that is FlashAttention 4, if the package flash-attn-4 is installed, else torch's own FlashAttention 2. Flex
 attention computes the rest: images with tokens that see each other both ways, capped scores, sinks, and heads of more
-than 256 channels. All three support sliding windows.
+than 256 channels. All of them support sliding windows.
 
 The function is registered with transformers as `PACKED_ATTENTION`. The name contains "flash" so that transformers'
 vision towers pass the packed tensors with `cu_seq_lens_q`, instead of one call per image.
@@ -13,10 +14,15 @@ Shapes: T tokens of all documents, H heads, D head size, N documents of one leng
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape
 
+import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +32,10 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from fovea_trainer.batches.datum_groups import Share
 from fovea_trainer.model.document_masks import Packing, select
+
+logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "fovea_packed_flash"
 
@@ -48,6 +57,15 @@ _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).p
 MAX_FLASH_CHANNELS = 256
 """The largest head size of the flash attention kernels, in channels."""
 
+_FLASH_4_CHANNELS = range(64, MAX_FLASH_CHANNELS + 1, 8)
+"""The head sizes for which FlashAttention 4 is used, in channels."""
+_HOPPER = 9
+"""The compute capability of the GPUs on which FlashAttention 4 was measured: 1.6 to 1.9 times FlashAttention 2."""
+_LEAST_LONGEST = 256
+"""The least length to announce to FlashAttention 4. Below one tile, it would compile further kernels."""
+_FLASH_4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+"""Prefix of the variables that make FlashAttention 4 keep compiled kernels on disk."""
+
 _SMALL_BLOCKS: Any = {
     **dict.fromkeys(("fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32),
     **{"fwd_BLOCK_M": 64, "num_stages": 1, "num_warps": 8},
@@ -58,9 +76,10 @@ _SMALL_BLOCKS: Any = {
 class Kernel(StrEnum):
     """An implementation of attention."""
 
-    GROUPED = "grouped"
-    VARLEN = "varlen"
-    FLEX = "flex"
+    GROUPED = "attention per document length"
+    VARLEN = "FlashAttention 2"
+    FLASH_4 = "FlashAttention 4"
+    FLEX = "flex attention"
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packing: Packing | None = None,
+    share: Share | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface.
@@ -114,6 +134,7 @@ def packed_attention(
         softcap: As `Scores.softcap`.
         s_aux: [H], as `Scores.sinks_H`.
         packing: The masks of the same bounds; required for images with tokens that see each other.
+        share: This rank's part of the tokens, if a group of ranks computes them together.
         others: Keyword arguments of `HARMLESS`.
 
     Returns:
@@ -134,22 +155,96 @@ def packed_attention(
     if sliding_window is not None and not causal:
         raise ValueError(f"packed attention supports only causal windows; {type(module).__name__} has another kind")
     scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
-    packing = packing or Packing(cu_seq_lens_q, query.shape[2])
+    if share is None:
+        return _attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing), None
+    if s_aux is not None:
+        raise ValueError(f"ranks cannot share a datum of {type(module).__name__}, which has sinks")
+    query, key, value = (share.heads(tensor) for tensor in (query, key, value))
+    return share.tokens(_attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing)), None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int, packing: Packing | None
+) -> Tensor:
+    packing = packing or Packing(bounds, query.shape[2])
     match kernel_for(query, scores, packing):
+        case Kernel.FLASH_4:
+            function, _ = flash_4()
+            assert function is not None
+            return varlen_4(function, query, key, value, scores, bounds, longest)
         case Kernel.VARLEN:
-            return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
+            return _varlen(query, key, value, scores, bounds, longest)
         case Kernel.FLEX:
-            return flex(query, key, value, scores, packing), None
+            return flex(query, key, value, scores, packing)
         case _:
-            return _grouped(query, key, value, scores, packing), None
+            return _grouped(query, key, value, scores, packing)
 
 
 def kernel_for(query: Tensor, scores: Scores, packing: Packing) -> Kernel:
     """Returns the implementation for a layer; the module's docstring explains the choice."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return Kernel.GROUPED
+    kernel, _ = kernel_of(query.device, query.dtype)
+    if kernel == Kernel.GROUPED:
+        return kernel
+    channels = query.shape[-1]
     is_plain = scores.softcap is None and scores.sinks_H is None and not packing.has_blocks(scores.window)
-    return Kernel.VARLEN if is_plain and query.shape[-1] <= MAX_FLASH_CHANNELS else Kernel.FLEX
+    if not is_plain or channels > MAX_FLASH_CHANNELS:
+        return Kernel.FLEX
+    return kernel if channels in _FLASH_4_CHANNELS else Kernel.VARLEN
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, str]:
+    """Returns the implementation for plain layers on a device, and the reason in words."""
+    if device.type != "cuda":
+        return Kernel.GROUPED, "there is no GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Kernel.GROUPED, f"the model is in {str(dtype).removeprefix('torch.')}"
+    function, reason = flash_4()
+    return (Kernel.VARLEN if function is None else Kernel.FLASH_4), reason
+
+
+@cache
+def flash_4() -> tuple[Callable[..., Any] | None, str]:
+    """Returns FlashAttention 4 for variable lengths, or None where it cannot run, and the reason in words."""
+    if torch.cuda.get_device_capability()[0] != _HOPPER:
+        return None, f"{torch.cuda.get_device_name()} is no Hopper GPU"
+    try:
+        found = version("flash-attn-4")
+    except PackageNotFoundError:
+        return None, "flash-attn-4 is not installed"
+    _keep_compiled()
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        _rehearse(flash_attn_varlen_func)
+    except Exception as error:  # any failure of its compiler, which has no common type of error
+        logger.warning("flash-attn-4 %s does not work here, so training is slower", found, exc_info=True)
+        return None, f"flash-attn-4 {found} failed: {error}".splitlines()[0]
+    return flash_attn_varlen_func, f"flash-attn-4 {found} is installed"
+
+
+def _keep_compiled() -> None:
+    """Makes FlashAttention 4 keep compiled kernels on disk, since each takes seconds. Call it before the import."""
+    folder = Path(os.environ.setdefault(f"{_FLASH_4_CACHE}_DIR", str(Path.home() / ".cache/fovea/flash-attn-4")))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("kernels of FlashAttention 4 are compiled at every start: %s", error)
+        return
+    os.environ.setdefault(f"{_FLASH_4_CACHE}_ENABLED", "1")
+
+
+def _rehearse(function: Callable[..., Any]) -> None:
+    """Computes a small attention and its gradients."""
+    q_THD, k_THD, v_THD = (
+        torch.zeros(_LEAST_LONGEST, heads, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for heads in (2, 1, 1)
+    )
+    bounds = torch.tensor([0, _LEAST_LONGEST], dtype=torch.int32, device="cuda")
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_THD, k_THD, v_THD))
+    with torch.enable_grad():
+        out = varlen_4(function, query, key, value, Scores(None, True), bounds, _LEAST_LONGEST)
+        torch.autograd.grad(out.sum(), (q_THD, k_THD, v_THD))
+    torch.cuda.synchronize()
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, scores: Scores, packing: Packing) -> Tensor:
@@ -222,6 +317,34 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: T
         q_THD, k_THD, v_THD, bounds, bounds, longest, longest, scale=scores.scaling, window_size=window, **_GROUPED
     )
     assert isinstance(out_THD, Tensor)
+    return out_THD.unsqueeze(0)
+
+
+def varlen_4(
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    bounds: Tensor,
+    longest: int,
+) -> Tensor:
+    """Computes attention with FlashAttention 4's function, [1, T, H, D]."""
+    q_THD, k_THD, v_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    longest = max(longest, _LEAST_LONGEST)
+    out_THD: Tensor = function(
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scores.scaling,
+        causal=scores.causal,
+        # Numbers of visible tokens before and after each token; None for all.
+        window_size=(None, None) if scores.window is None else (scores.window - 1, 0),
+    )[0]
     return out_THD.unsqueeze(0)
 
 

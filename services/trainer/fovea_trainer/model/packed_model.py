@@ -106,6 +106,8 @@ class PackedModel(nn.Module):
     ) -> Tensor:
         """Returns the log-probabilities of the targets, float32 [T, K], with gradients.
 
+        For a shared datum, T is the number of all its tokens.
+
         Args:
             batch: The micro-batch.
             unembedding: Trained tensor of the unembedding, as for `target_logprobs`.
@@ -119,7 +121,9 @@ class PackedModel(nn.Module):
         hidden_TD = self.run_language(
             embeddings_TD, batch.positions, batch.documents, vision, index_M, batch.tokens_T, batch.experts_TLk
         )
-        return self.logprobs(hidden_TD, unembedding, batch.targets_TK, temperature, support_TM=batch.support_TM)
+        logprobs_TK = self.logprobs(hidden_TD, unembedding, batch.targets_TK, temperature, support_TM=batch.support_TM)
+        share = batch.documents.share
+        return logprobs_TK if share is None else share.whole(logprobs_TK)
 
     def set_recompute(self, recompute: bool) -> None:
         """Sets whether following passes retain only the input of each block and recompute activations."""
@@ -156,9 +160,11 @@ class PackedModel(nn.Module):
             micro-batch has no image.
         """
         embeddings_TD = self.family.embed(self.hf, batch.tokens_T)
-        vision = self._vision(batch, cached)
-        if batch.placement is not None and vision is not None:
-            index_M = batch.placement.index_M
+        vision, placement = self._vision(batch, cached), batch.placement
+        if placement is not None and placement.dealt is not None:
+            vision = placement.dealt.exchanged(vision, embeddings_TD, self.deepstack_levels)
+        if placement is not None and vision is not None:
+            index_M = placement.index_M
             return embeddings_TD.index_copy(0, index_M, vision.embeddings.to(embeddings_TD.dtype)), vision, index_M
         if vision is not None:
             embeddings_TD = embeddings_TD + vision.anchored()
@@ -212,7 +218,7 @@ class PackedModel(nn.Module):
             if batch.tower.images:
                 images = split_output(output, [count for _, count in batch.tower.images])
                 cached |= {digest: image for (digest, _), image in zip(batch.tower.images, images, strict=True)}
-        if batch.placement is None:
+        if batch.placement is None or not batch.placement.digests:
             return None
         return VisionOutput.joined([cached[digest] for digest in batch.placement.digests])
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import Batch, Documents
-from fovea_trainer.batches.places import MOST_SLOTS, Share, padded_size, power_of_two
+from fovea_trainer.batches.places import MOST_SLOTS, PassTerms, padded_size, power_of_two
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraWeights
 from fovea_trainer.model.lora_linear import LoraPair
@@ -231,6 +231,7 @@ class SmallPasses:
             and batch.targets_TK.shape[1] == 1
             and batch.experts_TLk is None
             and batch.support_TM is None
+            and batch.documents.share is None
             and not recompute
             and may_pad
         )
@@ -250,7 +251,7 @@ class SmallPasses:
 
     def share_of(
         self, weights: LoraWeights, datums: Sequence[Datum], temperature: float, backward: bool
-    ) -> Share | None:
+    ) -> PassTerms | None:
         """Returns the conditions under which a call may share a pass; None if it computes alone. For any thread.
 
         Args:
@@ -260,10 +261,12 @@ class SmallPasses:
             backward: True for a call with gradients.
         """
         rows = padded_size(sum(len(datum.tokens) for datum in datums))
-        is_plain = all(datum.targets.shape[1] == 1 and datum.experts is None for datum in datums)
+        is_plain = all(
+            datum.targets.shape[1] == 1 and datum.experts is None and datum.support is None for datum in datums
+        )
         if not (is_plain and 2 * rows <= self.most_shared_tokens):
             return None
-        return Share((weights.layout, temperature, backward), rows, min(MOST_SLOTS, self._most_tokens // rows))
+        return PassTerms((weights.layout, temperature, backward), rows, min(MOST_SLOTS, self._most_tokens // rows))
 
     def slots_of(self, weights: LoraWeights) -> int:
         """Returns for how many adapters like this one a pass has slots; 1 if there is no memory for more."""

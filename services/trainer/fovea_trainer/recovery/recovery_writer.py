@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fovea
 from fovea.wire.errors import NotFound
+from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.model.trained_model import TrainedModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import Point, RecoveryFolder
@@ -32,8 +33,8 @@ T = TypeVar("T")
 
 _ALIGNMENT = 64
 _ROUNDING = (
-    "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "memory_limit_mib", "recompute",
-    "logit_chunk_mib", "keep_gathered",
+    "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "datum_ranks", "memory_limit_mib",
+    "recompute", "logit_chunk_mib", "keep_gathered",
 )  # fmt: skip
 """Settings that decide which values are computed together, and so the order in which floats are added."""
 
@@ -299,6 +300,7 @@ def numerics_of(settings: TrainerSettings, dtype: torch.dtype, device: torch.dev
         "ranks": world_size,
         "device": torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device),
         "dtype": dtype,
+        "attention": kernel_of(device, dtype)[0],
         **{name: getattr(settings, name) for name in _ROUNDING},
     }
     return {name: str(value) for name, value in found.items()}

@@ -27,6 +27,8 @@ STEPS = 6
 COMMANDS = 3 * STEPS
 LORA = weights_pb2.LoraConfig(rank=4, seed=3, train_attention=True, train_mlp=True, train_unembedding=True)
 KINDS = {"adapter": LORA, "full": None}
+SHARED = ("--token-budget", "28")
+"""With these options both ranks compute each datum of more than 28 tokens together, half of all."""
 
 
 @dataclass
@@ -100,13 +102,17 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("kind", "victims"), [("adapter", (1, None)), ("full", (0,))])
+@pytest.mark.parametrize(
+    ("kind", "victims", "options"),
+    [("adapter", (1, None), ()), ("full", (0,), ()), ("adapter", (0,), SHARED), ("full", (1,), SHARED)],
+    ids=["adapter", "full", "adapter-shared", "full-shared"],
+)
 async def test_killed_at_any_moment_it_comes_back_as_it_was(
-    ground: Ground, kind: str, victims: tuple[int | None, ...]
+    ground: Ground, kind: str, victims: tuple[int | None, ...], options: tuple[str, ...]
 ) -> None:
     """Whichever rank was killed, or the launcher; those who called and what was killed with it are told of it."""
     chance = random.Random(kind)
-    client = await ground.trainer()
+    client = await ground.trainer(*options)
     undisturbed = Gateway(ground.images, f"u-{kind}", KINDS[kind])
     await undisturbed.create(client)
     ends = [time.monotonic()]
@@ -125,7 +131,7 @@ async def test_killed_at_any_moment_it_comes_back_as_it_was(
         training = asyncio.create_task(disturbed.train(client))  # five commands at least, of which one may end
         await asyncio.sleep(chance.uniform(0.0, shortest_s))
         await ground.kill(victim, disturbed.model_id, training)
-        client = await ground.trainer()
+        client = await ground.trainer(*options)
         restored.append(await disturbed.restore(client))
     assert any(restored), "nothing was durable when it was killed"
     await disturbed.train(client)

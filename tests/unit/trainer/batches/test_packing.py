@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fovea_trainer.batches.datum_decoding import DatumSize
-from fovea_trainer.batches.micro_batch import plan
+from fovea_trainer.batches.datum_groups import allowed_sizes
+from fovea_trainer.batches.places import plan
 
 SIZES = st.lists(
     st.builds(DatumSize, st.integers(1, 500), st.sampled_from([0, 0, 4, 256, 1000])), min_size=1, max_size=60
@@ -62,3 +63,42 @@ def test_equal_datums_are_spread_evenly_and_fill_the_ranks() -> None:
 def test_a_rank_without_datum_has_an_empty_batch() -> None:
     made = plan([DatumSize(10, 0)], 3, 100, 100)
     assert made.steps[0].datums == ((0,), (), ())
+
+
+@given(SIZES, st.sampled_from([1, 2, 4, 6, 8]), BUDGETS)
+def test_groups_share_the_datums_above_the_token_budget(
+    sizes: list[DatumSize], ranks: int, budgets: tuple[int, int]
+) -> None:
+    groups = allowed_sizes(ranks, 24)
+    made = plan(sizes, ranks, *budgets, groups)
+    computed = []
+    for step in made.steps:
+        assert len(step.datums) == ranks
+        members = [step.datums[first : first + step.ranks] for first in range(0, ranks, step.ranks)]
+        assert all(len(set(group)) == 1 for group in members), "ranks of a group have different datums"
+        computed += [index for group in members for index in group[0]]
+        for rank, batch in enumerate(step.datums):
+            long = [index for index in batch if sizes[index].token_count > budgets[0]]
+            assert (step.ranks > 1) == bool(long and groups) or not batch
+            if step.ranks > 1 and batch:
+                fits = [size for size in groups if -(-sizes[batch[0]].token_count // size) <= budgets[0]]
+                assert step.ranks == min(fits, default=max(groups))
+                assert step.tokens_of(sizes, rank) == -(-sizes[batch[0]].token_count // step.ranks)
+    assert sorted(computed) == list(range(len(sizes)))
+    assert 0 < made.efficiency <= 1
+    assert made.shares_datums == any(step.ranks > 1 for step in made.steps)
+
+
+def test_short_datums_are_planned_as_without_groups() -> None:
+    sizes = [DatumSize(40, 0), DatumSize(300, 8), DatumSize(7, 0), DatumSize(60, 4)]
+    made, alone = plan(sizes, 2, 100, 100, [2]), plan([sizes[0], DatumSize(1, 0), *sizes[2:]], 2, 100, 100)
+    assert made.steps[0].datums == ((1,), (1,))
+    short = [[tuple(i for i in batch if i != 1) for batch in step.datums] for step in alone.steps]
+    assert [[tuple(batch) for batch in step.datums] for step in made.steps[1:]] == short
+
+
+def test_a_group_divides_ranks_and_heads() -> None:
+    assert allowed_sizes(8, 32) == [2, 4, 8]
+    assert allowed_sizes(8, 28) == [2, 4]
+    assert allowed_sizes(6, 9) == [3]
+    assert allowed_sizes(1, 32) == []

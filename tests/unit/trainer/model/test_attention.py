@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
+from fovea_trainer.model import packed_attention as attention
 from fovea_trainer.model.document_masks import Packing, group_by_length
-from fovea_trainer.model.packed_attention import Scores, flex, packed_attention
+from fovea_trainer.model.packed_attention import Kernel, Scores, flex, kernel_for, kernel_of, packed_attention, varlen_4
 
 CASES = [[5], [3, 3, 3], [1, 4, 2], [4, 2, 4, 2, 4], [7, 1, 1, 7, 3], [2, 5, 2]]
 
@@ -201,3 +203,64 @@ def test_bounds_are_needed() -> None:
     query = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         packed_attention(nn.Module(), query, query, query, None)
+
+
+def _like_flash_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
+    """Attention by the arguments of flash-attn-4, each as its interface.py uses it."""
+    bounds, (left, right) = given.pop("cu_seqlens_q"), given.pop("window_size")
+    assert torch.equal(given.pop("cu_seqlens_k"), bounds)
+    assert given.pop("max_seqlen_q") == given.pop("max_seqlen_k") >= int(bounds.diff().max())
+    right = 0 if given.pop("causal") else right
+    scaling = given.pop("softmax_scale")
+    assert not given
+    places = torch.arange(len(q))
+    documents = torch.searchsorted(bounds[1:], places, right=True)
+    distances = places[:, None] - places
+    seen = documents[:, None] == documents
+    seen &= (distances <= left) if left is not None else True
+    seen &= (distances >= -right) if right is not None else True
+    q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True)
+    return out.transpose(0, 1), None
+
+
+@pytest.mark.parametrize("lengths", CASES)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (True, 1), (False, None)])
+def test_flash_4_is_given_the_same_attention(lengths: list[int], causal: bool, window: int | None) -> None:
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    q, k, v = (torch.randn(1, heads, int(bounds[-1]), 8, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = _dense(q, k, v, bounds.tolist(), causal, window)
+    found = varlen_4(_like_flash_4, q, k, v, Scores(0.3, causal, window), bounds, max(lengths))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("channels", "scores", "expected"),
+    [
+        (64, Scores(None, False), Kernel.FLASH_4),
+        (128, Scores(None, True, 512), Kernel.FLASH_4),
+        (256, Scores(None, True), Kernel.FLASH_4),
+        (32, Scores(None, True), Kernel.VARLEN),
+        (68, Scores(None, True), Kernel.VARLEN),
+        (512, Scores(None, True), Kernel.FLEX),
+        (128, Scores(None, True, softcap=30.0), Kernel.FLEX),
+        (128, Scores(None, True, sinks_H=torch.zeros(2)), Kernel.FLEX),
+    ],
+)
+def test_flash_4_does_what_it_can_and_the_rest_stays(
+    channels: int, scores: Scores, expected: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packing = Packing(torch.tensor([0, 4], dtype=torch.int32), 4)
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 4, channels, dtype=torch.bfloat16, device="cuda")
+    monkeypatch.setattr(attention, "flash_4", lambda: (_like_flash_4, "flash-attn-4 is installed"))
+    assert kernel_for(query, scores, packing) == expected
+    monkeypatch.setattr(attention, "flash_4", lambda: (None, "flash-attn-4 is not installed"))
+    assert kernel_for(query, scores, packing) == (Kernel.VARLEN if expected == Kernel.FLASH_4 else expected)
+    assert kernel_for(query.float(), scores, packing) == Kernel.GROUPED
+    assert kernel_of(query.device, query.dtype) == (Kernel.VARLEN, "flash-attn-4 is not installed")
+
+
+def test_the_kernel_of_a_machine_without_a_gpu() -> None:
+    assert kernel_of(torch.device("cpu"), torch.bfloat16) == (Kernel.GROUPED, "there is no GPU")
