@@ -49,9 +49,13 @@ class RestoreModel:
 
 @dataclass(frozen=True)
 class KeepState:
-    """Copies the current state of a model and starts writing it as a durable point."""
+    """Copies the current state of a model and starts writing it as a durable point.
+
+    Returns None without a copy if `change_count` is set and the model has changed more often.
+    """
 
     model_id: str
+    change_count: int | None = None
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,12 @@ class TrainerSettings(ServiceSettings):
         ge=0,
         description="Minimum seconds between two durable points of one model; 0 writes as often as storage allows.",
     )
+    recovery_most_lag_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds in which storage must be able to write all states and snapshots that wait. Above it, the "
+        "next optim_step of a model whose weights are durable waits; other models may continue.",
+    )
     fetch_timeout_s: float = Field(
         60.0, gt=0, description="Deadline for fetching vision tensors from one renderer, in seconds."
     )

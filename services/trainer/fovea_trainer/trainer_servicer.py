@@ -35,6 +35,8 @@ from fovea_trainer.recovery.reply_cache import ReplyCache
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.training_engine import TrainingEngine
 from fovea_trainer.weights.pusher import Pusher
+from fovea_trainer.weights.snapshot_taker import TakenSnapshot
+from fovea_trainer.weights.training_state import PendingSave
 
 Context = grpc.aio.ServicerContext
 
@@ -65,6 +67,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._losses_prepared = False
         self._preparing = asyncio.Lock()
         self._whole: SingleFlight[tuple[str, str], Any] = SingleFlight()  # operations that must not stop half-way
+        self._saving = asyncio.Lock()  # held by the save that is being written: the host has room for one
         self._instance_id = uuid.uuid4().hex
 
     async def GetTrainerInfo(
@@ -189,7 +192,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
-        size_bytes, step = await self._queue.submit(command_queue.SaveState(request.model_id, request.uri))
+        command = command_queue.SaveState(request.model_id, request.uri)
+        size_bytes, step = await self._whole.run(
+            (f"save {command.model_id}", command.uri), lambda: self._saved(command)
+        )
         return trainer_pb2.SaveStateResponse(size_bytes=size_bytes, step=step)
 
     async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
@@ -205,10 +211,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         model = self._engine().models.get(request.model_id)
         if self._keeper is not None and not request.uri and isinstance(model, AdapterModel):
             async with self._keeper.snapshotting(request.model_id, request.snapshot_id, model.snapshot_bytes):
-                snapshot = await self._queue.submit(command)
+                taken: TakenSnapshot = await self._queue.submit(command)
+        elif request.uri:
+            key = f"snapshot {command.snapshot_id}", command.uri
+            taken = await self._whole.run(key, lambda: self._saved_snapshot(command))
         else:
-            snapshot = await self._queue.submit(command)
-        return trainer_pb2.TakeSnapshotResponse(snapshot=snapshot)
+            taken = await self._queue.submit(command)
+        return trainer_pb2.TakeSnapshotResponse(snapshot=taken.identity)
 
     async def PushSnapshot(
         self, request: trainer_pb2.PushSnapshotRequest, context: Context
@@ -234,6 +243,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._keeper.restored(command.model_id, restored.seq_id)
         return restored.seq_id, restored.step
 
+    async def _saved(self, command: command_queue.SaveState) -> tuple[int, int]:
+        """Saves a state while other commands run. Returns its size in bytes and the model's step count."""
+        async with self._saving:
+            pending: PendingSave = await self._queue.submit(command)
+            return await asyncio.wrap_future(pending.written), pending.step
+
+    async def _saved_snapshot(self, command: command_queue.TakeSnapshot) -> TakenSnapshot:
+        async with self._saving:
+            taken: TakenSnapshot = await self._queue.submit(command)
+            if taken.written is not None:
+                await asyncio.wrap_future(taken.written)
+            return taken
+
     async def _free(self, model_id: str) -> None:
         await self._queue.submit(command_queue.DeleteModel(model_id))
         self._replies.forget(model_id)
@@ -241,9 +263,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._keeper.forget(model_id)
 
     async def _changed(self, command: command_queue.OptimStep | command_queue.LoadState) -> Any:
+        model = self._engine().models.get(command.model_id)
+        if self._keeper is None:
+            return await self._queue.submit(command)
+        if isinstance(command, command_queue.OptimStep) and isinstance(model, AdapterModel):
+            async with self._keeper.changing(command.model_id, model.state_bytes):
+                return await self._queue.submit(command)
         answer = await self._queue.submit(command)
-        if self._keeper is not None:
-            self._keeper.changed(command.model_id)
+        self._keeper.changed(command.model_id)
         return answer
 
     async def _computed(

@@ -37,8 +37,9 @@ from fovea_trainer.recovery.recovery_folder import RecoveryFolder
 from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.checkpoint_folder import CheckpointRoots
-from fovea_trainer.weights.snapshot_store import SnapshotStore, specs_of
-from fovea_trainer.weights.snapshot_taker import SnapshotTaker
+from fovea_trainer.weights.host_memory import SaveThread
+from fovea_trainer.weights.snapshot_store import SnapshotStore
+from fovea_trainer.weights.snapshot_taker import SnapshotTaker, adapter_specs
 from fovea_trainer.weights.training_state import StateStore
 from fovea_trainer.weights.transfer_groups import FullSender, TransferGroups
 
@@ -82,6 +83,7 @@ class TrainingEngine:
         """Facts that affect the rounding of results, keyed by setting."""
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
+        self._saves = SaveThread(device)
         self.recovery: RecoveryWriter | None = None
         """Writes and finds durable points; None if recovery is disabled."""
         if place := control.broadcast(settings.recovery):  # rank 0 decides, because recovery involves all ranks
@@ -90,8 +92,9 @@ class TrainingEngine:
                 folder, control, device, settings.model, self.model_files, self.numerics, self.adapters
             )
         self._snapshots = SnapshotTaker(
-            control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
-        )
+            control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model,
+            self._saves,
+        )  # fmt: skip
         self._full_sender = FullSender(settings, control, self._sharded, self._snapshots, groups)
 
     def _load(self, model_dir: Path) -> None:
@@ -191,8 +194,7 @@ class TrainingEngine:
             case command_queue.OptimStep():
                 return self._optim_step(command)
             case command_queue.SaveState():
-                model = self.model(command.model_id)
-                return self._states.save(model, command.uri), model.step
+                return self._states.save(self.model(command.model_id), command.uri, self._saves)
             case command_queue.LoadState():
                 return self._load_state(command)
             case command_queue.TakeSnapshot():
@@ -242,7 +244,7 @@ class TrainingEngine:
         if existing is not None:
             if getattr(existing, "settings", None) != command.lora:
                 raise AlreadyExists(f"model_id {command.model_id!r} exists with other settings", field="model_id")
-            return existing.trainable_parameter_count, _adapter_specs(existing)
+            return existing.trainable_parameter_count, self._specs_of(existing)
         if self._live_full() is not None:
             raise FailedPrecondition(
                 f"a full-parameter model occupies this trainer: {', '.join(self.models)}. Delete it first.",
@@ -264,7 +266,7 @@ class TrainingEngine:
             else self._new_adapter(command.model_id, command.lora)
         )
         self.models[command.model_id] = model
-        return model.trainable_parameter_count, _adapter_specs(model)
+        return model.trainable_parameter_count, self._specs_of(model)
 
     def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
         size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype, self._settings.expert_parallel)
@@ -323,13 +325,19 @@ class TrainingEngine:
         self.recovery.restored(model_id, point)
         return RestoredModel(point.seq_id, point.step, point.answer)
 
-    def _keep_state(self, command: command_queue.KeepState) -> PendingState:
+    def _keep_state(self, command: command_queue.KeepState) -> PendingState | None:
         assert self.recovery is not None
-        return self.recovery.write_state(self.model(command.model_id))
+        return self.recovery.write_state(self.model(command.model_id), command.change_count)
+
+    def _before_change(self, model_id: str) -> None:
+        """Waits until copies of a model are made, before its weights or moments are written to or freed."""
+        self._saves.copies.before_writing(model_id)
+        if self.recovery is not None:
+            self.recovery.before_change(model_id)
 
     def _delete(self, command: command_queue.DeleteModel) -> None:
+        self._before_change(command.model_id)
         if self.recovery is not None:
-            self.recovery.before_change()
             self.recovery.forget(command.model_id)
         self._free(command.model_id)
 
@@ -350,16 +358,14 @@ class TrainingEngine:
 
     def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
         model = self.model(command.model_id)
-        if self.recovery is not None:
-            self.recovery.before_change()
+        self._before_change(command.model_id)
         answer = model.optim_step(command.adam, self._control), model.step
         if self.recovery is not None:
             self.recovery.changed(command.model_id, command.seq_id, answer)
         return answer
 
     def _load_state(self, command: command_queue.LoadState) -> int:
-        if self.recovery is not None:
-            self.recovery.before_change()
+        self._before_change(command.model_id)
         step = self._states.load(self.model(command.model_id), command.uri, command.optimizer)
         if self.recovery is not None:
             self.recovery.changed(command.model_id, command.seq_id, step)
@@ -376,19 +382,16 @@ class TrainingEngine:
         return self._snapshots.restore(command.snapshot_id, uri).identity
 
     def close(self) -> None:
-        """Stops background work."""
+        """Finishes background work."""
+        self._saves.close()
         if self.recovery is not None:
             self.recovery.close()
 
+    def _specs_of(self, model: TrainedModel) -> list[weights_pb2.TensorSpec]:
+        return adapter_specs(model.weights, self.dtype) if isinstance(model, AdapterModel) else []
+
     def _live_full(self) -> FullModel | None:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
-
-
-def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
-    if not isinstance(model, AdapterModel):
-        return []
-    weights = model.weights
-    return specs_of(dict(weights.named(torch.empty(weights.whole_size, device="meta"))))
 
 
 def _keep_gathered_bytes(device: torch.device) -> int:

@@ -191,11 +191,7 @@ class ControlGroup:
             error = known
         except Exception as failure:
             logger.exception("rank %d failed before computing", self.rank)
-            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            if is_out_of_memory(failure):
-                error = ResourceExhausted(f"rank {self.rank} of the trainer ran out of memory: {reason}")
-            else:
-                error = Internal(f"rank {self.rank} of the trainer failed, see its log: {reason}")
+            error = error_of_rank(self.rank, failure)
         if self._any(error is not None):
             errors: list[FoveaError | None] = [None] * self.world_size
             dist.all_gather_object(errors, error, group=self.group)
@@ -223,6 +219,14 @@ class ControlGroup:
         self._flag.fill_(int(flag))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self.group)
         return bool(self._flag.item())
+
+
+def error_of_rank(rank: int, failure: Exception) -> FoveaError:
+    """Returns the error that callers see if a rank failed with an exception other than a FoveaError."""
+    reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+    if is_out_of_memory(failure):
+        return ResourceExhausted(f"rank {rank} of the trainer ran out of memory: {reason}")
+    return Internal(f"rank {rank} of the trainer failed, see its log: {reason}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
