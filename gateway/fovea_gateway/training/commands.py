@@ -112,7 +112,7 @@ class CommandRunner:
         while submission.kind is Kind.FORWARD_BACKWARD and self._journal.must_wait(model):
             words = (
                 "the journal is full (max_journal_bytes): the request waits until the trainer has written a durable "
-                "point of this model"
+                "point of this owner's models"
             )
             await self._wait_a_little(model, pending, words, _BEHIND_S)
         if submission.kind is Kind.SAVE_FOR_SAMPLER:

@@ -14,9 +14,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import sqlalchemy as sa
@@ -37,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 _TABLES = (journal, journal_requests, journal_numerics)
 _CHANGING = (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.SAVE_FOR_SAMPLER)
+_STEPS = (Kind.OPTIM_STEP.value, Kind.LOAD_STATE.value)
 _CLEARED = (FailedPrecondition, ResourceExhausted)
 """The errors of an optimizer step that has dropped the gradients. Other errors occur before the gradients are touched.
 """
 
 _STALLED_S = 300.0
-"""If no durable point of a trainer advances for this many seconds, the journal assumes that its storage is failing."""
-
+"""Seconds for which storage must fail before an owner above its share loses entries."""
 _FIRST_S, _FIRST_TOKEN_S = 0.05, 0.0005
 """Initial estimates, in seconds, for one command of a kind and for one token, until a command has been measured."""
 _NEWEST = 0.5
@@ -87,8 +88,8 @@ class Journal:
 
     Args:
         capacity_bytes: The limit for all stored requests together. An owner may use as many bytes as are still free.
-            An owner above that waits for the next durable points of its models. If none come, its largest model loses
-            its entries and can be restored again only after its next durable point.
+            An owner above that waits for the next durable points of its models, or gets an error if none is due. Only
+            while storage fails, its largest model loses its entries and can be restored only after its next point.
         clock: Returns seconds since an arbitrary origin.
     """
 
@@ -103,9 +104,9 @@ class Journal:
         self._capacity_bytes = capacity_bytes
         self._clock = clock
         self._trimmed: dict[str, dict[str, int]] = {}
-        self._advanced_at = -math.inf
+        self._failing_since: dict[str, float] = {}  # by address of the trainer
         self._changes: dict[str, int] = {}  # the last change of each model's weights, by seq_id
-        self._full_owners: set[str] = set()
+        self._full: dict[str, list[str]] = {}  # the models of each owner above its share
 
     def record(
         self,
@@ -118,8 +119,7 @@ class Journal:
     ) -> list[Job[Any]]:
         """Returns the writes to add to the transaction that stores a command's outcome.
 
-        There are none if the command did not change its model, or if the trainer keeps no recovery, because the command
-        could not run again then.
+        There are none for a command without effect, or if the trainer keeps no recovery.
         """
         is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
         is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # Its snapshot is in storage already.
@@ -145,15 +145,19 @@ class Journal:
 
     async def request_of(self, entry: Entry) -> bytes:
         """Returns the serialized request of an entry."""
-        return await self._database.read(lambda connection: _request(connection, entry))
+        table = journal_requests.c
+        where = (table.model_id == entry.model_id) & (table.seq_id == entry.seq_id)
+        query = sa.select(table.request).where(where)
+        return await self._database.read(lambda connection: bytes(connection.execute(query).scalar_one()))
 
     async def trim(self, trainer: TrainerLink) -> None:
         """Deletes the entries that the trainer reports as durable, and updates `journaled_since` of their models."""
         said = trainer.info.durable_seq_ids if trainer.info is not None else {}
         trimmed = self._trimmed.get(trainer.address, {})
         until = {model_id: seq_id for model_id, seq_id in said.items() if trimmed.get(model_id) != seq_id}
-        if until:
-            self._advanced_at = self._clock()
+        fails = trainer.info is not None and trainer.info.recovery_failure
+        since = min(self._failing_since.get(trainer.address, math.inf), self._clock())
+        self._failing_since[trainer.address] = since if fails else math.inf
         for model_id, seq_id in until.items():
             model = self._models.find(model_id)
             if model is not None and model.journaled_since is not None:
@@ -163,22 +167,33 @@ class Journal:
         self._trimmed[trainer.address] = dict(said)
 
     def must_wait(self, model: Model) -> bool:
-        """Returns whether a model's requests must wait because its owner's share is full and a durable point is due."""
-        return model.owner in self._full_owners and self._awaits_point(model.model_id)
+        """Returns whether a model's losses must wait because its owner is above its share.
+
+        Raises ResourceExhausted if waiting would not help: no durable point is due that would free space.
+        """
+        if model.owner not in self._full:
+            return False
+        if any(map(self._awaits_point, [*self._full[model.owner], model.model_id])):
+            return True
+        raise ResourceExhausted(
+            "the losses since this owner's last optim_steps fill the journal (max_journal_bytes): take steps more often"
+        )
 
     async def bound(self) -> None:
-        """Makes models of owners above their share wait. If no durable points come, drops the largest one's entries."""
-        sizes = await self._database.read(_sizes)
+        """Finds the owners above their share. While storage fails, drops the entries of their largest models."""
+        found = await self._database.read(_sizes)
         of_owner: Counter[str] = Counter()
-        for (owner, _), size_bytes in sizes.items():
-            of_owner[owner] += size_bytes
+        for size in found:
+            of_owner[size.owner] += size.size_bytes
+            self._changes[size.model_id] = max(size.last_change, self._changes.get(size.model_id, 0))
         metrics.JOURNAL_BYTES.set(of_owner.total())
         full = {owner for owner, held in of_owner.items() if held > self._capacity_bytes - of_owner.total()}
-        works = self._clock() - self._advanced_at < _STALLED_S
-        self._full_owners = {owner for owner, name in sizes if owner in full and works and self._awaits_point(name)}
-        for owner in full - self._full_owners:
-            of_model = {model_id: size for (other, model_id), size in sizes.items() if other == owner}
-            await self._give_up(max(of_model, key=lambda model_id: of_model[model_id]))
+        if any(self._clock() - since >= _STALLED_S for since in self._failing_since.values()):
+            for owner in full:
+                largest = max((size for size in found if size.owner == owner), key=lambda size: size.size_bytes)
+                await self._give_up(largest.model_id)
+            full = set()
+        self._full = {owner: [size.model_id for size in found if size.owner == owner] for owner in full}
 
     async def forget(self, model_ids: Iterable[str]) -> None:
         """Deletes the entries of models that have ended."""
@@ -198,7 +213,8 @@ class Journal:
         saving = self._models.saving(model)
 
         def job(connection: sa.Connection) -> int:
-            last = _last(connection, model_id)
+            query = sa.select(sa.func.max(journal.c.seq_id)).where(journal.c.model_id == model_id)
+            last: int = connection.execute(query).scalar() or 0
             _drop(connection, [model_id])
             saving(connection)
             return last
@@ -206,8 +222,8 @@ class Journal:
         model.journaled_since = await self._database.write(job) + 1
         await self._models.save(model)
         logger.error(
-            "the journal is full (max_journal_bytes): if the trainer ended now, model %s could not be restored from "
-            "commands before request %d; find out why its durable points lag behind",
+            "the journal is full (max_journal_bytes), and the trainer's recovery storage fails: if the trainer ended "
+            "now, model %s could not be restored from commands before request %d",
             model_id,
             model.journaled_since,
         )
@@ -227,6 +243,8 @@ def _move(connection: sa.Connection, future_id: str, entry: Entry) -> None:
     given = sa.select(future_requests.c.request).where(future_requests.c.future_id == future_id)
     request: bytes = connection.execute(given).scalar_one()
     connection.execute(sa.insert(journal_requests).values(**place, request=request))
+    if entry.kind is Kind.OPTIM_STEP and entry.drops_gradients:
+        _drop_losses(connection, entry.model_id)
     row = {**vars(entry), "kind": entry.kind.value, "size_bytes": len(request)}
     connection.execute(sa.insert(journal_numerics).values(**place, numerics=row.pop("numerics")))
     connection.execute(sa.insert(journal).values(**row))
@@ -237,13 +255,6 @@ def _entries(connection: sa.Connection, model_id: str) -> list[Entry]:
     query = sa.select(journal, journal_numerics.c.numerics).outerjoin(journal_numerics, same)
     found = connection.execute(query.where(journal.c.model_id == model_id).order_by(journal.c.seq_id)).mappings()
     return [Entry(**{**row, "kind": Kind(row["kind"]), "numerics": row["numerics"] or {}}) for row in found]
-
-
-def _request(connection: sa.Connection, entry: Entry) -> bytes:
-    table = journal_requests.c
-    where = (table.model_id == entry.model_id) & (table.seq_id == entry.seq_id)
-    request: bytes = connection.execute(sa.select(table.request).where(where)).scalar_one()
-    return request
 
 
 def _trim(connection: sa.Connection, until: dict[str, int]) -> None:
@@ -261,16 +272,23 @@ def _drop(connection: sa.Connection, model_ids: list[str]) -> None:
         connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
 
 
-def _last(connection: sa.Connection, model_id: str) -> int:
-    query = sa.select(sa.func.max(journal.c.seq_id)).where(journal.c.model_id == model_id)
-    return connection.execute(query).scalar() or 0
+def _drop_losses(connection: sa.Connection, model_id: str) -> None:
+    """Deletes the losses since the last step, whose gradients a refused step has dropped."""
+    query = sa.select(journal.c.seq_id, journal.c.kind).where(journal.c.model_id == model_id)
+    rows = connection.execute(query.order_by(journal.c.seq_id.desc())).all()
+    since = takewhile(lambda row: row.kind not in _STEPS, rows)
+    lost = [row.seq_id for row in since if row.kind == Kind.FORWARD_BACKWARD.value]
+    for table in _TABLES:
+        connection.execute(sa.delete(table).where((table.c.model_id == model_id) & table.c.seq_id.in_(lost)))
 
 
-def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
-    """Returns the bytes of requests by owner and model."""
-    query = sa.select(journal.c.owner, journal.c.model_id, sa.func.sum(journal.c.size_bytes))
-    grouped = query.group_by(journal.c.owner, journal.c.model_id)
-    return {(owner, model_id): int(size_bytes) for owner, model_id, size_bytes in connection.execute(grouped)}
+def _sizes(connection: sa.Connection) -> Sequence[Any]:
+    """Returns for each model its owner, the bytes of its requests, and the last one that changed its weights."""
+    is_change = journal.c.kind.in_(_STEPS) & ~journal.c.drops_gradients
+    last_change = sa.func.max(sa.case((is_change, journal.c.seq_id), else_=0)).label("last_change")
+    size_bytes = sa.cast(sa.func.sum(journal.c.size_bytes), sa.BigInteger).label("size_bytes")
+    query = sa.select(journal.c.owner, journal.c.model_id, size_bytes, last_change)
+    return connection.execute(query.group_by(journal.c.owner, journal.c.model_id)).all()
 
 
 class TrainerQueue:

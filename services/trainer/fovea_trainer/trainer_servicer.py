@@ -96,6 +96,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             memory_total_bytes=memory.total_bytes,
             memory_kind=memory.kind,
             takes_groups=True,
+            recovery_failure=self._keeper.failure if self._keeper else "",
         )
 
     async def CreateModel(
