@@ -13,10 +13,11 @@ COMMAND_TIMEOUT_S = 3600.0
 
 
 class ForwardBackwardResult(NamedTuple):
-    """Outputs in datum order, and the metrics of the call."""
+    """Outputs in datum order, the metrics of the call, and the seconds for which it occupied the ranks."""
 
     outputs: list[trainer_pb2.DatumOutput]
     metrics: dict[str, float]
+    seconds: float = 0.0
 
 
 class TrainerClient(ServiceClient):
@@ -100,6 +101,7 @@ class TrainerClient(ServiceClient):
 
         outputs: list[trainer_pb2.DatumOutput] = []
         metrics: dict[str, float] | None = None
+        seconds = 0.0
         async for response in self._stream(self._stub.ForwardBackward, records(), timeout_s):
             match response.WhichOneof("record"):
                 case "group":
@@ -107,10 +109,10 @@ class TrainerClient(ServiceClient):
                 case "output":
                     outputs.append(response.output)
                 case _:
-                    metrics = dict(response.metrics.values)
+                    metrics, seconds = dict(response.metrics.values), response.seconds
         if metrics is None or len(outputs) != header.datum_count:
             raise Internal(f"the trainer answered {len(outputs)} of {header.datum_count} datums")
-        return ForwardBackwardResult(outputs, metrics)
+        return ForwardBackwardResult(outputs, metrics, seconds)
 
     async def fetch_ahead(
         self, model_id: str, features: Iterable[model_input_pb2.VisionFeature], timeout_s: float = 10.0

@@ -268,10 +268,11 @@ class StepCommands:
         tokens = sum(len(datum.input.tokens) // 4 for datum in batch.datums)
         async with self._trainer_queue.admit(
             pending, "computing, or waiting for the trainer", tokens, is_again=model is None
-        ):
+        ) as turn:
             client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
             in_groups = self._trainer.info is not None and self._trainer.info.takes_groups
             answer = await client.forward_backward(batch.header, batch.datums, None, in_groups)
+            turn.measured = answer.seconds or None
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
             pending.usage.trained_tokens += tokens
         else:
@@ -295,9 +296,10 @@ class StepCommands:
                 "again, then optim_step"
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-        async with self._trainer_queue.admit(pending, "stepping, or waiting for the trainer"):
+        async with self._trainer_queue.admit(pending, "stepping, or waiting for the trainer") as turn:
             client = self._models.client_of(model, self._trainer)
             answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
+            turn.measured = answer.seconds or None
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
 
 

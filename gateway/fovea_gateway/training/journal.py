@@ -3,9 +3,6 @@
 When a command has changed a model, the transaction that stores its outcome also moves its request into the journal. The
 request stays there until the trainer reports a durable point that contains the change. A failed command changes
 nothing, with one exception: a refused optimizer step may have dropped the gradients.
-
-`TrainerQueue` covers commands that have not run yet. They wait there until the trainer has capacity, and it detects a
-command that makes the trainer process die repeatedly.
 """
 
 import asyncio
@@ -51,10 +48,8 @@ _NEWEST = 0.5
 """The weight of the newest measurement in the moving average."""
 _KNOWN = 4096
 _MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
-"""The number of trainer deaths after which a command fails.
-
-The first limit is for a command that has never run. The second is for one that ran before and runs again to restore a
-model: without it the model is lost.
+"""The number of trainer deaths after which a command fails: of one that has never run, and of one that runs again to
+restore a model, which is lost without it.
 """
 
 
@@ -117,9 +112,8 @@ class Journal:
         error: FoveaError | None,
         drops_gradients: bool,
     ) -> list[Job[Any]]:
-        """Returns the writes to add to the transaction that stores a command's outcome.
-
-        There are none for a command without effect, or if the trainer keeps no recovery.
+        """Returns the writes to add to the transaction that stores a command's outcome. There are none for a command
+        without effect, or if the trainer keeps no recovery.
         """
         is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
         is_named = submission.kind is Kind.SAVE_FOR_SAMPLER and not done.subject  # Its snapshot is in storage already.
@@ -167,9 +161,8 @@ class Journal:
         self._trimmed[trainer.address] = dict(said)
 
     def must_wait(self, model: Model) -> bool:
-        """Returns whether a model's losses must wait because its owner is above its share.
-
-        Raises ResourceExhausted if waiting would not help: no durable point is due that would free space.
+        """Returns whether a model's losses must wait because its owner is above its share. Raises ResourceExhausted if
+        no durable point is due that would free space.
         """
         if model.owner not in self._full:
             return False
@@ -190,8 +183,7 @@ class Journal:
         full = {owner for owner, held in of_owner.items() if held > self._capacity_bytes - of_owner.total()}
         if any(self._clock() - since >= _STALLED_S for since in self._failing_since.values()):
             for owner in full:
-                largest = max((size for size in found if size.owner == owner), key=lambda size: size.size_bytes)
-                await self._give_up(largest.model_id)
+                await self._give_up(max((s.size_bytes, s.model_id) for s in found if s.owner == owner)[1])
             full = set()
         self._full = {owner: [size.model_id for size in found if size.owner == owner] for owner in full}
 
@@ -298,8 +290,7 @@ class TrainerQueue:
     estimate. Once admitted, a command must wait only for the trainer.
 
     When the trainer process dies, each command that it was running is a suspect and runs alone the next time. If the
-    trainer dies again, the command that ran alone is the cause. It then fails, because it would also end each new
-    trainer.
+    trainer dies again, that command fails, because it would also end each new trainer.
 
     Args:
         queue: The fair queue, with as many slots as keep the trainer busy.
@@ -319,8 +310,9 @@ class TrainerQueue:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def admit(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[None]:
-        """Waits until the command may go to the trainer, and occupies a slot until the block ends.
+    async def admit(self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False) -> AsyncIterator[Turn]:
+        """Waits until the command may go to the trainer, and occupies a slot until the block ends. The block sets
+        `measured` of the turn to the seconds that the trainer reports.
 
         Args:
             doing: A description of the work, for the client's progress report.
@@ -348,12 +340,20 @@ class TrainerQueue:
                 pending.progress.wait_on(doing)
                 with stage("train", kind):
                     async with self._watching(submission):
-                        yield
+                        yield turn
         finally:
             if turn.used is not None and turn.seconds:
                 self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
             devices = self._trainer.info.world_size if self._trainer.info is not None else 1
             pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
+
+    @asynccontextmanager
+    async def beside(self, pending: Pending, doing: str) -> AsyncIterator[None]:
+        """Admits a save at once, without a slot: the trainer only copies the weights, and computes while it writes."""
+        self._check_deaths(pending.submission, _MOST_DEATHS)
+        pending.progress.wait_on(doing)
+        async with self._watching(pending.submission):
+            yield
 
     @asynccontextmanager
     async def _watching(self, submission: Submission) -> AsyncIterator[None]:

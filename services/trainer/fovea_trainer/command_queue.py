@@ -229,12 +229,14 @@ class Job:
         result: Receives the result or error.
         traceparent: Trace context of the call; empty without tracing.
         queued_at: Time of queueing, a reading of `time.time`.
+        seconds: The rank's thread appends the seconds of execution.
     """
 
     command: Command
     result: "Future[Any]"
     traceparent: str = field(default_factory=tracing.traceparent)
     queued_at: float = field(default_factory=time.time)
+    seconds: list[float] = field(default_factory=list)
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -272,10 +274,14 @@ class CommandQueue:
         if self._broken is not None:
             raise self._broken
 
-    async def submit(self, command: Command) -> Any:
+    async def submit(self, command: Command, seconds: list[float] | None = None) -> Any:
         """Runs a command on all ranks and returns rank 0's result.
 
         A command is not run if its caller is cancelled before the command starts. A running command is not interrupted.
+
+        Args:
+            command: The command.
+            seconds: Receives the seconds of its execution.
 
         Raises:
             Unavailable: The trainer is still loading, or it broke. Errors of the command are passed on.
@@ -285,7 +291,7 @@ class CommandQueue:
         self._pending.add(result)
         result.add_done_callback(self._pending.discard)
         trainer_metrics.QUEUED.inc()
-        self._jobs.put(Job(command, result))
+        self._jobs.put(Job(command, result, seconds=[] if seconds is None else seconds))
         return await asyncio.wrap_future(result)
 
     def next(self) -> Job:

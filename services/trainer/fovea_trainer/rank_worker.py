@@ -254,7 +254,8 @@ class RankWorker:
             raise  # `fail_all` sets the result later, once the failed rank is known
         else:
             trainer_metrics.COMMANDS.labels(name, "OK").inc()
-            trainer_metrics.COMMAND_SECONDS.labels(name).observe(time.perf_counter() - started)
+            job.seconds.append(time.perf_counter() - started)
+            trainer_metrics.COMMAND_SECONDS.labels(name).observe(job.seconds[-1])
             trainer_metrics.MODELS.set(len(self.engine.models))
             if isinstance(job.command, DeleteModel):
                 trainer_metrics.forget_model(job.command.model_id)

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -156,8 +157,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, datums = await self._receive_all(request_iterator)
         command = await asyncio.to_thread(self._checked, header, datums)
         seq_id = header.seq_id if header.backward else 0
+        seconds: list[float] = []
         outcome = await self._replies.once(
-            header.model_id, seq_id, lambda: self._computed(header, command), lambda outcome: outcome.size_bytes
+            header.model_id, seq_id, lambda: self._computed(header, command, seconds), lambda found: found.size_bytes
         )
         outputs = (
             trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
@@ -169,7 +171,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         else:
             for output in outputs:
                 yield trainer_pb2.ForwardBackwardResponse(output=output)
-        yield trainer_pb2.ForwardBackwardResponse(metrics=trainer_pb2.Metrics(values=outcome.metrics))
+        metrics = trainer_pb2.Metrics(values=outcome.metrics)
+        yield trainer_pb2.ForwardBackwardResponse(metrics=metrics, seconds=sum(seconds))
 
     async def FetchAhead(
         self, request: trainer_pb2.FetchAheadRequest, context: Context
@@ -186,10 +189,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
         command = command_queue.OptimStep(request.model_id, Adam.of(request.adam), request.seq_id)
-        metrics, step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command))
+        seconds: list[float] = []
+        run = partial(self._changed, command, seconds)
+        metrics, step = await self._replies.once(request.model_id, request.seq_id, run)
         durable = self._keeper.durable_seq_ids.get(request.model_id, 0) if self._keeper else 0
         return trainer_pb2.OptimStepResponse(
-            metrics=trainer_pb2.Metrics(values=metrics), step=step, durable_seq_id=durable
+            metrics=trainer_pb2.Metrics(values=metrics), step=step, durable_seq_id=durable, seconds=sum(seconds)
         )
 
     async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
@@ -201,7 +206,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
         command = command_queue.LoadState(request.model_id, request.uri, request.optimizer, request.seq_id)
-        step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command))
+        step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command, []))
         return trainer_pb2.LoadStateResponse(step=step)
 
     async def TakeSnapshot(
@@ -263,23 +268,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if self._keeper is not None:
             self._keeper.forget(model_id)
 
-    async def _changed(self, command: command_queue.OptimStep | command_queue.LoadState) -> Any:
-        model = self._engine().models.get(command.model_id)
+    async def _changed(self, command: command_queue.OptimStep | command_queue.LoadState, seconds: list[float]) -> Any:
         if self._keeper is None:
-            return await self._queue.submit(command)
+            return await self._queue.submit(command, seconds)
+        model = self._engine().models.get(command.model_id)
         if isinstance(command, command_queue.OptimStep) and isinstance(model, AdapterModel):
             async with self._keeper.changing(command.model_id, model.state_bytes):
-                return await self._queue.submit(command)
-        answer = await self._queue.submit(command)
+                return await self._queue.submit(command, seconds)
+        answer = await self._queue.submit(command, seconds)
         self._keeper.changed(command.model_id)
         return answer
 
     async def _computed(
-        self, header: trainer_pb2.ForwardBackwardHeader, command: command_queue.ForwardBackward
+        self, header: trainer_pb2.ForwardBackwardHeader, command: command_queue.ForwardBackward, seconds: list[float]
     ) -> ForwardBackwardResult:
         if header.loss_function == Custom.name:
             await self._prepare_losses()
-        outcome: ForwardBackwardResult = await self._queue.submit(command)
+        outcome: ForwardBackwardResult = await self._queue.submit(command, seconds)
         backward = str(command.backward).lower()
         trainer_metrics.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
         trainer_metrics.DATUMS.labels(backward).inc(len(command.sizes))
