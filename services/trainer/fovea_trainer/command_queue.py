@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from fovea.runtime import tracing
@@ -19,6 +20,9 @@ from fovea_trainer import trainer_metrics
 from fovea_trainer.batches.datum_decoding import Datum, DatumSize
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import Adam
+
+_AHEAD = 2
+"""The number of waiting commands whose models return to the device while earlier commands run."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +309,11 @@ class CommandQueue:
             if job.result.set_running_or_notify_cancel():
                 trainer_metrics.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
                 return job
+
+    def ahead(self) -> list[Command]:
+        """Returns the next waiting commands, without removing them."""
+        with self._jobs.mutex:
+            return [job.command for job in islice(self._jobs.queue, _AHEAD)]
 
     def shut_down(self) -> None:
         """Makes the ranks exit after all queued commands."""

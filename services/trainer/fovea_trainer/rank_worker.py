@@ -216,6 +216,7 @@ class RankWorker:
             self._control.broadcast(job.command)
             if isinstance(job.command, Shutdown):
                 return self._exit()
+            self.engine.expect(queue.ahead())
             self._run(job)
 
     def follow(self) -> None:

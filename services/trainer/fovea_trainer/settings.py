@@ -51,6 +51,12 @@ class TrainerSettings(ServiceSettings):
         description="Memory limit of each rank in MiB, of its GPU or without a GPU of its process. A model that does "
         "not fit is refused. 0 uses all of the GPU's memory, or no limit without a GPU.",
     )
+    model_memory_mib: int = Field(
+        0,
+        ge=0,
+        description="Memory for adapters on each rank's device in MiB, with gradients and moments. Above it, adapters "
+        "that were used least recently wait in host memory. 0 keeps as many as do not make micro-batches smaller.",
+    )
     token_budget: int = Field(
         0, ge=0, description="Maximum tokens of one rank's micro-batch; 0 derives it from the GPU's memory."
     )

@@ -30,14 +30,14 @@ from fovea_trainer.model.expert_routing import expert_mesh, expert_shape
 from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_trainer.model.packed_model import build_model, read_weights
-from fovea_trainer.model.sharding import ShardedModel
+from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder
 from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.checkpoint_folder import CheckpointRoots
-from fovea_trainer.weights.host_memory import SaveThread
+from fovea_trainer.weights.host_memory import ModelResidence, SaveThread
 from fovea_trainer.weights.snapshot_store import SnapshotStore
 from fovea_trainer.weights.snapshot_taker import SnapshotTaker, adapter_specs
 from fovea_trainer.weights.training_state import StateStore
@@ -105,7 +105,7 @@ class TrainingEngine:
         self._injector = LoraInjector(self._targets)
         size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         keep = settings.keep_gathered == "always" or (
-            settings.keep_gathered == "auto" and size_bytes <= _keep_gathered_bytes(self._device)
+            settings.keep_gathered == "auto" and size_bytes <= keep_gathered_bytes(self._device)
         )
         mesh = init_device_mesh(self._device.type, (self._control.world_size,))
         experts = expert_shape(module.hf)
@@ -128,6 +128,7 @@ class TrainingEngine:
             settings.feature_cache_mib * MIB, module.vision, settings.fetch_timeout_s, settings.renderer
         )
         memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self._residence = ModelResidence(self._device, settings.model_memory_mib * MIB, memory.free_bytes)
         self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
         vision = VisionOutputCache(settings.vision_memory_mib * MIB)
         sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
@@ -145,14 +146,12 @@ class TrainingEngine:
             "whole" if mesh.size() == 1 else "gathered" if keep else "sharded",
         )
 
-    def _spill(self) -> bool:
-        """Frees memory: moves snapshots from a GPU to the host or, on a CPU, drops older ones.
-
-        Returns:
-            True if a snapshot was moved or dropped.
-        """
-        kinds = (self.adapters, self.full)
-        return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
+    def _spill(self, missing_bytes: int) -> bool:
+        """Moves snapshots and idle models from a GPU to the host; on a CPU drops older snapshots. True if it did."""
+        is_cpu, kinds = self._device.type == "cpu", (self.adapters, self.full)
+        moved_bytes = [held.drop_older() if is_cpu else held.spill() for held in kinds]
+        moved = not is_cpu and self._residence.leave(missing_bytes - sum(moved_bytes))
+        return moved or any(moved_bytes)
 
     def warm_up(self) -> None:
         """Runs passes of a temporary adapter, vision included. Collective."""
@@ -176,6 +175,7 @@ class TrainingEngine:
         """Executes a command. A FoveaError is raised on all ranks; any other exception ends the trainer."""
         if uri := getattr(command, "uri", ""):
             self._control.agree(lambda: self._roots.check(uri))
+        self._residence.use(self._models_of(command))
         match command:
             case command_queue.CreateModel():
                 return self._create(command)
@@ -228,12 +228,16 @@ class TrainingEngine:
         if model is not None and self.world_size == 1:
             self._losses.fetch_ahead(features, model.trains_vision)
 
-    def model(self, model_id: str) -> TrainedModel:
-        """Returns a model.
+    def expect(self, commands: Iterable[command_queue.Command]) -> None:
+        """Starts to bring the models of waiting commands back to the device."""
+        self._residence.expect(model for command in commands for model in self._models_of(command))
 
-        Raises:
-            NotFound: The id is unknown.
-        """
+    def _models_of(self, command: command_queue.Command) -> list[TrainedModel]:
+        model_id = getattr(command, "model_id", "")
+        return [self.models[model_id]] if model_id in self.models else []
+
+    def model(self, model_id: str) -> TrainedModel:
+        """Returns a model. Raises NotFound if the id is unknown."""
         if model_id not in self.models:
             raise NotFound(f"model_id {model_id!r} is unknown to this trainer", field="model_id")
         return self.models[model_id]
@@ -266,6 +270,7 @@ class TrainingEngine:
             else self._new_adapter(command.model_id, command.lora)
         )
         self.models[command.model_id] = model
+        self._residence.use([model])
         return model.trainable_parameter_count, self._specs_of(model)
 
     def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
@@ -295,10 +300,8 @@ class TrainingEngine:
     def _restore(self, command: command_queue.RestoreModel) -> RestoredModel | None:
         """Restores a model from its newest durable point. Returns None if the model exists.
 
-        Raises:
-            NotFound: The model has no readable point, or recovery is disabled.
-            InvalidInput: The model was created with other settings.
-            ResourceExhausted: There is no room for the model now.
+        Raises NotFound without a readable point or recovery, InvalidInput if the model was created with other settings,
+        and ResourceExhausted if there is no room for it now.
         """
         model_id = command.model_id
         if model_id in self.models:
@@ -342,6 +345,7 @@ class TrainingEngine:
         self._free(command.model_id)
 
     def _free(self, model_id: str) -> None:
+        self._residence.forget(model_id)
         model = self.models.pop(model_id, None)
         if isinstance(model, FullModel):
             model.restore_base()
@@ -354,6 +358,7 @@ class TrainingEngine:
         model = self.model(command.model_id)
         if command.backward and command.drop_gradients:
             model.zero_gradients()
+        self._memory_budget.make_room(sum(size.token_count for size in command.sizes))
         return self._losses.run(command, model)
 
     def _optim_step(self, command: command_queue.OptimStep) -> tuple[dict[str, float], int]:
@@ -392,10 +397,3 @@ class TrainingEngine:
 
     def _live_full(self) -> FullModel | None:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
-
-
-def _keep_gathered_bytes(device: torch.device) -> int:
-    """Returns the largest model size in bytes for which every rank keeps the whole model in memory."""
-    if device.type == "cpu":
-        return 2**30
-    return torch.cuda.get_device_properties(device).total_memory // 6

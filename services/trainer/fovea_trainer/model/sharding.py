@@ -158,3 +158,10 @@ def full_of(local: Tensor, like: Tensor) -> Tensor:
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the dtype name as in `TensorSpec.dtype`, for example `float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def keep_gathered_bytes(device: torch.device) -> int:
+    """Returns the largest model size in bytes for which every rank keeps the whole model in memory."""
+    if device.type == "cpu":
+        return 2**30
+    return torch.cuda.get_device_properties(device).total_memory // 6

@@ -1,18 +1,27 @@
 """Copies of the state of models in host memory: for writing it to storage, and for models that leave the device."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fovea.runtime.machine_memory import host_free_bytes
 from fovea.wire.errors import FoveaError
+from fovea_trainer import trainer_metrics
+from fovea_trainer.model.trained_model import AdapterModel, TrainedModel
 from fovea_trainer.ranks.control_group import error_of_rank
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
+_CHUNK = 2**24
+"""Elements of one host tensor. Torch rounds the size of pinned memory up to a power of two, so large tensors would
+waste up to half of it.
+"""
+_HOST_RESERVE_BYTES = 2**30
 
 
 class HostCopies:
@@ -112,3 +121,137 @@ def _without_foreign_errors(write: Callable[[], int]) -> int:
     except Exception as failure:
         logger.exception("a save failed")
         raise error_of_rank(0, failure) from failure
+
+
+@dataclass(frozen=True)
+class _Away:
+    """The state of a model on the host: each tensor with its elements in chunks."""
+
+    chunks: list[tuple[Tensor, list[Tensor]]]
+
+
+class ModelResidence:
+    """The models of this rank, on the device or on the host.
+
+    When room is needed, the adapters that were used least recently leave the device. They return with their next
+    command, with equal bits. A tensor that is away has an empty storage, so its views stay valid. Weights, moments and
+    accumulated gradients are copied; the weights in the model's dtype are made again from the float32 weights.
+
+    Args:
+        device: Device of this rank.
+        limit_bytes: Most bytes of adapters on the device; 0 for as many as fit.
+        free_bytes: Returns the free memory of the device.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int, free_bytes: Callable[[], int]) -> None:
+        self._limit_bytes = limit_bytes
+        self._free_bytes = free_bytes
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._used: dict[str, AdapterModel] = {}
+        """All adapters, the least recently used one first."""
+        self._busy: set[str] = set()
+        self._away: dict[str, _Away] = {}
+        self._returned: dict[str, torch.cuda.Event | None] = {}
+
+    def use(self, models: Iterable[TrainedModel]) -> None:
+        """Brings the models of the next command to the device. They stay there until the next call."""
+        adapters = {model.model_id: model for model in models if isinstance(model, AdapterModel)}
+        self._busy = set(adapters)
+        for model_id, model in adapters.items():
+            self._used.pop(model_id, None)
+            self._used[model_id] = model
+            if model_id in self._away:
+                self._bring(model_id, model)
+            if (event := self._returned.pop(model_id, None)) is not None:
+                torch.cuda.current_stream().wait_event(event)
+        if self._limit_bytes:
+            self.leave(sum(map(_bytes_of, self._here())) - self._limit_bytes)
+
+    def expect(self, models: Iterable[TrainedModel]) -> None:
+        """Starts to bring models of waiting commands, as far as there is room, while the device computes."""
+        for model_id in [] if self._limit_bytes else [model.model_id for model in models]:
+            if model_id in self._away and self._free_bytes() > 2 * _bytes_of(self._used[model_id]):
+                self._bring(model_id, self._used[model_id])
+
+    def leave(self, wanted_bytes: int) -> bool:
+        """Moves adapters that the current command does not use to the host, until enough memory is free.
+
+        Returns:
+            True if a model was moved.
+        """
+        count = len(self._away)
+        for model_id, model in list(self._used.items()):
+            if wanted_bytes <= 0:
+                break
+            size_bytes = _bytes_of(model)
+            is_idle = model_id not in self._busy and model_id not in self._away
+            if is_idle and (self._stream is None or host_free_bytes() > size_bytes + _HOST_RESERVE_BYTES):
+                self._away[model_id] = self._take_away(model)
+                wanted_bytes -= size_bytes
+        trainer_metrics.AWAY.set(len(self._away))
+        return len(self._away) > count
+
+    def forget(self, model_id: str) -> None:
+        """Forgets a model that is freed."""
+        for known in (self._used, self._away, self._returned):
+            known.pop(model_id, None)
+        trainer_metrics.AWAY.set(len(self._away))
+
+    def _here(self) -> Iterator[AdapterModel]:
+        return (model for model_id, model in self._used.items() if model_id not in self._away)
+
+    def _take_away(self, model: AdapterModel) -> _Away:
+        self._returned.pop(model.model_id, None)
+        found = _Away([(tensor, self._copied(tensor)) for tensor in _state_of(model)])
+        for tensor in _tensors_of(model):
+            if self._stream is not None:
+                tensor.record_stream(self._stream)
+            tensor.untyped_storage().resize_(0)
+        return found
+
+    def _copied(self, tensor: Tensor) -> list[Tensor]:
+        if self._stream is None:
+            return [tensor.detach().clone()]
+        parts = tensor.detach().split(_CHUNK)
+        chunks = [torch.empty(len(part), dtype=part.dtype, pin_memory=True) for part in parts]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for part, chunk in zip(parts, chunks, strict=True):
+                chunk.copy_(part, non_blocking=True)
+        return chunks
+
+    def _bring(self, model_id: str, model: AdapterModel) -> None:
+        self.leave(_bytes_of(model) - self._free_bytes())
+        for tensor in _tensors_of(model):
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        model.weights.flat_grad.zero_()
+        away = self._away.pop(model_id)
+        if self._stream is None:
+            for tensor, chunks in away.chunks:
+                tensor.detach().copy_(chunks[0])
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for tensor, chunks in away.chunks:
+                tensor.record_stream(self._stream)
+                for part, chunk in zip(tensor.detach().split(_CHUNK), chunks, strict=True):
+                    part.copy_(chunk, non_blocking=True)
+        self._returned[model_id] = self._stream.record_event()
+
+
+def _tensors_of(model: AdapterModel) -> list[Tensor]:
+    """Returns the tensors of a model on the device, each of which has a storage of its own."""
+    weights = model.weights
+    moments = [tensor for values in model.optimizer.moments() for tensor in values.values()]
+    cast = [] if weights.cast_weights is weights.flat else [weights.cast_weights]
+    return [weights.flat, weights.flat_grad, *cast, *moments]
+
+
+def _state_of(model: AdapterModel) -> list[Tensor]:
+    """Returns the tensors that must be copied when the model leaves the device."""
+    moments = [tensor for values in model.optimizer.moments() for tensor in values.values()]
+    return [model.weights.flat, *moments, *([model.weights.flat_grad] if model.has_gradients else [])]
+
+
+def _bytes_of(model: AdapterModel) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_of(model))
