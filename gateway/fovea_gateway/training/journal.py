@@ -265,7 +265,7 @@ def _drop(connection: sa.Connection, model_ids: list[str]) -> None:
 
 
 def _drop_losses(connection: sa.Connection, model_id: str) -> None:
-    """Deletes the losses since the last step, whose gradients a refused step has dropped."""
+    """Deletes the losses since the last step: a refused step has dropped their gradients."""
     query = sa.select(journal.c.seq_id, journal.c.kind).where(journal.c.model_id == model_id)
     rows = connection.execute(query.order_by(journal.c.seq_id.desc())).all()
     since = takewhile(lambda row: row.kind not in _STEPS, rows)

@@ -22,7 +22,7 @@ from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import Adam
 
 _AHEAD = 2
-"""The number of waiting commands whose models return to the device while earlier commands run."""
+"""The number of waiting commands for which models return to the device while earlier commands run."""
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class TrainerSettings(ServiceSettings):
     model_memory_mib: int = Field(
         0,
         ge=0,
-        description="Memory for adapters on each rank's device in MiB, with gradients and moments. Above it, adapters "
-        "that were used least recently wait in host memory. 0 keeps as many as do not make micro-batches smaller.",
+        description="Memory for adapters on each rank's device in MiB; others, used less recently, wait in host memory. 0 "
+        "keeps as many as do not make micro-batches smaller.",
     )
     token_budget: int = Field(
         0, ge=0, description="Maximum tokens of one rank's micro-batch; 0 derives it from the GPU's memory."
@@ -113,8 +113,8 @@ class TrainerSettings(ServiceSettings):
     recovery_most_lag_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds in which storage must be able to write all states and snapshots that wait. Above it, the "
-        "next optim_step of a model whose weights are durable waits; other models may continue.",
+        description="Seconds in which storage must be able to write all that waits. Above it, the next optim_step of a "
+        "model whose weights are durable waits.",
     )
     fetch_timeout_s: float = Field(
         60.0, gt=0, description="Deadline for fetching vision tensors from one renderer, in seconds."
