@@ -54,7 +54,7 @@ class TrainerSettings(ServiceSettings):
     model_memory_mib: int = Field(
         0,
         ge=0,
-        description="Memory for adapters on each rank's device in MiB; others, used less recently, wait in host memory. 0 "
+        description="Memory for adapters on each rank's device in MiB; others, used less recently, wait on the host. 0 "
         "keeps as many as do not make micro-batches smaller.",
     )
     token_budget: int = Field(
@@ -114,7 +114,7 @@ class TrainerSettings(ServiceSettings):
         60.0,
         gt=0,
         description="Seconds in which storage must be able to write all that waits. Above it, the next optim_step of a "
-        "model whose weights are durable waits.",
+        "model with durable weights waits.",
     )
     fetch_timeout_s: float = Field(
         60.0, gt=0, description="Deadline for fetching vision tensors from one renderer, in seconds."

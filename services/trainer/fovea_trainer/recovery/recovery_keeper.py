@@ -6,8 +6,8 @@ changed several times is written once. An unnamed snapshot of the newest state s
 
 Two bounds make clients wait instead of letting debts grow. Snapshots that wait to be written use at most
 `--snapshot-memory-mib`. A model may change only while all states and snapshots that are owed to storage can be written
-within `--recovery-most-lag-s`, at the speed of the last writes. A model whose state is owed already may change freely,
-because its next point includes all changes. Of the models that wait, those without a point are first.
+within `--recovery-most-lag-s`, at the speed of the last writes. While a state of a model is owed, it may change
+freely, because its next point includes all changes. Of the models that wait, those without a point are first.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class RecoveryKeeper:
 
     @asynccontextmanager
     async def changing(self, model_id: str, state_bytes: int) -> AsyncIterator[None]:
-        """Surrounds an optimizer step of a model whose state has `state_bytes` in storage.
+        """Surrounds an optimizer step of a model with a state of `state_bytes` in storage.
 
         Raises:
             StorageBehind: Storage could not make the change durable within `--recovery-most-lag-s`. While storage
