@@ -18,7 +18,7 @@ import fovea_tinyvlm
 from fovea.api.v1 import weights_pb2
 from fovea.client import TrainerClient
 from fovea.runtime.hosts import free_ports
-from fovea.wire.errors import StorageBehind
+from fovea.wire.errors import NotFound, StorageBehind
 from tests.e2e.trainer.conftest import adam
 from tests.e2e.trainer.examples import datum, header, logprobs_of, text
 from tests.e2e.trainer.image_service import ImageService
@@ -52,9 +52,11 @@ class Tenant:
         """Returns the last command of the durable point. What comes after it must give the same answers again."""
         try:
             durable = (await client.restore_model(self.model_id, LORA)).seq_id
-        except Exception:
+        except NotFound:
             await client.create_model(self.model_id, LORA)
             durable = 0
+        if durable in self.snapshots:  # it came after the point, so it is taken again
+            assert await self._take(client, durable) == self.snapshots[durable]
         for seq_id in range(durable + 1, len(self.answers) + 1):
             assert await self._command(client, seq_id) == self.answers[seq_id], f"command {seq_id} after {durable}"
         return durable
@@ -65,7 +67,7 @@ class Tenant:
                 lambda: client.optim_step(self.model_id, adam(learning_rate=1e-2), None, seq_id)
             )
             assert response.seconds > 0
-            taken = await self._patiently(lambda: client.take_snapshot(self.model_id, f"{self.model_id}@{seq_id}"))
+            taken = await self._take(client, seq_id)
             assert taken == self.snapshots.setdefault(seq_id, taken)
             return dict(response.metrics.values), response.step
         datums = [datum(self.images.render([text(12 + n, self.seed + seq_id + n)]), seq_id + n) for n in range(2)]
@@ -73,6 +75,9 @@ class Tenant:
         numbered.seq_id = seq_id
         result = await client.forward_backward(numbered, datums)
         return dict(result.metrics), [logprobs_of(output).tolist() for output in result.outputs]
+
+    async def _take(self, client: TrainerClient, seq_id: int) -> weights_pb2.Snapshot:
+        return await self._patiently(lambda: client.take_snapshot(self.model_id, f"{self.model_id}@{seq_id}"))
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         while True:
@@ -102,10 +107,10 @@ async def slow_disk(folder: Path) -> AsyncIterator[None]:
     credit.write_text(str(2**50))
 
 
-def waiting_bytes(metrics_port: int) -> float:
-    """The bytes of snapshots that wait to be written."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=5) as page:
-        found = re.search(r"^fovea_trainer_durable_waiting_bytes (\S+)", page.read().decode(), re.MULTILINE)
+def metric(port: int, name: str) -> float:
+    """A gauge of the trainer."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        found = re.search(rf"^fovea_trainer_{name} (\S+)", page.read().decode(), re.MULTILINE)
     assert found
     return float(found[1])
 
@@ -133,7 +138,7 @@ async def test_killed_while_storage_is_behind_and_models_are_away_nothing_is_los
     assert alone.stop() == 0
 
     install(tmp_path / "packages", tmp_path / "credit")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
     options = (
         *("--recovery", f"credit://{tmp_path}/recovery", "--snapshot-memory-mib", str(BOUND_MIB)),
         *("--model-memory-mib", str(DEVICE_MIB), "--recovery-most-lag-s", "2", "--metrics-port", str(metrics_port)),
@@ -147,9 +152,11 @@ async def test_killed_while_storage_is_behind_and_models_are_away_nothing_is_los
         training = asyncio.gather(*(tenant.train(client, KILL_AFTER) for tenant in tenants))
         most_waiting = 0.0
         while not training.done():
-            most_waiting = max(most_waiting, await asyncio.to_thread(waiting_bytes, metrics_port))
+            waiting = await asyncio.to_thread(metric, metrics_port, "durable_waiting_bytes")
+            most_waiting = max(most_waiting, waiting)
             await asyncio.sleep(0.05)
         await training
+        on_host = await asyncio.to_thread(metric, metrics_port, "models_on_host")
         for pid in [*first.rank_pids(), first.process.pid]:
             signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGKILL)
         first.process.wait()
@@ -167,12 +174,14 @@ async def test_killed_while_storage_is_behind_and_models_are_away_nothing_is_los
     refused = [words for tenant in tenants for words in tenant.refused]
     print(
         f"{TENANTS} tenants, killed after {KILL_AFTER} steps each; the points had commands {durable} of "
-        f"{2 * KILL_AFTER}; {len(refused)} refusals; at most {most_waiting / 2**20:.2f} MiB of snapshots waited"
+        f"{2 * KILL_AFTER}; {len(refused)} refusals; at most {most_waiting / 2**20:.2f} MiB of snapshots waited; "
+        f"{on_host:.0f} models were away"
     )
     assert [tenant.answers for tenant in tenants] == [tenant.answers for tenant in undisturbed]
     for tenant, other in zip(tenants, undisturbed, strict=True):
         assert [one.digest for one in tenant.snapshots.values()] == [one.digest for one in other.snapshots.values()]
-    assert all(durable)
+    assert on_host >= TENANTS / 3
+    assert any(durable)
     assert min(durable) < 2 * KILL_AFTER, "something had to be computed again"
     assert any("snapshot-memory-mib" in words for words in refused)
     assert any("states and snapshots" in words for words in refused)

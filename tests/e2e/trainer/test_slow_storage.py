@@ -1,6 +1,7 @@
 """Recovery of many models in a whole trainer, on storage that takes less than their snapshots: it writes on credit."""
 
 import asyncio
+import os
 from pathlib import Path
 from textwrap import dedent
 
@@ -60,7 +61,7 @@ async def test_every_model_gets_points_on_storage_that_takes_less_than_their_sna
 ) -> None:
     credit, granted, refused = tmp_path / "credit", 0, 0
     install(tmp_path / "packages", credit)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
 
     def grant(size_bytes: int) -> None:
         nonlocal granted
