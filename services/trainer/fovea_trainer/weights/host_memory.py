@@ -22,6 +22,8 @@ _CHUNK = 2**24
 waste up to half of it.
 """
 _HOST_RESERVE_BYTES = 2**30
+_ROOM_AHEAD_BYTES = 8 * 2**30
+"""Memory to free beyond what is missing, so that not every command of many active models must move others."""
 
 
 class HostCopies:
@@ -180,14 +182,17 @@ class ModelResidence:
             True if a model was moved.
         """
         count = len(self._away)
-        for model_id, model in list(self._used.items()):
+        if wanted_bytes > 0 and self._stream is not None:
+            wanted_bytes += _ROOM_AHEAD_BYTES
+        for model_id in [name for name in self._used if name not in self._busy and name not in self._away]:
+            size_bytes = _bytes_of(self._used[model_id])
             if wanted_bytes <= 0:
                 break
-            size_bytes = _bytes_of(model)
-            is_idle = model_id not in self._busy and model_id not in self._away
-            if is_idle and (self._stream is None or host_free_bytes() > size_bytes + _HOST_RESERVE_BYTES):
-                self._away[model_id] = self._take_away(model)
-                wanted_bytes -= size_bytes
+            if self._stream is not None and host_free_bytes() < size_bytes + _HOST_RESERVE_BYTES:
+                logger.warning("idle adapters stay on the device, because the host has no room for them")
+                break
+            self._away[model_id] = self._take_away(self._used[model_id])
+            wanted_bytes -= size_bytes
         trainer_metrics.AWAY.set(len(self._away))
         return len(self._away) > count
 
