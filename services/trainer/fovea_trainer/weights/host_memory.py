@@ -182,7 +182,7 @@ class ModelResidence:
             True if a model was moved.
         """
         count = len(self._away)
-        if wanted_bytes > 0 and self._stream is not None:
+        if wanted_bytes > 0 and self._stream is not None and not self._limit_bytes:
             wanted_bytes += _ROOM_AHEAD_BYTES
         for model_id in [name for name in self._used if name not in self._busy and name not in self._away]:
             size_bytes = _bytes_of(self._used[model_id])

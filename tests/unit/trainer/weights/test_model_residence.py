@@ -10,22 +10,21 @@ from fovea_trainer.model.optimizer import Adam
 from fovea_trainer.model.trained_model import AdapterModel
 from fovea_trainer.weights.host_memory import ModelResidence
 
-CPU = torch.device("cpu")
+DEVICES = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
 NAMES = ("a", "b", "c")
 
 
 class Card:
     """Some adapters of one module. Without a residence nothing ever leaves."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.module = nn.Linear(6, 8, bias=False, dtype=dtype)
-        with torch.no_grad():
-            self.module.weight.copy_(torch.arange(48).view(8, 6) / 48)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.module = nn.Linear(6, 8, bias=False, dtype=dtype, device=device).requires_grad_(False)
+        self.module.weight.copy_(torch.arange(48).view(8, 6) / 48)
         targets = [LoraTarget("model.layers.0.mlp.up_proj", self.module, Role.MLP, False)]
         self.injector = LoraInjector(targets)
         self.models = {
             name: AdapterModel(
-                name, LoraSettings(2, 32.0, seed, True, True, False, False), targets, self.injector, CPU, dtype, None
+                name, LoraSettings(2, 32.0, seed, True, True, False, False), targets, self.injector, device, dtype, None
             )
             for seed, name in enumerate(NAMES)
         }
@@ -34,7 +33,7 @@ class Card:
         """A forward and a backward pass, as of a forward_backward."""
         model = self.models[name]
         model.activate()
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(self.module.weight.dtype)
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(self.module.weight)
         loss = self.module(x).float().square().sum()
         loss.backward()
         model.gradients_added()
@@ -59,12 +58,13 @@ def size_of(model: AdapterModel) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_leaves_and_returns_trains_on_with_equal_bits(dtype: torch.dtype) -> None:
+def test_a_model_that_leaves_and_returns_trains_on_with_equal_bits(dtype: torch.dtype, device: torch.device) -> None:
     """In between passes too, so that its gradients come along."""
-    still, moving = Card(dtype), Card(dtype)
+    still, moving = Card(dtype, device), Card(dtype, device)
     whole = size_of(moving.models["a"])
-    residence = ModelResidence(CPU, whole, lambda: 2**62)
+    residence = ModelResidence(device, whole, lambda: 2**62)
     for seed in range(24):
         name = NAMES[seed * 5 % 3]
         residence.use([moving.models[name]])
@@ -81,9 +81,9 @@ def test_a_model_that_leaves_and_returns_trains_on_with_equal_bits(dtype: torch.
 
 
 def test_the_least_recently_used_leave_and_never_those_in_use() -> None:
-    card = Card(torch.float32)
+    card = Card(torch.float32, DEVICES[0])
     whole = size_of(card.models["a"])
-    residence = ModelResidence(CPU, 0, lambda: 2**62)
+    residence = ModelResidence(DEVICES[0], 0, lambda: 2**62)
     for name in ("c", "a", "b"):
         residence.use([card.models[name]])
     assert residence.leave(1)
@@ -96,9 +96,9 @@ def test_the_least_recently_used_leave_and_never_those_in_use() -> None:
 
 
 def test_a_model_returns_to_a_full_device_in_the_place_of_others() -> None:
-    card = Card(torch.float32)
+    card = Card(torch.float32, DEVICES[0])
     whole = size_of(card.models["a"])
-    residence = ModelResidence(CPU, 0, lambda: int(1.5 * whole) - sum(map(size_of, card.models.values())))
+    residence = ModelResidence(DEVICES[0], 0, lambda: int(1.5 * whole) - sum(map(size_of, card.models.values())))
     for name in ("a", "b", "c"):
         residence.use([card.models[name]])
     residence.leave(2 * whole)
