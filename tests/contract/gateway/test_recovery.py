@@ -388,6 +388,24 @@ async def test_a_snapshot_waits_for_storage_and_says_why(stand: RecoveringStand,
     assert stand.trainer.names().index("OptimStep") > stand.trainer.names().index("TakeSnapshot")
 
 
+async def test_a_step_waits_for_storage_says_why_and_keeps_its_gradients(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand, 2)
+    words = "recovery storage is behind: 30000 MiB of states and snapshots wait to be written"
+    model_id = await rest.create_model()
+    ids = await submit(rest, model_id, 1, 1)
+    await answers(rest, ids)
+    stand.trainer.failures["OptimStep"] = [StorageBehind(words)] * 1000
+    ids += await submit(rest, model_id, 4, 1)
+
+    async def says_why() -> bool:
+        answer = (await rest.poll(ids[-1])).json()
+        return answer.get("queue_state") == "paused_capacity" and words in answer["queue_state_reason"]
+
+    await eventually(says_why)
+    stand.trainer.failures["OptimStep"] = []
+    assert await answers(rest, ids) == expected
+
+
 async def test_what_failed_is_not_run_again(stand: RecoveringStand, rest: Rest) -> None:
     """A refused step drops the gradients, in the replay too; a bad loss adds nothing."""
     stand.trainer.is_disk_slow = True
