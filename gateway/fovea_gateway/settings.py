@@ -225,8 +225,8 @@ class GatewaySettings(ServiceSettings):
         2 * 2**30,
         gt=0,
         description="Bytes of requests that the database stores until their effects are durable in the trainer. One"
-        " owner may have as much as is free. Above that, its requests wait for durable points. If none come for"
-        " 5 minutes, its model with the most bytes cannot be restored before its next one.",
+        " owner may have as much as is free. Above that, its losses wait for durable points, or fail if none is due. If"
+        " storage fails for 5 minutes, its model with the most bytes cannot be restored before its next point.",
     )
     max_sessions: int = Field(10_000, gt=0, description="Open sessions of all owners, shared like max_pending.")
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")

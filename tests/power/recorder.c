@@ -248,6 +248,24 @@ int renameat(int from, const char *old, int to, const char *new) {
     return renamed(real_renameat(from, old, to, new), from, old, to, new);
 }
 
+static int linked(int failed, int folder, const char *path) {
+    char whole[8192];
+    struct stat found;
+    if (failed || !is_below(folder, path, whole) || stat(whole, &found)) return failed;
+    note(LINK, found.st_ino, 0, whole, 0, 0);
+    return failed;
+}
+
+int link(const char *old, const char *new) {
+    REAL(link);
+    return linked(real_link(old, new), AT_FDCWD, new);
+}
+
+int linkat(int from, const char *old, int to, const char *new, int flags) {
+    REAL(linkat);
+    return linked(real_linkat(from, old, to, new, flags), to, new);
+}
+
 static int gone(int failed, enum kind kind, int folder, const char *path) {
     char whole[8192];
     if (!failed && is_below(folder, path, whole)) note(kind, 0, 0, whole, 0, 0);

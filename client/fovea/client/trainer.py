@@ -13,11 +13,14 @@ COMMAND_TIMEOUT_S = 3600.0
 
 
 class ForwardBackwardResult(NamedTuple):
-    """Outputs in datum order, the metrics of the call, and its `place`, with which it can be repeated bit for bit."""
+    """Outputs in datum order, the metrics of the call, its `place`, with which it can be repeated bit for bit, and the
+    seconds for which it occupied the ranks.
+    """
 
     outputs: list[trainer_pb2.DatumOutput]
     metrics: dict[str, float]
     place: str = ""
+    seconds: float = 0.0
 
 
 class TrainerClient(ServiceClient):
@@ -101,7 +104,7 @@ class TrainerClient(ServiceClient):
 
         outputs: list[trainer_pb2.DatumOutput] = []
         metrics: dict[str, float] | None = None
-        place = ""
+        place, seconds = "", 0.0
         async for response in self._stream(self._stub.ForwardBackward, records(), timeout_s):
             match response.WhichOneof("record"):
                 case "group":
@@ -109,10 +112,10 @@ class TrainerClient(ServiceClient):
                 case "output":
                     outputs.append(response.output)
                 case _:
-                    metrics, place = dict(response.metrics.values), response.place
+                    metrics, place, seconds = dict(response.metrics.values), response.place, response.seconds
         if metrics is None or len(outputs) != header.datum_count:
             raise Internal(f"the trainer answered {len(outputs)} of {header.datum_count} datums")
-        return ForwardBackwardResult(outputs, metrics, place)
+        return ForwardBackwardResult(outputs, metrics, place, seconds)
 
     async def fetch_ahead(
         self, model_id: str, features: Iterable[model_input_pb2.VisionFeature], timeout_s: float = 10.0

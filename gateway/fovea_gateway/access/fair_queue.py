@@ -66,6 +66,8 @@ class Turn:
         gives_way: Whether the request is giving way now.
         seconds: The request's share, by tokens, of the time in which it shared the slots with others. The `seconds` of
             all turns add up to the time in which at least one slot was in use.
+        measured: The seconds that the server reports for this request alone. If set, they replace that share, which
+            also contains the server's other work.
     """
 
     owner: str
@@ -76,6 +78,7 @@ class Turn:
     is_wanted: Callable[[], bool] = lambda: True
     gives_way: bool = False
     seconds: float = 0.0
+    measured: float | None = None
     used: float | None = None
     number: int = 0
     arrived: float = 0.0
@@ -159,7 +162,8 @@ class FairQueue:
         finally:
             self._count_time()
             self._tokens_inside -= turn.cost
-            turn.seconds += turn.cost * (self._clock - begun_at)
+            share = turn.cost * (self._clock - begun_at)
+            turn.seconds += share if turn.measured is None else turn.measured
             if turn.is_timed:
                 turn.settle(1000 * turn.seconds)
             self._leave(turn)

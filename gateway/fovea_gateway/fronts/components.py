@@ -32,14 +32,14 @@ from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import BaseModelSettings, GatewaySettings
 from fovea_gateway.training.batches import Batches, CustomLosses
 from fovea_gateway.training.commands import Command, CommandRunner, StepCommands
-from fovea_gateway.training.copies import Copies
 from fovea_gateway.training.housekeeping import OrphanCollector, Suspension
-from fovea_gateway.training.journal import TRAINER_SLOTS, Journal, TrainerQueue
+from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.replay import Replay
 from fovea_gateway.training.residency import Residency
+from fovea_gateway.training.trainer_queue import TRAINER_SLOTS, TrainerQueue
 from fovea_gateway.training.training import Training
-from fovea_gateway.training.training_runs import TrainingRuns
+from fovea_gateway.training.training_runs import Copies, TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
 
 

@@ -27,9 +27,10 @@ from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.sessions.future import Done, Kind, Outcome, Pending, QueueState, Submission, run_to_outcome
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training.batches import BATCH_KINDS, Batch, Batches, LossRequest
-from fovea_gateway.training.journal import Journal, TrainerQueue
+from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
 from fovea_gateway.training.residency import Residency
+from fovea_gateway.training.trainer_queue import TrainerQueue
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class CommandRunner:
         while submission.kind is Kind.FORWARD_BACKWARD and self._journal.must_wait(model):
             words = (
                 "the journal is full (max_journal_bytes): the request waits until the trainer has written a durable "
-                "point of this model"
+                "point of this owner's models"
             )
             await self._wait_a_little(model, pending, words, _BEHIND_S)
         if submission.kind is Kind.SAVE_FOR_SAMPLER:
@@ -270,10 +271,11 @@ class StepCommands:
         shares = not batch.header.HasField("custom_loss")
         async with self._trainer_queue.admit(
             pending, "computing, or waiting for the trainer", tokens, is_again=model is None, shares=shares
-        ):
+        ) as turn:
             client = self._trainer.client if model is None else self._models.client_of(model, self._trainer)
             in_groups = self._trainer.info is not None and self._trainer.info.takes_groups
             answer = await client.forward_backward(batch.header, batch.datums, None, in_groups)
+            turn.measured = answer.seconds or None
         pending.place = answer.place
         if pending.submission.kind is Kind.FORWARD_BACKWARD:
             pending.usage.trained_tokens += tokens
@@ -298,9 +300,10 @@ class StepCommands:
                 "again, then optim_step"
             )
         request = gateway_pb2.SubmitOptimStepRequest.FromString(blob)
-        async with self._trainer_queue.admit(pending, "stepping, or waiting for the trainer", shares=True):
+        async with self._trainer_queue.admit(pending, "stepping, or waiting for the trainer", shares=True) as turn:
             client = self._models.client_of(model, self._trainer)
             answer = await client.optim_step(model.model_id, request.adam, timeout_s=None, seq_id=seq_id)
+            turn.measured = answer.seconds or None
         return Done([gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
 
 

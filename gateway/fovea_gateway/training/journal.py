@@ -3,63 +3,42 @@
 When a command has changed a model, the transaction that stores its outcome also moves its request into the journal. The
 request stays there until the trainer reports a durable point that contains the change. A failed command changes
 nothing, with one exception: a refused optimizer step may have dropped the gradients.
-
-`TrainerQueue` covers commands that have not run yet. They wait there until the trainer has capacity, and it detects a
-command that makes the trainer process die repeatedly.
 """
 
-import asyncio
 import hashlib
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import sqlalchemy as sa
-from cachetools import LRUCache
 from google.protobuf.message import Message
 
-from fovea.wire.errors import EndsTrainer, FailedPrecondition, FoveaError, ResourceExhausted, Unavailable
+from fovea.wire.errors import FailedPrecondition, FoveaError, ResourceExhausted
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.access.fair_queue import FairQueue, Turn
 from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import future_requests, journal, journal_numerics, journal_requests, models
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.sessions.future import Done, Kind, Pending, QueueState, Submission, future_id, stage
-from fovea_gateway.sessions.futures import Futures
+from fovea_gateway.sessions.future import Done, Kind, Pending
 from fovea_gateway.training.models import Model, Models
 
 logger = logging.getLogger(__name__)
 
 _TABLES = (journal, journal_requests, journal_numerics)
 _CHANGING = (Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.SAVE_FOR_SAMPLER)
+_STEPS = (Kind.OPTIM_STEP.value, Kind.LOAD_STATE.value)
 _CLEARED = (FailedPrecondition, ResourceExhausted)
 """The errors of an optimizer step that has dropped the gradients. Other errors occur before the gradients are touched.
 """
 
 _STALLED_S = 300.0
-"""If no durable point of a trainer advances for this many seconds, the journal assumes that its storage is failing."""
-
-_FIRST_S, _FIRST_TOKEN_S = 0.05, 0.0005
-"""Initial estimates, in seconds, for one command of a kind and for one token, until a command has been measured."""
-_NEWEST = 0.5
-"""The weight of the newest measurement in the moving average."""
-_KNOWN = 4096
-TRAINER_SLOTS = 16
-"""A command that needs the trainer for itself occupies all slots, a small one its part of the tokens of a shared pass.
-"""
+"""Seconds for which storage must fail before an owner above its share loses entries."""
 PLACE = "place"
 """The place of a loss computation in a pass of the trainer. In the same place it gives the same bits."""
-_MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
-"""The number of trainer deaths after which a command fails.
-
-The first limit is for a command that has never run. The second is for one that ran before and runs again to restore a
-model: without it the model is lost.
-"""
 
 
 @dataclass(frozen=True)
@@ -93,8 +72,8 @@ class Journal:
 
     Args:
         capacity_bytes: The limit for all stored requests together. An owner may use as many bytes as are still free.
-            An owner above that waits for the next durable points of its models. If none come, its largest model loses
-            its entries and can be restored again only after its next durable point.
+            An owner above that waits for the next durable points of its models, or gets an error if none is due. Only
+            while storage fails, its largest model loses its entries and can be restored only after its next point.
         clock: Returns seconds since an arbitrary origin.
     """
 
@@ -109,9 +88,9 @@ class Journal:
         self._capacity_bytes = capacity_bytes
         self._clock = clock
         self._trimmed: dict[str, dict[str, int]] = {}
-        self._advanced_at = -math.inf
+        self._failing_since: dict[str, float] = {}  # by address of the trainer
         self._changes: dict[str, int] = {}  # the last change of each model's weights, by seq_id
-        self._full_owners: set[str] = set()
+        self._full: dict[str, list[str]] = {}  # the models of each owner above its share
 
     def record(
         self,
@@ -122,10 +101,8 @@ class Journal:
         error: FoveaError | None,
         drops_gradients: bool,
     ) -> list[Job[Any]]:
-        """Returns the writes to add to the transaction that stores a command's outcome.
-
-        There are none if the command did not change its model, or if the trainer keeps no recovery, because the command
-        could not run again then.
+        """Returns the writes to add to the transaction that stores a command's outcome. There are none for a command
+        without effect, or if the trainer keeps no recovery.
         """
         submission = pending.submission
         is_cleared = submission.kind is Kind.OPTIM_STEP and isinstance(error, _CLEARED) and not submission.rejection
@@ -152,15 +129,19 @@ class Journal:
 
     async def request_of(self, entry: Entry) -> bytes:
         """Returns the serialized request of an entry."""
-        return await self._database.read(lambda connection: _request(connection, entry))
+        table = journal_requests.c
+        where = (table.model_id == entry.model_id) & (table.seq_id == entry.seq_id)
+        query = sa.select(table.request).where(where)
+        return await self._database.read(lambda connection: bytes(connection.execute(query).scalar_one()))
 
     async def trim(self, trainer: TrainerLink) -> None:
         """Deletes the entries that the trainer reports as durable, and updates `journaled_since` of their models."""
         said = trainer.info.durable_seq_ids if trainer.info is not None else {}
         trimmed = self._trimmed.get(trainer.address, {})
         until = {model_id: seq_id for model_id, seq_id in said.items() if trimmed.get(model_id) != seq_id}
-        if until:
-            self._advanced_at = self._clock()
+        fails = trainer.info is not None and trainer.info.recovery_failure
+        since = min(self._failing_since.get(trainer.address, math.inf), self._clock())
+        self._failing_since[trainer.address] = since if fails else math.inf
         for model_id, seq_id in until.items():
             model = self._models.find(model_id)
             if model is not None and model.journaled_since is not None:
@@ -170,22 +151,31 @@ class Journal:
         self._trimmed[trainer.address] = dict(said)
 
     def must_wait(self, model: Model) -> bool:
-        """Returns whether a model's requests must wait because its owner's share is full and a durable point is due."""
-        return model.owner in self._full_owners and self._awaits_point(model.model_id)
+        """Returns whether a model's losses must wait because its owner is above its share. Raises ResourceExhausted if
+        no durable point is due that would free space.
+        """
+        if model.owner not in self._full:
+            return False
+        if any(map(self._awaits_point, [*self._full[model.owner], model.model_id])):
+            return True
+        raise ResourceExhausted(
+            "the losses since this owner's last optim_steps fill the journal (max_journal_bytes): take steps more often"
+        )
 
     async def bound(self) -> None:
-        """Makes models of owners above their share wait. If no durable points come, drops the largest one's entries."""
-        sizes = await self._database.read(_sizes)
+        """Finds the owners above their share. While storage fails, drops the entries of their largest models."""
+        found = await self._database.read(_sizes)
         of_owner: Counter[str] = Counter()
-        for (owner, _), size_bytes in sizes.items():
-            of_owner[owner] += size_bytes
+        for size in found:
+            of_owner[size.owner] += size.size_bytes
+            self._changes[size.model_id] = max(size.last_change, self._changes.get(size.model_id, 0))
         metrics.JOURNAL_BYTES.set(of_owner.total())
         full = {owner for owner, held in of_owner.items() if held > self._capacity_bytes - of_owner.total()}
-        works = self._clock() - self._advanced_at < _STALLED_S
-        self._full_owners = {owner for owner, name in sizes if owner in full and works and self._awaits_point(name)}
-        for owner in full - self._full_owners:
-            of_model = {model_id: size for (other, model_id), size in sizes.items() if other == owner}
-            await self._give_up(max(of_model, key=lambda model_id: of_model[model_id]))
+        if any(self._clock() - since >= _STALLED_S for since in self._failing_since.values()):
+            for owner in full:
+                await self._give_up(max((s.size_bytes, s.model_id) for s in found if s.owner == owner)[1])
+            full = set()
+        self._full = {owner: [size.model_id for size in found if size.owner == owner] for owner in full}
 
     async def forget(self, model_ids: Iterable[str]) -> None:
         """Deletes the entries of models that have ended."""
@@ -205,7 +195,8 @@ class Journal:
         saving = self._models.saving(model)
 
         def job(connection: sa.Connection) -> int:
-            last = _last(connection, model_id)
+            query = sa.select(sa.func.max(journal.c.seq_id)).where(journal.c.model_id == model_id)
+            last: int = connection.execute(query).scalar() or 0
             _drop(connection, [model_id])
             saving(connection)
             return last
@@ -213,8 +204,8 @@ class Journal:
         model.journaled_since = await self._database.write(job) + 1
         await self._models.save(model)
         logger.error(
-            "the journal is full (max_journal_bytes): if the trainer ended now, model %s could not be restored from "
-            "commands before request %d; find out why its durable points lag behind",
+            "the journal is full (max_journal_bytes), and the trainer's recovery storage fails: if the trainer ended "
+            "now, model %s could not be restored from commands before request %d",
             model_id,
             model.journaled_since,
         )
@@ -234,6 +225,8 @@ def _move(connection: sa.Connection, future_id: str, entry: Entry) -> None:
     given = sa.select(future_requests.c.request).where(future_requests.c.future_id == future_id)
     request: bytes = connection.execute(given).scalar_one()
     connection.execute(sa.insert(journal_requests).values(**place, request=request))
+    if entry.kind is Kind.OPTIM_STEP and entry.drops_gradients:
+        _drop_losses(connection, entry.model_id)
     row = {**vars(entry), "kind": entry.kind.value, "size_bytes": len(request)}
     connection.execute(sa.insert(journal_numerics).values(**place, numerics=row.pop("numerics")))
     connection.execute(sa.insert(journal).values(**row))
@@ -244,13 +237,6 @@ def _entries(connection: sa.Connection, model_id: str) -> list[Entry]:
     query = sa.select(journal, journal_numerics.c.numerics).outerjoin(journal_numerics, same)
     found = connection.execute(query.where(journal.c.model_id == model_id).order_by(journal.c.seq_id)).mappings()
     return [Entry(**{**row, "kind": Kind(row["kind"]), "numerics": row["numerics"] or {}}) for row in found]
-
-
-def _request(connection: sa.Connection, entry: Entry) -> bytes:
-    table = journal_requests.c
-    where = (table.model_id == entry.model_id) & (table.seq_id == entry.seq_id)
-    request: bytes = connection.execute(sa.select(table.request).where(where)).scalar_one()
-    return request
 
 
 def _trim(connection: sa.Connection, until: dict[str, int]) -> None:
@@ -268,130 +254,20 @@ def _drop(connection: sa.Connection, model_ids: list[str]) -> None:
         connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
 
 
-def _last(connection: sa.Connection, model_id: str) -> int:
-    query = sa.select(sa.func.max(journal.c.seq_id)).where(journal.c.model_id == model_id)
-    return connection.execute(query).scalar() or 0
+def _drop_losses(connection: sa.Connection, model_id: str) -> None:
+    """Deletes the losses since the last step: a refused step has dropped their gradients."""
+    query = sa.select(journal.c.seq_id, journal.c.kind).where(journal.c.model_id == model_id)
+    rows = connection.execute(query.order_by(journal.c.seq_id.desc())).all()
+    since = takewhile(lambda row: row.kind not in _STEPS, rows)
+    lost = [row.seq_id for row in since if row.kind == Kind.FORWARD_BACKWARD.value]
+    for table in _TABLES:
+        connection.execute(sa.delete(table).where((table.c.model_id == model_id) & table.c.seq_id.in_(lost)))
 
 
-def _sizes(connection: sa.Connection) -> dict[tuple[str, str], int]:
-    """Returns the bytes of requests by owner and model."""
-    query = sa.select(journal.c.owner, journal.c.model_id, sa.func.sum(journal.c.size_bytes))
-    grouped = query.group_by(journal.c.owner, journal.c.model_id)
-    return {(owner, model_id): int(size_bytes) for owner, model_id, size_bytes in connection.execute(grouped)}
-
-
-class TrainerQueue:
-    """The queue of commands for one trainer, which divides the trainer's time fairly among owners.
-
-    A command is admitted with an estimate of its seconds. When it succeeds or fails, its measured seconds replace the
-    estimate. Once admitted, a command must wait only for the trainer.
-
-    When the trainer process dies, each command that it was running is a suspect and runs alone the next time. If the
-    trainer dies again, the command that ran alone is the cause. It then fails, because it would also end each new
-    trainer.
-
-    Args:
-        queue: The fair queue, with as many slots as keep the trainer busy.
-        is_wanted: Returns whether a client may still wait for the queued commands of a session.
-    """
-
-    def __init__(
-        self, futures: Futures, trainer: TrainerLink, queue: FairQueue, is_wanted: Callable[[str], bool]
-    ) -> None:
-        self._futures, self._trainer, self._queue, self._is_wanted = futures, trainer, queue, is_wanted
-        # Seconds by owner and kind: per token for commands with a batch, per command otherwise.
-        self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
-        # By future and kind: the trainer instance that may have died in the command, and the number of deaths.
-        self._suspects: LRUCache[tuple[str, Kind], str] = LRUCache(_KNOWN)
-        self._deaths: LRUCache[tuple[str, Kind], int] = LRUCache(_KNOWN)
-        self._inside = self._isolated = 0  # Commands at the trainer; suspects that run or wait to run alone.
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def admit(
-        self, pending: Pending, doing: str, tokens: int = 0, is_again: bool = False, shares: bool = False
-    ) -> AsyncIterator[None]:
-        """Waits until the command may go to the trainer, and occupies a slot until the block ends.
-
-        Args:
-            doing: A description of the work, for the client's progress report.
-            tokens: The number of tokens in its batch; 0 for a command without a batch.
-            is_again: Whether the command has run before and runs again to restore a model.
-            shares: Whether the trainer may compute the command together with those of other models.
-
-        Raises EndsTrainer if the trainer died too often during this command.
-        """
-        submission = pending.submission
-        self._check_deaths(submission, _MOST_DEATHS_AGAIN if is_again else _MOST_DEATHS)
-        key, units = (submission.owner, submission.kind), max(tokens, 1)
-        pace = self._paces.get(key, _FIRST_TOKEN_S if tokens else _FIRST_S)
-        following = future_id(submission.scope, submission.seq_id + 1)
-        turn = Turn(
-            submission.owner, 1000 * pace * units, size=self._size(units) if shares else TRAINER_SLOTS, is_timed=True,
-            is_followed=lambda: self._futures.unfinished_kind(following) is not None,
-            is_wanted=lambda: is_again or self._is_wanted(submission.session_id),
-        )  # fmt: skip
-        kind = submission.kind.value
-        pending.progress.queue(lambda: f"waiting for the trainer: {self._queue.describe(turn)}", QueueState.PAUSED)
-        try:
-            async with AsyncExitStack() as held:
-                with stage("turn", kind):
-                    await held.enter_async_context(self._queue.place(turn))
-                pending.progress.wait_on(doing)
-                with stage("train", kind):
-                    async with self._watching(submission):
-                        yield
-        finally:
-            if turn.used is not None and turn.seconds:
-                self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
-            devices = self._trainer.info.world_size if self._trainer.info is not None else 1
-            pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
-
-    def _size(self, tokens: int) -> int:
-        """Returns the slots of a command that may share a pass."""
-        most = self._trainer.info.shared_tokens if self._trainer.info is not None else 0
-        return min(-(-TRAINER_SLOTS * tokens // most), TRAINER_SLOTS) if most else TRAINER_SLOTS
-
-    @asynccontextmanager
-    async def _watching(self, submission: Submission) -> AsyncIterator[None]:
-        """Records whether the trainer may have died during a command. A command with an earlier death runs alone."""
-        key = (submission.future_id, submission.kind)
-        async with self._admitted(is_alone=key in self._deaths):
-            asked = self._trainer.instance_id
-            try:
-                yield
-            except Unavailable:
-                self._suspects[key] = asked
-                await self._trainer.look_again()
-                raise
-            self._suspects.pop(key, None)
-            self._deaths.pop(key, None)
-
-    @asynccontextmanager
-    async def _admitted(self, is_alone: bool) -> AsyncIterator[None]:
-        """Delays a command while a suspect runs or waits, and a suspect until no other command is at the trainer."""
-        self._isolated += is_alone
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._inside == 0 if is_alone else self._isolated == 0)
-                self._inside += 1
-            try:
-                yield
-            finally:
-                self._inside -= 1
-        finally:
-            self._isolated -= is_alone
-            async with self._changed:
-                self._changed.notify_all()
-
-    def _check_deaths(self, submission: Submission, most: int) -> None:
-        key = (submission.future_id, submission.kind)
-        if self._suspects.get(key, self._trainer.instance_id) != self._trainer.instance_id:
-            del self._suspects[key]
-            self._deaths[key] = self._deaths.get(key, 0) + 1
-        if (count := self._deaths.get(key, 0)) >= most:
-            raise EndsTrainer(
-                f"the trainer ended {count} times while it ran request {submission.seq_id} ({submission.kind}) of "
-                f"model {submission.scope}, so the request will not run again. The trainer's log may show the cause; "
-                "send less at once"
-            )
+def _sizes(connection: sa.Connection) -> Sequence[Any]:
+    """Returns for each model its owner, the bytes of its requests, and the last one that changed its weights."""
+    is_change = journal.c.kind.in_(_STEPS) & ~journal.c.drops_gradients
+    last_change = sa.func.max(sa.case((is_change, journal.c.seq_id), else_=0)).label("last_change")
+    size_bytes = sa.cast(sa.func.sum(journal.c.size_bytes), sa.BigInteger).label("size_bytes")
+    query = sa.select(journal.c.owner, journal.c.model_id, size_bytes, last_change)
+    return connection.execute(query.group_by(journal.c.owner, journal.c.model_id)).all()

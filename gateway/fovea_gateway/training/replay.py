@@ -13,8 +13,9 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.sessions.future import Kind, Pending, Submission, future_id
-from fovea_gateway.training.journal import PLACE, Entry, Journal, TrainerQueue, digest_of
+from fovea_gateway.training.journal import PLACE, Entry, Journal, digest_of
 from fovea_gateway.training.models import Model
+from fovea_gateway.training.trainer_queue import TrainerQueue
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, id_of_export,
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Done, Pending, QueueState
 from fovea_gateway.sessions.sessions import Sessions
-from fovea_gateway.training.journal import TrainerQueue
 from fovea_gateway.training.models import Model, Models, ModelState
+from fovea_gateway.training.trainer_queue import TrainerQueue
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class SaveCommands:
         name = request.name or f"state-{pending.submission.seq_id:06d}"
         expires_at = check_ttl(request.ttl_s)
         checkpoint, old = await self._plan(model, TRAINING, name, dict(request.user_metadata), request.overwrite)
-        async with self._checkpoints.writing(checkpoint.uri), self._trainer_queue.admit(pending, _SAVING):
+        async with self._checkpoints.writing(checkpoint.uri), self._trainer_queue.beside(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             answer = await client.save_state(model.model_id, checkpoint.uri, self._timeout_s)
         checkpoint.step, checkpoint.size_bytes = answer.step, answer.size_bytes
@@ -221,7 +221,8 @@ class SaveCommands:
         if request.name:
             checkpoint, _ = await self._plan(model, SAMPLER, request.name, dict(request.user_metadata))
         uri = checkpoint.uri if checkpoint else ""
-        async with self._checkpoints.writing(*filter(None, [uri])), self._trainer_queue.admit(pending, _SAVING):
+        enter = self._trainer_queue.beside if uri else self._trainer_queue.admit
+        async with self._checkpoints.writing(*filter(None, [uri])), enter(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             frozen = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s)
         kept = SnapshotRecord(frozen, uri, model.trainer_instance)
@@ -265,7 +266,7 @@ class SaveCommands:
     async def _write_export(self, model: Model, pending: Pending, uri: str) -> int:
         """Makes the trainer write the current weights; returns their number of optimizer steps."""
         own_id = id_of_export(model.model_id, pending.submission.seq_id)
-        async with self._trainer_queue.admit(pending, _SAVING):
+        async with self._trainer_queue.beside(pending, _SAVING):
             client = self._models.client_of(model, self._trainer)
             snapshot = await client.take_snapshot(model.model_id, own_id, uri, self._timeout_s, is_export=True)
         try:

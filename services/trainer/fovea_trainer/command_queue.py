@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, ClassVar
 
 from fovea.runtime import tracing
@@ -21,6 +22,9 @@ from fovea_trainer.batches.datum_decoding import Datum, DatumSize
 from fovea_trainer.batches.places import MOST_SLOTS, PassTerms, Place
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.model.optimizer import Adam
+
+_AHEAD = 2
+"""The number of waiting commands for which models return to the device while earlier commands run."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,13 @@ class RestoreModel:
 
 @dataclass(frozen=True)
 class KeepState:
-    """Copies the current state of a model and starts writing it as a durable point."""
+    """Copies the current state of a model and starts writing it as a durable point.
+
+    Returns None without a copy if `change_count` is set and the model has changed more often.
+    """
 
     model_id: str
+    change_count: int | None = None
 
 
 @dataclass(frozen=True)
@@ -249,12 +257,14 @@ class Job:
         result: Receives the result or error.
         traceparent: Trace context of the call; empty without tracing.
         queued_at: Time of queueing, a reading of `time.time`.
+        seconds: The rank's thread appends the seconds of execution.
     """
 
     command: Command
     result: "Future[Any]"
     traceparent: str = field(default_factory=tracing.traceparent)
     queued_at: float = field(default_factory=time.time)
+    seconds: list[float] = field(default_factory=list)
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -293,10 +303,14 @@ class CommandQueue:
         if self._broken is not None:
             raise self._broken
 
-    async def submit(self, command: Command) -> Any:
+    async def submit(self, command: Command, seconds: list[float] | None = None) -> Any:
         """Runs a command on all ranks and returns rank 0's result.
 
         A command is not run if its caller is cancelled before the command starts. A running command is not interrupted.
+
+        Args:
+            command: The command.
+            seconds: Receives the seconds of its execution.
 
         Raises:
             Unavailable: The trainer is still loading, or it broke. Errors of the command are passed on.
@@ -306,7 +320,7 @@ class CommandQueue:
         self._pending.add(result)
         result.add_done_callback(self._pending.discard)
         trainer_metrics.QUEUED.inc()
-        self._jobs.put(Job(command, result))
+        self._jobs.put(Job(command, result, seconds=[] if seconds is None else seconds))
         return await asyncio.wrap_future(result)
 
     def next(self) -> list[Job]:
@@ -348,6 +362,11 @@ class CommandQueue:
                     count += 1
                     yield job
             passed.add(model_id)
+
+    def ahead(self) -> list[Command]:
+        """Returns the next waiting commands, without removing them."""
+        with self._jobs.mutex:
+            return [job.command for job in islice([*self._put_back, *self._jobs.queue], _AHEAD)]
 
     def shut_down(self) -> None:
         """Makes the ranks exit after all queued commands."""

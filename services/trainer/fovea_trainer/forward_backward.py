@@ -48,6 +48,9 @@ from fovea_trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
+_WARM_UP_TOKENS = 67
+"""A length that equals no other size of a model: torch.compile treats sizes that are equal once as always equal."""
+
 
 @dataclass(frozen=True)
 class PreparedCall:
@@ -111,6 +114,15 @@ class LossComputer:
         )  # fmt: skip
         self._groups = DatumGroups(_group_sizes(settings, self._module))
 
+    def warm_up(self, model: TrainedModel) -> None:
+        """Runs one pass without and one with gradients, so that the first call need not compile kernels. Collective."""
+        model.activate()
+        batch = self._layout.pack([Datum.blank(_WARM_UP_TOKENS)], {}, self._limits.vision is not None, None)
+        with torch.no_grad():
+            self._module(batch, model.unembedding, None)
+        self._module(batch, model.unembedding, None).sum().backward()
+        model.zero_gradients()
+
     def prepare(self) -> bool:
         """Starts the workers for traced losses. Returns True if those of all ranks are ready. Collective.
 
@@ -131,6 +143,7 @@ class LossComputer:
         """
         if command.backward and command.drop_gradients:
             model.zero_gradients()
+        self._memory.make_room(sum(size.token_count for size in command.sizes))
         budgets = self._memory.budgets(model.pending_bytes if command.backward else 0, model.trains_vision)
         schedule = self._plan(command, budgets)
         call = self._control.agree(lambda: self._prepare(command, model, schedule, budgets))

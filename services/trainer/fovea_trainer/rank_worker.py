@@ -219,6 +219,7 @@ class RankWorker:
             self._control.broadcast(command)
             if isinstance(command, Shutdown):
                 return self._exit()
+            self.engine.expect(queue.ahead())
             self._run(jobs, command)
 
     def follow(self) -> None:
@@ -261,6 +262,7 @@ class RankWorker:
 
     def _report(self, job: Job, result: Any, seconds: float) -> None:
         name = type(job.command).__name__
+        job.seconds.append(seconds)
         if isinstance(result, FoveaError):
             trainer_metrics.COMMANDS.labels(name, result.reason).inc()
             return resolve(job.result, error=result)

@@ -51,6 +51,12 @@ class TrainerSettings(ServiceSettings):
         description="Memory limit of each rank in MiB, of its GPU or without a GPU of its process. A model that does "
         "not fit is refused. 0 uses all of the GPU's memory, or no limit without a GPU.",
     )
+    model_memory_mib: int = Field(
+        0,
+        ge=0,
+        description="Memory for adapters on each rank's device in MiB; others, used less recently, wait on the host. 0 "
+        "keeps as many as do not make micro-batches smaller.",
+    )
     token_budget: int = Field(
         0, ge=0, description="Maximum tokens of one rank's micro-batch; 0 derives it from the GPU's memory."
     )
@@ -109,6 +115,12 @@ class TrainerSettings(ServiceSettings):
         0.0,
         ge=0,
         description="Minimum seconds between two durable points of one model; 0 writes as often as storage allows.",
+    )
+    recovery_most_lag_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds in which storage must be able to write all that waits. Above it, the next optim_step of a "
+        "model with durable weights waits.",
     )
     fetch_timeout_s: float = Field(
         60.0, gt=0, description="Deadline for fetching vision tensors from one renderer, in seconds."

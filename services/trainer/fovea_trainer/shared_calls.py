@@ -122,6 +122,7 @@ class SharedCalls:
     def _on_this_rank(self, members: Sequence[Member]) -> Outcomes:
         """Computes this rank's calls, except those that do not fit into a shared pass. Collective."""
         self._sharded.gather()
+        self._memory.make_room(sum(size.token_count for member in members for size in member.command.sizes))
         budgets = self._memory.budgets(0, False)
         most_tokens = int(min(budgets.tokens, self._memory.recompute_above(budgets)))
         rank = self._control.rank

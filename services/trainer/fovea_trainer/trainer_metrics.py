@@ -32,6 +32,7 @@ TOKENS = Counter("fovea_trainer_tokens_total", "Tokens computed.", ["backward"])
 DATUMS = Counter("fovea_trainer_datums_total", "Datums computed.", ["backward"])
 PACKING = Gauge("fovea_trainer_packing_efficiency", "Share of micro-batch capacity that the last call used.")
 MODELS = Gauge("fovea_trainer_models", "Models that exist.")
+AWAY = Gauge("fovea_trainer_models_on_host", "Idle models with weights and moments in host memory.")
 PUSHES = Counter("fovea_trainer_pushes_total", "Snapshot pushes to single samplers by outcome.", ["outcome"])
 PUSHED_BYTES = Counter("fovea_trainer_pushed_bytes_total", "Bytes of snapshots that samplers loaded.")
 PUSH_SECONDS = Histogram(

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -35,6 +36,8 @@ from fovea_trainer.recovery.reply_cache import ReplyCache
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.training_engine import TrainingEngine
 from fovea_trainer.weights.pusher import Pusher
+from fovea_trainer.weights.snapshot_taker import TakenSnapshot
+from fovea_trainer.weights.training_state import PendingSave
 
 Context = grpc.aio.ServicerContext
 
@@ -65,6 +68,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._losses_prepared = False
         self._preparing = asyncio.Lock()
         self._whole: SingleFlight[tuple[str, str], Any] = SingleFlight()  # operations that must not stop half-way
+        self._saving = asyncio.Lock()  # held by the save that is being written: the host has room for one
         self._instance_id = uuid.uuid4().hex
 
     async def GetTrainerInfo(
@@ -94,6 +98,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             memory_kind=memory.kind,
             takes_groups=True,
             shared_tokens=engine.shared.most_tokens,
+            recovery_failure=self._keeper.failure if self._keeper else "",
         )
 
     async def CreateModel(
@@ -153,8 +158,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, datums = await self._receive_all(request_iterator)
         command = await asyncio.to_thread(self._checked, header, datums)
         seq_id = header.seq_id if header.backward else 0
+        seconds: list[float] = []
         outcome = await self._replies.once(
-            header.model_id, seq_id, lambda: self._computed(header, command), lambda outcome: outcome.size_bytes
+            header.model_id, seq_id, lambda: self._computed(header, command, seconds), lambda found: found.size_bytes
         )
         outputs = (
             trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(outcome.logprobs[index])})
@@ -167,7 +173,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             for output in outputs:
                 yield trainer_pb2.ForwardBackwardResponse(output=output)
         metrics = trainer_pb2.Metrics(values=outcome.metrics)
-        yield trainer_pb2.ForwardBackwardResponse(metrics=metrics, place=outcome.place)
+        yield trainer_pb2.ForwardBackwardResponse(metrics=metrics, place=outcome.place, seconds=sum(seconds))
 
     async def FetchAhead(
         self, request: trainer_pb2.FetchAheadRequest, context: Context
@@ -184,19 +190,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context) -> trainer_pb2.OptimStepResponse:
         command = command_queue.OptimStep(request.model_id, Adam.of(request.adam), request.seq_id)
-        metrics, step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command))
+        seconds: list[float] = []
+        run = partial(self._changed, command, seconds)
+        metrics, step = await self._replies.once(request.model_id, request.seq_id, run)
         durable = self._keeper.durable_seq_ids.get(request.model_id, 0) if self._keeper else 0
         return trainer_pb2.OptimStepResponse(
-            metrics=trainer_pb2.Metrics(values=metrics), step=step, durable_seq_id=durable
+            metrics=trainer_pb2.Metrics(values=metrics), step=step, durable_seq_id=durable, seconds=sum(seconds)
         )
 
     async def SaveState(self, request: trainer_pb2.SaveStateRequest, context: Context) -> trainer_pb2.SaveStateResponse:
-        size_bytes, step = await self._queue.submit(command_queue.SaveState(request.model_id, request.uri))
+        command = command_queue.SaveState(request.model_id, request.uri)
+        size_bytes, step = await self._whole.run(
+            (f"save {command.model_id}", command.uri), lambda: self._saved(command)
+        )
         return trainer_pb2.SaveStateResponse(size_bytes=size_bytes, step=step)
 
     async def LoadState(self, request: trainer_pb2.LoadStateRequest, context: Context) -> trainer_pb2.LoadStateResponse:
         command = command_queue.LoadState(request.model_id, request.uri, request.optimizer, request.seq_id)
-        step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command))
+        step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command, []))
         return trainer_pb2.LoadStateResponse(step=step)
 
     async def TakeSnapshot(
@@ -207,10 +218,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         model = self._engine().models.get(request.model_id)
         if self._keeper is not None and not request.uri and isinstance(model, AdapterModel):
             async with self._keeper.snapshotting(request.model_id, request.snapshot_id, model.snapshot_bytes):
-                snapshot = await self._queue.submit(command)
+                taken: TakenSnapshot = await self._queue.submit(command)
+        elif request.uri:
+            key = f"snapshot {command.snapshot_id}", command.uri
+            taken = await self._whole.run(key, lambda: self._saved_snapshot(command))
         else:
-            snapshot = await self._queue.submit(command)
-        return trainer_pb2.TakeSnapshotResponse(snapshot=snapshot)
+            taken = await self._queue.submit(command)
+        return trainer_pb2.TakeSnapshotResponse(snapshot=taken.identity)
 
     async def PushSnapshot(
         self, request: trainer_pb2.PushSnapshotRequest, context: Context
@@ -236,24 +250,42 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._keeper.restored(command.model_id, restored.seq_id)
         return restored.seq_id, restored.step
 
+    async def _saved(self, command: command_queue.SaveState) -> tuple[int, int]:
+        """Saves a state while other commands run. Returns its size in bytes and the model's step count."""
+        async with self._saving:
+            pending: PendingSave = await self._queue.submit(command)
+            return await asyncio.wrap_future(pending.written), pending.step
+
+    async def _saved_snapshot(self, command: command_queue.TakeSnapshot) -> TakenSnapshot:
+        async with self._saving:
+            taken: TakenSnapshot = await self._queue.submit(command)
+            if taken.written is not None:
+                await asyncio.wrap_future(taken.written)
+            return taken
+
     async def _free(self, model_id: str) -> None:
         await self._queue.submit(command_queue.DeleteModel(model_id))
         self._replies.forget(model_id)
         if self._keeper is not None:
             self._keeper.forget(model_id)
 
-    async def _changed(self, command: command_queue.OptimStep | command_queue.LoadState) -> Any:
-        answer = await self._queue.submit(command)
-        if self._keeper is not None:
-            self._keeper.changed(command.model_id)
+    async def _changed(self, command: command_queue.OptimStep | command_queue.LoadState, seconds: list[float]) -> Any:
+        if self._keeper is None:
+            return await self._queue.submit(command, seconds)
+        model = self._engine().models.get(command.model_id)
+        if isinstance(command, command_queue.OptimStep) and isinstance(model, AdapterModel):
+            async with self._keeper.changing(command.model_id, model.state_bytes):
+                return await self._queue.submit(command, seconds)
+        answer = await self._queue.submit(command, seconds)
+        self._keeper.changed(command.model_id)
         return answer
 
     async def _computed(
-        self, header: trainer_pb2.ForwardBackwardHeader, command: command_queue.ForwardBackward
+        self, header: trainer_pb2.ForwardBackwardHeader, command: command_queue.ForwardBackward, seconds: list[float]
     ) -> ForwardBackwardResult:
         if header.loss_function == Custom.name:
             await self._prepare_losses()
-        outcome: ForwardBackwardResult = await self._queue.submit(command)
+        outcome: ForwardBackwardResult = await self._queue.submit(command, seconds)
         backward = str(command.backward).lower()
         trainer_metrics.TOKENS.labels(backward).inc(sum(size.token_count for size in command.sizes))
         trainer_metrics.DATUMS.labels(backward).inc(len(command.sizes))

@@ -20,7 +20,7 @@ from fovea.wire.errors import (
     ResourceExhausted,
 )
 from fovea_trainer import command_queue
-from fovea_trainer.batches.datum_decoding import Datum, DatumLimits
+from fovea_trainer.batches.datum_decoding import DatumLimits
 from fovea_trainer.batches.micro_batch import BatchLayout
 from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutputCache
 from fovea_trainer.forward_backward import LossComputer
@@ -38,17 +38,15 @@ from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter,
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.shared_calls import SharedCalls
 from fovea_trainer.weights.checkpoint_folder import CheckpointRoots
-from fovea_trainer.weights.snapshot_store import SnapshotStore, specs_of
-from fovea_trainer.weights.snapshot_taker import SnapshotTaker
+from fovea_trainer.weights.host_memory import ModelResidence, SaveThread
+from fovea_trainer.weights.snapshot_store import SnapshotStore
+from fovea_trainer.weights.snapshot_taker import SnapshotTaker, adapter_specs
 from fovea_trainer.weights.training_state import StateStore
 from fovea_trainer.weights.transfer_groups import FullSender, TransferGroups
 
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
-
-WARM_UP_TOKENS = 67
-"""A length that equals no other size of a model: torch.compile treats sizes that are equal once as always equal."""
 
 
 class TrainingEngine:
@@ -83,6 +81,7 @@ class TrainingEngine:
         """Facts that affect the rounding of results, keyed by setting."""
         self._roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
+        self._saves = SaveThread(device)
         self.recovery: RecoveryWriter | None = None
         """Writes and finds durable points; None if recovery is disabled."""
         if place := control.broadcast(settings.recovery):  # rank 0 decides, because recovery involves all ranks
@@ -91,8 +90,9 @@ class TrainingEngine:
                 folder, control, device, settings.model, self.model_files, self.numerics, self.adapters
             )
         self._snapshots = SnapshotTaker(
-            control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model
-        )
+            control, self._sharded, self.adapters, self.full, self._memory_budget, model_dir, settings.model,
+            self._saves,
+        )  # fmt: skip
         self._full_sender = FullSender(settings, control, self._sharded, self._snapshots, groups)
 
     def _load(self, model_dir: Path) -> None:
@@ -126,6 +126,7 @@ class TrainingEngine:
             settings.feature_cache_mib * MIB, module.vision, settings.fetch_timeout_s, settings.renderer
         )
         memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self._residence = ModelResidence(self._device, settings.model_memory_mib * MIB, memory.free_bytes)
         self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
         vision = VisionOutputCache(settings.vision_memory_mib * MIB)
         sandbox = Sandbox(settings.custom_loss_timeout_s, settings.custom_loss_memory_mib)
@@ -134,7 +135,6 @@ class TrainingEngine:
             self._injector, settings,
         )  # fmt: skip
         self.shared = SharedCalls(self._losses, self._sharded, self._control, layout, vision, self._memory_budget)
-        self._layout = layout
         logger.info(
             "%s with %.1f M parameters in %s on %s, %s between micro-batches; %s, because %s",
             self.family.model_type,
@@ -145,37 +145,27 @@ class TrainingEngine:
             *kernel_of(self._device, self.dtype),
         )
 
-    def _spill(self) -> bool:
-        """Frees memory: moves snapshots from a GPU to the host or, on a CPU, drops older ones.
-
-        Returns:
-            True if a snapshot was moved or dropped.
-        """
-        kinds = (self.adapters, self.full)
-        return any([held.drop_older() if self._device.type == "cpu" else held.spill() for held in kinds])
+    def _spill(self, missing_bytes: int) -> bool:
+        """Moves snapshots and idle models from a GPU to the host; on a CPU drops older snapshots. True if it did."""
+        is_cpu, kinds = self._device.type == "cpu", (self.adapters, self.full)
+        moved_bytes = [held.drop_older() if is_cpu else held.spill() for held in kinds]
+        moved = not is_cpu and self._residence.leave(missing_bytes - sum(moved_bytes))
+        return moved or any(moved_bytes)
 
     def warm_up(self) -> None:
         """Runs passes of a temporary adapter, vision included. Collective."""
         settings = LoraSettings(1, 1.0, 0, True, True, True, self.limits.vision is not None)
         scratch = self._adapter("", settings)
-        self._warm_up(scratch)
+        self._losses.warm_up(scratch)
         scratch.reduce_gradients()
         self._injector.activate(None)
         self._control.barrier()
-
-    def _warm_up(self, model: TrainedModel) -> None:
-        """Runs one pass without and one with gradients, so that the first call need not compile kernels."""
-        model.activate()
-        batch = self._layout.pack([Datum.blank(WARM_UP_TOKENS)], {}, self.limits.vision is not None, None)
-        with torch.no_grad():
-            self._sharded.module(batch, model.unembedding, None)
-        self._sharded.module(batch, model.unembedding, None).sum().backward()
-        model.zero_gradients()
 
     def execute(self, command: command_queue.Command) -> Any:
         """Executes a command. A FoveaError is raised on all ranks; any other exception ends the trainer."""
         if uri := getattr(command, "uri", ""):
             self._control.agree(lambda: self._roots.check(uri))
+        self._residence.use(self._models_of(command))
         match command:
             case command_queue.CreateModel():
                 return self._create(command)
@@ -200,8 +190,7 @@ class TrainingEngine:
             case command_queue.SharedSteps():
                 return self._optim_steps(command.steps)
             case command_queue.SaveState():
-                model = self.model(command.model_id)
-                return self._states.save(model, command.uri), model.step
+                return self._states.save(self.model(command.model_id), command.uri, self._saves)
             case command_queue.LoadState():
                 return self._load_state(command)
             case command_queue.TakeSnapshot():
@@ -235,6 +224,15 @@ class TrainingEngine:
         if model is not None and self.world_size == 1:
             self._losses.fetch_ahead(features, model.trains_vision)
 
+    def expect(self, commands: Iterable[command_queue.Command]) -> None:
+        """Starts to bring the models of waiting commands back to the device."""
+        self._residence.expect(model for command in commands for model in self._models_of(command))
+
+    def _models_of(self, command: command_queue.Command) -> list[TrainedModel]:
+        calls = getattr(command, "calls", None) or getattr(command, "steps", None) or [command]
+        ids = [getattr(call, "model_id", "") for call in calls]
+        return [self.models[model_id] for model_id in ids if model_id in self.models]
+
     def model(self, model_id: str) -> TrainedModel:
         """Returns a model. Raises NotFound if the id is unknown."""
         if model_id not in self.models:
@@ -247,7 +245,7 @@ class TrainingEngine:
         if existing is not None:
             if getattr(existing, "settings", None) != command.lora:
                 raise AlreadyExists(f"model_id {command.model_id!r} exists with other settings", field="model_id")
-            return existing.trainable_parameter_count, _adapter_specs(existing)
+            return existing.trainable_parameter_count, self._specs_of(existing)
         if self._live_full() is not None:
             raise FailedPrecondition(
                 f"a full-parameter model occupies this trainer: {', '.join(self.models)}. Delete it first.",
@@ -269,7 +267,8 @@ class TrainingEngine:
             else self._new_adapter(command.model_id, command.lora)
         )
         self.models[command.model_id] = model
-        return model.trainable_parameter_count, _adapter_specs(model)
+        self._residence.use([model])
+        return model.trainable_parameter_count, self._specs_of(model)
 
     def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
         size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype, self._settings.expert_parallel)
@@ -285,10 +284,10 @@ class TrainingEngine:
         model = self._control.agree(lambda: FullModel(model_id, self._sharded, self._injector))
         model.make_trainable()
         if not self._sharded.computes_alone(True):
-            self._warm_up(model)
+            self._losses.warm_up(model)
             return model
         try:
-            self._control.agree(lambda: self._warm_up(model))
+            self._control.agree(lambda: self._losses.warm_up(model))
         except ResourceExhausted:
             self._sharded.abandon_pass()
             model.restore_base()
@@ -298,10 +297,8 @@ class TrainingEngine:
     def _restore(self, command: command_queue.RestoreModel) -> RestoredModel | None:
         """Restores a model from its newest durable point. Returns None if the model exists.
 
-        Raises:
-            NotFound: The model has no readable point, or recovery is disabled.
-            InvalidInput: The model was created with other settings.
-            ResourceExhausted: There is no room for the model now.
+        Raises NotFound without a readable point or recovery, InvalidInput if the model was created with other settings,
+        and ResourceExhausted if there is no room for it now.
         """
         model_id = command.model_id
         if model_id in self.models:
@@ -328,17 +325,24 @@ class TrainingEngine:
         self.recovery.restored(model_id, point)
         return RestoredModel(point.seq_id, point.step, point.answer)
 
-    def _keep_state(self, command: command_queue.KeepState) -> PendingState:
+    def _keep_state(self, command: command_queue.KeepState) -> PendingState | None:
         assert self.recovery is not None
-        return self.recovery.write_state(self.model(command.model_id))
+        return self.recovery.write_state(self.model(command.model_id), command.change_count)
+
+    def _before_change(self, model_id: str) -> None:
+        """Waits until copies of a model are made, before its weights or moments are written to or freed."""
+        self._saves.copies.before_writing(model_id)
+        if self.recovery is not None:
+            self.recovery.before_change(model_id)
 
     def _delete(self, command: command_queue.DeleteModel) -> None:
+        self._before_change(command.model_id)
         if self.recovery is not None:
-            self.recovery.before_change()
             self.recovery.forget(command.model_id)
         self._free(command.model_id)
 
     def _free(self, model_id: str) -> None:
+        self._residence.forget(model_id)
         model = self.models.pop(model_id, None)
         if isinstance(model, FullModel):
             model.restore_base()
@@ -349,8 +353,8 @@ class TrainingEngine:
 
     def _optim_steps(self, commands: list[command_queue.OptimStep]) -> list[tuple[dict[str, float], int] | FoveaError]:
         """Takes steps of different models. Returns for each its metrics and step count, or its error."""
-        if self.recovery is not None:
-            self.recovery.before_change()
+        for command in commands:
+            self._before_change(command.model_id)
         steps = [(self.models[one.model_id], one.adam) for one in commands if one.model_id in self.models]
         found = iter(optim_steps(steps, self._control) if steps else [])
         return [self._answer(one, next(found)) if one.model_id in self.models else unknown_model(one.model_id)
@@ -367,8 +371,7 @@ class TrainingEngine:
         return answer
 
     def _load_state(self, command: command_queue.LoadState) -> int:
-        if self.recovery is not None:
-            self.recovery.before_change()
+        self._before_change(command.model_id)
         step = self._states.load(self.model(command.model_id), command.uri, command.optimizer)
         if self.recovery is not None:
             self.recovery.changed(command.model_id, command.seq_id, step)
@@ -385,16 +388,13 @@ class TrainingEngine:
         return self._snapshots.restore(command.snapshot_id, uri).identity
 
     def close(self) -> None:
-        """Stops background work."""
+        """Finishes background work."""
+        self._saves.close()
         if self.recovery is not None:
             self.recovery.close()
 
+    def _specs_of(self, model: TrainedModel) -> list[weights_pb2.TensorSpec]:
+        return adapter_specs(model.weights, self.dtype) if isinstance(model, AdapterModel) else []
+
     def _live_full(self) -> FullModel | None:
         return next((model for model in self.models.values() if isinstance(model, FullModel)), None)
-
-
-def _adapter_specs(model: TrainedModel) -> list[weights_pb2.TensorSpec]:
-    if not isinstance(model, AdapterModel):
-        return []
-    weights = model.weights
-    return specs_of(dict(weights.named(torch.empty(weights.whole_size, device="meta"))))

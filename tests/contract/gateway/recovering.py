@@ -32,6 +32,7 @@ class RecoveringTrainer(FakeTrainer):
 
     Attributes:
         is_disk_slow: Whether points are left out for now.
+        failure: Why points cannot be written.
         answers_lost: Steps to come that are taken and durable, but whose caller finds the trainer dead.
         chance: Mixed into what is computed, as by a kernel that rounds as it likes.
         numerics: What it says that its rounding depends on.
@@ -41,6 +42,7 @@ class RecoveringTrainer(FakeTrainer):
         self.points: dict[str, tuple[int, dict[str, Any], Any]] = {}
         self.kept_snapshots: dict[str, weights_pb2.Snapshot] = {}
         self.is_disk_slow = False
+        self.failure = ""
         self.answers_lost = 0
         self.chance = ""
         self.numerics = {"ranks": "2", "dtype": "float32"}
@@ -54,6 +56,7 @@ class RecoveringTrainer(FakeTrainer):
     async def GetTrainerInfo(self, request: Any, context: Context) -> trainer_pb2.GetTrainerInfoResponse:
         info = await super().GetTrainerInfo(request, context)
         info.keeps_recovery = True
+        info.recovery_failure = self.failure
         info.numerics.update(self.numerics)
         for model_id in self.models.keys() & self.points.keys():
             info.durable_seq_ids[model_id] = self.points[model_id][0]

@@ -245,7 +245,17 @@ async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: 
     await eventually(is_empty)
 
 
-async def test_a_full_journal_gives_up_and_says_so(
+async def tend(stand: RecoveringStand) -> None:
+    """As the gateway does again and again."""
+    assert stand.gateway is not None
+    parts = stand.gateway.components
+    (trainer,) = parts.base_models.trainers
+    await trainer.look_again()
+    await parts.journal.trim(trainer)
+    await parts.journal.bound()
+
+
+async def test_a_full_journal_gives_up_when_storage_has_failed_for_long_and_says_so(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)  # it gives up once, below
@@ -257,13 +267,75 @@ async def test_a_full_journal_gives_up_and_says_so(
         await answers(rest, await submit(rest, model_id, 1, 2))
         gateway = stand.gateway
         assert gateway is not None
-        await gateway.components.journal.bound()
-        model = await gateway.components.models.load(model_id)
-        assert model.journaled_since == 7
+        journal, models = gateway.components.journal, gateway.components.models
+        stand.trainer.failure = "the disk is gone"
+        await tend(stand)
+        assert (await models.load(model_id)).journaled_since == 0, "it has failed for a moment only"
+        monkeypatch.setattr("fovea_gateway.training.journal._STALLED_S", 0.0)
+        await journal.bound()
+        assert (await models.load(model_id)).journaled_since == 7
         await stand.kill_trainer()
         lost = await rest.result((await rest.forward_backward(model_id, 7)).json()["request_id"])
         assert lost["reason"] == "MODEL_LOST"
         assert "no durable point" in lost["error"]
+
+
+async def test_a_full_journal_gives_nothing_up_while_storage_works(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a restart of the gateway either, which has seen no point come."""
+    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)
+    monkeypatch.setattr("fovea_gateway.training.journal._STALLED_S", 0.0)
+    stand = RecoveringStand(tmp_path)
+    stand.trainer.is_disk_slow = True
+    async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
+        model_id = await Rest(http).create_model()
+        await answers(Rest(http), await submit(Rest(http), model_id, 1, 2))
+        await stand.stop()
+        await stand.start(database_url=database_url, max_journal_bytes=1000)
+        assert stand.gateway is not None
+        async with stand.http() as again:
+            rest = Rest(again)
+            await tend(stand)
+            assert (await stand.gateway.components.models.load(model_id)).journaled_since == 0
+            assert [e.seq_id for e in await stand.gateway.components.journal.entries(model_id)] == list(range(7))
+            waits = (await rest.forward_backward(model_id, 7)).json()["request_id"]
+            await eventually(lambda: _is_paused(rest, waits))
+            stand.trainer.is_disk_slow = False
+            stand.trainer._keep(model_id, 6, trainer_pb2.OptimStepResponse())
+            await tend(stand)
+            assert "error" not in await rest.result(waits)
+
+
+async def _is_paused(rest: Rest, request_id: str) -> bool:
+    return (await rest.poll(request_id)).json().get("queue_state") == "paused_capacity"
+
+
+async def test_losses_without_a_step_that_fill_the_journal_cost_a_request_and_no_model(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)
+    stand = RecoveringStand(tmp_path)
+    async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
+        rest = Rest(http)
+        model_id = await rest.create_model()
+        await answers(rest, await submit(rest, model_id, 1, 1))
+        for seq_id in range(4, 10):
+            assert "error" not in await rest.result(
+                (await rest.forward_backward(model_id, seq_id)).json()["request_id"]
+            )
+        await tend(stand)
+        refused = await rest.result((await rest.forward_backward(model_id, 10)).json()["request_id"])
+        assert "max_journal_bytes" in refused["error"]
+        step = await rest.result((await rest.optim_step(model_id, 11))["request_id"])
+        assert "partial" in step["error"]
+        assert stand.gateway is not None
+        parts = stand.gateway.components
+        assert [entry.seq_id for entry in await parts.journal.entries(model_id)] == [11], "the losses are void"
+        await tend(stand)
+        await stand.kill_trainer()
+        assert not [each for each in await answers(rest, await submit(rest, model_id, 12, 1)) if "error" in each]
+        assert (await parts.models.load(model_id)).state == "ready"
 
 
 async def test_a_full_journal_waits_for_points_while_they_come(
@@ -277,17 +349,10 @@ async def test_a_full_journal_waits_for_points_while_they_come(
         gateway = stand.gateway
         assert gateway is not None
         parts = gateway.components
-        (trainer,) = parts.base_models.trainers
-
-        async def tend() -> None:
-            await trainer.look_again()
-            await parts.journal.trim(trainer)
-            await parts.journal.bound()
-
         await answers(rest, await submit(rest, quick, 1, 1))
         stand.trainer.is_disk_slow = True
         await answers(rest, await submit(rest, slow, 1, 2))
-        await tend()  # a point came, of the other model
+        await tend(stand)  # a point came, of the other model
         waits = (await rest.forward_backward(slow, 7)).json()["request_id"]
 
         async def says_why() -> bool:
@@ -301,7 +366,7 @@ async def test_a_full_journal_waits_for_points_while_they_come(
         assert [entry.seq_id for entry in await parts.journal.entries(slow)] == list(range(7))
         stand.trainer.is_disk_slow = False
         stand.trainer._keep(slow, 6, trainer_pb2.OptimStepResponse())
-        await tend()
+        await tend(stand)
         assert "error" not in await rest.result(waits)
 
 
@@ -321,6 +386,24 @@ async def test_a_snapshot_waits_for_storage_and_says_why(stand: RecoveringStand,
     assert "sampling_session_id" in await rest.result(saving["request_id"])
     assert "error" not in await rest.result(step)
     assert stand.trainer.names().index("OptimStep") > stand.trainer.names().index("TakeSnapshot")
+
+
+async def test_a_step_waits_for_storage_says_why_and_keeps_its_gradients(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand, 2)
+    words = "recovery storage is behind: 30000 MiB of states and snapshots wait to be written"
+    model_id = await rest.create_model()
+    ids = await submit(rest, model_id, 1, 1)
+    await answers(rest, ids)
+    stand.trainer.failures["OptimStep"] = [StorageBehind(words)] * 1000
+    ids += await submit(rest, model_id, 4, 1)
+
+    async def says_why() -> bool:
+        answer = (await rest.poll(ids[-1])).json()
+        return answer.get("queue_state") == "paused_capacity" and words in answer["queue_state_reason"]
+
+    await eventually(says_why)
+    stand.trainer.failures["OptimStep"] = []
+    assert await answers(rest, ids) == expected
 
 
 async def test_what_failed_is_not_run_again(stand: RecoveringStand, rest: Rest) -> None:

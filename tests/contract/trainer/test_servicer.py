@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fovea.runtime import tracing
 from fovea.runtime.server import ServiceServer
 from fovea.wire import tensors
 from fovea.wire.conventions import TRAINER_SERVICE
-from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
+from fovea.wire.errors import DiskFull, FeatureEvicted, FoveaError, Internal, InvalidInput, Unavailable
 from fovea_trainer import command_queue, trainer_metrics
 from fovea_trainer.batches.datum_decoding import DatumLimits, DatumSize
 from fovea_trainer.command_queue import CommandQueue, resolve
@@ -26,8 +27,11 @@ from fovea_trainer.model.optimizer import Adam
 from fovea_trainer.model.packed_model import family_of
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.trainer_servicer import TrainerServicer
+from fovea_trainer.weights.snapshot_taker import TakenSnapshot
+from fovea_trainer.weights.training_state import PendingSave
 from tests.otlp_collector import Collector
 from tests.vision_families import small_qwen3_vl
+from tests.waiting import eventually
 
 ADAM = trainer_pb2.AdamParams(learning_rate=0.1, beta1=0.2, beta2=0.3, eps=0.4, weight_decay=0.5, grad_clip_norm=0.6)
 
@@ -213,16 +217,48 @@ async def test_what_adam_leaves_out_is_the_documented_default(trainer: Trainer) 
 
 
 async def test_state_and_snapshots(trainer: Trainer) -> None:
-    saved, command = await trainer.asked(trainer.client.save_state("m", "/x"), (99, 3))
+    saved, command = await trainer.asked(trainer.client.save_state("m", "/x"), PendingSave(written(99), 3))
     assert command == command_queue.SaveState("m", "/x")
     assert (saved.size_bytes, saved.step) == (99, 3)
     step, command = await trainer.asked(trainer.client.load_state("m", "/x", optimizer=True), 3)
     assert (step, command) == (3, command_queue.LoadState("m", "/x", True))
     identity = weights_pb2.Snapshot(snapshot_id="m@1", model_id="m", step=3)
-    snapshot, command = await trainer.asked(trainer.client.take_snapshot("m", "m@1", "/y"), identity)
+    taken = TakenSnapshot(identity, written(50))
+    snapshot, command = await trainer.asked(trainer.client.take_snapshot("m", "m@1", "/y"), taken)
     assert (snapshot, command) == (identity, command_queue.TakeSnapshot("m", "m@1", "/y"))
     _, command = await trainer.asked(trainer.client.forget_snapshot("m@1"))
     assert command == command_queue.ForgetSnapshot("m@1")
+
+
+async def test_saves_occupy_the_ranks_only_while_they_are_copied(trainer: Trainer) -> None:
+    """Other commands run while a save is written. The next save is copied when the first is in storage."""
+    slow: Future[int] = Future()
+    identity = weights_pb2.Snapshot(snapshot_id="m@1", model_id="m", step=3)
+    trainer.rank.answers[:] = [PendingSave(slow, 3), 7, TakenSnapshot(identity, written(5))]
+    first = asyncio.create_task(trainer.client.save_state("m", "/x"))
+    await eventually(lambda: len(trainer.rank.commands) == 1)
+    second = asyncio.create_task(trainer.client.take_snapshot("m", "m@1", "/y"))
+    assert await trainer.client.load_state("other", "/x", optimizer=True) == 7
+    assert [type(command).__name__ for command in trainer.rank.commands] == ["SaveState", "LoadState"]
+    assert not first.done()
+    slow.set_result(99)
+    assert (await first).size_bytes == 99
+    assert await second == identity
+
+
+async def test_an_error_of_storage_reaches_who_saves(trainer: Trainer) -> None:
+    failed: Future[int] = Future()
+    failed.set_exception(DiskFull("the disk of /x is full", place="/x"))
+    trainer.rank.answers[:] = [PendingSave(failed, 3)]
+    with pytest.raises(DiskFull, match="/x"):
+        await trainer.client.save_state("m", "/x")
+
+
+def written(size_bytes: int) -> "Future[int]":
+    """A write that is over."""
+    found: Future[int] = Future()
+    found.set_result(size_bytes)
+    return found
 
 
 @pytest.mark.parametrize(

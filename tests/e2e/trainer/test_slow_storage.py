@@ -1,6 +1,7 @@
 """Recovery of many models in a whole trainer, on storage that takes less than their snapshots: it writes on credit."""
 
 import asyncio
+import os
 from pathlib import Path
 from textwrap import dedent
 
@@ -60,7 +61,7 @@ async def test_every_model_gets_points_on_storage_that_takes_less_than_their_sna
 ) -> None:
     credit, granted, refused = tmp_path / "credit", 0, 0
     install(tmp_path / "packages", credit)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
 
     def grant(size_bytes: int) -> None:
         nonlocal granted
@@ -107,4 +108,40 @@ async def test_every_model_gets_points_on_storage_that_takes_less_than_their_sna
         await client.close()
     finally:
         grant(2**40)
+        trainer.stop()
+
+
+async def test_others_train_while_a_state_and_a_snapshot_are_saved_on_slow_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credit, place = tmp_path / "credit", f"credit://{tmp_path}/checkpoints"
+    install(tmp_path / "packages", credit)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
+    credit.write_text("0")
+    (tmp_path / "trainer").mkdir()
+    trainer = TrainerProcess(
+        fovea_tinyvlm.ensure("qwen3"), tmp_path / "trainer" / "trainer.log", "--checkpoints", place, ranks=1
+    )
+    try:
+        client = await trainer.ready()
+        lora = weights_pb2.LoraConfig(rank=32, train_attention=True, train_mlp=True)
+        for model_id in ("saved", "named", "other"):
+            await client.create_model(model_id, lora)
+        await client.optim_step("saved", adam(), None, 1)
+        saving = asyncio.create_task(client.save_state("saved", f"{place}/state"))
+        naming = asyncio.create_task(client.take_snapshot("named", "named@1", f"{place}/snapshot"))
+        steps = [(await client.optim_step("other", adam(), None, seq_id)).step for seq_id in range(1, 11)]
+        await client.optim_step("saved", adam(), None, 2)  # the save has copied its weights
+        assert steps == list(range(1, 11))
+        assert not saving.done()
+        assert not naming.done()
+        credit.write_text(str(2**40))
+        assert (await saving).step == 1
+        snapshot = await naming
+        assert await client.load_state("other", f"{place}/state", optimizer=True) == 1
+        assert (tmp_path / "checkpoints" / "snapshot" / "adapter_model.safetensors").stat().st_size > 0
+        assert snapshot.snapshot_id == "named@1"
+        await client.close()
+    finally:
+        credit.write_text(str(2**40))
         trainer.stop()

@@ -1,6 +1,8 @@
 """Owners share places by tokens and weights, whatever each of them queues."""
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -394,3 +396,28 @@ async def test_work_of_many_places_begins_with_one_and_gives_them_back_one_by_on
     await line.end(2)
     assert line.queue.describe(third) == "it is next"
     assert all(task.done() for task in line.tasks)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_work_of_the_server_beside_a_turn_is_no_owners(is_measured: bool) -> None:
+    """Sixteen owners take equal steps. The server copies something during some of them, more often for some owners."""
+    steps, chance = Counter[str](), random.Random(3)
+
+    async def take_steps(name: str, share: float, queue: FairQueue) -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() < 2000.0:
+            turn = Turn(name, 100.0, is_timed=True)
+            async with queue.place(turn):
+                await asyncio.sleep(0.1 + 0.1 * (chance.random() < share))
+                turn.measured = 0.1 if is_measured else None
+            steps[name] += 1
+
+    async def main() -> None:
+        queue = FairQueue(1, lambda owner: 1.0)
+        await asyncio.gather(*(take_steps(f"o{number:02}", number / 32, queue) for number in range(16)))
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+    spread = max(steps.values()) / min(steps.values())
+    print(f"slowest over fastest {spread:.3f}, measured: {is_measured}")
+    assert (spread < 1.02) is is_measured

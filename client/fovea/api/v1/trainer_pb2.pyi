@@ -16,7 +16,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self, with_kept: bool = ...) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind", "takes_groups", "shared_tokens")
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind", "takes_groups", "shared_tokens", "recovery_failure")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class GetTrainerInfoResponse(_message.Message):
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
     TAKES_GROUPS_FIELD_NUMBER: _ClassVar[int]
     SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_FAILURE_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     instance_id: str
@@ -80,7 +81,8 @@ class GetTrainerInfoResponse(_message.Message):
     memory_kind: str
     takes_groups: bool
     shared_tokens: int
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., takes_groups: bool = ..., shared_tokens: _Optional[int] = ...) -> None: ...
+    recovery_failure: str
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., takes_groups: bool = ..., shared_tokens: _Optional[int] = ..., recovery_failure: _Optional[str] = ...) -> None: ...
 
 class FullParameterConfig(_message.Message):
     __slots__ = ()
@@ -227,16 +229,18 @@ class Datum(_message.Message):
     def __init__(self, input: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., loss_inputs: _Optional[_Mapping[str, _tensor_pb2.Tensor]] = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
-    __slots__ = ("output", "metrics", "group", "place")
+    __slots__ = ("output", "metrics", "group", "place", "seconds")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     output: DatumOutput
     metrics: Metrics
     group: OutputGroup
     place: str
-    def __init__(self, output: _Optional[_Union[DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., group: _Optional[_Union[OutputGroup, _Mapping]] = ..., place: _Optional[str] = ...) -> None: ...
+    seconds: float
+    def __init__(self, output: _Optional[_Union[DatumOutput, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., group: _Optional[_Union[OutputGroup, _Mapping]] = ..., place: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class OutputGroup(_message.Message):
     __slots__ = ("outputs",)
@@ -321,14 +325,16 @@ class OptimStepRequest(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ..., seq_id: _Optional[int] = ...) -> None: ...
 
 class OptimStepResponse(_message.Message):
-    __slots__ = ("metrics", "step", "durable_seq_id")
+    __slots__ = ("metrics", "step", "durable_seq_id", "seconds")
     METRICS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DURABLE_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     metrics: Metrics
     step: int
     durable_seq_id: int
-    def __init__(self, metrics: _Optional[_Union[Metrics, _Mapping]] = ..., step: _Optional[int] = ..., durable_seq_id: _Optional[int] = ...) -> None: ...
+    seconds: float
+    def __init__(self, metrics: _Optional[_Union[Metrics, _Mapping]] = ..., step: _Optional[int] = ..., durable_seq_id: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class SaveStateRequest(_message.Message):
     __slots__ = ("model_id", "uri")

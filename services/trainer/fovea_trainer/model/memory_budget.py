@@ -234,7 +234,8 @@ class MemoryBudget:
         dtype: Dtype of the model.
         memory: Memory of this rank's device.
         control: Control group of the rank's thread.
-        spill: Frees memory of this rank's device by moving or dropping snapshots. Returns True if it found any.
+        spill: Frees memory of this rank's device, given the missing bytes, by moving or dropping snapshots, and by
+            moving idle models. Returns True if it found any.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class MemoryBudget:
         dtype: torch.dtype,
         memory: DeviceMemory,
         control: ControlGroup,
-        spill: Callable[[], bool],
+        spill: Callable[[int], bool],
     ) -> None:
         self._settings = settings
         self._config = config
@@ -253,6 +254,7 @@ class MemoryBudget:
         self._control = control
         self._spill = spill
         self._has_vision = hasattr(config, "vision_config")
+        self._activation_bytes = activation_bytes(config, dtype)
         self._logged: Budgets | None = None
 
     def budgets(self, pending_bytes: int, trains_vision: bool) -> Budgets:
@@ -275,6 +277,13 @@ class MemoryBudget:
             self._logged = found
             logger.info("micro-batches have up to %d tokens and %d patches", found.tokens, found.patches)
         return found
+
+    def make_room(self, token_count: int) -> None:
+        """Frees memory for the micro-batches of a call, so that they are as large as without idle models.
+
+        Not collective.
+        """
+        self._free(min(token_count, MAX_TOKENS) * self._activation_bytes + _WORKING_BYTES)
 
     def recompute_above(self, budgets: Budgets) -> float:
         """Returns the token count above which a micro-batch recomputes its activations instead of retaining them."""
@@ -376,6 +385,7 @@ class MemoryBudget:
         self._memory.collect()
 
     def _free(self, wanted_bytes: int) -> int:
-        if self._memory.is_known and self._memory.free_bytes() < wanted_bytes and self._spill():
+        missing_bytes = wanted_bytes - self._memory.free_bytes() if self._memory.is_known else 0
+        if missing_bytes > 0 and self._spill(missing_bytes):
             self._memory.collect()
         return self._memory.free_bytes()

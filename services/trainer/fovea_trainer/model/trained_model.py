@@ -199,8 +199,13 @@ class AdapterModel(TrainedModel):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Size of a snapshot: the trained weights in float32."""
-        return self.weights.whole_size * torch.float32.itemsize
+        """Size of a snapshot: the trained weights in the dtype of the base."""
+        return self.weights.whole_size * self.weights.cast_weights.element_size()
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of a saved state: weights and moments in float32."""
+        return self.weights.whole_size * (1 + len(MOMENTS)) * torch.float32.itemsize
 
     def activate(self) -> None:
         self._injector.activate(self.weights)

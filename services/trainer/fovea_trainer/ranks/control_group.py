@@ -210,10 +210,7 @@ class ControlGroup:
             return known
         except Exception as failure:
             logger.exception("rank %d failed before computing", self.rank)
-            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            if is_out_of_memory(failure):
-                return ResourceExhausted(f"rank {self.rank} of the trainer ran out of memory: {reason}")
-            return Internal(f"rank {self.rank} of the trainer failed, see its log: {reason}")
+            return error_of_rank(self.rank, failure)
         return None
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
@@ -237,6 +234,14 @@ class ControlGroup:
         self._flag.fill_(int(flag))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self.group)
         return bool(self._flag.item())
+
+
+def error_of_rank(rank: int, failure: Exception) -> FoveaError:
+    """Returns the error that callers see if a rank failed with an exception other than a FoveaError."""
+    reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+    if is_out_of_memory(failure):
+        return ResourceExhausted(f"rank {rank} of the trainer ran out of memory: {reason}")
+    return Internal(f"rank {rank} of the trainer failed, see its log: {reason}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,25 +1,34 @@
 """Scheduling of durable points, on rank 0, while clients' commands run. One state or snapshot is written at a time.
 
-A model that changes again before it is written is written once, in its latest state. Its earlier snapshots are written
-before its state. If states and snapshots both wait, the same number of bytes is written of each. Each model thus gets a
-new point after a bounded number of snapshots, for any number of models. The bytes of snapshots that wait to be written
-are limited. Above the limit, further snapshots are refused for now.
+Models take turns: the model with the oldest change or snapshot that is not durable is next, and models without a point
+precede others. A turn first writes the snapshots that the model has outgrown, then its newest state. A model that
+changed several times is written once. An unnamed snapshot of the newest state shares the file of the point.
+
+Two bounds make clients wait instead of letting debts grow. Snapshots that wait to be written use at most
+`--snapshot-memory-mib`. A model may change only while all states and snapshots that are owed to storage can be written
+within `--recovery-most-lag-s`, at the speed of the last writes. While a state of a model is owed, it may change
+freely, because its next point includes all changes. Of the models that wait, those without a point are first.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fovea.wire.errors import NotFound, StorageBehind, Unavailable
+from fovea.wire.errors import NotFound, Unavailable
 from fovea_trainer import command_queue, trainer_metrics
 from fovea_trainer.command_queue import CommandQueue
-from fovea_trainer.recovery.recovery_writer import RecoveryWriter
+from fovea_trainer.recovery.recovery_writer import (
+    Durability,
+    PendingSnapshot,
+    PendingState,
+    RecoveryWriter,
+    WaitingLine,
+)
 from fovea_trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -27,47 +36,14 @@ T = TypeVar("T")
 
 MAX_PAUSE_S = 60.0
 """Longest pause between two attempts to write to failing storage, in seconds."""
-
-LINE_S = 5.0
-"""Seconds after which a model that was refused, and has not asked again, loses its position in the line."""
-
-
-@dataclass
-class _Model:
-    """The durability of a model. Times are readings of `time.monotonic`.
-
-    Args:
-        durable: `seq_id` of the last command in its point; None if it has no point.
-        durable_count: Number of weight changes in its point.
-        since: Time of the first change that is not in its point.
-        next_at: Earliest time to start the next point.
-        wanted: Number of callers that wait until the model is durable.
-        lock: Held while a snapshot of the model is made, and while its next state is copied.
-    """
-
-    durable: int | None = None
-    durable_count: int = 0
-    since: float = math.inf
-    next_at: float = 0.0
-    wanted: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-@dataclass(eq=False)
-class _PendingSnapshot:
-    """A snapshot that is being made or waits to be written.
-
-    Args:
-        model_id: Id of the model.
-        snapshot_id: Id of the snapshot.
-        size_bytes: Its size in memory.
-        pinned: True while memory must not drop it.
-    """
-
-    model_id: str
-    snapshot_id: str
-    size_bytes: int
-    pinned: bool = False
+_NEWEST = 0.2
+"""Weight of the newest write in the measured speed of storage."""
+_STATES_SHARE, _SNAPSHOTS_SHARE = 0.6, 0.25
+"""The shares of the longest lag in which all that is owed, and the snapshots in it, must be written. The rest is for
+writes that take longer than the last ones.
+"""
+_HEAD_START = 0.25
+"""The share of the longest lag by which models without a point precede others."""
 
 
 class RecoveryKeeper:
@@ -77,27 +53,36 @@ class RecoveryKeeper:
         settings: Settings of the trainer.
         queue: Command queue of the ranks.
         writer: Returns rank 0's recovery writer, which exists once the model is loaded.
+        clock: Returns seconds since an arbitrary moment.
     """
 
     def __init__(
-        self, settings: TrainerSettings, queue: CommandQueue, writer: Callable[[], RecoveryWriter | None]
+        self,
+        settings: TrainerSettings,
+        queue: CommandQueue,
+        writer: Callable[[], RecoveryWriter | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lag_s = settings.recovery_lag_s
+        self._lag_s, self._most_lag_s = settings.recovery_lag_s, settings.recovery_most_lag_s
         self._queue = queue
         self._find_writer = writer
-        self._models: dict[str, _Model] = {}
-        self._snapshots: deque[_PendingSnapshot] = deque()
-        self._in_progress: set[_PendingSnapshot] = set()
-        self._line: dict[str, tuple[int, float]] = {}  # waiting models: bytes wanted, and time of the last request
-        self._ahead_bytes = 0  # bytes of snapshots written in excess of bytes of states
+        self._clock = clock
+        self._models: dict[str, Durability] = {}
+        self._in_progress: set[PendingSnapshot] = set()
+        bound = "--recovery-most-lag-s at the present speed"
+        self._snapshot_line = WaitingLine(clock, "snapshots", f"--snapshot-memory-mib, or {bound}")
+        self._change_line = WaitingLine(clock, "states and snapshots", bound)
+        self._written_bytes = self._written_s = 0.0  # of the last writes, the newest with the largest weight
+        self._being_written = 0
         self._work = asyncio.Event()
         self._tried = asyncio.Condition()
         self._failures = 0
-        self._failure = ""
+        self.failure = ""
+        """The error of the last write, while storage fails; empty while it works."""
         self._pause_s = 0.0
         self._paused_until = 0.0
         trainer_metrics.DURABLE_LAG_COMMANDS.set_function(lambda: max(map(self._lag_of, list(self._models)), default=0))
-        trainer_metrics.DURABLE_LAG_SECONDS.set_function(self._lag_seconds)
+        trainer_metrics.DURABLE_LAG_SECONDS.set_function(lambda: self.lag_seconds)
         trainer_metrics.DURABLE_WAITING_BYTES.set_function(lambda: self.waiting_bytes)
 
     @property
@@ -105,15 +90,47 @@ class RecoveryKeeper:
         """`seq_id` of the last command in the point of each model that has one."""
         return {model_id: model.durable for model_id, model in self._models.items() if model.durable is not None}
 
+    @property
+    def lag_seconds(self) -> float:
+        """Seconds since the oldest change or snapshot that is not durable."""
+        oldest = min((min(m.since, m.written_since) for m in list(self._models.values())), default=math.inf)
+        return max(0.0, self._clock() - oldest)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the snapshots that memory retains until they are written."""
+        models = list(self._models.values())
+        return sum(pending.size_bytes for model in models for pending in list(model.snapshots) if pending.pinned)
+
     def changed(self, model_id: str) -> None:
         """Notes that a command has changed weights. Call it after each such command."""
-        model = self._models.setdefault(model_id, _Model())
-        model.since = min(model.since, time.monotonic())
+        model = self._models.setdefault(model_id, Durability())
+        model.since = min(model.since, self._clock())
         self._work.set()
+
+    @asynccontextmanager
+    async def changing(self, model_id: str, state_bytes: int) -> AsyncIterator[None]:
+        """Surrounds an optimizer step of a model with a state of `state_bytes` in storage.
+
+        Raises:
+            StorageBehind: Storage could not make the change durable within `--recovery-most-lag-s`. While storage
+                fails, all changes are admitted.
+        """
+        model = self._models.setdefault(model_id, Durability())
+        model.state_bytes = state_bytes
+        if not (self.failure or model.changing or self._changes_of(model_id) > model.copied_count):
+            most, is_first = self._most_bytes(_STATES_SHARE), model.durable is None
+            self._change_line.admit(model_id, state_bytes, self._owed_bytes(), most, is_first)
+        model.changing += 1
+        try:
+            yield
+            self.changed(model_id)
+        finally:
+            model.changing -= 1
 
     def restored(self, model_id: str, seq_id: int) -> None:
         """Notes that a model was restored from its point."""
-        self._models[model_id] = _Model(durable=seq_id)
+        self._models[model_id] = Durability(durable=seq_id)
 
     @asynccontextmanager
     async def snapshotting(self, model_id: str, snapshot_id: str, size_bytes: int) -> AsyncIterator[None]:
@@ -127,26 +144,29 @@ class RecoveryKeeper:
             size_bytes: Size of the snapshot in memory.
 
         Raises:
-            StorageBehind: The bytes waiting to be written would exceed `--snapshot-memory-mib`.
+            StorageBehind: The bytes waiting to be written would exceed `--snapshot-memory-mib`. While storage fails,
+                all snapshots are admitted, because memory does not retain them then; see `_failed`.
         """
-        self._admit(model_id, size_bytes)
-        pending = _PendingSnapshot(model_id, snapshot_id, size_bytes)
+        if not self.failure:
+            held = self.waiting_bytes + sum(pending.size_bytes for pending in self._in_progress)
+            most = min(self._writer.adapters.max_bytes, self._most_bytes(_SNAPSHOTS_SHARE))
+            self._snapshot_line.admit(model_id, size_bytes, held, most)
+        pending = PendingSnapshot(snapshot_id, size_bytes)
         self._in_progress.add(pending)
+        model = self._models.setdefault(model_id, Durability())
         try:
-            async with self._models.setdefault(model_id, _Model()).lock:
+            async with model.lock:
+                count = self._changes_of(model_id)
                 yield
-                if not self._failure:  # while storage fails, possibly for long, memory may drop it
+                pending.change_count = count if self._changes_of(model_id) == count else None
+                if not self.failure:  # while storage fails, possibly for long, memory may drop it
                     self._writer.adapters.pin(snapshot_id)
                     pending.pinned = True
-                self._snapshots.append(pending)
+                model.snapshots.append(pending)
+                model.since = min(model.since, self._clock())
         finally:
             self._in_progress.remove(pending)
             self._work.set()
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the snapshots that memory retains until they are written."""
-        return sum(pending.size_bytes for pending in list(self._snapshots) if pending.pinned)
 
     async def flush(self, model_id: str) -> tuple[int, int]:
         """Waits until a model and its snapshots are durable.
@@ -157,7 +177,7 @@ class RecoveryKeeper:
         Raises:
             Unavailable: Storage failed.
         """
-        model = self._models.setdefault(model_id, _Model())
+        model = self._models.setdefault(model_id, Durability())
         failures = self._failures
         model.wanted += 1
         self._work.set()
@@ -167,7 +187,7 @@ class RecoveryKeeper:
         finally:
             model.wanted -= 1
         if self._is_behind(model_id):
-            raise Unavailable(f"model {model_id!r} cannot be made durable: {self._failure}")
+            raise Unavailable(f"model {model_id!r} cannot be made durable: {self.failure}")
         return model.durable or 0, await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
 
     async def stored(self, model_id: str) -> tuple[int, int]:
@@ -183,10 +203,9 @@ class RecoveryKeeper:
 
     def forget(self, model_id: str) -> None:
         """Cancels pending writes of a model. Call it when the model is freed."""
-        self._models.pop(model_id, None)
-        for pending in [pending for pending in self._snapshots if pending.model_id == model_id]:
-            self._unpin(pending)
-            self._snapshots.remove(pending)
+        model = self._models.pop(model_id, None)
+        while model is not None and model.snapshots:
+            self._unpin(model.snapshots.popleft())
 
     async def remove_model(self, model_id: str) -> None:
         """Removes the files of a model. Failures are only logged."""
@@ -194,9 +213,10 @@ class RecoveryKeeper:
 
     async def remove_snapshot(self, snapshot_id: str) -> None:
         """Removes the files of a snapshot and cancels its pending write. Failures are only logged."""
-        for pending in [pending for pending in self._snapshots if pending.snapshot_id == snapshot_id]:
-            self._unpin(pending)
-            self._snapshots.remove(pending)
+        for model in self._models.values():
+            for pending in [pending for pending in model.snapshots if pending.snapshot_id == snapshot_id]:
+                self._unpin(pending)
+                model.snapshots.remove(pending)
         await self._try(lambda: self._writer.folder.remove_snapshot(snapshot_id), f"files of snapshot {snapshot_id}")
 
     async def run(self) -> None:
@@ -218,70 +238,100 @@ class RecoveryKeeper:
 
     async def _write_next(self) -> bool:
         """Writes the next state or snapshot. Returns False if there is nothing to write now."""
-        wanted = any(model.wanted for model in self._models.values())
-        now = time.monotonic()
-        if now < self._paused_until and not wanted:
+        now = self._clock()
+        if now < self._paused_until and not any(model.wanted for model in self._models.values()):
             return False
-        due = [
-            (model.since, model_id)
-            for model_id, model in self._models.items()
-            if self._lag_of(model_id) and (model.wanted or model.next_at <= now)
-        ]
-        if not due or not self._snapshots:
-            self._ahead_bytes = 0  # the balance counts only while both kinds wait
-        if self._snapshots and (not due or self._ahead_bytes <= 0):
-            await self._write_snapshot(self._snapshots[0])
-        elif due:
-            await self._write_state(min(due)[1])
+        owed = [(name, model) for name, model in self._models.items() if model.snapshots or self._is_due(name, now)]
+        if not owed:
+            return False
+        # A snapshot that shares a file costs nothing, so it waits for no other model.
+        start_s = _HEAD_START * self._most_lag_s
+        model_id, model = min(owed, key=lambda one: one[1].place(start_s))
+        first = model.snapshots[0] if model.snapshots else None
+        if first is not None and not (self._is_due(model_id, now) and first.change_count == self._changes_of(model_id)):
+            await self._write_snapshot(model_id, model, first)
         else:
-            return False
+            await self._write_state(model_id, model)
         return True
 
-    async def _write_state(self, model_id: str) -> None:
-        model, began = self._models[model_id], time.monotonic()
-        model.next_at = began + self._lag_s
+    def _is_due(self, model_id: str, now: float) -> bool:
+        """Returns True if the next state of a model should be written now."""
+        model = self._models[model_id]
+        return self._lag_of(model_id) > 0 and (model.wanted > 0 or model.next_at <= now)
+
+    async def _write_state(self, model_id: str, model: Durability) -> None:
+        began = self._clock()
         async with model.lock:
-            while first := next((pending for pending in self._snapshots if pending.model_id == model_id), None):
-                await self._write_snapshot(first)
+            count = self._changes_of(model_id)
+            if any(pending.change_count != count for pending in model.snapshots):
+                return  # a snapshot that was made meanwhile comes first
             try:
-                state = await self._queue.submit(command_queue.KeepState(model_id))
+                state: PendingState | None = await self._queue.submit(
+                    command_queue.KeepState(model_id, count if model.snapshots else None)
+                )
             except NotFound:
                 self._models.pop(model_id, None)  # it was freed meanwhile
                 return
-        size_bytes = await asyncio.wrap_future(state.written)
+            if state is None:  # it changed meanwhile, so its snapshots come first
+                return
+            model.next_at = began + self._lag_s
+            model.copied_count, model.written_since = state.change_count, model.since
+            model.since = self._clock() if self._changes_of(model_id) > state.change_count else math.inf
+        try:
+            size_bytes = await self._timed(state.written, model.state_bytes)
+        except BaseException:
+            model.copied_count, model.since = model.durable_count, min(model.since, model.written_since)
+            model.written_since = math.inf
+            raise
         if self._models.get(model_id) is not model:  # it was freed meanwhile
             return
-        model.durable, model.durable_count = state.seq_id, state.change_count
-        model.since = began if self._lag_of(model_id) else math.inf
+        model.durable, model.durable_count, model.written_since = state.seq_id, state.change_count, math.inf
+        if model.snapshots:
+            model.since = min(model.since, self._clock())
         self._succeeded("state", size_bytes)
-        trainer_metrics.DURABLE_SECONDS.observe(time.monotonic() - began)
+        trainer_metrics.DURABLE_SECONDS.observe(self._clock() - began)
 
-    async def _write_snapshot(self, pending: _PendingSnapshot) -> None:
-        size_bytes = await asyncio.wrap_future(self._writer.write_snapshot(pending.snapshot_id))
-        if not size_bytes:
+    async def _write_snapshot(self, model_id: str, model: Durability, pending: PendingSnapshot) -> None:
+        point = model.durable if model.shares_point(pending) else None
+        owed_bytes = pending.size_bytes if point is None else 0
+        size_bytes = await self._timed(self._writer.write_snapshot(pending.snapshot_id, point), owed_bytes)
+        if size_bytes is None:
             logger.warning("snapshot %s was dropped from memory before it was written: it is lost", pending.snapshot_id)
             trainer_metrics.DURABLE_FAILURES.inc()
-        if pending in self._snapshots:
+        if pending in model.snapshots:
             self._unpin(pending)
-            self._snapshots.remove(pending)
-        self._succeeded("snapshot", size_bytes)
+            model.snapshots.remove(pending)
+        if model_id in self._models and not model.snapshots and self._lag_of(model_id) == 0:
+            model.since = math.inf
+        self._succeeded("snapshot", size_bytes or 0)
+
+    async def _timed(self, written: "Future[T]", owed_bytes: int) -> T:
+        """Waits for a write, and measures the speed of storage."""
+        began, self._being_written = self._clock(), owed_bytes
+        try:
+            result = await asyncio.wrap_future(written)
+        finally:
+            self._being_written = 0
+        self._written_bytes += _NEWEST * (owed_bytes - self._written_bytes)
+        self._written_s += _NEWEST * (self._clock() - began - self._written_s)
+        return result
 
     def _succeeded(self, kind: str, size_bytes: int) -> None:
-        if self._failure:
+        if self.failure:
             logger.info("recovery storage works again")
-        self._failure, self._pause_s, self._paused_until = "", 0.0, 0.0
-        self._ahead_bytes += size_bytes if kind == "snapshot" else -size_bytes
+        self.failure, self._pause_s, self._paused_until = "", 0.0, 0.0
         trainer_metrics.DURABLE_BYTES.labels(kind).inc(size_bytes)
 
     async def _failed(self, error: Exception) -> None:
         self._failures += 1
-        self._failure = str(error) or type(error).__name__
+        self.failure = str(error) or type(error).__name__
         self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
-        self._paused_until = time.monotonic() + self._pause_s
+        self._paused_until = self._clock() + self._pause_s
         trainer_metrics.DURABLE_FAILURES.inc()
-        logger.warning("no writes to recovery storage for %.0f s, training continues: %s", self._pause_s, self._failure)
-        for pending in self._snapshots:  # while storage fails, possibly for long, memory may drop them
-            self._unpin(pending)
+        logger.warning("no writes to recovery storage for %.0f s, training continues: %s", self._pause_s, self.failure)
+        for model in self._models.values():  # while storage fails, possibly for long, memory may drop them
+            for pending in model.snapshots:
+                self._unpin(pending)
         async with self._tried:
             self._tried.notify_all()
         await self._wait()
@@ -289,55 +339,44 @@ class RecoveryKeeper:
     async def _wait(self) -> None:
         """Waits for new work, or until postponed work is due."""
         put_off = [model.next_at for model_id, model in self._models.items() if self._lag_of(model_id)]
-        if put_off or self._snapshots:
+        if put_off or any(model.snapshots for model in self._models.values()):
             next_at = max(self._paused_until, min(put_off, default=0.0))
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, next_at - time.monotonic())):
+                async with asyncio.timeout(max(0.0, next_at - self._clock())):
                     await self._work.wait()
         else:
             await self._work.wait()
 
+    def _changes_of(self, model_id: str) -> int:
+        return self._writer.changes_of(model_id)
+
     def _lag_of(self, model_id: str) -> int:
         """Returns the number of a model's weight changes that are in no durable point."""
-        return self._writer.changes_of(model_id) - self._models[model_id].durable_count
-
-    def _lag_seconds(self) -> float:
-        return max(
-            0.0, time.monotonic() - min((model.since for model in list(self._models.values())), default=math.inf)
-        )
+        return self._changes_of(model_id) - self._models[model_id].durable_count
 
     def _is_behind(self, model_id: str) -> bool:
-        if any(pending.model_id == model_id for pending in self._snapshots):
-            return True
-        return model_id in self._models and self._lag_of(model_id) > 0
+        model = self._models.get(model_id)
+        return model is not None and (bool(model.snapshots) or self._lag_of(model_id) > 0)
 
-    def _admit(self, model_id: str, size_bytes: int) -> None:
-        """Checks that a snapshot has room, after the snapshots that wait and those of models ahead of it in line.
+    def _most_bytes(self, share: float) -> float:
+        """Returns the bytes that storage writes in a share of the longest lag, at the speed of the last writes."""
+        if not self._written_s:
+            return self._writer.adapters.max_bytes
+        return share * self._most_lag_s * self._written_bytes / self._written_s
 
-        While storage fails, all snapshots are admitted, because memory does not retain them then; see `_failed`.
+    def _owed_bytes(self) -> int:
+        """Returns the bytes of all states and snapshots that are not durable."""
+        owed = self._being_written
+        for model_id, model in self._models.items():
+            if model.since == math.inf and not model.changing:
+                continue
+            count = self._changes_of(model_id)
+            if model.changing or count > model.copied_count:
+                owed += model.state_bytes
+            owed += sum(each.size_bytes for each in model.snapshots if each.change_count != count)
+        return owed
 
-        Raises:
-            StorageBehind: There is no room.
-        """
-        now = time.monotonic()
-        self._line = {name: entry for name, entry in self._line.items() if entry[1] > now - LINE_S}
-        held = self.waiting_bytes + sum(pending.size_bytes for pending in self._in_progress)
-        before = 0
-        for name, (its_bytes, _) in self._line.items():
-            if name == model_id:
-                break
-            before += its_bytes
-        most = self._writer.adapters.max_bytes
-        if held + before and held + before + size_bytes > most and not self._failure:
-            self._line[model_id] = (size_bytes, now)
-            raise StorageBehind(
-                f"recovery storage is behind: {held / 2**20:.0f} MiB of snapshots wait to be written, the limit is "
-                f"{most / 2**20:.0f} MiB (--snapshot-memory-mib), and {len(self._line)} models wait to save the next: "
-                "the request waits until storage has caught up"
-            )
-        self._line.pop(model_id, None)
-
-    def _unpin(self, pending: _PendingSnapshot) -> None:
+    def _unpin(self, pending: PendingSnapshot) -> None:
         if pending.pinned:
             pending.pinned = False
             self._writer.adapters.unpin(pending.snapshot_id)

@@ -4,12 +4,15 @@ Every rank has a writer, and all ranks make the same calls. A failure here never
 or the future that it returns, raises the errors of copying and writing, and `RecoveryKeeper` handles them.
 """
 
+import asyncio
 import json
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,88 +20,29 @@ import torch
 from torch import Tensor
 
 import fovea
-from fovea.wire.errors import NotFound
+from fovea.wire.errors import NotFound, StorageBehind
 from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.model.trained_model import TrainedModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import Point, RecoveryFolder
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.checkpoint_folder import Checksums, Folder
+from fovea_trainer.weights.host_memory import HostCopies
 from fovea_trainer.weights.snapshot_store import SnapshotStore
-from fovea_trainer.weights.snapshot_taker import write_snapshot
+from fovea_trainer.weights.snapshot_taker import write_snapshot, write_snapshot_of_point
 from fovea_trainer.weights.training_state import ModelState, StateStore, state_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_ALIGNMENT = 64
+LINE_S = 20.0
+"""Seconds after which a model that was refused, and has not asked again, loses its position in the line."""
+
 _ROUNDING = (
     "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "datum_ranks", "memory_limit_mib",
     "recompute", "logit_chunk_mib", "keep_gathered",
 )  # fmt: skip
 """Settings that decide which values are computed together, and so the order in which floats are added."""
-
-
-class HostCopies:
-    """Copies of tensors on the host, in a reused buffer. On a GPU they are made while the device continues to compute.
-
-    Args:
-        device: Device of the tensors.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies tensors as they are after all device work queued so far. The copies are valid until the next call.
-
-        On a GPU the copies are asynchronous: call `wait` before reading them.
-
-        Args:
-            tensors: Tensors on the device.
-
-        Returns:
-            One host tensor per input, with the same shape and dtype.
-        """
-        sizes = [-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors]
-        if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._stream is not None)
-        parts = torch.split(self._memory[: sum(sizes)], sizes)
-        copies = [
-            part[: t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for part, t in zip(parts, tensors, strict=True)
-        ]
-        if self._stream is None:
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor)
-            return copies
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
-        self._copied = self._stream.record_event()
-        return copies
-
-    def before_writing(self) -> None:
-        """Makes later device work wait until the copies are made. Call it before you change or free a copied tensor."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-
-    def fetched(self, tensor: Tensor) -> Tensor:
-        """Returns one tensor on the host. Waits for this copy without delaying others. Callable from any thread."""
-        if self._stream is None:
-            return tensor
-        with torch.cuda.stream(self._stream):
-            return tensor.cpu()
-
-    def wait(self) -> None:
-        """Waits until the copies are complete. Callable from any thread."""
-        if self._copied is not None:
-            self._copied.synchronize()
 
 
 @dataclass(frozen=True)
@@ -138,6 +82,105 @@ class RestoredModel(NamedTuple):
     answer: Any
 
 
+@dataclass(eq=False)
+class PendingSnapshot:
+    """A snapshot that is being made or waits to be written.
+
+    Args:
+        snapshot_id: Id of the snapshot.
+        size_bytes: Its size in memory.
+        change_count: Number of the model's changes that it includes; None if unknown.
+        pinned: True while memory must not drop it.
+    """
+
+    snapshot_id: str
+    size_bytes: int
+    change_count: int | None = None
+    pinned: bool = False
+
+
+@dataclass(eq=False)
+class Durability:
+    """The durability of a model. Times are readings of the keeper's clock.
+
+    Args:
+        durable: `seq_id` of the last command in its point; None if it has no point.
+        durable_count: Number of weight changes in its point.
+        copied_count: Number of weight changes in its point or in the state that is being written.
+        since: Time of the first change or snapshot that is neither durable nor being written.
+        written_since: The same for the state that is being written.
+        next_at: Earliest time to start the next point.
+        wanted: Number of callers that wait until the model is durable.
+        state_bytes: Size of its state in storage.
+        changing: Number of commands that are changing it.
+        snapshots: The snapshots to be written, in order.
+        lock: Held while a snapshot of the model is made, and while its next state is copied.
+    """
+
+    durable: int | None = None
+    durable_count: int = 0
+    copied_count: int = 0
+    since: float = math.inf
+    written_since: float = math.inf
+    next_at: float = 0.0
+    wanted: int = 0
+    state_bytes: int = 0
+    changing: int = 0
+    snapshots: deque[PendingSnapshot] = field(default_factory=deque)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def place(self, head_start_s: float) -> tuple[bool, float]:
+        """Returns the place of the model in the order of writes; without a point it is ahead by `head_start_s`."""
+        is_cheap = bool(self.snapshots) and self.shares_point(self.snapshots[0])
+        return not is_cheap, self.since - (head_start_s if self.durable is None else 0.0)
+
+    def shares_point(self, snapshot: PendingSnapshot) -> bool:
+        """Returns True if a snapshot has the weights of the newest point."""
+        return self.durable is not None and snapshot.change_count == self.durable_count
+
+
+class WaitingLine:
+    """The models that were refused, in order, each with the bytes that it wants. Urgent models precede all others.
+
+    Args:
+        clock: Returns seconds since an arbitrary moment.
+        debt: The things that are owed, for messages.
+        limit: The setting of the limit, for messages.
+    """
+
+    def __init__(self, clock: Callable[[], float], debt: str, limit: str) -> None:
+        self._clock, self._debt, self._limit = clock, debt, limit
+        self._entries: dict[str, tuple[int, bool, float]] = {}
+
+    def admit(
+        self, model_id: str, size_bytes: int, owed_bytes: int, most_bytes: float, is_urgent: bool = False
+    ) -> None:
+        """Checks that bytes fit within a limit, after those that are owed and those of models ahead in the line.
+
+        Drops models that have not asked again for `LINE_S` seconds.
+
+        Raises:
+            StorageBehind: They do not fit. The model is then in the line.
+        """
+        now, taken, is_ahead = self._clock(), owed_bytes, True
+        for name, (wanted, urgent, asked_at) in list(self._entries.items()):
+            if asked_at <= now - LINE_S:
+                del self._entries[name]
+                continue
+            is_ahead = is_ahead and name != model_id
+            if name != model_id and ((is_ahead and urgent >= is_urgent) or urgent > is_urgent):
+                taken += wanted
+        if not taken or taken + size_bytes <= most_bytes:
+            self._entries.pop(model_id, None)
+            return
+        self._entries[model_id] = (size_bytes, is_urgent, now)
+        owed, most = owed_bytes / 2**20, most_bytes / 2**20
+        raise StorageBehind(
+            f"recovery storage is behind: {owed:.0f} MiB of {self._debt} wait to be written, the limit is {most:.0f} "
+            f"MiB ({self._limit}), and {len(self._entries)} models wait: the request waits until storage has caught up"
+        )
+
+
 class RecoveryWriter:
     """Writes and finds durable points. Only the rank's thread may call methods that do not say otherwise.
 
@@ -174,12 +217,12 @@ class RecoveryWriter:
         self._changes: dict[str, Change] = {}
         self._writing: Future[int] | None = None
 
-    def before_change(self) -> None:
-        """Waits for pending copies on the device.
+    def before_change(self, model_id: str) -> None:
+        """Waits until a pending copy of this model is made.
 
-        Call it before any model's weights or moments are written to or freed.
+        Call it before its weights or moments are written to or freed.
         """
-        self._copies.before_writing()
+        self._copies.before_writing(model_id)
 
     def changed(self, model_id: str, seq_id: int, answer: Any) -> None:
         """Records a command that changed weights. Call it after the command.
@@ -210,15 +253,24 @@ class RecoveryWriter:
         """Forgets the changes of a model. Call it when the model is freed."""
         self._changes.pop(model_id, None)
 
-    def write_state(self, model: TrainedModel) -> PendingState:
+    def write_state(self, model: TrainedModel, change_count: int | None = None) -> PendingState | None:
         """Copies the state of a model and submits it for writing. Collective.
 
         Wait for the returned future before the next call, which reuses the host buffer.
+
+        Args:
+            model: The model.
+            change_count: The number of changes that the state must include; None for any number.
+
+        Returns:
+            The pending state, or None if the model has changed more often.
         """
+        change = self._changes[model.model_id]
+        if change_count not in (None, change.count):
+            return None
         if self._writing is not None:
             self._writing.exception()  # waits: rank 0 may have finished its write slightly earlier
-        change = self._changes[model.model_id]
-        state = state_of(model, self._control.rank, self._copied)
+        state = state_of(model, self._control.rank, lambda live: self._copied(live, model.model_id))
         self._writing = self._thread.submit(self._write, model.model_id, state, change)
         return PendingState(change.seq_id, change.count, self._writing)
 
@@ -254,18 +306,26 @@ class RecoveryWriter:
         """Runs a file operation after all writes that were submitted before it. Callable from any thread."""
         return self._thread.submit(action)
 
-    def write_snapshot(self, snapshot_id: str) -> "Future[int]":
+    def write_snapshot(self, snapshot_id: str, point: int | None) -> "Future[int | None]":
         """Submits an adapter snapshot that rank 0 holds for writing. Callable from any thread.
 
+        Args:
+            snapshot_id: Id of the snapshot.
+            point: `seq_id` of the model's newest point if that has the same weights. The snapshot then shares the
+                point's file; otherwise it is written in full.
+
         Returns:
-            The size in bytes; 0 if rank 0 no longer holds the snapshot when its turn comes.
+            The bytes written; None if rank 0 no longer holds the snapshot when its turn comes.
         """
 
-        def write() -> int:
+        def write() -> int | None:
             if (found := self.adapters.get(snapshot_id)) is None:
-                return 0
+                return None
+            model_id = found.identity.model_id
+            url = self.folder.snapshot_url(model_id, snapshot_id)
+            if point is not None:
+                return write_snapshot_of_point(found, url, Folder.at(self.folder.point_url(model_id, point)))
             tensors = {name: self._copies.fetched(tensor) for name, tensor in found.tensors.items()}
-            url = self.folder.snapshot_url(found.identity.model_id, snapshot_id)
             return write_snapshot(replace(found, tensors=tensors), url, self._base_model)
 
         return self.in_order(write)
@@ -274,8 +334,8 @@ class RecoveryWriter:
         """Waits for pending writes and stops the thread."""
         self._thread.shutdown()
 
-    def _copied(self, live: Sequence[Tensor]) -> list[Tensor]:
-        return self._control.agree(lambda: self._copies.of(live))
+    def _copied(self, live: Sequence[Tensor], model_id: str) -> list[Tensor]:
+        return self._control.agree(lambda: self._copies.of(live, model_id))
 
     def _write(self, model_id: str, state: ModelState, change: Change) -> int:
         self._copies.wait()

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from fovea.wire.errors import Expired, FailedPrecondition, FeatureEvicted
+from fovea.wire.errors import Expired, FailedPrecondition, FeatureEvicted, StorageBehind
 
 Answer = TypeVar("Answer")
 
 MAX_BYTES = 256 * 2**20
+
+_WITHOUT_EFFECT = (FeatureEvicted, StorageBehind)
+"""Errors of commands that had no effect, so that they may run again."""
 
 
 @dataclass
@@ -53,8 +56,8 @@ class ReplyCache:
         """Runs command `seq_id` of a model, or returns the answer if it is the model's last command.
 
         A numbered command continues if its caller is cancelled. An exception is retained as its answer, except
-        FeatureEvicted: that command had no effect and may run again. A command with a `seq_id` of 0 has no number and
-        always runs.
+        FeatureEvicted and StorageBehind: that command had no effect and may run again. A command with a `seq_id` of 0
+        has no number and always runs.
 
         Args:
             model_id: Id of the model.
@@ -104,7 +107,7 @@ class ReplyCache:
         self._entries.pop(model_id, None)
 
     def _note(self, entry: _Entry, size_of: Callable[[Answer], int], done: asyncio.Task[Answer]) -> None:
-        if done.cancelled() or isinstance(done.exception(), FeatureEvicted):
+        if done.cancelled() or isinstance(done.exception(), _WITHOUT_EFFECT):
             entry.work = None
         elif done.exception() is None:
             entry.size_bytes = size_of(done.result())

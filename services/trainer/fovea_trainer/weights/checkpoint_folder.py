@@ -96,6 +96,25 @@ class Folder:
                 for part in data:
                     file.write(part)
 
+    def share(self, name: str, other: "Folder") -> None:
+        """Gives this folder a file of another folder of the same file system, without copying it where possible.
+
+        Raises:
+            NotFound: The other folder has no such file.
+        """
+        source, target = f"{other.path}/{name}", f"{self.path}/{name}"
+        try:
+            if self.is_local:
+                try:
+                    return os.link(source, target)
+                except FileNotFoundError:
+                    raise
+                except OSError as error:
+                    logger.debug("%s cannot have a second name, so it is copied: %s", source, error)
+            self.files.cp_file(source, target)
+        except FileNotFoundError:
+            raise NotFound(f"{other.path} has no {name}", field="uri") from None
+
     def checksum(self, name: str) -> int | None:
         """Returns the CRC-32 of a file, or None if the file cannot be read."""
         found = 0
@@ -189,18 +208,26 @@ Describe = Callable[[Folder, Checksums], None]
 """Writes a description of the files in a folder, such as a manifest. Receives the filled folder and its checksums."""
 
 
-def write_folder(uri: str, files: Mapping[str, bytes | Chunks], last: Describe | None = None) -> int:
+def write_folder(
+    uri: str,
+    files: Mapping[str, bytes | Chunks],
+    last: Describe | None = None,
+    shared: Mapping[str, Folder] | None = None,
+) -> int:
     """Writes all files into a staging folder, moves it to `uri` in one step, and returns the total size in bytes.
 
     Args:
         uri: Path or fsspec URL of the folder.
         files: Content of each file, keyed by file name.
         last: Writes a description of the files, after all files are written.
+        shared: Other folders that have further files, keyed by file name; see `Folder.share`.
     """
     target = Folder.at(uri)
     staging = target.stage()
     sums: Checksums = {}
     try:
+        for name, other in (shared or {}).items():
+            staging.share(name, other)
         for name, data in files.items():
             staging.write(name, data if last is None else _summed(name, data, sums))
         if last is not None:

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +26,7 @@ from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedMo
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.weights import weight_files
 from fovea_trainer.weights.checkpoint_folder import Chunks, Folder, stage_together, write_folder
+from fovea_trainer.weights.host_memory import SaveThread
 from fovea_trainer.weights.snapshot_store import (
     PACKED,
     SnapshotStore,
@@ -40,6 +44,18 @@ LORA = "fovea_lora.json"
 _DIGEST_BYTES = 64 * 2**20
 
 
+class TakenSnapshot(NamedTuple):
+    """A snapshot in memory.
+
+    Args:
+        identity: Its identity.
+        written: Resolves to the size in bytes once it is in storage too; None if nothing is left to write.
+    """
+
+    identity: weights_pb2.Snapshot
+    written: "Future[int] | None" = None
+
+
 class SnapshotTaker:
     """Freezes models. Methods are collective unless they say otherwise.
 
@@ -51,6 +67,7 @@ class SnapshotTaker:
         account: Memory budget of this rank.
         model_dir: Folder of the base checkpoint.
         base_model: Name of the base model, recorded in files.
+        thread: Writes snapshots of adapters on rank 0.
     """
 
     def __init__(
@@ -62,6 +79,7 @@ class SnapshotTaker:
         account: MemoryBudget,
         model_dir: Path,
         base_model: str,
+        thread: SaveThread,
     ) -> None:
         self._control = control
         self._sharded = sharded
@@ -70,21 +88,28 @@ class SnapshotTaker:
         self._memory_budget = account
         self._model_dir = model_dir
         self._base_model = base_model
+        self._thread = thread
         self._base_identity: weights_pb2.Snapshot | None = None
-        self._packings: WeakKeyDictionary[LoraWeights, _Layout] = WeakKeyDictionary()
+        self._packings: WeakKeyDictionary[LoraWeights, dict[torch.dtype, _Layout]] = WeakKeyDictionary()
 
-    def take(self, command: TakeSnapshot, model: TrainedModel) -> weights_pb2.Snapshot:
+    def take(self, command: TakeSnapshot, model: TrainedModel) -> TakenSnapshot:
         """Freezes a model in memory, and also in storage if the command has a URI.
+
+        An adapter is only copied here, and written by a thread of rank 0. Full parameters are written here. An export
+        does not stay in memory.
 
         Raises:
             AlreadyExists: The snapshot id already names other weights.
         """
         identity = weights_pb2.Snapshot(snapshot_id=command.snapshot_id, model_id=command.model_id, step=model.step)
-        if isinstance(model, AdapterModel):
-            live = model.weights.whole(model.weights.flat.detach())
-            return self._control.on_rank_0(lambda: self._take_adapter(identity, model, live, command))
-        assert isinstance(model, FullModel)
-        return self._take_full(identity, model, command.uri)
+        if isinstance(model, FullModel):
+            return TakenSnapshot(self._take_full(identity, model, command.uri))
+        assert isinstance(model, AdapterModel)
+        live = model.weights.whole(model.weights.flat.detach())
+        is_first = self._control.rank == 0
+        taken = self._control.agree(lambda: self._take_adapter(identity, model, live, command) if is_first else None)
+        written = self._thread.submit(partial(self._write_adapter, command, taken)) if taken and command.uri else None
+        return TakenSnapshot(self._control.broadcast(taken.identity if taken else None), written)
 
     def describe_full(
         self, snapshot_id: str, live: FullModel | None
@@ -163,12 +188,12 @@ class SnapshotTaker:
 
     def _take_adapter(
         self, identity: weights_pb2.Snapshot, model: AdapterModel, live: Tensor, command: TakeSnapshot
-    ) -> weights_pb2.Snapshot:
-        if model.weights not in self._packings:
-            self._packings[model.weights] = _Layout.of(dict(model.weights.named(live)))
-        layout = self._packings[model.weights]
+    ) -> StoredSnapshot:
+        # The base computes in 16 bits with adapters in 16 bits, and so do samplers. An export is for other programs.
+        dtype = torch.float32 if command.is_export else self._sharded.module.hf.dtype
+        layout = self._layout_of(model.weights, dtype)
         device = self._device_for(self._adapters, layout.packed_bytes, identity.model_id)
-        flat = live.to(device, copy=True)
+        flat = live.to(device, dtype, copy=True)
         data = flat.view(torch.uint8)
         if data.numel() != layout.packed_bytes:  # some tensor needs padding
             data = packed(layout.specs, dict(model.weights.named(flat)).values())
@@ -177,10 +202,24 @@ class SnapshotTaker:
         identity.size_bytes = layout.size_bytes
         _refuse_reuse(self._adapters.get(identity.snapshot_id), identity)
         taken = StoredSnapshot(identity, {PACKED: data}, layout.specs, model.settings.message())
-        if command.uri:
-            write_snapshot(taken, command.uri, self._base_model, self._export_form if command.is_export else None)
-        self._adapters.put(taken)
-        return identity
+        if not command.is_export:
+            self._adapters.put(taken)
+        return taken
+
+    def _write_adapter(self, command: TakeSnapshot, taken: StoredSnapshot) -> int:
+        tensors = {name: self._thread.copies.fetched(tensor) for name, tensor in taken.tensors.items()}
+        form = self._export_form if command.is_export else None
+        try:
+            return write_snapshot(replace(taken, tensors=tensors), command.uri, self._base_model, form)
+        except BaseException:
+            self._adapters.drop(command.snapshot_id)  # its client learns that there is no such snapshot
+            raise
+
+    def _layout_of(self, weights: LoraWeights, dtype: torch.dtype) -> "_Layout":
+        layouts = self._packings.setdefault(weights, {})
+        if dtype not in layouts:
+            layouts[dtype] = _Layout.of(weights, dtype)
+        return layouts[dtype]
 
     def _take_full(self, identity: weights_pb2.Snapshot, model: FullModel, uri: str) -> weights_pb2.Snapshot:
         specs = self._specs_of(model.shards)
@@ -240,9 +279,14 @@ class _Layout:
     packed_bytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "_Layout":
-        specs = specs_of(tensors)
+    def of(cls, weights: LoraWeights, dtype: torch.dtype) -> "_Layout":
+        specs = adapter_specs(weights, dtype)
         return cls(specs, size_of(specs), sum(map(padded_bytes, specs)))
+
+
+def adapter_specs(weights: LoraWeights, dtype: torch.dtype) -> list[weights_pb2.TensorSpec]:
+    """Returns the specs of an adapter's snapshots in a dtype."""
+    return specs_of(dict(weights.named(torch.empty(weights.whole_size, dtype=dtype, device="meta"))))
 
 
 @dataclass(frozen=True)
@@ -277,6 +321,23 @@ def write_snapshot(snapshot: StoredSnapshot, uri: str, base_model: str, export: 
         files = weight_files.peft_files(tensors.items(), lora.rank, lora.alpha, base_model)
     lora_json = json_format.MessageToJson(lora).encode()
     return write_folder(uri, {**files, LORA: lora_json, SNAPSHOT_FILE: _identity_json(snapshot.identity)})
+
+
+def write_snapshot_of_point(snapshot: StoredSnapshot, uri: str, point: Folder) -> int:
+    """Writes an adapter to `uri` that has the weights of a durable point: the two share one file on a disk.
+
+    The point may be removed afterwards. An object store copies the file.
+
+    Returns:
+        The bytes that were written and not copied.
+    """
+    assert snapshot.lora is not None
+    own = {
+        LORA: json_format.MessageToJson(snapshot.lora).encode(),
+        SNAPSHOT_FILE: _identity_json(snapshot.identity),
+    }
+    write_folder(uri, own, shared={name: point for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)})
+    return sum(map(len, own.values()))
 
 
 def packed_digest(specs: Sequence[weights_pb2.TensorSpec], data: Tensor, device: torch.device) -> str:
@@ -322,6 +383,9 @@ def _read_adapter(folder: Folder, identity: weights_pb2.Snapshot) -> StoredSnaps
         for name in (f"{PEFT_PREFIX}{module}.lora_{part}.weight" for part in "AB")
     }
     specs = specs_of(named)
+    if size_of(specs) != identity.size_bytes:  # a file of a durable point, which has the weights in float32
+        named = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()}
+        specs = specs_of(named)
     data = packed(specs, named.values())
     digest = packed_digest(specs, data, data.device)
     if digest != identity.digest:

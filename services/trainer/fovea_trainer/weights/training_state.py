@@ -11,8 +11,9 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from fovea_trainer.weights.checkpoint_folder import (
     stage_together,
     write_folder,
 )
+from fovea_trainer.weights.host_memory import SaveThread
 from fovea_trainer.weights.torch_checkpoint import PlainReader, TensorPlanner, Writer
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,18 @@ def state_of(model: TrainedModel, rank: int, copied: Copying = list) -> ModelSta
     return ModelState(model.step, model.settings, tensors)
 
 
+class PendingSave(NamedTuple):
+    """A saved state.
+
+    Args:
+        written: Resolves to the size in bytes once the state is in storage.
+        step: Optimizer steps that the model had taken.
+    """
+
+    written: "Future[int]"
+    step: int
+
+
 class StateStore:
     """Saves and loads models. All methods are collective, and raise FoveaErrors on all ranks."""
 
@@ -99,9 +113,27 @@ class StateStore:
         self._control = control
         self._base_model = base_model
 
-    def save(self, model: TrainedModel, uri: str) -> int:
-        """Replaces the folder at `uri` by the state of the model. Returns its size in bytes."""
-        return self.write(state_of(model, self._control.rank), uri)
+    def save(self, model: TrainedModel, uri: str, thread: SaveThread) -> PendingSave:
+        """Replaces the folder at `uri` by the state of the model.
+
+        The state of an adapter is only copied here, and written by a thread of rank 0: start no other save before it is
+        written. Full parameters, which share the trainer with no other model, are written here.
+        """
+        if isinstance(model, FullModel):
+            written: Future[int] = Future()
+            written.set_result(self.write(state_of(model, self._control.rank), uri))
+            return PendingSave(written, model.step)
+
+        def copied(live: Sequence[Tensor]) -> list[Tensor]:
+            return self._control.agree(lambda: thread.copies.of(live, model.model_id))
+
+        state = state_of(model, self._control.rank, copied)
+
+        def write() -> int:
+            thread.copies.wait()
+            return write_folder(uri, self._adapter_files(state))
+
+        return PendingSave(thread.submit(write) if self._control.rank == 0 else Future(), model.step)
 
     def write(self, state: ModelState, uri: str, last: Describe | None = None) -> int:
         """Replaces the folder at `uri`. Returns its size in bytes.

@@ -1,8 +1,9 @@
 """What is made durable when: the real keeper, queue and writer, and a folder that is slow, or cannot be written to."""
 
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
@@ -68,6 +69,7 @@ class Trainer:
         self.keeper = RecoveryKeeper(settings, self.queue, lambda: self.engine.recovery)
         self.copied: list[tuple[str, int, list[str]]] = []
         self.snapshots: list[str] = []
+        self.before_copy: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -118,10 +120,14 @@ class Trainer:
         while not isinstance((job := self.queue.next()[0]).command, Shutdown):
             assert isinstance(job.command, KeepState)
             model_id = job.command.model_id
+            self.before_copy()
             if model_id not in self.engine.models:
                 resolve(job.result, error=NotFound(f"{model_id} is gone"))
                 continue
-            kept = self.engine.recovery.write_state(self.engine.models[model_id])
+            kept = self.engine.recovery.write_state(self.engine.models[model_id], job.command.change_count)
+            if kept is None:
+                resolve(job.result)
+                continue
             self.copied.append((model_id, kept.seq_id, list(filter(self.folder.find_snapshot, self.snapshots))))
             resolve(job.result, kept)
 
@@ -156,7 +162,7 @@ async def test_snapshots_come_before_states_and_what_changed_first_comes_first(t
     trainer.change("a", 3)
     slow.set()
     await eventually(lambda: trainer.durable(a=3, b=1))
-    assert trainer.copied == [("a", 3, ["b@1", "a@1"]), ("b", 1, ["b@1", "a@1"])]
+    assert trainer.copied == [("b", 1, ["b@1"]), ("a", 3, ["b@1", "a@1"])]
 
 
 async def test_what_changes_while_storage_is_busy_is_written_once_and_keeps_nobody_waiting(trainer: Trainer) -> None:
@@ -172,7 +178,7 @@ async def test_what_changes_while_storage_is_busy_is_written_once_and_keeps_nobo
     trainer.change("a", 5, 6)  # it never rests
     again.set()
     await eventually(lambda: trainer.durable(a=6, b=1))
-    assert [each[:2] for each in trainer.copied] == [("a", 1), ("a", 4), ("b", 1), ("a", 6)]
+    assert [each[:2] for each in trainer.copied] == [("a", 1), ("b", 1), ("a", 6)], "b had no point, so it came first"
 
 
 @pytest.mark.parametrize("trainer", [(3600.0,)], indirect=True)
@@ -277,6 +283,66 @@ async def test_a_state_waits_for_a_snapshot_that_is_being_taken_before_it(traine
         trainer.freeze("a", "a@1")
     await eventually(lambda: trainer.durable(a=1))
     assert trainer.copied == [("a", 1, ["a@1"])]
+
+
+async def test_a_snapshot_of_the_newest_point_shares_its_file_and_outlives_it(trainer: Trainer, tmp_path: Path) -> None:
+    def file_of(*names: str) -> os.stat_result:
+        return tmp_path.joinpath("recovery", "a", *names, "adapter_model.safetensors").stat()
+
+    trainer.change("a", 1)
+    await eventually(lambda: trainer.durable(a=1))
+    await trainer.take("a", "later")  # after the point
+    await trainer.keeper.flush("a")
+    slow = trainer.hold()
+    trainer.change("a", 2)
+    await trainer.take("a", "before")  # before the point
+    slow.set()
+    await trainer.keeper.flush("a")
+    assert trainer.durable(a=2)
+    assert file_of("snapshots", "before").st_ino == file_of("2").st_ino
+    assert file_of("snapshots", "later").st_nlink == 1, "its point is gone"
+    slow = trainer.hold()
+    trainer.change("a", 3)
+    await trainer.take("a", "outgrown")
+    trainer.change("a", 4)
+    slow.set()
+    await trainer.keeper.flush("a")
+    assert file_of("snapshots", "outgrown").st_nlink == 1, "a file of its own"
+    assert file_of("snapshots", "before").st_nlink == 1
+    assert [each[2] for each in trainer.copied] == [[], ["later"], ["later", "before", "outgrown"]]
+
+
+async def test_a_state_that_has_outgrown_a_snapshot_comes_after_it(trainer: Trainer) -> None:
+    """The model changes between the keeper's look and the copy."""
+    slow = trainer.hold()
+    trainer.change("b", 1)  # it occupies storage
+    await eventually(lambda: len(trainer.copied) == 1)
+    trainer.change("a", 1)
+    await trainer.take("a", "a@1")
+    trainer.before_copy = lambda: trainer.engine.recovery.changed("a", 2, {"seq_id": 2})
+    slow.set()
+    await trainer.keeper.flush("a")
+    assert trainer.copied[1:] == [("a", 2, ["a@1"])]
+
+
+async def test_a_model_whose_state_is_durable_waits_while_too_much_is_owed(trainer: Trainer) -> None:
+    state = trainer.engine.models["a"].state_bytes
+    trainer.create("c")
+    trainer.engine.adapters.max_bytes = 2 * state  # the bound until storage has been measured
+    slow = trainer.hold()
+    for step in (1, 2):
+        for model_id in ("a", "b"):
+            async with trainer.keeper.changing(model_id, state):  # it may change again, since its state is owed anyway
+                trainer.change(model_id, step)
+    with pytest.raises(StorageBehind, match="recovery-most-lag-s"):
+        async with trainer.keeper.changing("c", state):
+            raise AssertionError("it was let in")
+    slow.set()
+    await trainer.keeper.flush("a")
+    await trainer.keeper.flush("b")
+    async with trainer.keeper.changing("c", state):
+        trainer.change("c", 1)
+    await eventually(lambda: trainer.durable(a=2, b=2, c=1))
 
 
 async def test_every_model_gets_points_however_many_are_sampled_after_each_step(trainer: Trainer) -> None:

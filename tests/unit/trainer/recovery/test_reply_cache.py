@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fovea.wire.errors import Expired, FailedPrecondition, FeatureEvicted, InvalidInput
+from fovea.wire.errors import Expired, FailedPrecondition, FeatureEvicted, InvalidInput, StorageBehind
 from fovea_trainer.recovery.reply_cache import ReplyCache
 
 
@@ -53,13 +53,14 @@ async def test_a_failure_is_an_answer_unless_nothing_was_done() -> None:
         with pytest.raises(InvalidInput):
             await journal.once("m", 1, work.run)
     assert work.count == 1
-    work.failure = FeatureEvicted("render again")
-    with pytest.raises(FeatureEvicted):
-        await journal.once("m", 2, work.run)
+    for failure in (FeatureEvicted("render again"), StorageBehind("wait")):
+        work.failure = failure
+        with pytest.raises(type(failure)):
+            await journal.once("m", 2, work.run)
     with pytest.raises(FailedPrecondition):
         await journal.once("m", 1, work.run)
     work.failure = None
-    assert await journal.once("m", 2, work.run) == 3
+    assert await journal.once("m", 2, work.run) == 4
 
 
 async def test_commands_without_a_number_always_run() -> None:
