@@ -74,7 +74,7 @@ async def test_in_the_same_place_a_call_is_repeated_to_the_bit(shared: Bench) ->
     for model, chunks, result, gradient in zip(models, lists, found, gradients, strict=True):
         assert isinstance(result, ForwardBackwardResult)
         again = await shared.client.forward_backward(*_call(shared, model, chunks, place=result.place))
-        assert again == result
+        assert (again.outputs, again.metrics, again.place) == (result.outputs, result.metrics, result.place)
         descended = await shared.descend(model)
         assert all(torch.equal(descended[name], gradient[name]) for name in gradient)
 
