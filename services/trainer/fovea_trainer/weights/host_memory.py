@@ -221,7 +221,7 @@ class ModelResidence:
     def _copied(self, tensor: Tensor) -> list[Tensor]:
         if self._stream is None:
             return [tensor.detach().clone()]
-        parts = tensor.detach().split(_CHUNK)
+        parts = torch.split(tensor.detach(), _CHUNK)
         chunks = [torch.empty(len(part), dtype=part.dtype, pin_memory=True) for part in parts]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -244,7 +244,7 @@ class ModelResidence:
         with torch.cuda.stream(self._stream):
             for tensor, chunks in away.chunks:
                 tensor.record_stream(self._stream)
-                for part, chunk in zip(tensor.detach().split(_CHUNK), chunks, strict=True):
+                for part, chunk in zip(torch.split(tensor.detach(), _CHUNK), chunks, strict=True):
                     part.copy_(chunk, non_blocking=True)
         self._returned[model_id] = self._stream.record_event()
 
