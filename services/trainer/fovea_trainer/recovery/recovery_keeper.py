@@ -306,14 +306,15 @@ class RecoveryKeeper:
         self._succeeded("snapshot", size_bytes or 0)
 
     async def _timed(self, written: "Future[T]", owed_bytes: int) -> T:
-        """Waits for a write, and measures the speed of storage."""
+        """Waits for a write, and measures the speed of storage unless the write shares a file."""
         began, self._being_written = self._clock(), owed_bytes
         try:
             result = await asyncio.wrap_future(written)
         finally:
             self._being_written = 0
-        self._written_bytes += _NEWEST * (owed_bytes - self._written_bytes)
-        self._written_s += _NEWEST * (self._clock() - began - self._written_s)
+        if owed_bytes:
+            self._written_bytes += _NEWEST * (owed_bytes - self._written_bytes)
+            self._written_s += _NEWEST * (self._clock() - began - self._written_s)
         return result
 
     def _succeeded(self, kind: str, size_bytes: int) -> None:
@@ -365,13 +366,13 @@ class RecoveryKeeper:
         return share * self._most_lag_s * self._written_bytes / self._written_s
 
     def _owed_bytes(self) -> int:
-        """Returns the bytes of all states and snapshots that are not durable."""
-        owed = self._being_written
+        """Returns the bytes of all states and snapshots that storage should write now."""
+        owed, now = self._being_written, self._clock()
         for model_id, model in self._models.items():
             if model.since == math.inf and not model.changing:
                 continue
             count = self._changes_of(model_id)
-            if model.changing or count > model.copied_count:
+            if (model.changing or count > model.copied_count) and model.next_at <= now:
                 owed += model.state_bytes
             owed += sum(each.size_bytes for each in model.snapshots if each.change_count != count)
         return owed

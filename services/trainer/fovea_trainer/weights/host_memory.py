@@ -152,6 +152,7 @@ class ModelResidence:
         self._used: dict[str, AdapterModel] = {}
         """All adapters, the least recently used one first."""
         self._busy: set[str] = set()
+        self._is_host_full = False
         self._away: dict[str, _Away] = {}
         self._returned: dict[str, torch.cuda.Event | None] = {}
 
@@ -189,8 +190,11 @@ class ModelResidence:
             if wanted_bytes <= 0:
                 break
             if self._stream is not None and host_free_bytes() < size_bytes + _HOST_RESERVE_BYTES:
-                logger.warning("idle adapters stay on the device, because the host has no room for them")
+                if not self._is_host_full:
+                    logger.warning("idle adapters stay on the device, because the host has no room for more of them")
+                self._is_host_full = True
                 break
+            self._is_host_full = False
             self._away[model_id] = self._take_away(self._used[model_id])
             wanted_bytes -= size_bytes
         trainer_metrics.AWAY.set(len(self._away))
@@ -231,6 +235,7 @@ class ModelResidence:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
         model.weights.flat_grad.zero_()
         away = self._away.pop(model_id)
+        trainer_metrics.AWAY.set(len(self._away))
         if self._stream is None:
             for tensor, chunks in away.chunks:
                 tensor.detach().copy_(chunks[0])

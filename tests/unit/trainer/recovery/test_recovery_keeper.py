@@ -345,6 +345,21 @@ async def test_a_model_whose_state_is_durable_waits_while_too_much_is_owed(train
     await eventually(lambda: trainer.durable(a=2, b=2, c=1))
 
 
+@pytest.mark.parametrize("trainer", [(3600.0,)], indirect=True)
+async def test_states_that_are_put_off_make_no_model_wait(trainer: Trainer) -> None:
+    state = trainer.engine.models["a"].state_bytes
+    trainer.create("c")
+    for step in (1, 2):
+        for model_id in ("a", "b"):
+            async with trainer.keeper.changing(model_id, state):
+                trainer.change(model_id, step)
+            await eventually(lambda model_id=model_id: model_id in trainer.keeper.durable_seq_ids)
+    trainer.keeper._most_lag_s = 0.0
+    async with trainer.keeper.changing("c", state):
+        trainer.change("c", 1)
+    await eventually(lambda: trainer.durable(a=1, b=1, c=1))
+
+
 async def test_every_model_gets_points_however_many_are_sampled_after_each_step(trainer: Trainer) -> None:
     """Storage is always behind here: each model takes its next step as soon as its last snapshot was let in."""
     model_ids, steps = [f"m{number}" for number in range(6)], 16
