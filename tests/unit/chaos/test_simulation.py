@@ -32,8 +32,9 @@ def _run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_no_seed_breaks_a_promise() -> None:
-    done = simulate("--seeds", "200")
+@pytest.mark.parametrize("count", [64, pytest.param(200, marks=pytest.mark.long)])
+def test_no_seed_breaks_a_promise(count: int) -> None:
+    done = simulate("--seeds", str(count))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     print(done.stdout)
 
