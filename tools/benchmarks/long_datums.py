@@ -150,7 +150,7 @@ def main() -> None:
             (port,) = free_ports(1)
             begun = time.perf_counter()
             arguments = (ranks, port, options.directory, datums, options.repeats, options.settings)
-            processes.start_processes(work, arguments, ranks, start_method="spawn")  # type: ignore[no-untyped-call]
+            processes.start_processes(work, arguments, ranks, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
             found[ranks] = json.loads(Path(os.environ["LONG_DATUMS"]).read_text())
             print(f"{ranks} ranks: {time.perf_counter() - begun:.0f} s in all", flush=True)
     Path(os.environ["LONG_DATUMS"]).unlink()
