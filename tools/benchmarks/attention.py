@@ -1,14 +1,14 @@
-"""FlashAttention 2 against FlashAttention 4 in the trainer: `python -m benchmarks.attention /tmp/4b`, on a Hopper GPU.
+"""FlashAttention 2 against FlashAttention 4 in the trainer: `python -m benchmarks.attention /tmp/4b-128k`.
 
-In one run, in turns, the program measures both kernels:
+On a Hopper GPU, in one run and in turns, the program measures both kernels:
 * Agreement of outputs and gradients with float32, and the time forward and backward, by shape of heads and documents.
 * A step of an adapter of rank 32 on the 4B shape with one text of 16k, 32k and 64k tokens, and with ragged texts. The
   engine runs in this process, without server and gateway. Both see the same texts; their log-probabilities and the norm
   of the gradient are compared.
 * Recorded passes with FlashAttention 4: results before and after the recording must be equal.
 
-The checkpoint of the 4B shape is written if it is missing. It is read with a context of 131,072 tokens. FlashAttention
-4 needs flash-attn-4 and its packages (README of the folder `wheels`, or requirements/gpu.txt).
+The checkpoint of the 4B shape is written if it is missing, with a context of 131,072 tokens. FlashAttention 4 needs the
+package flash-attn-4, as in requirements/gpu.txt.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.training_engine import TrainingEngine
 
 _CONTEXT = 131072
-_MODEL = "attention"
+MODEL = "attention"
 _VOCABULARY = 151_000
 
 
@@ -175,10 +175,10 @@ def call_of(lengths: list[int], seed: int) -> ForwardBackward:
         inputs = {"target_tokens": tensors.encode(targets), "weights": tensors.encode(weights)}
         datums.append(trainer_pb2.Datum(input=rendered, loss_inputs=inputs).SerializeToString())
     header = trainer_pb2.ForwardBackwardHeader(
-        model_id=_MODEL, loss_function="cross_entropy", backward=True, datum_count=len(datums)
+        model_id=MODEL, loss_function="cross_entropy", backward=True, datum_count=len(datums)
     )
     return ForwardBackward(
-        model_id=_MODEL,
+        model_id=MODEL,
         header=header.SerializeToString(),
         backward=True,
         drop_gradients=True,
@@ -187,15 +187,20 @@ def call_of(lengths: list[int], seed: int) -> ForwardBackward:
     )
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def step(engine: TrainingEngine, call: ForwardBackward) -> tuple[float, np.ndarray, float]:
     """Returns the seconds of a step that changes nothing, its log-probabilities and the norm of the gradient."""
-    torch.cuda.synchronize()
+    _synchronize()
     begun = time.perf_counter()
     result = engine.execute(call)
-    metrics, _ = engine.execute(OptimStep(_MODEL, Adam(0.0, 0.9, 0.95, 1e-8, 0.0, 0.0)))
-    torch.cuda.synchronize()
+    metrics, _ = engine.execute(OptimStep(MODEL, Adam(0.0, 0.9, 0.95, 1e-8, 0.0, 0.0)))
+    _synchronize()
     seconds = time.perf_counter() - begun
-    logprobs = np.concatenate([np.ravel(result.logprobs[index]) for index in sorted(result.logprobs)])
+    logprobs = np.concatenate([[], *(np.ravel(result.logprobs[index]) for index in sorted(result.logprobs))])
     return seconds, logprobs, metrics["grad_norm:mean"]
 
 
@@ -236,16 +241,22 @@ def check_recorded(engine: TrainingEngine) -> dict[str, float]:
     return found
 
 
-def load(directory: Path) -> TrainingEngine:
-    """Returns a warmed-up trainer of the 4B shape with a model."""
-    if not (directory / "config.json").exists():
-        shapes.build("4b", directory, "cuda")
-        torch.cuda.empty_cache()
+def prepared(directory: Path) -> None:
+    """Writes the checkpoint of the 4B shape if it is missing, with a context of 131,072 tokens."""
+    if (directory / "config.json").exists():
+        return
+    shapes.build("4b", directory, "cuda")
+    torch.cuda.empty_cache()
+    torch.set_default_dtype(torch.float32)
     config = json.loads((directory / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = _CONTEXT
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def load(directory: Path) -> TrainingEngine:
+    """Returns a warmed-up trainer of the 4B shape with a model."""
+    prepared(directory)
     device = torch.device("cuda", 0)
-    torch.set_default_dtype(torch.float32)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         store=dist.HashStore(),  # type: ignore[attr-defined]
@@ -259,7 +270,7 @@ def load(directory: Path) -> TrainingEngine:
     loaded = time.perf_counter()
     engine.warm_up()
     print(f"loaded in {loaded - begun:.1f} s, warm after {time.perf_counter() - loaded:.1f} s more", flush=True)
-    engine.execute(CreateModel(_MODEL, LoraSettings(32, 32.0, 1, True, True, True, False)))
+    engine.execute(CreateModel(MODEL, LoraSettings(32, 32.0, 1, True, True, True, False)))
     return engine
 
 

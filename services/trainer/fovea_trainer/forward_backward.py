@@ -27,7 +27,7 @@ from fovea_trainer.batches.datum_decoding import Datum, DatumLimits, decode_datu
 from fovea_trainer.batches.datum_groups import DatumGroups, Share, allowed_sizes
 from fovea_trainer.batches.micro_batch import Batch, BatchLayout, wanted_images
 from fovea_trainer.batches.places import Plan, Step, plan
-from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutput, VisionOutputCache
+from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutput, VisionOutputCache, tower_calls
 from fovea_trainer.command_queue import ForwardBackward
 from fovea_trainer.loss_results import (
     ForwardBackwardResult,
@@ -267,31 +267,35 @@ class LossComputer:
             return command.decoded[index]
         return decode_datum(trainer_pb2.Datum.FromString(command.datums[index]), index, loss, self._limits)
 
-    def _tower_steps(self, call: PreparedCall, schedule: Plan) -> list[bool]:
-        """Returns one flag per step, equal on all ranks: True if the ranks run the vision tower. Collective."""
-        if call.cached is None or not any(step.has_vision for step in schedule.steps):
-            return [step.has_vision for step in schedule.steps]
-        known = set(call.cached)
-        needs = []
+    def _tower_steps(self, call: PreparedCall, schedule: Plan) -> list[int]:
+        """Returns the number of calls of the vision tower in each step. Collective.
+
+        It is equal on ranks that share passes, because FSDP gathers the tower in each call.
+        """
+        if not any(step.has_vision for step in schedule.steps):
+            return [0] * len(schedule.steps)
+        known = None if call.cached is None else set(call.cached)
+        counts = []
         for step in schedule.steps:
             wanted = wanted_images(self._own_images(call.command, step, call.datums), known)
-            needs.append(bool(wanted))
-            known |= {digest for digest, _ in wanted}
-        return self._control.any_each(needs)
+            counts.append(len(tower_calls(call.images[digest] for digest, _ in wanted)))
+            if known is not None:
+                known |= {digest for digest, _ in wanted}
+        return counts if call.alone else self._control.most_each(counts)
 
     def _compute(
-        self, call: PreparedCall, schedule: Plan, towers: list[bool], recompute_above: float, result: RankResult
+        self, call: PreparedCall, schedule: Plan, towers: list[int], recompute_above: float, result: RankResult
     ) -> None:
         batches: list[MicroBatchResult] = []
 
-        def compute(step: Step, run_tower: bool) -> None:
+        def compute(step: Step, call_count: int) -> None:
             own = [call.datums[index] for index in step.datums[self._control.rank]]
             recompute = self._max_tokens(call, step) > recompute_above
             share = self._share(call.command, step)
             if share is None:
-                batch = self._layout.pack(own, call.images, run_tower, call.cached)
+                batch = self._layout.pack(own, call.images, call_count, call.cached)
             else:
-                batch = self._layout.pack_part(own[0], share, call.images, run_tower, call.cached)
+                batch = self._layout.pack_part(own[0], share, call.images, call_count, call.cached)
             with torch.set_grad_enabled(call.command.backward):
                 logprobs_TK = self._logprobs(call, batch, recompute)
                 if own:  # a rank without a datum computes a filler
@@ -307,8 +311,8 @@ class LossComputer:
             for found in batches:
                 result.add(found, call.loss.name, call.name)
 
-        for step, run_tower in zip(schedule.steps, towers, strict=True):
-            _guard(call.alone, result, partial(compute, step, run_tower))
+        for step, call_count in zip(schedule.steps, towers, strict=True):
+            _guard(call.alone, result, partial(compute, step, call_count))
             if step is not schedule.steps[-1] and not self._should_continue(call.loss, result):
                 break
             if result.out_of_memory:

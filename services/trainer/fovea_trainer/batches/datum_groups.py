@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from fovea_trainer.batches.datum_decoding import Datum, DatumSize
 from fovea_trainer.batches.vision_cache import VisionOutput
@@ -125,7 +126,7 @@ class Share:
 
     def whole(self, part_tK: Tensor) -> Tensor:
         """Returns the rows of all tokens without padding. Every rank must compute the same gradient of them."""
-        return _apply(_Gather, part_tK, self.group)[: self.token_count]
+        return _apply(_Gather, part_tK, self.token_count, self.group)
 
     def summed(self, part: Tensor) -> Tensor:
         """Returns the sum of the ranks' tensors, of which each element is zero on all ranks but one."""
@@ -192,18 +193,21 @@ def _trade(given: Tensor, scattered: int, gathered: int, group: dist.ProcessGrou
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenates the ranks' rows. The gradient of its own rows goes back to each rank."""
+    """Concatenates the ranks' rows, up to a count. The gradient of its own rows goes back to each rank."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.options = len(part) * group.rank(), len(part)
+    def forward(ctx: Any, part: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.options = len(part), group
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts)
+        # FSDP warns of a module that returns a view, so the rows are copied.
+        return torch.cat(parts).narrow(0, 0, count).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].narrow(0, *ctx.options), None
+        size, group = ctx.options
+        padded = functional.pad(grads[0], (0, 0, 0, size * group.size() - len(grads[0])))
+        return padded.narrow(0, size * group.rank(), size), None, None
 
 
 class _Sum(torch.autograd.Function):

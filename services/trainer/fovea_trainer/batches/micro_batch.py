@@ -8,7 +8,6 @@ layers with experts, k experts per token.
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from fovea.vision.vision_family import VisionFamily
 from fovea.wire.features import FeatureTensors
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.datum_groups import DealtImages, Share
+from fovea_trainer.batches.vision_cache import tower_calls
 
 FILLER_TOKENS = 2
 """Length of the filler for a rank without a datum in a step. With length 1, torch.compile would build kernels for that
@@ -47,9 +47,9 @@ class TowerInput:
 
     Args:
         calls: Tensors keyed by tensor name, one entry per call of the tower. A call holds consecutive images that can
-            be concatenated along the first dimension.
-        images: Digest and number of embeddings of each image, in order. Empty if a blank image is run, only to take
-            part in the collectives.
+            be concatenated along the first dimension. The last calls may hold a blank image, only to take part in the
+            collectives.
+        images: Digest and number of embeddings of each image, in order, without blank ones.
     """
 
     calls: tuple[dict[str, Tensor], ...]
@@ -132,7 +132,7 @@ class BatchLayout:
         self,
         datums: Sequence[Datum],
         images: Mapping[str, FeatureTensors],
-        run_tower: bool,
+        call_count: int,
         cached: Container[str] | None,
     ) -> Batch:
         """Packs datums into a batch. An empty list makes a filler.
@@ -140,13 +140,13 @@ class BatchLayout:
         Args:
             datums: The datums.
             images: Tensors of images, keyed by digest.
-            run_tower: True if the ranks run the vision tower in this step.
+            call_count: Number of calls of the vision tower by each rank in this step, at least those for the datums.
             cached: Digests of images with known tower outputs; None if the tower is trained and must run every image.
         """
         lengths = [len(datum.tokens) for datum in datums] or [FILLER_TOKENS]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         width = max((datum.targets.shape[1] for datum in datums), default=1)
-        tower = self._tower(datums, images, cached) if run_tower else None
+        tower = self._tower(datums, images, cached, call_count) if call_count else None
         if not datums:
             return self._filler(bounds, tower)
         return Batch(
@@ -179,7 +179,7 @@ class BatchLayout:
         datum: Datum,
         share: Share,
         images: Mapping[str, FeatureTensors],
-        run_tower: bool,
+        call_count: int,
         cached: Container[str] | None,
     ) -> Batch:
         """Packs this rank's part of a shared datum. Arguments are those of `pack`."""
@@ -195,7 +195,7 @@ class BatchLayout:
             Documents(self._move(ends), len(datum.tokens), share),
             self._move(targets_TK[part]),
             self._inputs([datum]),
-            self._tower([own], images, cached) if run_tower else None,
+            self._tower([own], images, cached, call_count) if call_count else None,
             self._deal(datum, own, share) if datum.spans else None,
             (datum,),
             support_TM=None if support_TM is None else support_TM[part],
@@ -250,19 +250,18 @@ class BatchLayout:
         return 1 if self.vision is None else self.vision.position_rows
 
     def _tower(
-        self, datums: Sequence[Datum], images: Mapping[str, FeatureTensors], cached: Container[str] | None
+        self, datums: Sequence[Datum], images: Mapping[str, FeatureTensors], cached: Container[str] | None, count: int
     ) -> TowerInput:
         wanted = wanted_images(datums, cached)
-        inputs = [images[digest] for digest, _ in wanted]
-        if not inputs:
+        calls = tower_calls(images[digest] for digest, _ in wanted)
+        if (missing := count - len(calls)) > 0:
             assert self.vision is not None  # a text-only model never runs a tower
-            inputs = [self.vision.blank_image()]
-        alike = (list(members) for _, members in groupby(inputs, _row_shapes))
-        calls = [
+            calls += missing * [[self.vision.blank_image()]]
+        moved = [
             {name: self._move(np.concatenate([image[name] for image in members])) for name in members[0]}
-            for members in alike
+            for members in calls
         ]
-        return TowerInput(tuple(calls), tuple(wanted))
+        return TowerInput(tuple(moved), tuple(wanted))
 
     def _placement(self, datums: Sequence[Datum], bounds: npt.NDArray[np.int32]) -> Placement | None:
         digests, index = [], []
@@ -294,11 +293,6 @@ def wanted_images(datums: Iterable[Datum], cached: Container[str] | None) -> lis
     if cached is None:
         return images
     return [(digest, count) for digest, count in dict(images).items() if digest not in cached]
-
-
-def _row_shapes(image: FeatureTensors) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes without the first dimension. Images can be concatenated if these are equal."""
-    return {name: array.shape[1:] for name, array in image.items()}
 
 
 def _widen(rows: npt.NDArray, width: int) -> npt.NDArray:

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from cachetools import LRUCache
@@ -213,6 +214,13 @@ class VisionOutput:
             torch.cat([output.embeddings for output in outputs]), tuple(torch.cat(list(level)) for level in levels)
         )
 
+    def first(self, count: int) -> "VisionOutput":
+        """Returns the first `count` embeddings, which still depend on the others as `anchored` does."""
+        if count == len(self.embeddings):
+            return self
+        rest = VisionOutput(self.embeddings[count:], tuple(level[count:] for level in self.deepstack))
+        return VisionOutput(self.embeddings[:count] + rest.anchored(), tuple(level[:count] for level in self.deepstack))
+
     def anchored(self) -> Tensor:
         """Returns a scalar zero that depends on all tensors, so that a filler image takes part in the backward pass."""
         return sum((tensor.sum() for tensor in self.deepstack), self.embeddings.sum()) * 0.0
@@ -256,3 +264,12 @@ def split_output(output: VisionOutput, counts: Sequence[int]) -> list[VisionOutp
         VisionOutput(embeddings[i].clone(), tuple(level[i].clone() for level in deepstack))
         for i in range(len(embeddings))
     ]
+
+
+def tower_calls(images: Iterable[FeatureTensors]) -> list[list[FeatureTensors]]:
+    """Groups consecutive images of which the tensors can be concatenated: one call of the tower computes a group."""
+
+    def row_shapes(image: FeatureTensors) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape[1:] for name, array in image.items()}
+
+    return [list(members) for _, members in groupby(images, row_shapes)]

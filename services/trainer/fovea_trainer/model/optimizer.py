@@ -77,6 +77,8 @@ class AdamW:
 
     def __init__(self, parameters: Sequence[Tensor], largest: float = LARGEST_WEIGHT) -> None:
         self._parameters = list(parameters)
+        # A rank's shard of a tensor with fewer rows than ranks may be empty. An empty tensor has no largest element.
+        self._filled = [parameter for parameter in self._parameters if parameter.numel()]
         self.largest = largest
         self._ratio: Tensor | None = None
         """The bound of `_next_ratio`; None until measured."""
@@ -110,7 +112,7 @@ class AdamW:
         """
         if adam.eps < _SMALLEST_EPS or norm > _FAR_NORM:
             return torch.tensor(False, device=self._parameters[0].device)
-        weight = torch.stack(torch._foreach_norm(self._parameters, math.inf)).amax()
+        weight = torch.stack(torch._foreach_norm(self._filled, math.inf)).amax()
         kept = max(1.0, abs(1.0 - adam.learning_rate * adam.weight_decay))
         # The bias correction of the first moment divides by 1 - beta1 or more; the second only shrinks the update.
         rate = adam.learning_rate / (1.0 - adam.beta1)
@@ -132,8 +134,8 @@ class AdamW:
     def _measured_ratio(self) -> Tensor:
         """Returns the largest |m| / (sqrt(v) + eps) of the current moments, with the smallest eps. float32 scalar."""
         largest = torch.zeros((), device=self._parameters[0].device)
-        for moments in self.moments():
-            flat: list[Any] = [moments[name].flatten() for name in MOMENTS]
+        for parameter in self._filled:
+            flat: list[Any] = [self._torch.state[parameter][name].flatten() for name in MOMENTS]
             for first, second in zip(*(one.split(_TRIAL_ELEMENTS) for one in flat), strict=True):
                 largest = torch.maximum(largest, (first.abs() / (second.sqrt() + _SMALLEST_EPS)).amax())
         return largest
@@ -145,7 +147,7 @@ class AdamW:
         """
         finite = torch.tensor(True, device=self._parameters[0].device)
         self._ratio = None  # the bound was too loose: measure it again before the next step
-        for parameter in self._parameters:
+        for parameter in self._filled:
             state = self._torch.state[parameter]
             rate = adam.learning_rate / (1.0 - adam.beta1 ** (int(state["step"]) + 1))
             if (

@@ -57,8 +57,10 @@ _GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).p
 MAX_FLASH_CHANNELS = 256
 """The largest head size of the flash attention kernels, in channels."""
 
-_FLASH_4_CHANNELS = range(64, MAX_FLASH_CHANNELS + 1, 8)
-"""The head sizes for which FlashAttention 4 is used, in channels."""
+_FLASH_4_CHANNELS = (64, 128, 192, 256)
+"""The head sizes for which FlashAttention 4 is used, in channels. Other sizes are wrong or not measured: with 72
+channels, flash-attn-4 4.0.0b36 returns gradients of queries that are wrong by their whole size (H200).
+"""
 _HOPPER = 9
 """The compute capability of the GPUs on which FlashAttention 4 was measured: 1.6 to 1.9 times FlashAttention 2."""
 _LEAST_LONGEST = 256

@@ -223,9 +223,11 @@ class PackedModel(nn.Module):
         return VisionOutput.joined([cached[digest] for digest in batch.placement.digests])
 
     def _run_tower(self, tower: TowerInput) -> VisionOutput:
-        return VisionOutput.joined(
+        """Returns the output for the images, or for blank ones if there is no image."""
+        found = VisionOutput.joined(
             [self.family.run_vision(self.hf, self._in_model_type(tensors)) for tensors in tower.calls]
         )
+        return found.first(sum(count for _, count in tower.images)) if tower.images else found
 
     def _in_model_type(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Converts pixels to the model's dtype. Byte patches, which some families send, are also normalised."""

@@ -220,9 +220,13 @@ class ControlGroup:
 
     def any_each(self, flags: list[bool]) -> list[bool]:
         """Returns the elementwise OR over the ranks' flags. All ranks must pass lists of the same length."""
-        counts = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
-        return [bool(count) for count in counts.tolist()]
+        return list(map(bool, self.most_each(flags)))
+
+    def most_each(self, counts: Sequence[int]) -> list[int]:
+        """Returns the elementwise maximum over the ranks' counts. All ranks must pass lists of the same length."""
+        found = torch.tensor(counts, dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return [int(count) for count in found.tolist()]
 
     def minimum(self, value: int) -> int:
         """Returns the smallest value of any rank."""

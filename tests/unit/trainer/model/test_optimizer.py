@@ -36,6 +36,18 @@ def test_three_steps_equal_torch() -> None:
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_an_empty_shard_changes_nothing() -> None:
+    """A rank's part of a tensor with fewer rows than ranks, such as a tower's class token."""
+    weights = [torch.zeros(0, 4), torch.ones(3)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    steps = AdamW(weights)
+    assert steps.is_surely_in_bounds(STEPS[0], 1.0)
+    assert steps.stays_in_bounds(STEPS[0])
+    steps.step(STEPS[0])
+    assert (weights[1] < 1).all()
+
+
 def test_moments_carry_over() -> None:
     torch.manual_seed(1)
     first = torch.randn(4)
