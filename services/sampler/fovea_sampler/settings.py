@@ -78,7 +78,7 @@ class SamplerSettings(ServiceSettings):
         None, ge=1, description="Adapters that vLLM keeps in host memory, ready to load; 4 * max-loras by default."
     )
     max_adapters: int = Field(
-        64, ge=1, description="The most adapters that the sampler holds; the least recently used one is evicted."
+        1024, ge=1, description="The most adapters that the sampler holds; the least recently used one is evicted."
     )
     max_adapter_mib: int | None = Field(
         None,

@@ -21,7 +21,7 @@ from fovea.wire.errors import (
 )
 from fovea_sampler.engine_api import AdapterName
 from fovea_sampler.pushes import Loaded, Ready, SnapshotPushes
-from fovea_sampler.weight_store import AdapterCache, HeldAdapter, WeightStore
+from fovea_sampler.weight_store import AdapterCache, HeldAdapter, SlotQueue, WeightStore
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 
 FULL, ADAPTER = weights_pb2.SNAPSHOT_KIND_FULL, weights_pb2.SNAPSHOT_KIND_ADAPTER
@@ -31,9 +31,9 @@ SIZE_BYTES = 40
 class Sampler:
     """Everything around one engine."""
 
-    def __init__(self, max_count: int = 2, max_bytes: int = 1000) -> None:
+    def __init__(self, max_count: int = 2, max_bytes: int = 1000, slots: SlotQueue | None = None) -> None:
         self.engine = MemoryEngine()
-        self.weights = WeightStore(self.engine, AdapterCache(max_count, max_bytes))
+        self.weights = WeightStore(self.engine, AdapterCache(max_count, max_bytes), slots or SlotQueue(8, 64, 512, 64))
         self.pushes = SnapshotPushes(self.engine, self.weights)
 
     async def push(
@@ -70,7 +70,7 @@ def manifest(
 
 def held(snapshot_id: str, number: int, size_bytes: int = SIZE_BYTES) -> HeldAdapter:
     """An adapter on a cache."""
-    return HeldAdapter(snapshot_id, AdapterName(snapshot_id, number), "d", size_bytes)
+    return HeldAdapter(snapshot_id, AdapterName(snapshot_id, number), "d", size_bytes, 8)
 
 
 async def test_an_adapter_comes_and_can_be_used() -> None:

@@ -259,7 +259,7 @@ class AdapterBank:
         with self._planning:
             layout = self._layouts.get(key)
             if layout is None:
-                plan = self._slots.plan(lambda flat: self._views(manifest, flat), length)
+                plan = self._slots.plan(lambda flat: self._views(manifest, flat), length, manifest.lora.rank)
                 layout = _Layout(plan, [view for name, view in _cut(manifest) if ".lora_B." in name])
                 self._layouts[key] = layout
             return layout

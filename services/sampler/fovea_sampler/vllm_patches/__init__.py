@@ -43,7 +43,7 @@ PATCHES = (
     routed_experts,  # before_model; vllm_launch sets its scheduler
     draws,  # after_model
     prompt_scorer,  # after_model
-    lora_slots,  # AdapterBank
+    lora_slots,  # before_model; also vllm_launch and AdapterBank
 )
 """All patches, each with the code that applies it."""
 
@@ -54,6 +54,7 @@ def before_model() -> None:
     routed_experts.apply()
     fresh_blocks.apply()
     punica.apply()
+    lora_slots.apply()
     grammar_budget.apply()
     if current_platform.is_cpu():
         experts_cpu.apply()
