@@ -21,7 +21,8 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 
 from fovea.runtime.hosts import interface_of
 from fovea_sampler import vllm_patches
-from fovea_sampler.vllm_patches.lora_slots import LoraSlots, PlannedAdapter, RankPlaces, configure, request_of
+from fovea_sampler.vllm_patches.lora_memory import RankPlaces, configure, request_of
+from fovea_sampler.vllm_patches.lora_slots import LoraSlots, PlannedAdapter
 
 HIDDEN, SLOT_RANKS, SLOTS, MOST = 32, 32, 3, 12
 WIDTHS = {"q_proj": (HIDDEN, 32), "k_proj": (HIDDEN, 16), "v_proj": (HIDDEN, 16), "o_proj": (32, HIDDEN)}

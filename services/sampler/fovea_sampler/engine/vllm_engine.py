@@ -26,7 +26,7 @@ from fovea_sampler.engine_api import AdapterName, Event, Limits, SampleSpec
 from fovea_sampler.grammar_trials import FIELD as STRUCTURE_FIELD
 from fovea_sampler.grammar_trials import TOO_SLOW, GrammarTrials
 from fovea_sampler.settings import SamplerSettings
-from fovea_sampler.vllm_patches.lora_slots import request_of
+from fovea_sampler.vllm_patches.lora_memory import request_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

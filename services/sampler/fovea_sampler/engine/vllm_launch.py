@@ -234,7 +234,7 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
     if runs_on_cpu(settings):
         vllm_patches.image_attention_cpu.configure(config)
     if capacity.batched:
-        vllm_patches.lora_slots.configure(config, capacity.slots)
+        vllm_patches.lora_memory.configure(config, capacity.slots)
     vllm_patches.fresh_blocks.configure(config)
     vllm_patches.routed_experts.configure(config)
     return config

@@ -18,88 +18,15 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.config import get_current_vllm_config
-from vllm.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY, LoRAModelManager
+from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.input_processor import InputProcessor
 
-from fovea_sampler.vllm_patches.punica import RankPlace, RankPlaces
+from fovea_sampler.vllm_patches.lora_memory import RankPlace, RankPlaces
 
 _WHOLE_MODEL = "whole-model"
 """The name of the one layer that vLLM sees."""
-_SLOTS_KEY = "fovea_lora_slots"
-"""The entry of vLLM's `additional_config` with the number of slots of the largest rank for which there is memory."""
-
-
-def configure(config: Any, slot_count: int) -> None:
-    """Sets the number of slots of the largest rank for which the workers allocate memory.
-
-    vLLM's own `max_loras` remains the most adapters of a step, which share that memory.
-    """
-    config.additional_config[_SLOTS_KEY] = slot_count
-
-
-def apply() -> None:
-    """Makes vLLM allocate memory for the configured slots, and none for embeddings. It may be called twice."""
-    manager: Any = LoRAModelManager
-    if manager._create_lora_modules is _create_lora_modules:
-        return
-    global _vllm_create
-    _vllm_create = manager._create_lora_modules
-    manager.lora_slots = property(lambda own: getattr(own, "fovea_slots", own.lora_config.max_loras))
-    manager._create_lora_modules = _create_lora_modules
-    manager.activate_adapter = _activate_trial
-    input_processor: Any = InputProcessor
-    input_processor._get_mm_identifier = _image_key
-    VocabParallelEmbeddingWithLoRA.can_replace_layer = classmethod(lambda *_, **__: False)
-
-
-_vllm_create: Callable[[Any], None]
-
-
-def _create_lora_modules(manager: Any) -> None:
-    """Replaces LoRAModelManager._create_lora_modules, which gives each module memory for `lora_slots` slots."""
-    config = get_current_vllm_config()
-    manager.fovea_slots = config.additional_config.get(_SLOTS_KEY, manager.lora_config.max_loras)
-    try:
-        _vllm_create(manager)
-    finally:
-        del manager.fovea_slots
-
-
-def _activate_trial(manager: Any, lora_id: int) -> bool:
-    """Replaces LoRAModelManager.activate_adapter until a LoraSlots exists: gives an adapter of zeros a slot.
-
-    vLLM runs trial steps with as many of them as a step may have. All slots are zero at that time.
-    """
-    if lora_id in manager._active_adapters:
-        return False
-    manager.lora_index_to_id[manager.lora_index_to_id.index(None)] = lora_id
-    manager._active_adapters[lora_id] = None
-    return True
-
-
-_TOWER_PATH = "memory://tower/"
-
-
-def request_of(name: str, lora_id: int, in_tower: bool = False) -> LoRARequest:
-    """Returns vLLM's reference to an adapter in memory. vLLM requires a path; this one does not exist.
-
-    Args:
-        name: The name of the adapter.
-        lora_id: Its number.
-        in_tower: True if it changes the vision tower, so that images must be encoded anew with it.
-    """
-    return LoRARequest(name, lora_id, f"{_TOWER_PATH if in_tower else 'memory://'}{name}")
-
-
-def _image_key(_: Any, mm_hash: str, request: LoRARequest | None) -> str:
-    """Replaces InputProcessor._get_mm_identifier: adapters that leave the tower alone share its outputs."""
-    if request is None or not request.lora_path.startswith(_TOWER_PATH):
-        return mm_hash
-    return f"{request.lora_name}:{mm_hash}"
 
 
 @dataclass(frozen=True)
@@ -194,10 +121,9 @@ class LoraSlots:
             raise TypeError("adapters are supported for language models only, not for pooling models")
         # vLLM's kernels for experts find an adapter by its slot, so with experts each adapter has a whole slot.
         self._whole = any(isinstance(module, FusedMoEWithLoRA) for module in self._modules.values())
-        ranks = manager.lora_config.max_lora_rank
         self._memory = {} if self._whole else {one[0].data_ptr(): one for one in _memory_of(self._modules.values())}
         room = min((len(one) for one, _ in self._memory.values()), default=self._slot_count)
-        self._ranks = RankPlaces(room, ranks, self._whole)
+        self._ranks = RankPlaces(room, manager.lora_config.max_lora_rank, self._whole)
         self._places: dict[int, RankPlace] = {}
         self._zeroed = [self._reset_targets(slot) for slot in range(self._slot_count if self._whole else 1)]
         # The layout in each place. It is unknown after the trial adapters that vLLM loads at its start.
@@ -329,20 +255,13 @@ class LoraSlots:
         ids = self._manager.lora_index_to_id
         for slot in [slot for slot in self._places if ids[slot] is None]:
             self._ranks.free(self._places.pop(slot))
-        if self._whole:  # the place of a slot follows from its number
-            return self._give_whole(ids)
-        slot = next((slot for slot, lora_id in enumerate(ids) if lora_id is None), None)
-        place = None if slot is None else self._ranks.take(rank)
-        if slot is None or place is None:
+        if None not in ids:
+            return None
+        slot, ranks = ids.index(None), self._manager.lora_config.max_lora_rank
+        place = RankPlace(slot * ranks, ranks) if self._whole else self._ranks.take(rank)
+        if place is None:
             return None
         self._places[slot] = place
-        return slot
-
-    def _give_whole(self, ids: list[int | None]) -> int | None:
-        slot = next((slot for slot, lora_id in enumerate(ids) if lora_id is None), None)
-        if slot is not None:
-            ranks = self._manager.lora_config.max_lora_rank
-            self._places[slot] = RankPlace(slot * ranks, ranks)
         return slot
 
     def _fill(self, index: int, lora_id: int, adapter: PlannedAdapter) -> None:

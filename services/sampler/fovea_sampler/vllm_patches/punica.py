@@ -29,57 +29,11 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.platforms import current_platform
 
-from fovea_sampler.engine_api import slot_widths
+from fovea_sampler.vllm_patches.lora_memory import RankPlace
 from fovea_sampler.vllm_patches.prompt_scorer import OneAdapterLogits
 
 if TYPE_CHECKING:
     from vllm.lora.layers import LoRAMapping
-
-
-class RankPlace(NamedTuple):
-    """The ranks of the adapters' memory that one adapter has.
-
-    The memory of a factor A, [S, 1, R, I], is a matrix of S * R ranks. The adapter has its rows from `first` on. The
-    memory of a factor B, [S, 1, O, R], has the adapter's [O, width] from element `first * O` on.
-    """
-
-    first: int
-    width: int
-
-
-class RankPlaces:
-    """The free and used ranks of the memory of all adapters, in slots of the largest rank.
-
-    Adapters of a smaller rank share a slot. Each gets a power of two of ranks, or a whole slot, at a multiple of that
-    number. Adapters that have room together therefore fit in, if the largest are placed first.
-
-    Args:
-        slot_count: The number of slots.
-        slot_ranks: The ranks of a slot, a multiple of 8.
-        whole: True if each adapter needs a whole slot.
-    """
-
-    def __init__(self, slot_count: int, slot_ranks: int, whole: bool) -> None:
-        self._widths = [slot_ranks] if whole else slot_widths(slot_ranks)
-        self._used = bytearray(slot_count * slot_ranks // 8)
-
-    def width_of(self, rank: int) -> int:
-        """Returns the ranks that an adapter takes."""
-        return next(width for width in self._widths if width >= rank)
-
-    def take(self, rank: int) -> RankPlace | None:
-        """Returns a place for an adapter, and marks it as used; None if there is no room."""
-        width = self.width_of(rank)
-        cells = width // 8
-        for cell in range(0, len(self._used), cells):
-            if not any(self._used[cell : cell + cells]):
-                self._used[cell : cell + cells] = b"\x01" * cells
-                return RankPlace(8 * cell, width)
-        return None
-
-    def free(self, place: RankPlace) -> None:
-        """Makes a place free."""
-        self._used[place.first // 8 : (place.first + place.width) // 8] = bytes(place.width // 8)
 
 
 class Run(NamedTuple):
