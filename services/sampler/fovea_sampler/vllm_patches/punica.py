@@ -252,7 +252,8 @@ class RunwisePunicaWrapper(OneAdapterLogits, PunicaWrapperBase):  # type: ignore
         """
         x_NI, y_NO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if self.logits_slot is not None:
-            runs = [Run(0, x_NI.shape[0], self.logits_slot, None)] if self.logits_slot >= 0 else []
+            held = self._places.get(self.logits_slot, (None, None))
+            runs = [Run(0, x_NI.shape[0], self.logits_slot, *held)] if self.logits_slot >= 0 else []
         else:
             runs = self._logits_runs
         if runs and runs[-1].end > x_NI.shape[0]:
