@@ -169,6 +169,11 @@ class SlotQueue:
                 self._free_ranks += width
                 self._admit()
 
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait."""
+        return sum(len(entered) for _, entered in self._waiting.values())
+
     def _try_enter(self, name: AdapterName, width: int) -> bool:
         if name in self._users:
             self._passed += bool(self._waiting)
@@ -247,6 +252,11 @@ class WeightStore:
     def resident_snapshot_id(self) -> str | None:
         """The snapshot id of the full weights: empty for the base model, None after a load that failed half-way."""
         return self._resident
+
+    @property
+    def waiting_for_slot(self) -> int:
+        """The number of requests that wait for a slot."""
+        return self._slots.waiting
 
     def adapter_snapshot_ids(self) -> list[str]:
         """Returns the adapters that can be sampled from now.
