@@ -69,10 +69,10 @@ class SamplerSettings(ServiceSettings):
     max_loras: int | None = Field(
         None,
         ge=1,
-        description="The most adapters in one batch; requests for further adapters wait. Each adapter has a slot of "
-        "the largest rank on the device. By default a GPU has as many as fit into a sixteenth of its memory. A CPU has "
-        "as many as fit into the size of the weights or 256 MiB, whichever is larger, but at most a sixteenth of the "
-        "free memory, and never fewer than four.",
+        description="Slots for adapters of one batch, each for the largest rank; adapters of smaller ranks share a slot "
+        "and requests for further ones wait. By default a GPU has as many as fit into a sixth of its memory. A CPU "
+        "has as many as fit into the size of the weights or 256 MiB, whichever is larger, but at most a sixteenth of "
+        "the free memory, and never fewer than four.",
     )
     max_cpu_loras: int | None = Field(
         None, ge=1, description="Adapters that vLLM keeps in host memory, ready to load; 4 * max-loras by default."

@@ -52,7 +52,7 @@ def test_never_more_than_can_be_held_or_run_at_once_nor_fewer_than_a_few() -> No
 
 def test_settings_go_first() -> None:
     said = room(max_loras=2, max_adapter_mib=5, slot_bytes=1)
-    assert (said.batched, said.slots, said.held_bytes) == (2, 2, 5 << 20)
+    assert (said.batched, said.slots, said.held_bytes) == (16, 2, 5 << 20)
 
 
 def test_without_shapes() -> None:

@@ -182,7 +182,7 @@ def capacity_for(
         slots = min(max(slot_bytes // adapter_bytes if adapter_bytes else 0, _LEAST_SLOTS), most)
     # Adapters of rank 8 are the smallest. vLLM's kernels for experts need a whole slot for each adapter.
     whole = any(".experts." in name for name in shapes)
-    batched = slots if whole or settings.max_loras else min(slots * settings.max_lora_rank // 8, most)
+    batched = slots if whole else max(min(slots * settings.max_lora_rank // 8, most), slots)
     held_bytes = int(host_bytes * _HOST_SHARE)
     if held_mib is not None:
         held_bytes = held_mib << 20
