@@ -69,7 +69,7 @@ class SamplerSettings(ServiceSettings):
     max_loras: int | None = Field(
         None,
         ge=1,
-        description="Slots for adapters of one batch, each for the largest rank; adapters of smaller ranks share a slot "
+        description="Slots for adapters of one batch, each for the largest rank; adapters of smaller ranks share one "
         "and requests for further ones wait. By default a GPU has as many as fit into a sixth of its memory. A CPU "
         "has as many as fit into the size of the weights or 256 MiB, whichever is larger, but at most a sixteenth of "
         "the free memory, and never fewer than four.",
