@@ -39,7 +39,7 @@ def test_memory_decides() -> None:
     said = str(room(slot_bytes=10 * ADAPTER_BYTES, host_bytes=4 * 20 * ADAPTER_BYTES))
     assert "64 in one batch, 10 of the largest rank" in said
     assert "20 of the largest rank" in said
-    assert str(room({})) == "adapters: 32 in one batch, 4 of the largest rank, up to 256 MiB held"
+    assert str(room({})) == "adapters: 4 in one batch, 4 of the largest rank, up to 256 MiB held"
 
 
 def test_never_more_than_can_be_held_or_run_at_once_nor_fewer_than_a_few() -> None:

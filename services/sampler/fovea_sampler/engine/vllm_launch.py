@@ -180,13 +180,11 @@ def capacity_for(
     most = min(settings.max_adapters, settings.max_sequences)
     if slots is None:
         slots = min(max(slot_bytes // adapter_bytes if adapter_bytes else 0, _LEAST_SLOTS), most)
-    # Adapters of rank 8 are the smallest. vLLM's kernels for experts need a whole slot for each adapter.
-    whole = any(".experts." in name for name in shapes)
-    batched = slots if whole else max(min(slots * settings.max_lora_rank // 8, most), slots)
-    held_bytes = int(host_bytes * _HOST_SHARE)
-    if held_mib is not None:
-        held_bytes = held_mib << 20
-    elif adapter_bytes:
+    # A slot has room for adapters of rank 8 or more, but vLLM's kernels for experts need a whole slot for each.
+    shared = shapes and not any(".experts." in name for name in shapes)
+    batched = max(min(slots * settings.max_lora_rank // 8, most), slots) if shared else slots
+    held_bytes = int(host_bytes * _HOST_SHARE) if held_mib is None else held_mib << 20
+    if held_mib is None and adapter_bytes:
         held_bytes = min(held_bytes, settings.max_adapters * adapter_bytes)
     return AdapterCapacity(adapter_bytes, batched, held_bytes, slots)
 
