@@ -9,33 +9,25 @@ Layer = Mapping[str, tuple[int, tuple[int, ...]]]
 Kernel = Callable[..., None]
 
 
-def ways(vllm_shrink: Any, vllm_expand: Any) -> Iterator[tuple[str, Kernel, Kernel]]:
-    """Yields a name, and functions with the arguments of `lora_kernels.shrink` and `expand`."""
+def ways(vllm_shrink: Any, vllm_expand: Any) -> Iterator[tuple[str, Kernel]]:
+    """Yields a name, and a function with the arguments of `lora_kernels.add_products`."""
     try:
         from fovea_sampler import lora_kernels
 
-        yield "fovea", lora_kernels.shrink, lora_kernels.expand
+        yield "fovea", lora_kernels.add_products
     except ImportError:
         print("this checkout has no kernels of its own")
 
-    def shrink(
-        x: Any, stacks: Any, reduced: Any, tokens: Any, counts: Any, starts: Any, slots: Any, *rest: Any
-    ) -> None:
+    def add(x: Any, a: Any, b: Any, y: Any, tokens: Any, counts: Any, starts: Any, slots: Any, *rest: Any) -> None:
+        reduced = torch.empty((len(a), x.shape[0], a[0].shape[-2]), dtype=torch.float32, device=x.device)
         most = torch.tensor([len(slots)], dtype=torch.int32)
-        vllm_shrink(x, stacks, reduced, tokens, tokens, counts, starts, slots, rest[0], most, 1.0)
+        vllm_shrink(x, a, reduced, tokens, tokens, counts, starts, slots, rest[0], most, 1.0)
+        vllm_expand(reduced, b, y, tokens, tokens, counts, starts, slots, rest[0], most, 0, True)
 
-    def expand(
-        reduced: Any, stacks: Any, y: Any, tokens: Any, counts: Any, starts: Any, slots: Any, *rest: Any
-    ) -> None:
-        most = torch.tensor([len(slots)], dtype=torch.int32)
-        vllm_expand(reduced, stacks, y, tokens, tokens, counts, starts, slots, rest[0], most, 0, True)
-
-    yield "vllm", shrink, expand
+    yield "vllm", add
 
 
-def microseconds(
-    layer: Layer, slots: int, width: int, rows: int, active: int, rank: int, shrink: Kernel, expand: Kernel
-) -> float:
+def microseconds(layer: Layer, slots: int, width: int, rows: int, active: int, rank: int, add: Kernel) -> float:
     """Returns the microseconds of all projections of a layer, in a CUDA graph, with caches that other layers flush.
 
     Args:
@@ -45,8 +37,7 @@ def microseconds(
         rows: The tokens of the step.
         active: The adapters of the step, which the tokens use in turns.
         rank: The rank of each adapter.
-        shrink: The first kernel.
-        expand: The second kernel.
+        add: The kernels.
     """
     device = torch.device("cuda:0")
     calls = []
@@ -60,13 +51,11 @@ def microseconds(
         ]
         x = torch.randn(rows, input_width, device=device, dtype=torch.bfloat16)
         y = torch.zeros(rows, sum(sizes), device=device, dtype=torch.bfloat16)
-        reduced = torch.empty(len(sizes), rows, width, device=device)
-        calls.append((x, stacks, reduced, y))
+        calls.append((x, *stacks, y))
 
     def run() -> None:
-        for x, (a, b), reduced, y in calls:
-            shrink(x, a, reduced, *step, firsts, ranks)
-            expand(reduced, b, y, *step, firsts, ranks, widths)
+        for x, a, b, y in calls:
+            add(x, a, b, y, *step, firsts, ranks, widths)
 
     return graph_microseconds(run)
 

@@ -233,9 +233,9 @@ def measure_kernels(report: Report, slots: int = 64, rank: int = 64) -> None:
 
     from benchmarks import adapter_kernels
 
-    for ours, shrink, expand in adapter_kernels.ways(lora_shrink, lora_expand):
+    for ours, add in adapter_kernels.ways(lora_shrink, lora_expand):
         for rows, active, own_rank in ((64, 1, 32), (64, 16, 32), (64, 64, 32), (64, 64, 64), (2048, 64, 32)):
-            us = adapter_kernels.microseconds(LAYER, slots, rank, rows, active, own_rank, shrink, expand)
+            us = adapter_kernels.microseconds(LAYER, slots, rank, rows, active, own_rank, add)
             report.add("kernels", [us], "us/layer", whose=ours, rows=rows, adapters=active, rank=own_rank)
 
 

@@ -25,6 +25,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 _FEW_TOKENS = 128
 """Steps of up to this many tokens mostly decode, with one or a few tokens of each adapter."""
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _STEP_INPUTS = 512
 """Inputs that one thread block of `_shrink` sums in a step of few tokens."""
 
@@ -43,7 +44,10 @@ def _shrink(
     x, a, out, token_count, input_width, out_width, tokens, counts, starts, slots, firsts, ranks,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Writes out[slice, row, r] = sum over i of x[row, i] * A[first + r, i], in float32."""
+    """Writes out[split, slice, row, r] = sum over i of x[row, i] * A[first + r, i], in float32.
+
+    Each of SPLIT programs sums every SPLIT-th block of inputs. `_expand` adds their sums, always in the same order.
+    """
     pid, part, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     split, pid = pid % SPLIT, pid // SPLIT
     rank_blocks = tl.cdiv(out_width, BLOCK_R)
@@ -72,22 +76,18 @@ def _shrink(
             x + rows[:, None] * input_width + i[None, :], mask=exists[:, None] & inside[None, :], other=0.0
         )
         total += tl.dot(x_tile, b_tile)
-    target = out + (part.to(tl.int64) * token_count + rows[:, None]) * out_width + r[None, :]
-    mask = exists[:, None] & (r < rank)[None, :]
-    if SPLIT == 1:
-        tl.store(target, total, mask=mask)
-    else:
-        tl.atomic_add(target, total, mask=mask, sem="relaxed")
+    target = out + ((split * SLICES + part).to(tl.int64) * token_count + rows[:, None]) * out_width + r[None, :]
+    tl.store(target, total, mask=exists[:, None] & (r < rank)[None, :])
 
 
 @triton.jit
 def _expand(
     reduced, b, y, token_count, reduced_width, y_stride, tokens, counts, starts, slots, firsts, ranks, widths,
     part_starts, part_sizes, most_outputs, ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
     EQUAL: tl.constexpr, B_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds sum over r of reduced[slice, row, r] * B[o, r] to y[row, part_start + o]."""
+    """Adds sum over split and r of reduced[split, slice, row, r] * B[o, r] to y[row, part_start + o]."""
     pid, part, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output_blocks = tl.cdiv(most_outputs, BLOCK_O)
     output_block, row_block = pid % output_blocks, pid // output_blocks
@@ -121,7 +121,10 @@ def _expand(
         r = start + tl.arange(0, BLOCK_R)
         used = r < rank
         b_tile = tl.load(factor + r[:, None], mask=used[:, None] & inside[None, :], other=0.0)
-        x_tile = tl.load(source + r[None, :], mask=exists[:, None] & used[None, :], other=0.0)
+        x_tile = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+        for split in tl.static_range(SPLIT):
+            summed = source + tl.cast(token_count, tl.int64) * (split * SLICES * reduced_width) + r[None, :]
+            x_tile += tl.load(summed, mask=exists[:, None] & used[None, :], other=0.0)
         total += tl.dot(x_tile.to(B_TYPE), b_tile)
     target = y + rows[:, None] * y_stride + (begin + o)[None, :]
     mask = exists[:, None] & inside[None, :]
@@ -160,51 +163,10 @@ def _places(token_count: int, slots: torch.Tensor, active_count: torch.Tensor) -
     return min(int(active_count), slots.shape[0])
 
 
-def shrink(
+def add_products(
     x: torch.Tensor,
-    stacks: list[torch.Tensor],
-    reduced: torch.Tensor,
-    tokens: torch.Tensor,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    slots: torch.Tensor,
-    is_idle: torch.Tensor,
-    active_count: torch.Tensor,
-    firsts: torch.Tensor,
-    ranks: torch.Tensor,
-) -> None:
-    """Multiplies rows by the factors A of their adapters.
-
-    Args:
-        x: The rows, [N, I], in the adapters' 16-bit type.
-        stacks: The memory of A of each slice, [slots, 1, R, I].
-        reduced: The result, float32 [slices, N, R]. Ranks beyond an adapter's own are undefined.
-        tokens: The rows, sorted by adapter, int32 [N].
-        counts: The number of rows of each adapter, int32 [slots + 1].
-        starts: The first of `tokens` of each adapter, int32 [slots + 2].
-        slots: The slots of the adapters, then -1, int32 [slots + 1].
-        is_idle: On the CPU; true if no row has an adapter.
-        active_count: On the CPU: the number of different adapters.
-        firsts: The first rank of each slot in the memory, int32 [slots].
-        ranks: The rank of the adapter in each slot, rounded up to a multiple of 8, int32 [slots].
-    """
-    count, input_width, out_width = x.shape[0], x.shape[1], reduced.shape[-1]
-    if bool(is_idle) or not count:
-        return
-    x = x.contiguous()
-    blocks = shrink_blocks(count, input_width)
-    if blocks["SPLIT"] > 1:
-        reduced.zero_()
-    programs = blocks["SPLIT"] * triton.cdiv(count, blocks["BLOCK_M"]) * triton.cdiv(out_width, blocks["BLOCK_R"])
-    _shrink[(programs, len(stacks), _places(count, slots, active_count))](
-        x, _pointers(stacks), reduced, count, input_width, out_width, tokens, counts, starts, slots, firsts, ranks,
-        **blocks, SLICES=len(stacks), num_warps=4, num_stages=3,
-    )  # fmt: skip
-
-
-def expand(
-    reduced: torch.Tensor,
-    stacks: list[torch.Tensor],
+    a_stacks: list[torch.Tensor],
+    b_stacks: list[torch.Tensor],
     y: torch.Tensor,
     tokens: torch.Tensor,
     counts: torch.Tensor,
@@ -216,33 +178,48 @@ def expand(
     ranks: torch.Tensor,
     widths: torch.Tensor,
 ) -> None:
-    """Adds the products of `shrink` and the factors B to the outputs y, [N, sum of O].
+    """Adds x A^T B^T of each row's own adapter to the outputs y. The order of all sums is fixed.
 
     Args:
-        stacks: The memory of B of each slice, [slots, 1, O, R].
+        x: The rows, [N, I], in the adapters' 16-bit type.
+        a_stacks: The memory of A of each slice, [slots, 1, R, I].
+        b_stacks: The memory of B of each slice, [slots, 1, O, R].
+        y: The outputs of all slices, [N, sum of O].
+        tokens: The rows, sorted by adapter, int32 [N].
+        counts: The number of rows of each adapter, int32 [slots + 1].
+        starts: The first of `tokens` of each adapter, int32 [slots + 2].
+        slots: The slots of the adapters, then -1, int32 [slots + 1].
+        is_idle: On the CPU; true if no row has an adapter.
+        active_count: On the CPU: the number of different adapters.
+        firsts: The first rank of each slot in the memory, int32 [slots].
+        ranks: The rank of the adapter in each slot, rounded up to a multiple of 8, int32 [slots].
         widths: The ranks for which each slot has memory, a multiple of 8, int32 [slots].
-
-    The other arguments are those of `shrink`.
     """
-    count = reduced.shape[1]
+    (count, input_width), parts, most_rank = x.shape, len(a_stacks), a_stacks[0].shape[-2]
     if bool(is_idle) or not count:
         return
-    sizes = tuple(one.shape[-2] for one in stacks)
-    begins = tuple(sum(sizes[:number]) for number in range(len(sizes)))
+    x, places = x.contiguous(), _places(count, slots, active_count)
+    step = tokens, counts, starts, slots, firsts, ranks
+    blocks = shrink_blocks(count, input_width)
+    split = blocks["SPLIT"]
+    reduced = torch.empty((split, parts, count, most_rank), dtype=torch.float32, device=x.device)
+    programs = split * triton.cdiv(count, blocks["BLOCK_M"]) * triton.cdiv(most_rank, blocks["BLOCK_R"])
+    _shrink[(programs, parts, places)](
+        x, _pointers(a_stacks), reduced, count, input_width, most_rank, *step,
+        **blocks, SLICES=parts, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    sizes = tuple(one.shape[-2] for one in b_stacks)
+    begins = tuple(sum(sizes[:number]) for number in range(parts))
     equal = len(set(sizes)) == 1
+    part_starts = _tensor(begins, y.device) if parts > 1 else 0
+    part_sizes = sizes[0] if equal else _tensor(sizes, y.device)
     blocks = expand_blocks(count)
     programs = triton.cdiv(count, blocks["BLOCK_M"]) * triton.cdiv(max(sizes), blocks["BLOCK_O"])
-    kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[stacks[0].dtype]
-    several = len(stacks) > 1
-    part_starts = _tensor(begins, y.device) if several else 0
-    part_sizes = sizes[0] if equal else _tensor(sizes, y.device)
-    aligned = 8 if all(size % 8 == 0 for size in sizes) else 1
-    _expand[(programs, len(stacks), _places(count, slots, active_count))](
-        reduced, _pointers(stacks), y, count, reduced.shape[-1], y.stride(0),
-        tokens, counts, starts, slots, firsts, ranks, widths, part_starts, part_sizes, max(sizes),
-        ALIGNED=aligned, **blocks, SLICES=len(stacks), EQUAL=equal, B_TYPE=kind, num_warps=4, num_stages=2,
+    _expand[(programs, parts, places)](
+        reduced, _pointers(b_stacks), y, count, most_rank, y.stride(0), *step, widths, part_starts, part_sizes,
+        max(sizes), ALIGNED=8 if all(size % 8 == 0 for size in sizes) else 1, **blocks, SPLIT=split, SLICES=parts,
+        EQUAL=equal, B_TYPE=_TYPES[b_stacks[0].dtype], num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
-direct_register_custom_op("fovea_lora_shrink", shrink, mutates_args=["reduced"])
-direct_register_custom_op("fovea_lora_expand", expand, mutates_args=["y"])
+direct_register_custom_op("fovea_add_lora", add_products, mutates_args=["y"])

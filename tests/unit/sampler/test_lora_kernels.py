@@ -27,7 +27,13 @@ def test_they_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shrink = lora_kernels.shrink_blocks(rows, 2560)
     assert compiled(lora_kernels._shrink, {**shrink, "SLICES": slices}, 3)
-    expand = {**lora_kernels.expand_blocks(rows), "SLICES": slices, "ALIGNED": 8, "EQUAL": False}
+    expand = {
+        **lora_kernels.expand_blocks(rows),
+        "SPLIT": shrink["SPLIT"],
+        "SLICES": slices,
+        "ALIGNED": 8,
+        "EQUAL": False,
+    }
     assert compiled(lora_kernels._expand, expand | {"B_TYPE": lora_kernels.tl.bfloat16}, 2)
 
 

@@ -126,8 +126,7 @@ class LoraSlots:
         self._ranks = RankPlaces(room, manager.lora_config.max_lora_rank, self._whole)
         self._places: dict[int, RankPlace] = {}
         self._zeroed = [self._reset_targets(slot) for slot in range(self._slot_count if self._whole else 1)]
-        # The layout in each place. It is unknown after the trial adapters that vLLM loads at its start.
-        self._held: dict[RankPlace, SlotPlan] = {}
+        self._held: dict[RankPlace, SlotPlan] = {}  # the layout in each place, if it is known
         self._needed: set[int] = set()
         manager.modules = {_WHOLE_MODEL: self}
         manager._add_adapter = self._add_adapter
@@ -190,6 +189,8 @@ class LoraSlots:
             self._empty(index, place)
             if self._whole and plan.switches[index]:
                 torch._foreach_add_(plan.switches[index], 1)
+        if self._manager.device.type == "cuda" and not parts[0].is_cuda:
+            parts = plan.parts(adapter.flat.to(self._manager.device))  # one copy over the bus instead of hundreds
         if parts[0].is_cuda:
             parts[0].record_stream(torch.cuda.current_stream())
         targets = plan.targets(index, place)
@@ -265,10 +266,9 @@ class LoraSlots:
         return slot
 
     def _fill(self, index: int, lora_id: int, adapter: PlannedAdapter) -> None:
-        manager = self._manager
-        manager._active_adapters[lora_id] = None
-        manager.lora_index_to_id[index] = lora_id
-        manager._last_mapping = None  # the place of an adapter may have changed, but not its slot
+        self._manager._active_adapters[lora_id] = None
+        self._manager.lora_index_to_id[index] = lora_id
+        self._manager._last_mapping = None  # the place of an adapter may have changed, but not its slot
         self.set_lora(index, adapter)
 
     def _pack(self) -> bool:

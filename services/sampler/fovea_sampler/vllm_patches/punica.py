@@ -84,26 +84,17 @@ class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[
         """Sets the memory and the true rank of the adapter in a slot."""
         self._table[:, slot] = torch.tensor([place.first, -(-rank // 8) * 8, place.width], dtype=torch.int32)
 
-    def add_shrink(
-        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **_: object
-    ) -> None:
-        """Writes x @ A[i]^T to y[i], float32 [slices, N, R], for the tokens of the step."""
-        self._shrink(self.token_mapping_meta, y, x.view(-1, x.shape[-1]), lora_a_stacked)
-
-    def add_expand(
+    def add_lora_linear(
         self,
         y: torch.Tensor,
         x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
         lora_b_stacked: tuple[torch.Tensor, ...],
-        output_slices: tuple[int, ...],
-        offset_start: int = 0,
-        add_inputs: bool = True,
-        **_: object,
+        *_: object,
+        **__: object,
     ) -> None:
-        """Adds x[i] @ B[i]^T to y[:, slice i], for the tokens of the step."""
-        if offset_start or not add_inputs:
-            raise NotImplementedError("vLLM 0.32.0 adds the products of all slices at once, to the layer's output")
-        self._expand(self.token_mapping_meta, y.view(-1, y.shape[-1]), x, lora_b_stacked)
+        """Adds x @ A^T @ B^T to y for the tokens of the step and each slice of a packed projection."""
+        self._add(self.token_mapping_meta, y, x, lora_a_stacked, lora_b_stacked)
 
     def add_lora_embedding(self, *_: object, **__: object) -> None:
         """Does nothing. Fovea trains no embeddings and refuses manifests that contain one."""
@@ -118,25 +109,23 @@ class ScoringPunicaWrapper(OneAdapterLogits, PunicaWrapperGPU):  # type: ignore[
         **__: object,
     ) -> None:
         """Adds adapters of `lm_head` to the logits y: each row's own, or one for all rows in `one_adapter_logits`."""
-        x, y, meta = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]), self.prompt_mapping_meta
-        if self.logits_slot is not None:
-            if self.logits_slot < 0:
-                return
-            meta.prepare_tensors(torch.full((len(x),), self.logits_slot, dtype=torch.long, device=x.device))
-        try:
-            reduced = torch.empty((1, len(x), lora_b_stacked.shape[-1]), dtype=torch.float32, device=x.device)
-            self._shrink(meta, reduced, x, (lora_a_stacked,))
-            self._expand(meta, y, reduced, (lora_b_stacked,))
-        finally:
-            if self.logits_slot is not None:
+        meta = self.prompt_mapping_meta
+        if self.logits_slot is None:
+            self._add(meta, y, x, (lora_a_stacked,), (lora_b_stacked,))
+        elif self.logits_slot >= 0:
+            row_count = x.view(-1, x.shape[-1]).shape[0]
+            meta.prepare_tensors(torch.full((row_count,), self.logits_slot, dtype=torch.long, device=x.device))
+            try:
+                self._add(meta, y, x, (lora_a_stacked,), (lora_b_stacked,))
+            finally:
                 meta.prepare_tensors(self.sampler_indices)
 
-    def _shrink(self, meta: Any, reduced: torch.Tensor, x: torch.Tensor, stacks: tuple[torch.Tensor, ...]) -> None:
-        torch.ops.vllm.fovea_lora_shrink(x, list(stacks), reduced, *_of_step(meta, len(x)), self._firsts, self._ranks)
-
-    def _expand(self, meta: Any, y: torch.Tensor, reduced: torch.Tensor, stacks: tuple[torch.Tensor, ...]) -> None:
-        step = _of_step(meta, reduced.shape[1])
-        torch.ops.vllm.fovea_lora_expand(reduced, list(stacks), y, *step, self._firsts, self._ranks, self._widths)
+    def _add(
+        self, meta: Any, y: torch.Tensor, x: torch.Tensor, a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]
+    ) -> None:
+        x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        step = _of_step(meta, x.shape[0])
+        torch.ops.vllm.fovea_add_lora(x, list(a), list(b), y, *step, self._firsts, self._ranks, self._widths)
 
 
 def _of_step(meta: Any, row_count: int) -> tuple[torch.Tensor, ...]:
