@@ -6,8 +6,8 @@ Why: vLLM starts 64 thread blocks along the input for each 16 ranks of each slot
     4B shape starts 4 million blocks. These kernels start a block for every 512 inputs, end at the adapter's own rank,
     and start none for slots that a step of that many tokens cannot use. They find an adapter by the place of its first
     rank, so that adapters of different ranks share one memory.
-Upstream: vllm-project/vllm issue 20149 (LoRA throughput), open; vLLM offers tuned configurations as files, for one GPU
-    and one shape each.
+Upstream: vllm-project/vllm pull requests 32005 (one CUDA graph for each number of adapters, merged as an option) and
+    48887 (skips layers that no adapter changes), open.
 Delete when: vLLM's kernels skip unused ranks and slots, and a slot may be smaller than the largest rank.
 
 The memory of the factors A of a module, [ranks, I], holds the adapter of a slot in the rows from `first` to `first +

@@ -8,7 +8,7 @@ Why: vLLM gives each adapter of a step a slot of the largest rank, and each slot
     memory. `lora_slots` divides it, and `lora_kernels` and `punica` read it.
     vLLM encodes an image again for every adapter if adapters may change the tower. With the patch it does so only for
     those that do.
-Upstream: vllm-project/vllm issue 20149, open, about the memory of slots; none filed about images.
+Upstream: vllm-project/vllm pull request 22782 documents the cost of a high `max_lora_rank`; none filed about images.
 Delete when: vLLM allocates slots by rank, or in pages; and compares the tower's adapters before it encodes again.
 """
 
