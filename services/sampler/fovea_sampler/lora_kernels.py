@@ -30,8 +30,9 @@ _STEP_INPUTS = 512
 """Inputs that one thread block of `_shrink` sums in a step of few tokens."""
 
 
-@triton.jit
-def _rows_of(tokens, counts, starts, place, block, BLOCK_M: tl.constexpr):
+def _find_rows(
+    tokens: tl.tensor, counts: tl.tensor, starts: tl.tensor, place: tl.tensor, block: tl.tensor, BLOCK_M: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Returns the rows of a block of the tokens of an adapter, and which of them exist."""
     offsets = block * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = offsets < tl.load(counts + place)
@@ -39,11 +40,14 @@ def _rows_of(tokens, counts, starts, place, block, BLOCK_M: tl.constexpr):
     return rows.to(tl.int64), exists
 
 
-@triton.jit
-def _shrink(
-    x, a, out, token_count, input_width, out_width, tokens, counts, starts, slots, firsts, ranks,
+_rows_of = triton.jit(_find_rows)
+
+
+def _shrink_rows(
+    x: tl.tensor, a: tl.tensor, out: tl.tensor, token_count: tl.tensor, input_width: tl.tensor, out_width: tl.tensor,
+    tokens: tl.tensor, counts: tl.tensor, starts: tl.tensor, slots: tl.tensor, firsts: tl.tensor, ranks: tl.tensor,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Writes out[split, slice, row, r] = sum over i of x[row, i] * A[first + r, i], in float32.
 
     Each of SPLIT programs sums every SPLIT-th block of inputs. `_expand` adds their sums, always in the same order.
@@ -80,13 +84,17 @@ def _shrink(
     tl.store(target, total, mask=exists[:, None] & (r < rank)[None, :])
 
 
-@triton.jit
-def _expand(
-    reduced, b, y, token_count, reduced_width, y_stride, tokens, counts, starts, slots, firsts, ranks, widths,
-    part_starts, part_sizes, most_outputs, ALIGNED: tl.constexpr,
+_shrink = triton.jit(_shrink_rows)
+
+
+def _expand_rows(
+    reduced: tl.tensor, b: tl.tensor, y: tl.tensor, token_count: tl.tensor, reduced_width: tl.tensor,
+    y_stride: tl.tensor, tokens: tl.tensor, counts: tl.tensor, starts: tl.tensor, slots: tl.tensor, firsts: tl.tensor,
+    ranks: tl.tensor, widths: tl.tensor, part_starts: tl.tensor, part_sizes: tl.tensor, most_outputs: tl.tensor,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
     EQUAL: tl.constexpr, B_TYPE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Adds sum over split and r of reduced[split, slice, row, r] * B[o, r] to y[row, part_start + o]."""
     pid, part, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output_blocks = tl.cdiv(most_outputs, BLOCK_O)
@@ -130,6 +138,9 @@ def _expand(
     mask = exists[:, None] & inside[None, :]
     before = tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, (before + total).to(y.dtype.element_ty), mask=mask)
+
+
+_expand = triton.jit(_expand_rows)
 
 
 @functools.cache
