@@ -9,7 +9,6 @@ import logging
 import math
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -158,41 +157,6 @@ class SharedLock:
         # instant.
         async with self._changed:
             self._changed.notify_all()
-
-
-class LoopTurns:
-    """Spreads work that becomes ready at once over turns of the event loop, in order, so that other work runs between.
-
-    Args:
-        per_turn: The most tasks that continue in one turn of the event loop.
-    """
-
-    def __init__(self, per_turn: int) -> None:
-        self._per_turn = per_turn
-        self._left = per_turn
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def take(self) -> None:
-        """Waits for a turn in which fewer than `per_turn` tasks have continued."""
-        if self._left == self._per_turn:
-            asyncio.get_running_loop().call_soon(self._begin)
-        if self._left:
-            self._left -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _begin(self) -> None:
-        """Begins a turn."""
-        self._left = self._per_turn
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._begin)
-        while self._waiting and self._left:
-            turn = self._waiting.popleft()
-            if not turn.cancelled():
-                self._left -= 1
-                turn.set_result(None)
 
 
 async def run_to_end(work: Coroutine[Any, Any, Value]) -> Value:

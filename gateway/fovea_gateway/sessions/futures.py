@@ -15,7 +15,6 @@ from typing import Any
 from cachetools import LRUCache
 
 from fovea.runtime.durable import ExpiryClock
-from fovea.runtime.tasks import LoopTurns
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.owners import Owners, Quota, Used, add_usage, exceeded, note_usage
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 _RECENT_BYTES = 64 * 2**20
 _HELD_REQUEST_BYTES = 256 * 2**20
 _ROW_TTL_FACTOR = 8
-_WOKEN_PER_TURN = 16
 
 
 class Futures:
@@ -75,7 +73,6 @@ class Futures:
         # Rows that finished before these times are already deleted. Scanning them again would take longer every day.
         self._results_until = self._rows_until = 0.0
         self._completions = CompletionLogs(database)
-        self._turns = LoopTurns(_WOKEN_PER_TURN)
 
     @property
     def pending_count(self) -> int:
@@ -359,8 +356,7 @@ class Futures:
             await self._database.write(job if effects else store)
         finally:
             # If the database fails, waiting clients still get the outcome. After a restart the work counts as
-            # unfinished. The database ends many writes at once; requests of others are answered between the wake-ups.
-            await self._turns.take()
+            # unfinished.
             self._publish(pending, outcome)
             if submission.kind is Kind.SAMPLE:
                 is_failed, size_bytes = outcome.error is not None, len(outcome.result)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from fovea.runtime.tasks import BackgroundTasks, Backoff, LoopTurns, SingleFlight, repeat, run_to_end
+from fovea.runtime.tasks import BackgroundTasks, Backoff, SingleFlight, repeat, run_to_end
 
 
 async def test_a_background_failure_is_logged_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,31 +207,3 @@ async def test_no_pause_goes_beyond_the_deadline() -> None:
 def test_a_deadline_in_the_past() -> None:
     backoff = Backoff(deadline_s=-1.0)
     assert (backoff.is_over, backoff.left_s) == (True, 0.0)
-
-
-async def test_work_that_is_ready_at_once_is_spread_over_turns_of_the_loop() -> None:
-    """While 400 tasks end, another task that needs five turns of the loop runs after at most 48 of them."""
-    turns, ended, ready = LoopTurns(8), [], asyncio.Event()
-
-    async def end(number: int) -> None:
-        await ready.wait()
-        await turns.take()
-        ended.append(number)
-
-    async def other() -> int:
-        await ready.wait()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return len(ended)
-
-    tasks = [asyncio.create_task(end(number)) for number in range(400)]
-    beside = asyncio.create_task(other())
-    await asyncio.sleep(0)
-    tasks[250].cancel()
-    ready.set()
-    assert 0 < await beside <= 6 * 8
-    tasks[300].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert ended == [number for number in range(400) if number not in (250, 300)], "in order"
-    await asyncio.sleep(0)
-    await asyncio.wait_for(turns.take(), 5)
