@@ -48,6 +48,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -338,6 +339,29 @@ def test_vllm_still_needs_lora_memory() -> None:
     keys = [processor._get_mm_identifier("digest", request) for request in (None, lora_memory.request_of("a@1#1", 1))]
     assert keys == ["digest", "digest"]
     assert processor._get_mm_identifier("digest", lora_memory.request_of("b@1#2", 2, in_tower=True)) == "b@1#2:digest"
+
+
+def test_two_adapters_and_one_picture_take_one_pass_of_the_tower() -> None:
+    """vLLM's scheduler encodes a picture if its cache of outputs lacks the picture's key."""
+    lora_memory.apply()
+    processor = InputProcessor.__new__(InputProcessor)
+    cache = EncoderCacheManager(cache_size=64)
+
+    def passes(number: int, in_tower: bool) -> bool:
+        reference = lora_memory.request_of(f"a@{number}#{number}", number, in_tower)
+        key = processor._get_mm_identifier("picture", reference)
+        feature = SimpleNamespace(identifier=key, mm_position=SimpleNamespace(length=8, get_num_embeds=lambda: 8))
+        request: Any = SimpleNamespace(
+            request_id=str(number), mm_features=[feature], get_num_encoder_embeds=lambda _: 8, num_mm_inputs=1
+        )
+        if cache.check_and_update_cache(request, 0):
+            return False
+        assert cache.can_allocate(request, 0, 64, 0)
+        cache.allocate(request, 0)
+        return True
+
+    assert [passes(number, in_tower=False) for number in (1, 2, 3)] == [True, False, False]
+    assert [passes(number, in_tower=True) for number in (4, 5)] == [True, True]
 
 
 def test_vllm_still_needs_lora_slots() -> None:
