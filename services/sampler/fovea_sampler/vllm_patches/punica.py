@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806
-"""Applies adapters: on a CPU to runs of rows with the same adapter, on a GPU with vLLM's own kernels.
+"""Applies adapters: on a CPU to runs of rows with the same adapter, on a GPU with the kernels of `lora_kernels`.
 
 Both apply the right adapter of `lm_head` to the rows of a scored prompt.
 
