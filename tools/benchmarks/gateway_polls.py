@@ -48,7 +48,7 @@ class Connection:
         reader, writer = self._streams
         content = json.dumps(body).encode()
         head = (
-            f"POST /api/v1/{route} HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\nAccept: {accept}\r\n"
+            f"POST /api/v1/{route} HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {KEY}\r\nAccept: {accept}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         writer.write(head.encode() + content)

@@ -235,6 +235,7 @@ def _sampler(sampler: Sampler) -> Section:
     return {
         "inside": sampler.queued - sampler.waiting,
         "waiting": sampler.waiting,
+        "waiting_for_slot": info.waiting_for_slot if info else 0,
         "most_sequences": info.max_sequences if info else 0,
         "devices": sampler.device_count,
         "adapters": len(sampler.adapters),

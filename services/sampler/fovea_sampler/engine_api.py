@@ -152,6 +152,16 @@ class Delta:
 Event = PromptResult | Delta
 
 
+def slot_widths(slot_ranks: int) -> list[int]:
+    """Returns the ranks for which an adapter may have memory in a slot, in ascending order; each divides the next.
+
+    Args:
+        slot_ranks: The ranks of a slot, a multiple of 8: the largest rank of an adapter.
+    """
+    powers = (8 << shift for shift in range(10))
+    return sorted({slot_ranks, *(width for width in powers if slot_ranks % width == 0)})
+
+
 @dataclass(frozen=True)
 class AdapterName:
     """The engine's name and number of one adapter version.

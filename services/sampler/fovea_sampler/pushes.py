@@ -134,9 +134,7 @@ class SnapshotPushes:
         snapshot = manifest.snapshot
         if snapshot.kind == _FULL or self._weights.holds_adapter(snapshot.snapshot_id):
             return await self._engine.wait_received(task_id, timeout_s)
-        return await self._weights.hold_adapter(
-            task_id, snapshot.snapshot_id, snapshot.digest, _size_bytes(manifest), timeout_s
-        )
+        return await self._weights.hold_adapter(task_id, snapshot, manifest.lora.rank, _size_bytes(manifest), timeout_s)
 
     async def _load(self, task_id: str, manifest: weights_pb2.SnapshotManifest, digest: str, deadline: float) -> Loaded:
         snapshot = manifest.snapshot

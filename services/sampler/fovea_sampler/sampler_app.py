@@ -26,7 +26,7 @@ from fovea_sampler.generation import Generation, ImageFetcher
 from fovea_sampler.pushes import SnapshotPushes
 from fovea_sampler.sampler_servicer import EngineInfo, SamplerService
 from fovea_sampler.settings import SamplerSettings
-from fovea_sampler.weight_store import AdapterCache, WeightStore
+from fovea_sampler.weight_store import AdapterCache, SlotQueue, WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,10 @@ async def serve(settings: SamplerSettings, engine: Engine, capacity: AdapterCapa
     added_tokens = read_added_tokens(checkpoint_directory(settings.model))
     family = vision.bind(engine.config, added_tokens)
     images = ImageFetcher(family, settings.feature_cache_mib << 20, settings.renderer)
-    weights = WeightStore(engine, AdapterCache(settings.max_adapters, capacity.held_bytes))
+    slots = SlotQueue(
+        capacity.batched, settings.max_lora_rank, capacity.slots * settings.max_lora_rank, settings.max_sequences
+    )
+    weights = WeightStore(engine, AdapterCache(settings.max_adapters, capacity.held_bytes), slots)
     generation = Generation(engine, weights, images, settings.max_requests)
     service = SamplerService(
         _facts(settings, engine, capacity), family, generation, weights, SnapshotPushes(engine, weights),

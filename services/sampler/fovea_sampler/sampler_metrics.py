@@ -18,3 +18,11 @@ PAUSE_SECONDS = Histogram(
     "Seconds for which generation paused to load full weights.",
     buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60),
 )
+WAITING_FOR_SLOT = Gauge(
+    "fovea_sampler_requests_waiting_for_slot", "Sample requests that wait until another adapter leaves its slot."
+)
+SLOT_WAIT_SECONDS = Histogram(
+    "fovea_sampler_slot_wait_seconds",
+    "Seconds for which a sample request waited for a slot; requests that did not wait are not counted.",
+    buckets=(0.01, 0.05, 0.2, 1, 5, 20, 60),
+)

@@ -97,6 +97,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
             memory_kind=memory.kind,
+            waiting_for_slot=self._weights.waiting_for_slot,
         )
 
     async def Sample(  # noqa: N802

@@ -69,16 +69,16 @@ class SamplerSettings(ServiceSettings):
     max_loras: int | None = Field(
         None,
         ge=1,
-        description="The most adapters in one batch; requests for further adapters wait. Each adapter has a slot of "
-        "the largest rank on the device. By default a GPU has as many as fit into a sixteenth of its memory. A CPU has "
-        "as many as fit into the size of the weights or 256 MiB, whichever is larger, but at most a sixteenth of the "
-        "free memory, and never fewer than four.",
+        description="Slots for adapters of one batch, each for the largest rank; adapters of smaller ranks share one "
+        "and requests for further ones wait. By default a GPU has as many as fit into a sixth of its memory. A CPU "
+        "has as many as fit into the size of the weights or 256 MiB, whichever is larger, but at most a sixteenth of "
+        "the free memory, and never fewer than four.",
     )
     max_cpu_loras: int | None = Field(
         None, ge=1, description="Adapters that vLLM keeps in host memory, ready to load; 4 * max-loras by default."
     )
     max_adapters: int = Field(
-        64, ge=1, description="The most adapters that the sampler holds; the least recently used one is evicted."
+        1024, ge=1, description="The most adapters that the sampler holds; the least recently used one is evicted."
     )
     max_adapter_mib: int | None = Field(
         None,

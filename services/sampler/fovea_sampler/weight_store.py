@@ -6,6 +6,7 @@ the tensors, under the names that this module assigns.
 
 import asyncio
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field
 
 from cachetools import LRUCache
 
+from fovea.api.v1 import weights_pb2
 from fovea.runtime.tasks import BackgroundTasks, SharedLock, run_to_end
 from fovea.wire.errors import AlreadyExists, NotFinite, ResourceExhausted, SnapshotNotLoaded
 from fovea_sampler import sampler_metrics
-from fovea_sampler.engine_api import AdapterName, WeightEngine
+from fovea_sampler.engine_api import AdapterName, WeightEngine, slot_widths
 
 BASE = ""
 """The snapshot id of the base model."""
@@ -31,6 +33,7 @@ class HeldAdapter:
     engine_name: AdapterName
     digest: str
     size_bytes: int
+    rank: int
     user_count: int = 0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -128,17 +131,118 @@ class AdapterCache:
         return held
 
 
+class SlotQueue:
+    """The order in which adapters get one of the engine's slots.
+
+    Requests of one adapter share its slot. A request of an adapter without a slot waits until enough others are idle.
+    While it waits, requests of adapters with a slot may pass it, but only `most_passing` of them, so that no adapter
+    starves. When an adapter gets its slot, all requests that wait for it begin together.
+
+    Args:
+        slot_count: The most adapters with a slot.
+        slot_ranks: The ranks of a slot; an adapter of a smaller rank takes only the next of `slot_widths`.
+        total_ranks: The ranks of all slots together.
+        most_passing: The most requests that pass the request which waits longest.
+    """
+
+    def __init__(self, slot_count: int, slot_ranks: int, total_ranks: int, most_passing: int) -> None:
+        self._slot_count = slot_count
+        self._widths = slot_widths(slot_ranks)
+        self._free_ranks = total_ranks
+        self._most_passing = most_passing
+        self._passed = 0
+        self._users: dict[AdapterName, int] = {}
+        self._waiting: OrderedDict[AdapterName, tuple[int, list[asyncio.Future[None]]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def slot_for(self, name: AdapterName, rank: int) -> AsyncIterator[None]:
+        """Waits for a slot of an adapter, and keeps it for the duration of the block."""
+        width = next(width for width in self._widths if width >= rank)
+        if not self._try_enter(name, width):
+            await self._wait(name, width)
+        try:
+            yield
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+                self._free_ranks += width
+                self._admit()
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait."""
+        return sum(len(entered) for _, entered in self._waiting.values())
+
+    def _try_enter(self, name: AdapterName, width: int) -> bool:
+        if name in self._users:
+            self._passed += bool(self._waiting)
+            if self._passed > self._most_passing:
+                return False
+            self._users[name] += 1
+            return True
+        if self._waiting or not self._has_room(width):
+            return False
+        self._give(name, width, 1)
+        return True
+
+    def _has_room(self, width: int) -> bool:
+        return len(self._users) < self._slot_count and width <= self._free_ranks
+
+    def _give(self, name: AdapterName, width: int, count: int) -> None:
+        if name not in self._users:
+            self._free_ranks -= width
+        self._users[name] = self._users.get(name, 0) + count
+
+    async def _wait(self, name: AdapterName, width: int) -> None:
+        entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, (width, []))[1].append(entered)
+        begun = time.monotonic()
+        sampler_metrics.WAITING_FOR_SLOT.inc()
+        try:
+            await entered
+        except asyncio.CancelledError:
+            if entered.done() and not entered.cancelled():  # the slot was given in the same turn of the event loop
+                self._users[name] -= 1
+                if not self._users[name]:
+                    del self._users[name]
+                    self._free_ranks += width
+            elif name in self._waiting:
+                self._waiting[name][1].remove(entered)
+                if not self._waiting[name][1]:
+                    del self._waiting[name]
+            self._admit()
+            raise
+        finally:
+            sampler_metrics.WAITING_FOR_SLOT.dec()
+            sampler_metrics.SLOT_WAIT_SECONDS.observe(time.monotonic() - begun)
+
+    def _admit(self) -> None:
+        """Gives slots to the adapters that have waited longest, as long as there is room."""
+        while self._waiting:
+            name, (width, entered) = next(iter(self._waiting.items()))
+            if name not in self._users and not self._has_room(width):
+                return
+            del self._waiting[name]
+            self._passed = 0
+            self._give(name, width, len(entered))
+            for one in entered:
+                one.set_result(None)
+
+
 class WeightStore:
     """The weights of the engine. They stay loaded while requests use them, and change only afterwards.
 
     Args:
         engine: The engine that holds the tensors.
         adapters: The record of the adapters that `engine` holds.
+        slots: The order in which adapters get slots of the engine.
     """
 
-    def __init__(self, engine: WeightEngine, adapters: AdapterCache) -> None:
+    def __init__(self, engine: WeightEngine, adapters: AdapterCache, slots: SlotQueue) -> None:
         self._engine = engine
         self._adapters = adapters
+        self._slots = slots
         self._lock = SharedLock()
         self._resident: str | None = BASE
         self._dropping = BackgroundTasks()
@@ -148,6 +252,11 @@ class WeightStore:
     def resident_snapshot_id(self) -> str | None:
         """The snapshot id of the full weights: empty for the base model, None after a load that failed half-way."""
         return self._resident
+
+    @property
+    def waiting_for_slot(self) -> int:
+        """The number of requests that wait for a slot."""
+        return self._slots.waiting
 
     def adapter_snapshot_ids(self) -> list[str]:
         """Returns the adapters that can be sampled from now.
@@ -212,16 +321,20 @@ class WeightStore:
                 yield None
                 return
             with held.in_use() as name:
-                yield name
+                async with self._slots.slot_for(name, held.rank):
+                    yield name
 
-    async def hold_adapter(self, task_id: str, snapshot_id: str, digest: str, size_bytes: int, timeout_s: float) -> str:
-        """Waits for an adapter and makes it ready to sample from if its digest is `digest`; returns its digest.
+    async def hold_adapter(
+        self, task_id: str, snapshot: weights_pb2.Snapshot, rank: int, size_bytes: int, timeout_s: float
+    ) -> str:
+        """Waits for an adapter and makes it ready to sample from if its digest is `snapshot`'s; returns its digest.
 
         Idle adapters are evicted at once, while the new one is still arriving. Raises ResourceExhausted if evicting
         them does not make enough room, Unavailable if the adapter does not arrive.
         """
         with self._adapters.room_for(size_bytes) as evicted:
             await run_to_end(self._forget(evicted))
+            snapshot_id, digest = snapshot.snapshot_id, snapshot.digest
             name = self._adapters.new_name(snapshot_id)
             try:
                 arrived = await self._engine.store_adapter(task_id, name, digest, timeout_s)
@@ -230,7 +343,7 @@ class WeightStore:
                 raise
             if arrived == digest:
                 if self._adapters.find(snapshot_id) is None:
-                    self._adapters.add(HeldAdapter(snapshot_id, name, digest, size_bytes))
+                    self._adapters.add(HeldAdapter(snapshot_id, name, digest, size_bytes, rank))
                 else:  # the same snapshot arrived over another group meanwhile
                     await run_to_end(self._engine.forget_adapter(name))
         return arrived

@@ -160,6 +160,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         self.writes_own_samples = True
         self.answers: dict[str, asyncio.Queue[sampler_pb2.SampledEvent | None]] = {}
         self.max_sequences = 0
+        self.waiting_for_slot = 0
         self.restart()
 
     def restart(self) -> None:
@@ -185,6 +186,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             max_top_logprobs=20, max_lora_rank=64, resident_snapshot_id=self.resident,
             adapter_snapshot_ids=sorted(self.adapters), transfer_backend="gloo", transfer_worker_count=1,
             model_files=self.model_files, max_sequences=self.max_sequences,
+            waiting_for_slot=self.waiting_for_slot,
         )  # fmt: skip
 
     async def Sample(

@@ -218,6 +218,12 @@ async def test_administrators_see_everybodys_and_others_their_own(stand: Stand, 
         assert (await http.get("live/samples", params={"owner": "root"})).status_code == 403
 
 
+async def test_the_page_says_how_many_requests_wait_for_a_slot_of_an_adapter(stand: Stand) -> None:
+    stand.sampler.waiting_for_slot = 3
+    async with stand.http() as http, asyncio.timeout(30):
+        await _until(http, "services", lambda told: told["base_models"][0]["samplers"][0]["waiting_for_slot"] == 3)
+
+
 async def test_a_part_that_never_answered_is_starting_and_one_that_left_is_not(stand: Stand) -> None:
     async def state(wanted: tuple[bool, bool]) -> None:
         def is_right(told: dict[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from fovea_sampler.engine_api import Limits
 from fovea_sampler.generation import Generation, ImageFetcher
 from fovea_sampler.pushes import SnapshotPushes
 from fovea_sampler.sampler_servicer import EngineInfo, SamplerService
-from fovea_sampler.weight_store import AdapterCache, WeightStore
+from fovea_sampler.weight_store import AdapterCache, SlotQueue, WeightStore
 from tests.otlp_collector import Collector, attributes
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 from tests.vision_families import IMAGE, small_qwen3_vl
@@ -100,7 +100,7 @@ async def served() -> AsyncIterator[Served]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     images = ImageFetcher(small_qwen3_vl(), 1 << 20, default_source=address)
-    weights = WeightStore(engine, AdapterCache(2, 1000))
+    weights = WeightStore(engine, AdapterCache(2, 1000), SlotQueue(8, 64, 512, 64))
     limits = Limits(100, 50, 4, 5, 2, 8)
     facts = EngineInfo("model", "instance", "float32", 64, "gloo", 1, limits, 8, 9 << 20, 64)
     generation = Generation(engine, weights, images, MAX_REQUESTS)

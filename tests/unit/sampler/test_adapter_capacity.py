@@ -34,29 +34,29 @@ def room(shapes: dict[str, Any] = SHAPES, slot_bytes: int = GIB, host_bytes: int
 
 def test_memory_decides() -> None:
     assert room().adapter_bytes == ADAPTER_BYTES
-    assert room(slot_bytes=10 * ADAPTER_BYTES).batched == 10
+    assert room(slot_bytes=10 * ADAPTER_BYTES).slots == 10
     assert room(host_bytes=4 * 10 * ADAPTER_BYTES).held_bytes == 10 * ADAPTER_BYTES
     said = str(room(slot_bytes=10 * ADAPTER_BYTES, host_bytes=4 * 20 * ADAPTER_BYTES))
-    assert "10 in one batch" in said
+    assert "64 in one batch, 10 of the largest rank" in said
     assert "20 of the largest rank" in said
-    assert str(room({})) == "adapters: 4 in one batch, up to 256 MiB held"
+    assert str(room({})) == "adapters: 4 in one batch, 4 of the largest rank, up to 256 MiB held"
 
 
 def test_never_more_than_can_be_held_or_run_at_once_nor_fewer_than_a_few() -> None:
     assert room().batched == 64
-    assert room().held_bytes == 64 * ADAPTER_BYTES
+    assert room().held_bytes == 1024 * ADAPTER_BYTES
     assert room(max_sequences=7).batched == 7
     assert room(max_adapters=3).batched == 3
-    assert room(slot_bytes=1).batched == 4
+    assert room(slot_bytes=1).slots == 4
 
 
 def test_settings_go_first() -> None:
     said = room(max_loras=2, max_adapter_mib=5, slot_bytes=1)
-    assert (said.batched, said.held_bytes) == (2, 5 << 20)
+    assert (said.batched, said.slots, said.held_bytes) == (16, 2, 5 << 20)
 
 
 def test_without_shapes() -> None:
-    assert (room({}).batched, room({}).held_bytes) == (4, GIB // 4)
+    assert (room({}).slots, room({}).held_bytes) == (4, GIB // 4)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -72,6 +72,7 @@ def test_experts_share_their_outer_factors(together: bool, transposed: bool) -> 
         prefix = f"model.layers.{layer}.mlp"
         shapes |= {f"{prefix}.experts.{name}": shape for name, shape in (one if together else each).items()}
         shapes |= {f"{prefix}.gate.weight": (4, 3), f"{prefix}.shared_expert.up_proj.weight": (6, 3)}
+    assert room(shapes, slot_bytes=10 * room(shapes).adapter_bytes).batched == 10, "a whole slot for each"
     per_layer = 3 * (4 * 5 + 3) + (4 + 3) + (6 + 3)
     assert room(shapes).adapter_bytes == 2 * RANK * (2 * per_layer + 7)
 
@@ -88,7 +89,7 @@ def test_on_a_cpu_slots_take_no_more_than_the_weights() -> None:
     """SmolLM2 135M on a machine with 17 GiB free: a slot takes 87 MiB, and 17 of them took 1.5 GiB of the 24 GiB."""
     weights, slot, least = 513 << 20, 87 << 20, 256 << 20
     assert cpu_room(least, weights, 17 * GIB) == weights
-    assert room(slot_bytes=weights // slot * ADAPTER_BYTES).batched == 5
+    assert room(slot_bytes=weights // slot * ADAPTER_BYTES).slots == 5
     assert cpu_room(least, weights, 6 * GIB) == 384 << 20, "a sixteenth of what is free"
     assert cpu_room(least, 4 << 20, 17 * GIB) == cpu_room(least, 0, 0) == least
 
@@ -118,5 +119,5 @@ def test_the_slots_of_models_on_a_cpu(tmp_path: Path) -> None:
         file.truncate(8 + len(text) + end)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     found = measure_adapter_capacity(SamplerSettings(model=str(tmp_path), device="cpu"))
-    assert found.batched >= 4
-    assert found.batched * found.adapter_bytes <= end, "slots take no more than the weights"
+    assert found.slots >= 4
+    assert found.slots * found.adapter_bytes <= end, "slots take no more than the weights"

@@ -10,6 +10,7 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from fovea_sampler.vllm_patches import kernels_cpu
+from fovea_sampler.vllm_patches.lora_memory import RankPlace
 from fovea_sampler.vllm_patches.punica import Run, _apply, _runs
 
 SLOTS, MOST, WIDE, OUT = 3, 8, 12, 10
@@ -34,8 +35,9 @@ def test_a_run_gets_its_adapter_and_no_other_row_changes(rank: int | None, dtype
 
 
 def test_neighbours_with_one_adapter_are_one_run() -> None:
-    runs = _runs((0, 7, 7, 9, 0, 9), {7: 2, 9: 0}, {2: 8})
-    assert runs == [Run(1, 3, 2, 8), Run(3, 4, 0, None), Run(5, 6, 0, None)]
+    place = RankPlace(64, 16)
+    runs = _runs((0, 7, 7, 9, 0, 9), {7: 2, 9: 0}, {2: (8, place)})
+    assert runs == [Run(1, 3, 2, 8, place), Run(3, 4, 0, None), Run(5, 6, 0, None)]
 
 
 @pytest.mark.parametrize("shape", [(5, 128), (3, 4, 32)])

@@ -48,7 +48,9 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -58,11 +60,18 @@ from fovea_sampler import vllm_patches
 from fovea_sampler.vllm_patches import (
     fresh_blocks,
     kernels_cpu,
+    lora_memory,
     model_classes,
     routed_experts,
 )
 
 WRITTEN_AGAINST = {
+    "vllm.lora.model_manager:LoRAModelManager._create_lora_modules": "3b6853ab5df5bc19",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.create_lora_weights": "5e7977e40efdbbed",
+    "vllm.v1.engine.input_processor:InputProcessor._get_mm_identifier": "d644b95a5629d796",
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._apply_adapters": "17305484708fe89a",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_linear": "ce7d3860a194211d",
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta.prepare_tensors": "73a6f5453d696742",
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_lora": "414a3ed95b69dbc3",
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights": "95a26fe046bf88f3",
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper": "932915972fb830e2",
@@ -243,6 +252,9 @@ def test_vllm_still_needs_punica() -> None:
     with pytest.raises((RuntimeError, IndexError)):  # three rows of one request's prompt
         bgmv_shrink(torch.ones(3, 8), slots, torch.zeros(3, 4), torch.tensor([1, 0]))
     unchanged("vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits")
+    unchanged("vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_linear")
+    unchanged("vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta.prepare_tensors")
+    assert "split_k = 64 if batch < 128 else 8" in source("vllm.lora.ops.triton_ops.utils:get_lora_op_configs")
     assert "lora" not in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict")
 
 
@@ -322,12 +334,49 @@ def test_vllm_still_needs_prompt_scorer() -> None:
     assert "prompt_logprob_token_ids requires the V2 model runner" in refused
 
 
+def test_vllm_still_needs_lora_memory() -> None:
+    unchanged("vllm.lora.model_manager:LoRAModelManager._create_lora_modules")
+    unchanged("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.create_lora_weights")
+    unchanged("vllm.v1.engine.input_processor:InputProcessor._get_mm_identifier")
+    config = SimpleNamespace(enable_tower_connector_lora=True)
+    lora_memory.apply()
+    processor = InputProcessor.__new__(InputProcessor)
+    processor.lora_config = config
+    keys = [processor._get_mm_identifier("digest", request) for request in (None, lora_memory.request_of("a@1#1", 1))]
+    assert keys == ["digest", "digest"]
+    assert processor._get_mm_identifier("digest", lora_memory.request_of("b@1#2", 2, in_tower=True)) == "b@1#2:digest"
+
+
+def test_two_adapters_and_one_picture_take_one_pass_of_the_tower() -> None:
+    """vLLM's scheduler encodes a picture if its cache of outputs lacks the picture's key."""
+    lora_memory.apply()
+    processor = InputProcessor.__new__(InputProcessor)
+    cache = EncoderCacheManager(cache_size=64)
+
+    def passes(number: int, in_tower: bool) -> bool:
+        reference = lora_memory.request_of(f"a@{number}#{number}", number, in_tower)
+        key = processor._get_mm_identifier("picture", reference)
+        feature = SimpleNamespace(identifier=key, mm_position=SimpleNamespace(length=8, get_num_embeds=lambda: 8))
+        request: Any = SimpleNamespace(
+            request_id=str(number), mm_features=[feature], get_num_encoder_embeds=lambda _: 8, num_mm_inputs=1
+        )
+        if cache.check_and_update_cache(request, 0):
+            return False
+        assert cache.can_allocate(request, 0, 64, 0)
+        cache.allocate(request, 0)
+        return True
+
+    assert [passes(number, in_tower=False) for number in (1, 2, 3)] == [True, False, False]
+    assert [passes(number, in_tower=True) for number in (4, 5)] == [True, True]
+
+
 def test_vllm_still_needs_lora_slots() -> None:
     assert not [field for field in LoRARequest.__struct_fields__ if "tensor" in field], "requests carry tensors now"
     unchanged("vllm.lora.model_manager:LoRAModelManager.activate_adapter")
     unchanged("vllm.lora.model_manager:LoRAModelManager._add_adapter")
     unchanged("vllm.lora.model_manager:LoRAModelManager._slice_moe_lora_ep")
     unchanged("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter")
+    unchanged("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._apply_adapters")
     unchanged("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from contextlib import suppress
 
 import pytest
 
@@ -19,9 +20,10 @@ from fovea.wire.errors import (
     SnapshotNotLoaded,
     Unavailable,
 )
+from fovea_sampler import sampler_metrics
 from fovea_sampler.engine_api import AdapterName
 from fovea_sampler.pushes import Loaded, Ready, SnapshotPushes
-from fovea_sampler.weight_store import AdapterCache, HeldAdapter, WeightStore
+from fovea_sampler.weight_store import AdapterCache, HeldAdapter, SlotQueue, WeightStore
 from tests.unit.sampler.memory_engine import MemoryEngine, eventually
 
 FULL, ADAPTER = weights_pb2.SNAPSHOT_KIND_FULL, weights_pb2.SNAPSHOT_KIND_ADAPTER
@@ -31,9 +33,9 @@ SIZE_BYTES = 40
 class Sampler:
     """Everything around one engine."""
 
-    def __init__(self, max_count: int = 2, max_bytes: int = 1000) -> None:
+    def __init__(self, max_count: int = 2, max_bytes: int = 1000, slots: SlotQueue | None = None) -> None:
         self.engine = MemoryEngine()
-        self.weights = WeightStore(self.engine, AdapterCache(max_count, max_bytes))
+        self.weights = WeightStore(self.engine, AdapterCache(max_count, max_bytes), slots or SlotQueue(8, 64, 512, 64))
         self.pushes = SnapshotPushes(self.engine, self.weights)
 
     async def push(
@@ -70,7 +72,7 @@ def manifest(
 
 def held(snapshot_id: str, number: int, size_bytes: int = SIZE_BYTES) -> HeldAdapter:
     """An adapter on a cache."""
-    return HeldAdapter(snapshot_id, AdapterName(snapshot_id, number), "d", size_bytes)
+    return HeldAdapter(snapshot_id, AdapterName(snapshot_id, number), "d", size_bytes, 8)
 
 
 async def test_an_adapter_comes_and_can_be_used() -> None:
@@ -410,3 +412,116 @@ async def test_the_base_model_is_never_quarantined() -> None:
     sampler = Sampler()
     assert "change its prompt" in sampler.weights.quarantine("", "log-probabilities are NaN").message
     assert sampler.weights.require("") is None
+
+
+class Order:
+    """The order in which requests of a SlotQueue begin, each until `end`."""
+
+    def __init__(self, queue: SlotQueue) -> None:
+        self.queue = queue
+        self.begun: list[str] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ends: dict[str, asyncio.Event] = {}
+
+    async def ask(self, request: str, adapter: int, rank: int = 8) -> None:
+        """Starts a request."""
+        self._ends[request] = asyncio.Event()
+        self._tasks[request] = asyncio.create_task(self._run(request, AdapterName(f"a{adapter}", adapter), rank))
+        await self.settle()
+
+    async def end(self, request: str) -> None:
+        """Ends a request that has begun."""
+        self._ends[request].set()
+        await self._tasks.pop(request)
+        await self.settle()
+
+    async def cancel(self, *requests: str) -> None:
+        """Cancels requests in one turn of the event loop."""
+        for request in requests:
+            self._tasks[request].cancel()
+        for request in requests:
+            with suppress(asyncio.CancelledError):
+                await self._tasks.pop(request)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Lets everything happen that can."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def _run(self, request: str, name: AdapterName, rank: int) -> None:
+        async with self.queue.slot_for(name, rank):
+            self.begun.append(request)
+            await self._ends[request].wait()
+
+
+def waiting() -> float:
+    """Requests that wait for a slot, as the metric says."""
+    return float(sampler_metrics.WAITING_FOR_SLOT._value.get())
+
+
+async def test_requests_wait_for_a_slot_in_order_and_together() -> None:
+    order = Order(SlotQueue(2, 64, 128, most_passing=8))
+    for request, adapter in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("c2", 3), ("a2", 1)):
+        await order.ask(request, adapter)
+    assert order.begun == ["a", "b", "a2"], "requests of one adapter share its slot"
+    assert waiting() == 3
+    await order.end("a")
+    assert order.begun == ["a", "b", "a2"], "a2 still uses the slot"
+    await order.end("b")
+    assert order.begun[3:] == ["c", "c2"]
+    await order.end("a2")
+    assert order.begun[5:] == ["d"]
+    assert waiting() == 0
+    for request in ("c", "c2", "d"):
+        await order.end(request)
+
+
+async def test_a_stream_of_requests_starves_no_other_adapter() -> None:
+    order = Order(SlotQueue(1, 64, 64, most_passing=3))
+    await order.ask("a0", 1)
+    await order.ask("b", 2)
+    for number in range(1, 6):  # always the next one before the last one ends
+        await order.ask(f"a{number}", 1)
+        if number <= 3:
+            await order.end(f"a{number - 1}")
+    assert order.begun == ["a0", "a1", "a2", "a3"]
+    await order.end("a3")
+    assert order.begun[4:] == ["b"]
+    await order.end("b")
+    assert order.begun[5:] == ["a4", "a5"]
+    await order.end("a4")
+    await order.end("a5")
+
+
+async def test_slots_are_counted_by_rank() -> None:
+    """In 128 ranks: one adapter of rank 64, then two of 17 (which take 32 each), or eight of rank 8."""
+    order = Order(SlotQueue(64, 64, 128, most_passing=8))
+    await order.ask("large", 1, 64)
+    for number in range(2, 12):
+        await order.ask(f"s{number}", number, 17 if number < 4 else 8)
+    assert order.begun == ["large", "s2", "s3"]
+    await order.end("s2")
+    assert order.begun[3:] == ["s4", "s5", "s6", "s7"]
+    await order.end("large")
+    assert order.begun[7:] == ["s8", "s9", "s10", "s11"]
+    for number in range(3, 12):
+        await order.end(f"s{number}")
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_leaves_no_trace() -> None:
+    order = Order(SlotQueue(1, 64, 64, most_passing=8))
+    await order.ask("a", 1)
+    await order.ask("b", 2)
+    await order.ask("c", 3)
+    await order.cancel("b")
+    await order.end("a")
+    assert order.begun == ["a", "c"]
+    await order.ask("d", 4)
+    order._ends["c"].set()
+    await asyncio.sleep(0)  # c leaves and gives d the slot, in the turn in which d is cancelled
+    await order.cancel("d")
+    await order.ask("e", 5)
+    assert order.begun[2:] == ["e"]
+    assert waiting() == 0
+    await order.end("e")

@@ -49,7 +49,7 @@ export function showServices(told) {
     if (trainer) rows.push(service("Trainer", trainer, trainer.busy, `${Math.round(100 * trainer.busy)} %`,
       ["at work in the last minute", many(trainer.models, "model"), many(trainer.ranks, "rank"), trainer.dtype, memory(trainer.memory), trainer.address]));
     base.samplers.forEach((one, index) => rows.push(service(base.samplers.length > 1 ? `Sampler ${index + 1}` : "Sampler", one, base.sampler_busy, `${Math.round(100 * base.sampler_busy)} %`,
-      [index ? null : "at work in the last minute", `${one.inside} inside`, one.waiting ? `${one.waiting} wait` : null, `${many(one.adapters, "adapter")} held`, one.dtype, memory(one.memory), one.address])));
+      [index ? null : "at work in the last minute", `${one.inside} inside`, one.waiting ? `${one.waiting} wait` : null, `${many(one.adapters, "adapter")} held`, one.waiting_for_slot ? `${one.waiting_for_slot} wait for an adapter's slot` : null, one.dtype, memory(one.memory), one.address])));
     if (!base.samplers.length) rows.push(make("div", { class: "soft small" }, "No sampler: this model is trained, not sampled."));
     base.renderers.forEach((one, index) => rows.push(service(base.renderers.length > 1 ? `Renderer ${index + 1}` : "Renderer", one, null, "", [`${one.inside} inside`, one.waiting ? `${one.waiting} wait` : null, one.address])));
     return make("div", { class: "service" }, make("h3", {}, base.name), rows);

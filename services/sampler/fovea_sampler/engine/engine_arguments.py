@@ -48,6 +48,7 @@ _OWN_EXPERTS = "Fovea's own scheduler returns the experts of tokens: set routed_
 _GUESSES = (
     "with speculative tokens vLLM returns log-probabilities after top-k and top-p, and on a CPU none at all (NaN)"
 )
+_OWN_SLOTS = "adapters of different ranks share the memory of a slot, which vLLM would split by rank"
 _OTHER_DRAWS = "the log-probabilities would not be those of the distribution from which tokens are drawn"
 _REASONS = {
     _ANOTHER_MODEL: "model_weights tokenizer tokenizer_mode tokenizer_revision revision code_revision hf_config_path"
@@ -59,6 +60,7 @@ _REASONS = {
     " master_addr master_port data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local"
     " data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb"
     " data_parallel_multi_port_external_lb data_parallel_backend enable_eplb eplb_config enable_elastic_ep",
+    _OWN_SLOTS: "fully_sharded_loras",
     _GUESSES: "speculative_config spec_method spec_model spec_tokens",
     _OTHER_DRAWS: "logits_processors watermark_config diffusion_config",
     _OWN_EXPERTS: "scheduler_cls enable_return_routed_experts aux_output_config",

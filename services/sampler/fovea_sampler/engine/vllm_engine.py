@@ -26,7 +26,7 @@ from fovea_sampler.engine_api import AdapterName, Event, Limits, SampleSpec
 from fovea_sampler.grammar_trials import FIELD as STRUCTURE_FIELD
 from fovea_sampler.grammar_trials import TOO_SLOW, GrammarTrials
 from fovea_sampler.settings import SamplerSettings
-from fovea_sampler.vllm_patches.lora_slots import request_of
+from fovea_sampler.vllm_patches.lora_memory import request_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -51,6 +51,7 @@ class Engine:
         self._checkpoint = checkpoint
         self._task_numbers = itertools.count(1)
         self._paused = False
+        self._in_tower: set[str] = set()
         self._experts_problem, self._expert_row_bytes = "the engine is not ready", 0
         self._prompts = request_conversion.PromptMaker.of(llm)
         self._eos_token_ids = _eos_token_ids(llm, checkpoint)
@@ -146,7 +147,7 @@ class Engine:
                     spec, index, self._eos_token_ids, plan, structure and structure.params
                 ),
                 f"{spec.request.request_id}/{index}",
-                lora_request=None if adapter is None else request_of(adapter.name, adapter.lora_id),
+                lora_request=self._reference_to(adapter),
             )
             async with aclosing(generated) as results:
                 first = True
@@ -161,6 +162,11 @@ class Engine:
                         first = False
                     for delta in request_conversion.deltas(result, spec, index):
                         yield delta
+
+    def _reference_to(self, adapter: AdapterName | None) -> Any:
+        if adapter is None:
+            return None
+        return request_of(adapter.name, adapter.lora_id, adapter.name in self._in_tower)
 
     async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
         task_id = self._new_task()
@@ -193,9 +199,13 @@ class Engine:
 
     async def store_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
         keep = ("fovea_store_adapter", task_id, adapter.name, adapter.lora_id, digest)
-        return _common(await self._wait(_NOT_ARRIVED, timeout_s, *keep))
+        reports = await self._wait(_NOT_ARRIVED, timeout_s, *keep)
+        if any(report.get("in_tower") for report in reports):
+            self._in_tower.add(adapter.name)
+        return _common(reports)
 
     async def forget_adapter(self, adapter: AdapterName) -> None:
+        self._in_tower.discard(adapter.name)
         await self._command("fovea_forget_adapter", adapter.name)
 
     async def load_full(self, task_id: str, version: str) -> float:
@@ -221,8 +231,8 @@ class Engine:
                 self._paused = False
         return time.monotonic() - start
 
-    async def _wait(self, what: str, timeout_s: float, method: str, *arguments: object) -> list[str]:
-        """Polls a reporting method of all workers until their tasks are done; returns the digests.
+    async def _wait(self, what: str, timeout_s: float, method: str, *arguments: object) -> list[dict[str, str]]:
+        """Polls a reporting method of all workers until their tasks are done; returns the reports.
 
         Raises Unavailable, with `what` as the message, if a task fails or takes longer than `timeout_s`.
         """
@@ -233,7 +243,7 @@ class Engine:
             if failed:
                 raise Unavailable(f"{what}: {failed[0]}")
             if all(report["phase"] == "done" for report in reports):
-                return [report["digest"] for report in reports]
+                return reports
             waited_s = time.monotonic() - begun
             if waited_s > timeout_s:
                 raise Unavailable(f"{what} within {timeout_s:.1f} s")
@@ -271,8 +281,9 @@ def _refuse(problems: list[str]) -> None:
         raise InvalidInput(f"manifest: {problem}", field="manifest")
 
 
-def _common(digests: list[str]) -> str:
+def _common(reports: list[dict[str, str]]) -> str:
     """Returns the digest that all workers computed. Raises Internal if they differ."""
+    digests = [report["digest"] for report in reports]
     if len(set(digests)) != 1:
         raise Internal(f"the engine's workers received different tensors: {sorted(set(digests))}")
     return digests[0]

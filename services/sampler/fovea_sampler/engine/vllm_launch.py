@@ -36,7 +36,7 @@ _MISCOUNTED_TOWERS = ("gemma4",)
 _CPU_BLOCK_SIZE = 32  # with vLLM's 128, prefixes shorter than 128 tokens would not be shared
 # The fraction of the device's memory for adapter slots, taken from the KV cache, and the fraction of the host's memory
 # for held adapters.
-_SLOT_SHARE = 1 / 16
+_SLOT_SHARE = 1 / 6
 _HOST_SHARE = 1 / 4
 # On a CPU, other services share the memory. Slots and KV cache each get as much as the weights, but at most a sixteenth
 # of the free memory and at least these sizes.
@@ -54,16 +54,19 @@ class AdapterCapacity:
         adapter_bytes: Size of an adapter of the largest rank on every layer, in the model's element type; 0 if unknown.
         batched: The most adapters in one batch; 0 if vLLM does not support LoRA for the model.
         held_bytes: The most bytes of all adapters that one worker holds.
+        slots: The adapters of the largest rank for which the device has memory. Adapters of smaller ranks share it.
     """
 
     adapter_bytes: int
     batched: int
     held_bytes: int
+    slots: int = 0
 
     def __str__(self) -> str:
         if not self.batched:
             return "adapters: none, because vLLM does not support LoRA for this model"
-        said = f"adapters: {self.batched} in one batch, up to {self.held_bytes / 2**20:,.0f} MiB held"
+        said = f"adapters: {self.batched} in one batch, {self.slots} of the largest rank"
+        said += f", up to {self.held_bytes / 2**20:,.0f} MiB held"
         if not self.adapter_bytes:
             return said
         size = f"{self.adapter_bytes / 2**20:,.1f} MiB each"
@@ -173,16 +176,17 @@ def capacity_for(
         host_bytes: One worker's share of the machine's memory; a quarter of it may hold adapters.
     """
     adapter_bytes = item_bytes * settings.max_lora_rank * _linear_widths(shapes)
-    batched, held_mib = settings.max_loras, settings.max_adapter_mib
-    if batched is None:
-        affordable = slot_bytes // adapter_bytes if adapter_bytes else _LEAST_SLOTS
-        batched = min(max(affordable, _LEAST_SLOTS), settings.max_adapters, settings.max_sequences)
-    held_bytes = int(host_bytes * _HOST_SHARE)
-    if held_mib is not None:
-        held_bytes = held_mib << 20
-    elif adapter_bytes:
+    slots, held_mib = settings.max_loras, settings.max_adapter_mib
+    most = min(settings.max_adapters, settings.max_sequences)
+    if slots is None:
+        slots = min(max(slot_bytes // adapter_bytes if adapter_bytes else 0, _LEAST_SLOTS), most)
+    # A slot has room for adapters of rank 8 or more, but vLLM's kernels for experts need a whole slot for each.
+    shared = shapes and not any(".experts." in name for name in shapes)
+    batched = max(min(slots * settings.max_lora_rank // 8, most), slots) if shared else slots
+    held_bytes = int(host_bytes * _HOST_SHARE) if held_mib is None else held_mib << 20
+    if held_mib is None and adapter_bytes:
         held_bytes = min(held_bytes, settings.max_adapters * adapter_bytes)
-    return AdapterCapacity(adapter_bytes, batched, held_bytes)
+    return AdapterCapacity(adapter_bytes, batched, held_bytes, slots)
 
 
 def _linear_widths(shapes: Mapping[str, Shape]) -> int:
@@ -227,6 +231,8 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
         raise ValueError(f"vLLM refused the configuration: {engine_arguments.in_one_line(error)}") from None
     if runs_on_cpu(settings):
         vllm_patches.image_attention_cpu.configure(config)
+    if capacity.batched:
+        vllm_patches.lora_memory.configure(config, capacity.slots)
     vllm_patches.fresh_blocks.configure(config)
     vllm_patches.routed_experts.configure(config)
     return config

@@ -34,7 +34,8 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.manifest import layout_of, padded_bytes
 from fovea_sampler.engine.snapshot_receiver import Arrival
 from fovea_sampler.vllm_patches import kernels_cpu
-from fovea_sampler.vllm_patches.lora_slots import FlatView, LoraSlots, PlannedAdapter, SlotPlan, request_of
+from fovea_sampler.vllm_patches.lora_memory import request_of
+from fovea_sampler.vllm_patches.lora_slots import FlatView, LoraSlots, PlannedAdapter, SlotPlan
 from fovea_weights.random_weights import random_slices
 
 BACKEND = "fovea"
@@ -259,7 +260,7 @@ class AdapterBank:
         with self._planning:
             layout = self._layouts.get(key)
             if layout is None:
-                plan = self._slots.plan(lambda flat: self._views(manifest, flat), length)
+                plan = self._slots.plan(lambda flat: self._views(manifest, flat), length, manifest.lora.rank)
                 layout = _Layout(plan, [view for name, view in _cut(manifest) if ".lora_B." in name])
                 self._layouts[key] = layout
             return layout

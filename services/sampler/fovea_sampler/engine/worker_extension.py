@@ -135,11 +135,14 @@ class WorkerExtension:
     def fovea_store_adapter(self, task_id: str, name: str, lora_id: int, digest: str) -> dict[str, str]:
         """Gives an adapter to vLLM under an unused name and id if it has arrived with that digest.
 
-        Returns the report of the task, as `fovea_report` does. The service calls it until all workers are done.
+        Returns the report of the task, as `fovea_report` does, and whether the adapter changes the vision tower. The
+        service calls it until all workers are done.
         """
         report = self._receiver.report(task_id)
         if report["phase"] == "done" and report["digest"] == digest:
-            self._bank.keep(name, lora_id, self._receiver.arrival(task_id))
+            adapter = self._receiver.arrival(task_id)
+            self._bank.keep(name, lora_id, adapter)
+            report["in_tower"] = "yes" if adapter.plan.in_tower else ""
         return report
 
     def fovea_forget_adapter(self, name: str) -> None:

@@ -25,6 +25,7 @@ from fovea_sampler.vllm_patches import (
     grammar_budget,
     image_attention_cpu,
     kernels_cpu,
+    lora_memory,
     lora_slots,
     model_classes,
     prompt_scorer,
@@ -43,6 +44,7 @@ PATCHES = (
     routed_experts,  # before_model; vllm_launch sets its scheduler
     draws,  # after_model; also the schedulers of fresh_blocks
     prompt_scorer,  # after_model
+    lora_memory,  # before_model; also vllm_launch
     lora_slots,  # AdapterBank
 )
 """All patches, each with the code that applies it."""
@@ -54,6 +56,7 @@ def before_model() -> None:
     routed_experts.apply()
     fresh_blocks.apply()
     punica.apply()
+    lora_memory.apply()
     grammar_budget.apply()
     if current_platform.is_cpu():
         experts_cpu.apply()

@@ -143,10 +143,10 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         assert context is not None
         for half_PI, a_S1RD, b_SEIR in zip(halves, context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True):
             low_NR = x_ND.new_zeros(len(x_ND), a_S1RD.shape[2], dtype=torch.float32)
-            for start, end, slot, rank in runs:
+            for start, end, slot, rank, _place in runs:
                 low_NR[start:end, :rank] = x_ND[start:end].float() @ a_S1RD[slot, 0, :rank].float().T
             for start, end, expert, index in pairs.segments:
-                _, _, slot, rank = runs[index]
+                _, _, slot, rank, _ = runs[index]
                 low_PR = low_NR[pairs.tokens[start:end], :rank]
                 half_PI[start:end] += (low_PR @ b_SEIR[slot, expert, :, :rank].float().T).to(half_PI.dtype)
 
@@ -162,10 +162,10 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         (a_SERI,), (b_S1DR,) = context.w2_lora_a_stacked, context.w2_lora_b_stacked
         low_NR = inner_PI.new_zeros(len(y_ND), a_SERI.shape[2], dtype=torch.float32)
         for start, end, expert, index in pairs.segments:
-            _, _, slot, rank = runs[index]
+            _, _, slot, rank, _ = runs[index]
             low_PR = inner_PI[start:end].float() @ a_SERI[slot, expert, :rank].float().T
             low_NR[:, :rank].index_add_(0, pairs.tokens[start:end], low_PR * weights_P[start:end, None])
-        for start, end, slot, rank in runs:
+        for start, end, slot, rank, _place in runs:
             y_ND[start:end] += (low_NR[start:end, :rank] @ b_S1DR[slot, 0, :, :rank].float().T).to(y_ND.dtype)
 
 
