@@ -20,6 +20,8 @@ from fovea_gateway.database.schema import (
     journal,
     live_curves,
     models,
+    recorded_sequences,
+    recordings,
     sampling_sessions,
     sessions,
     snapshots,
@@ -54,7 +56,7 @@ def stored_bytes(connection: sa.Connection, owner: str) -> int:
 
 
 def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int = ROW_BYTES) -> Counter[str]:
-    """Returns the bytes of rows of sessions, models, sampling sessions and checkpoints, by owner.
+    """Returns the bytes of rows of sessions, models, sampling sessions, checkpoints and recorded samples, by owner.
 
     Args:
         owner: Counts only this owner's rows; None for all owners.
@@ -68,6 +70,10 @@ def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int
         query = sa.select(table.c.owner, sa.func.sum(size)).group_by(table.c.owner)
         for name, total in connection.execute(query if owner is None else query.where(table.c.owner == owner)):
             sums[name] += int(total)
+    recorded = sa.select(recordings.c.owner, sa.func.sum(recordings.c.size_bytes + overhead))
+    recorded = recorded.group_by(recordings.c.owner)
+    for name, total in connection.execute(recorded if owner is None else recorded.where(recordings.c.owner == owner)):
+        sums[name] += int(total)
     return sums
 
 
@@ -102,6 +108,14 @@ class KeptRows:
         """
         size_bytes = ROW_BYTES + check_text(texts)
         self._quota.check(owner, size_bytes)
+        self._quota.take(owner, size_bytes)
+
+    def check_bytes(self, owner: str, size_bytes: int) -> None:
+        """Raises ResourceExhausted if the owner has no room left in its share of rows."""
+        self._quota.check(owner, size_bytes)
+
+    def take_bytes(self, owner: str, size_bytes: int) -> None:
+        """Counts rows that are about to be written, without a check."""
         self._quota.take(owner, size_bytes)
 
     async def sweep(self) -> None:
@@ -179,6 +193,8 @@ def forget_over(connection: sa.Connection, before: float, owner: str | None) -> 
     model_ids += [model_id for model_id in connection.scalars(own) if model_id not in model_ids]
     for table in (snapshots, copies, live_curves, models):
         connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
-    for table in (sampling_sessions, sessions):
+    recorded = sa.select(recordings.c.future_id).where(recordings.c.session_id.in_(gone))
+    connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(recorded)))
+    for table in (recordings, sampling_sessions, sessions):
         connection.execute(sa.delete(table).where(table.c.session_id.in_(gone)))
     return model_ids, len(model_ids) + len(gone)

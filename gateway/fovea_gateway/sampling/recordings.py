@@ -1,0 +1,344 @@
+"""Recorded samples: the sampler's own account of sequences on which `stable_reinforce` trains.
+
+A record costs 4 bytes for each token of a request's prompt, and 8 bytes for each sampled token plus its support. It
+belongs to the session that sampled it, and is deleted with the session or one day after its last use.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
+from fovea.runtime.durable import ExpiryClock
+from fovea.wire import tensors
+from fovea.wire.errors import InvalidInput
+from fovea_gateway.access.kept_rows import ROW_BYTES, KeptRows
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.database.database import Database, Job
+from fovea_gateway.database.schema import journal, recorded_sequences, recordings
+from fovea_gateway.sampling.sample_runner import SampleWork
+from fovea_gateway.sessions.future import Submission
+
+STABLE_REINFORCE = "stable_reinforce"
+"""The only loss that reads records."""
+
+_KEPT_S = 24 * 3600.0
+_SLACK_S = 60.0
+"""Uses within this time after an earlier one are not written."""
+_MOST_BYTES = 128 * 2**20
+"""The limit on the records that one call may name. The records of one call of the SDK have a few MiB."""
+_IDS_PER_STATEMENT = 500
+_SAMPLED_TOKEN_BYTES = 8
+_ROWS_PER_JOB = 500
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RecordedSequence:
+    """A sampled sequence with the prompt of its request.
+
+    Attributes:
+        temperature: Temperature of `logprobs`, greater than 0.
+        prompt: int64 [P], the rendered prompt with 0 in place of the ids that replace images.
+        tokens: int64 [C], the sampled tokens.
+        logprobs: float32 [C], the sampler's log-probability of each.
+        support: The packed sets of tokens that could have been drawn; None without truncation.
+    """
+
+    temperature: float
+    prompt: IntArray
+    tokens: IntArray
+    logprobs: npt.NDArray[np.float32]
+    support: bytes | None
+
+
+class Recordings:
+    """The recorded samples of all sessions."""
+
+    def __init__(self, database: Database, rows: KeptRows, checkpoints: Checkpoints, clock: ExpiryClock) -> None:
+        self._database, self._rows, self._checkpoints, self._clock = database, rows, checkpoints, clock
+
+    async def check_room(self, submission: Submission, sample_count: int) -> None:
+        """Raises ResourceExhausted if the owner has no room for the record of a sample at its greatest length."""
+        owner = submission.owner
+        size_bytes = _SAMPLED_TOKEN_BYTES * submission.token_count + ROW_BYTES * (1 + sample_count)
+        self._rows.check_bytes(owner, size_bytes)
+        if await self._checkpoints.room(owner) < size_bytes:
+            raise self._checkpoints.no_room(owner)
+
+    def storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
+        """Returns the job that stores the sequences of a finished sample, to run in the transaction of its result."""
+        assert work.rendered is not None, "a sample finished without a prompt"
+        submission, params = work.pending.submission, work.request.params
+        sequences = [
+            {
+                "sequence_id": f"{submission.future_id}:{record.delta.index}",
+                "future_id": submission.future_id,
+                "tokens": record.delta.tokens,
+                "logprobs": record.delta.logprobs,
+                "support": None,
+            }
+            for record in records
+            if record.WhichOneof("event") == "delta"
+        ]
+        prompt_ids = _without_images(work.rendered).astype("<i4").tobytes()
+        size_bytes = len(prompt_ids) + sum(len(each["tokens"]) + len(each["logprobs"]) for each in sequences)
+        row = {
+            "future_id": submission.future_id,
+            "session_id": submission.session_id,
+            "owner": submission.owner,
+            # At temperature 0 the sampler's log-probabilities are those of temperature 1.
+            "temperature": (params.temperature or 1.0) if params.HasField("temperature") else 1.0,
+            "used_at": time.time(),
+            "size_bytes": size_bytes + ROW_BYTES * len(sequences),
+            "prompt": prompt_ids,
+        }
+        self._rows.take_bytes(submission.owner, row["size_bytes"])
+        return partial(_put, row=row, sequences=sequences)
+
+    async def fill(
+        self,
+        submission: Submission,
+        header: trainer_pb2.ForwardBackwardHeader,
+        data: Sequence[gateway_pb2.InputDatum],
+        rendered: Sequence[model_input_pb2.RenderedInput],
+        is_again: bool,
+    ) -> None:
+        """Writes what the sampler recorded into the inputs of `stable_reinforce`, in place of what the client claims.
+
+        Args:
+            header: Receives the temperature of the samples.
+            is_again: Whether the command ran before, within the records' day. They then count as not expired.
+
+        Raises InvalidInput that names the first datum with a missing, expired or foreign sequence, with spans that do
+        not tile, or with tokens that differ from the recorded ones.
+        """
+        for index, datum in enumerate(data):
+            if not datum.target_spans:
+                raise _wrong(
+                    f"data[{index}]", f"has no provenance spans: {header.loss_function} needs Datum.with_provenance"
+                )
+        now = self._clock.now()
+        before = 0.0 if is_again else now - _KEPT_S - _SLACK_S
+        named = _named(data)
+        found, stale = await self._database.read(
+            partial(_read, named=list(named), session_id=submission.session_id, before=before, stale=now - _SLACK_S)
+        )
+        for sequence_id, field in named.items():
+            if sequence_id not in found:
+                raise _wrong(
+                    field,
+                    f"names sequence {sequence_id[:200]!r}, which session {submission.session_id} has "
+                    "not recorded within the last day: sample with record_stability_info=True and train in "
+                    "the same session",
+                )
+        temperatures = {
+            found[span.sequence_id].temperature for datum in data for span in datum.target_spans if span.sampled
+        }
+        _set_temperature(header, temperatures)
+        for index, datum in enumerate(data):
+            _fill_datum(datum, _without_images(rendered[index]), found, f"data[{index}]")
+        if stale and not is_again:
+            await self._database.write(partial(_renew, future_ids=stale, now=now))
+
+    async def forget(self, session_id: str) -> None:
+        """Deletes the records of a session that has ended."""
+        await self._database.write(partial(delete_of_sessions, session_ids=[session_id]))
+
+    async def sweep(self) -> None:
+        """Deletes expired records, unless an unfinished replay of their session may need them."""
+        before = self._clock.now() - _KEPT_S - 2 * _SLACK_S
+        while await self._database.write(partial(_delete_expired, before=before)) == _ROWS_PER_JOB:
+            pass
+
+
+def _without_images(rendered: model_input_pb2.RenderedInput) -> IntArray:
+    """Returns the ids of an input, int64 [N], with 0 in place of the ids that replace images."""
+    tokens = tensors.decode_tokens(rendered.tokens).astype(np.int64)
+    for span in rendered.spans:
+        tokens[span.offset : span.offset + span.length] = 0
+    return tokens
+
+
+def _spans(datum: gateway_pb2.InputDatum) -> Iterator[tuple[str, Sequence[gateway_pb2.SequenceSpan]]]:
+    yield "model_input_spans", datum.input_spans
+    yield "loss_fn_input_spans", datum.target_spans
+
+
+def _named(data: Sequence[gateway_pb2.InputDatum]) -> dict[str, str]:
+    """Returns the ids of all sequences that spans name, each with the field that names it first."""
+    named: dict[str, str] = {}
+    for index, datum in enumerate(data):
+        for name, spans in _spans(datum):
+            for place, span in enumerate(spans):
+                named.setdefault(span.sequence_id, f"data[{index}].{name}[{place}]")
+    return named
+
+
+def _set_temperature(header: trainer_pb2.ForwardBackwardHeader, temperatures: set[float]) -> None:
+    if len(temperatures) > 1:
+        raise _wrong("data", f"has sequences sampled at temperatures {sorted(temperatures)}; send one call for each")
+    for temperature in temperatures:
+        given = header.loss_config.get("temperature", temperature)
+        if abs(given - temperature) > 1e-6:
+            raise _wrong(
+                "loss_fn_config.temperature",
+                f"is {given:g}, but the sequences of data were sampled at {temperature:g}; leave it out",
+            )
+        header.loss_config["temperature"] = temperature
+
+
+def _fill_datum(
+    datum: gateway_pb2.InputDatum, tokens: IntArray, found: dict[str, RecordedSequence], field: str
+) -> None:
+    targets = _values(datum, "target_tokens", len(tokens), field)
+    if targets is None or targets.dtype.kind != "i":
+        raise _wrong(f"{field}.loss_fn_inputs.target_tokens", f"must be int64 [{len(tokens)}] for {STABLE_REINFORCE}")
+    _check_runs(datum.input_spans, tokens, found, f"{field}.model_input_spans", is_target=False)
+    _check_runs(datum.target_spans, targets, found, f"{field}.loss_fn_input_spans", is_target=True)
+    logprobs, sampled = np.zeros(len(tokens), "<f4"), np.zeros(len(tokens), "<f4")
+    start = 0
+    for span in datum.target_spans:
+        if span.sampled:
+            part = slice(start, start + span.length)
+            sampled[part] = 1.0
+            logprobs[part] = found[span.sequence_id].logprobs[span.offset : span.offset + span.length]
+        start += span.length
+    advantages = _values(datum, "advantages", len(tokens), field)
+    if advantages is not None and (places := np.flatnonzero((advantages != 0) & (sampled == 0))).size:
+        at = int(places[0])
+        raise _wrong(
+            f"{field}.loss_fn_inputs.advantages",
+            f"is {advantages[at]:g} at [{at}], but that target was not sampled: set advantages of prompt tokens to 0",
+        )
+    datum.loss_inputs["logprobs"].CopyFrom(tensors.encode(logprobs))
+    datum.loss_inputs["sampled"].CopyFrom(tensors.encode(sampled))
+
+
+def _values(datum: gateway_pb2.InputDatum, name: str, length: int, field: str) -> npt.NDArray | None:
+    """Returns an input of the loss if it is present and one-dimensional; the trainer refuses other forms."""
+    if name not in datum.loss_inputs:
+        return None
+    values = tensors.decode(datum.loss_inputs[name], f"{field}.loss_fn_inputs.{name}")
+    return values if values.shape == (length,) else None
+
+
+def _check_runs(
+    spans: Sequence[gateway_pb2.SequenceSpan],
+    tokens: IntArray,
+    found: dict[str, RecordedSequence],
+    field: str,
+    is_target: bool,
+) -> None:
+    """Raises InvalidInput unless the runs tile the tokens and agree with the records.
+
+    A prompt's targets may be 0: they are not trained on, and the cookbook pads with 0.
+    """
+    start = 0
+    for place, span in enumerate(spans):
+        recorded = found[span.sequence_id]
+        own = recorded.tokens if span.sampled else recorded.prompt
+        what = "sampled" if span.sampled else "prompt"
+        end = span.offset + span.length
+        if span.offset < 0 or span.length < 0 or end > own.size:
+            raise _wrong(
+                f"{field}[{place}]",
+                f"covers {what} tokens {span.offset} .. {end}, but sequence {span.sequence_id!r} has {own.size}",
+            )
+        given, expected = tokens[start : start + span.length], own[span.offset : end]
+        if given.size == span.length:
+            differs = given != expected
+            if is_target and not span.sampled:
+                differs &= given != 0
+            if differs.any():
+                at = int(np.flatnonzero(differs)[0])
+                raise _wrong(
+                    f"{field}[{place}]",
+                    f"says that position {start + at} is {what} token "
+                    f"{span.offset + at} of {span.sequence_id!r}, which is {expected[at]}, but the datum has "
+                    f"{given[at]}",
+                )
+        start += span.length
+    if start != tokens.size:
+        raise _wrong(field, f"covers {start} positions, but the datum has {tokens.size}")
+
+
+def _wrong(field: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{field} {problem}", field=field)
+
+
+def _put(connection: sa.Connection, row: dict[str, Any], sequences: list[dict[str, Any]]) -> None:
+    """Stores the record of a request, in place of one from an expired request with the same id."""
+    _delete(connection, [row["future_id"]])
+    connection.execute(sa.insert(recordings), row)
+    connection.execute(sa.insert(recorded_sequences), sequences)
+
+
+def _read(
+    connection: sa.Connection, named: list[str], session_id: str, before: float, stale: float
+) -> tuple[dict[str, RecordedSequence], list[str]]:
+    """Returns those of the named sequences that the session recorded and that were used at `before` or later.
+
+    Also returns the futures whose records were last used before `stale`. Raises InvalidInput if the records are too
+    large to read for one call.
+    """
+    rows: dict[str, Any] = {}
+    total = 0
+    for part in _parts(list({sequence_id.rpartition(":")[0] for sequence_id in named})):
+        where = recordings.c.future_id.in_(part) & (recordings.c.session_id == session_id)
+        where &= recordings.c.used_at >= before
+        total += int(connection.scalar(sa.select(sa.func.sum(recordings.c.size_bytes)).where(where)) or 0)
+        if total > _MOST_BYTES:
+            raise _wrong("data", f"names sequences with {total} bytes of records; a call may name {_MOST_BYTES}")
+        rows |= {row.future_id: row for row in connection.execute(sa.select(recordings).where(where))}
+    prompts = {future_id: tensors.decode_tokens(row.prompt).astype(np.int64) for future_id, row in rows.items()}
+    found: dict[str, RecordedSequence] = {}
+    for part in _parts(named):
+        query = sa.select(recorded_sequences).where(recorded_sequences.c.sequence_id.in_(part))
+        for row in connection.execute(query):
+            if request := rows.get(row.future_id):
+                found[row.sequence_id] = RecordedSequence(
+                    request.temperature,
+                    prompts[row.future_id],
+                    tensors.decode_tokens(row.tokens).astype(np.int64),
+                    tensors.decode_floats(row.logprobs),
+                    row.support,
+                )
+    return found, [future_id for future_id, row in rows.items() if row.used_at < stale]
+
+
+def _renew(connection: sa.Connection, future_ids: list[str], now: float) -> None:
+    for part in _parts(future_ids):
+        connection.execute(sa.update(recordings).where(recordings.c.future_id.in_(part)).values(used_at=now))
+
+
+def _parts(ids: list[str]) -> Iterator[list[str]]:
+    return (ids[start : start + _IDS_PER_STATEMENT] for start in range(0, len(ids), _IDS_PER_STATEMENT))
+
+
+def _delete(connection: sa.Connection, future_ids: list[str]) -> None:
+    connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(future_ids)))
+    connection.execute(sa.delete(recordings).where(recordings.c.future_id.in_(future_ids)))
+
+
+def _delete_expired(connection: sa.Connection, before: float) -> int:
+    """Deletes a batch of records last used before a time; returns how many requests' records were deleted."""
+    is_replayable = sa.exists().where(journal.c.session_id == recordings.c.session_id)
+    old = sa.select(recordings.c.future_id).where(recordings.c.used_at < before, ~is_replayable)
+    future_ids = list(connection.scalars(old.limit(_ROWS_PER_JOB)))
+    _delete(connection, future_ids)
+    return len(future_ids)
+
+
+def delete_of_sessions(connection: sa.Connection, session_ids: list[str]) -> None:
+    """Deletes the records of sessions."""
+    own = sa.select(recordings.c.future_id).where(recordings.c.session_id.in_(session_ids))
+    connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(own)))
+    connection.execute(sa.delete(recordings).where(recordings.c.session_id.in_(session_ids)))
