@@ -68,7 +68,7 @@ def test_what_the_sampler_recorded_is_trained_on(
 ) -> None:
     """At the sampling temperature every ratio is 1 until a step is made; afterwards the loss follows its formula."""
     training = _trained(service, stack)
-    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True)
+    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
     sampled = [sequence for prompt in prompts for sequence in _sample(sampler, prompt, 2)]
     advantages = [1.0, -1.0] * len(prompts)
     whose = [prompt for prompt in prompts for _ in range(2)]
@@ -98,7 +98,7 @@ def test_what_the_sampler_recorded_is_trained_on(
 def test_turns_of_one_conversation(service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]) -> None:
     """A datum may hold several sequences, and text between them that came as a later request's prompt."""
     training = _trained(service, stack)
-    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True)
+    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
     (one,) = _sample(sampler, prompts[1])
     said = [5, 6, 7]
     longer = prompts[1].model_input.append(tinker.EncodedTextChunk(tokens=one.tokens + said))
@@ -142,14 +142,14 @@ def _with_spans(datum: tinker.Datum, change: Callable[[Any], Any]) -> tinker.Dat
 def test_refusals(service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]) -> None:
     """Each as a user error that names the datum; the client goes on."""
     training = _trained(service, stack)
-    recording = training.save_weights_and_get_sampling_client(record_stability_info=True)
-    plain = training.save_weights_and_get_sampling_client()
+    recording = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    plain = training.save_weights_and_get_sampling_client().result()
     prompt = prompts[0]
     (sequence,) = _sample(recording, prompt)
     (unrecorded,) = _sample(plain, prompt)
     good = datum_of(prompt, sequence)
     with stack.service_client() as other:
-        theirs = _trained(other, stack).save_weights_and_get_sampling_client(record_stability_info=True)
+        theirs = _trained(other, stack).save_weights_and_get_sampling_client(record_stability_info=True).result()
         (foreign,) = _sample(theirs, prompt)
     changed = replace(sequence, tokens=[sequence.tokens[0] ^ 1, *sequence.tokens[1:]])
     lying = replace(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
 
-from fovea.api.v1 import gateway_pb2, model_input_pb2, trainer_pb2
+from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2, trainer_pb2
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
@@ -22,8 +22,8 @@ from fovea_gateway.access.kept_rows import ROW_BYTES, KeptRows
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import journal, recorded_sequences, recordings
-from fovea_gateway.sampling.sample_runner import SampleWork
-from fovea_gateway.sessions.future import Submission
+from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork
+from fovea_gateway.sessions.future import Done, Submission
 
 STABLE_REINFORCE = "stable_reinforce"
 """The only loss that reads records."""
@@ -36,6 +36,7 @@ _MOST_BYTES = 128 * 2**20
 _IDS_PER_STATEMENT = 500
 _SAMPLED_TOKEN_BYTES = 8
 _ROWS_PER_JOB = 500
+_IMAGE = -1
 
 IntArray = npt.NDArray[np.int64]
 
@@ -46,7 +47,7 @@ class RecordedSequence:
 
     Attributes:
         temperature: Temperature of `logprobs`, greater than 0.
-        prompt: int64 [P], the rendered prompt with 0 in place of the ids that replace images.
+        prompt: int64 [P], the rendered prompt with -1 in place of the ids that replace images.
         tokens: int64 [C], the sampled tokens.
         logprobs: float32 [C], the sampler's log-probability of each.
         support: The packed sets of tokens that could have been drawn; None without truncation.
@@ -65,31 +66,46 @@ class Recordings:
     def __init__(self, database: Database, rows: KeptRows, checkpoints: Checkpoints, clock: ExpiryClock) -> None:
         self._database, self._rows, self._checkpoints, self._clock = database, rows, checkpoints, clock
 
-    async def check_room(self, submission: Submission, sample_count: int) -> None:
-        """Raises ResourceExhausted if the owner has no room for the record of a sample at its greatest length."""
-        owner = submission.owner
-        size_bytes = _SAMPLED_TOKEN_BYTES * submission.token_count + ROW_BYTES * (1 + sample_count)
-        self._rows.check_bytes(owner, size_bytes)
-        if await self._checkpoints.room(owner) < size_bytes:
-            raise self._checkpoints.no_room(owner)
+    async def sample(self, work: SampleWork, runner: SampleRunner) -> Done:
+        """Samples to the end; the record is stored in the transaction of the result.
 
-    def storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
-        """Returns the job that stores the sequences of a finished sample, to run in the transaction of its result."""
+        Raises ResourceExhausted, before anything is sampled, if the owner has no room for the sample at its greatest
+        length without support.
+        """
+        submission, request = work.pending.submission, work.request
+        size_bytes = _SAMPLED_TOKEN_BYTES * submission.token_count + ROW_BYTES * (1 + request.sample_count)
+        self._rows.check_bytes(submission.owner, size_bytes)
+        if await self._checkpoints.room(submission.owner) < size_bytes:
+            raise self._checkpoints.no_room(submission.owner)
+        is_asked = request.sampled_support
+        request.sampled_support |= _truncates(request.params)
+        records = await runner.collect(work)
+        job = self._storing(work, records)
+        if not is_asked:  # The client sees the result without the support, which is larger.
+            for record in records:
+                if record.WhichOneof("event") == "delta":
+                    record.delta.ClearField("sampled_support")
+        return Done([*records], [job])
+
+    def _storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
+        """Returns the job that stores the sequences of a finished sample."""
         assert work.rendered is not None, "a sample finished without a prompt"
         submission, params = work.pending.submission, work.request.params
+        deltas = [record.delta for record in records if record.WhichOneof("event") == "delta"]
         sequences = [
             {
-                "sequence_id": f"{submission.future_id}:{record.delta.index}",
+                "sequence_id": f"{submission.future_id}:{delta.index}",
                 "future_id": submission.future_id,
-                "tokens": record.delta.tokens,
-                "logprobs": record.delta.logprobs,
-                "support": None,
+                "tokens": delta.tokens,
+                "logprobs": delta.logprobs,
+                "support": delta.sampled_support if delta.sampled_support.strip(tensors.FULL_ROW) else None,
             }
-            for record in records
-            if record.WhichOneof("event") == "delta"
+            for delta in deltas
         ]
         prompt_ids = _without_images(work.rendered).astype("<i4").tobytes()
-        size_bytes = len(prompt_ids) + sum(len(each["tokens"]) + len(each["logprobs"]) for each in sequences)
+        size_bytes = len(prompt_ids) + ROW_BYTES * len(sequences)
+        for each in sequences:
+            size_bytes += len(each["tokens"]) + len(each["logprobs"]) + len(each["support"] or b"")
         row = {
             "future_id": submission.future_id,
             "session_id": submission.session_id,
@@ -97,10 +113,10 @@ class Recordings:
             # At temperature 0 the sampler's log-probabilities are those of temperature 1.
             "temperature": (params.temperature or 1.0) if params.HasField("temperature") else 1.0,
             "used_at": time.time(),
-            "size_bytes": size_bytes + ROW_BYTES * len(sequences),
+            "size_bytes": size_bytes,
             "prompt": prompt_ids,
         }
-        self._rows.take_bytes(submission.owner, row["size_bytes"])
+        self._rows.take_bytes(submission.owner, size_bytes)
         return partial(_put, row=row, sequences=sequences)
 
     async def fill(
@@ -159,11 +175,17 @@ class Recordings:
             pass
 
 
+def _truncates(params: sampler_pb2.SamplingParams) -> bool:
+    """Returns whether a sampler may draw from fewer tokens than all."""
+    is_below_one = params.HasField("top_p") and params.top_p < 1
+    return is_below_one or params.top_k > 0 or params.min_p > 0 or bool(params.structured_outputs)
+
+
 def _without_images(rendered: model_input_pb2.RenderedInput) -> IntArray:
-    """Returns the ids of an input, int64 [N], with 0 in place of the ids that replace images."""
+    """Returns the ids of an input, int64 [N], with -1 in place of the ids that replace images."""
     tokens = tensors.decode_tokens(rendered.tokens).astype(np.int64)
     for span in rendered.spans:
-        tokens[span.offset : span.offset + span.length] = 0
+        tokens[span.offset : span.offset + span.length] = _IMAGE
     return tokens
 
 
@@ -204,12 +226,18 @@ def _fill_datum(
     _check_runs(datum.input_spans, tokens, found, f"{field}.model_input_spans", is_target=False)
     _check_runs(datum.target_spans, targets, found, f"{field}.loss_fn_input_spans", is_target=True)
     logprobs, sampled = np.zeros(len(tokens), "<f4"), np.zeros(len(tokens), "<f4")
+    rows: list[bytes] = []
     start = 0
     for span in datum.target_spans:
+        recorded = found[span.sequence_id]
+        own = slice(span.offset, span.offset + span.length)
         if span.sampled:
-            part = slice(start, start + span.length)
-            sampled[part] = 1.0
-            logprobs[part] = found[span.sequence_id].logprobs[span.offset : span.offset + span.length]
+            sampled[start : start + span.length] = 1.0
+            logprobs[start : start + span.length] = recorded.logprobs[own]
+        if span.sampled and recorded.support is not None:
+            rows += tensors.split_support(recorded.support)[own]
+        else:
+            rows.append(tensors.FULL_ROW * span.length)
         start += span.length
     advantages = _values(datum, "advantages", len(tokens), field)
     if advantages is not None and (places := np.flatnonzero((advantages != 0) & (sampled == 0))).size:
@@ -220,6 +248,9 @@ def _fill_datum(
         )
     datum.loss_inputs["logprobs"].CopyFrom(tensors.encode(logprobs))
     datum.loss_inputs["sampled"].CopyFrom(tensors.encode(sampled))
+    datum.loss_inputs.pop(tensors.SUPPORT, None)
+    if (support := b"".join(rows)).strip(tensors.FULL_ROW):
+        datum.loss_inputs[tensors.SUPPORT].CopyFrom(tensors.encode(np.frombuffer(support, np.uint8)))
 
 
 def _values(datum: gateway_pb2.InputDatum, name: str, length: int, field: str) -> npt.NDArray | None:

@@ -320,10 +320,8 @@ class Sampling:
             is_wanted=lambda: self._sessions.is_wanted(submission.session_id),
         )  # fmt: skip
         if request.record_stability_info:
-            await self._recordings.check_room(submission, request.sample_count)
-        records = await self._runner.collect(work)
-        effects = [self._recordings.storing(work, records)] if request.record_stability_info else []
-        return Done([*records], effects)
+            return await self._recordings.sample(work, self._runner)
+        return Done([*await self._runner.collect(work)])
 
     @staticmethod
     async def _push(base: BaseModel, kept: SnapshotRecord) -> None:
