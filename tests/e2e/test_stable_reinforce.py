@@ -29,12 +29,18 @@ def _floats(values: Any) -> tinker.TensorData:
     return tinker.TensorData(data=[float(value) for value in values], dtype="float32", shape=[len(values)])
 
 
-def datum_of(prompt: Prompt, sequence: tinker.SampledSequence, advantage: float = 1.0) -> tinker.Datum:
-    """A datum as the cookbook's rl_loop makes it, but for the client's log-probabilities, which are wrong."""
-    before, count = len(prompt.ids) - 1, len(sequence.tokens)
-    targets = [0] * before + sequence.tokens
+def datum_of(
+    prompt: Prompt, sequence: tinker.SampledSequence, advantage: float = 1.0, first: int | None = None
+) -> tinker.Datum:
+    """A datum as the cookbook's rl_loop makes it, but for the client's log-probabilities, which are wrong.
+
+    With `first`, it says that another token was sampled first.
+    """
+    tokens = list(sequence.tokens) if first is None else [first, *sequence.tokens[1:]]
+    before, count = len(prompt.ids) - 1, len(tokens)
+    targets = [0] * before + tokens
     datum = tinker.Datum(
-        model_input=prompt.model_input.append(tinker.EncodedTextChunk(tokens=sequence.tokens[:-1])),
+        model_input=prompt.model_input.append(tinker.EncodedTextChunk(tokens=tokens[:-1])),
         loss_fn_inputs={
             "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
             "logprobs": _floats([-5.0] * len(targets)),
@@ -151,7 +157,6 @@ def test_refusals(service: tinker.ServiceClient, stack: Stack, prompts: list[Pro
     with stack.service_client() as other:
         theirs = _trained(other, stack).save_weights_and_get_sampling_client(record_stability_info=True).result()
         (foreign,) = _sample(theirs, prompt)
-    changed = replace(sequence, tokens=[sequence.tokens[0] ^ 1, *sequence.tokens[1:]])
     lying = replace(
         good, loss_fn_inputs={**good.loss_fn_inputs, "advantages": _floats([1.0] * good.model_input.length)}
     )
@@ -160,7 +165,11 @@ def test_refusals(service: tinker.ServiceClient, stack: Stack, prompts: list[Pro
         (datum_of(prompt, unrecorded), {}, "has not recorded within the last day"),
         (datum_of(prompt, foreign), {}, "has not recorded within the last day"),
         (_with_spans(good, lambda span: replace(span, sequence_id="none")), {}, "names sequence 'none'"),
-        (datum_of(prompt, changed), {}, r"data\[0\]\.\w+_spans\[1\] says that position \d+ is sampled token 0"),
+        (
+            datum_of(prompt, sequence, first=sequence.tokens[0] ^ 1),
+            {},
+            r"data\[0\]\.\w+_spans\[1\] says that position \d+ is sampled token 0",
+        ),
         (_with_spans(good, lambda span: replace(span, offset=span.offset + 1)), {}, r"but sequence .* has \d+"),
         (lying, {}, r"data\[0\]\.loss_fn_inputs\.advantages is 1 at \[0\], but that target was not sampled"),
         (good, {"temperature": 1.0}, r"temperature is 1, but the sequences of data were sampled at 0\.7"),
@@ -170,6 +179,6 @@ def test_refusals(service: tinker.ServiceClient, stack: Stack, prompts: list[Pro
     ]
     for datum, config, words in cases:
         with pytest.raises(tinker.RequestFailedError, match=words) as caught:
-            training.forward(datum and [datum], LOSS, config).result()
+            training.forward([datum], LOSS, config).result()
         assert_user_error(caught.value)
     assert training.forward([good], LOSS).result().metrics["ratio:max"] == pytest.approx(1, abs=1e-4)

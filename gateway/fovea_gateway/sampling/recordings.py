@@ -315,7 +315,7 @@ def _put(connection: sa.Connection, row: dict[str, Any], sequences: list[dict[st
 def _read(
     connection: sa.Connection, named: list[str], session_id: str, before: float, stale: float
 ) -> tuple[dict[str, RecordedSequence], list[str]]:
-    """Returns those of the named sequences that the session recorded and that were used at `before` or later.
+    """Returns the named sequences that the session recorded and used at `before` or later.
 
     Also returns the futures whose records were last used before `stale`. Raises InvalidInput if the records are too
     large to read for one call.
