@@ -101,6 +101,23 @@ def test_what_the_sampler_recorded_is_trained_on(
         assert result.metrics["ratio:max"] > 1.001
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 5, "temperature": 1.3}])
+def test_truncated_samples_are_trained_over_their_support(
+    service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt], options: dict[str, Any]
+) -> None:
+    """All ratios are 1, as without truncation; over the whole vocabulary they are not."""
+    training = _trained(service, stack)
+    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    params = PARAMS.model_copy(update=options)
+    data = []
+    for prompt in prompts:
+        (sequence,) = sampler.sample(prompt.model_input, 1, params).result().sequences
+        data.append(datum_of(prompt, sequence))
+    metrics = training.forward(data, LOSS).result().metrics
+    assert metrics["ratio:max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["sampler_kl:sum"] == pytest.approx(0, abs=1e-3)
+
+
 def test_turns_of_one_conversation(service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]) -> None:
     """A datum may hold several sequences, and text between them that came as a later request's prompt."""
     training = _trained(service, stack)

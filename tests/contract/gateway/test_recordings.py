@@ -166,7 +166,6 @@ async def test_the_support_of_truncated_samples_is_recorded_and_not_returned(
         return found
 
     monkeypatch.setattr(FakeSampler, "_events", events)
-    monkeypatch.setattr("fovea_gateway.sampling.sample_runner._join", _joining)
     model_id = await rest.create_model()
     params = {"max_tokens": COUNT, "top_p": 0.9}
     sequence_id, tokens = await _sample(rest, await _base_session(rest), sampling_params=params)
@@ -174,16 +173,6 @@ async def test_the_support_of_truncated_samples_is_recorded_and_not_returned(
     assert "loss_fn_outputs" in await _train(rest, model_id, 1, _datum(sequence_id, tokens))
     ((_, datums),) = stand.trainer.of("ForwardBackward")
     assert tensors.decode(datums[0].loss_inputs[tensors.SUPPORT]).tobytes() == b"\0\0" + b"".join(rows)
-
-
-def _joining(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.SequenceDelta:
-    """Joins deltas with their support, until the runner does."""
-    whole = sampler_pb2.SequenceDelta(index=index, finish_reason=parts[-1].finish_reason)
-    for part in parts:
-        whole.tokens += part.tokens
-        whole.logprobs += part.logprobs
-        whole.sampled_support += part.sampled_support
-    return whole
 
 
 async def test_positions_of_an_image_are_images_again(stand: Stand, rest: Rest) -> None:
