@@ -50,13 +50,13 @@ _TEXTS: dict[sa.Table, tuple[str, ...]] = {
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """Returns the total bytes of an owner's checkpoints, and of its texts in the database."""
+    """Returns the total bytes of an owner's checkpoints, and of its texts and recorded samples in the database."""
     found: int = read_usage(connection, owner, 0)["stored_bytes"].get(owner, 0)
-    return found + row_bytes(connection, owner, overhead=0)[owner]
+    return found + row_bytes(connection, owner, overhead=0)[owner] + recorded_bytes(connection, owner)[owner]
 
 
 def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int = ROW_BYTES) -> Counter[str]:
-    """Returns the bytes of rows of sessions, models, sampling sessions, checkpoints and recorded samples, by owner.
+    """Returns the bytes of rows of sessions, models, sampling sessions and checkpoints, by owner.
 
     Args:
         owner: Counts only this owner's rows; None for all owners.
@@ -70,11 +70,14 @@ def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int
         query = sa.select(table.c.owner, sa.func.sum(size)).group_by(table.c.owner)
         for name, total in connection.execute(query if owner is None else query.where(table.c.owner == owner)):
             sums[name] += int(total)
-    recorded = sa.select(recordings.c.owner, sa.func.sum(recordings.c.size_bytes + overhead))
-    recorded = recorded.group_by(recordings.c.owner)
-    for name, total in connection.execute(recorded if owner is None else recorded.where(recordings.c.owner == owner)):
-        sums[name] += int(total)
     return sums
+
+
+def recorded_bytes(connection: sa.Connection, owner: str | None = None) -> Counter[str]:
+    """Returns the bytes of recorded samples, by owner. None counts those of all owners."""
+    query = sa.select(recordings.c.owner, sa.func.sum(recordings.c.size_bytes)).group_by(recordings.c.owner)
+    rows = connection.execute(query if owner is None else query.where(recordings.c.owner == owner))
+    return Counter({name: int(total) for name, total in rows})
 
 
 class KeptRows:
@@ -108,14 +111,6 @@ class KeptRows:
         """
         size_bytes = ROW_BYTES + check_text(texts)
         self._quota.check(owner, size_bytes)
-        self._quota.take(owner, size_bytes)
-
-    def check_bytes(self, owner: str, size_bytes: int) -> None:
-        """Raises ResourceExhausted if the owner has no room left in its share of rows."""
-        self._quota.check(owner, size_bytes)
-
-    def take_bytes(self, owner: str, size_bytes: int) -> None:
-        """Counts rows that are about to be written, without a check."""
         self._quota.take(owner, size_bytes)
 
     async def sweep(self) -> None:

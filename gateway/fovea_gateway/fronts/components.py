@@ -103,7 +103,7 @@ class Components:
         self.exports = Exports(self.database, self.checkpoints, self.link_signer)
         self.uploads = Uploads(self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes)
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
-        self.recordings = Recordings(self.database, self.kept_rows, self.checkpoints, clock)
+        self.recordings = Recordings(self.database, self.checkpoints, clock, settings.row_room_bytes // 2)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
 

@@ -4,6 +4,7 @@ A record costs 4 bytes for each token of a request's prompt, and 8 bytes for eac
 belongs to the session that sampled it, and is deleted with the session or one day after its last use.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import sqlalchemy as sa
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2, trainer_pb2
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire import tensors
-from fovea.wire.errors import InvalidInput
-from fovea_gateway.access.kept_rows import ROW_BYTES, KeptRows
+from fovea.wire.errors import InvalidInput, ResourceExhausted
+from fovea_gateway.access.kept_rows import ROW_BYTES, recorded_bytes
+from fovea_gateway.access.owners import Quota
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import journal, recorded_sequences, recordings
@@ -33,10 +35,8 @@ _SLACK_S = 60.0
 """Uses within this time after an earlier one are not written."""
 _MOST_BYTES = 128 * 2**20
 """The limit on the records that one call may name. The records of one call of the SDK have a few MiB."""
-_IDS_PER_STATEMENT = 500
 _SAMPLED_TOKEN_BYTES = 8
-_ROWS_PER_JOB = 500
-_IMAGE = -1
+_ROWS_PER_JOB, _IMAGE = 500, -1
 
 IntArray = npt.NDArray[np.int64]
 
@@ -61,10 +61,17 @@ class RecordedSequence:
 
 
 class Recordings:
-    """The recorded samples of all sessions."""
+    """The recorded samples of all sessions.
 
-    def __init__(self, database: Database, rows: KeptRows, checkpoints: Checkpoints, clock: ExpiryClock) -> None:
-        self._database, self._rows, self._checkpoints, self._clock = database, rows, checkpoints, clock
+    Args:
+        capacity_bytes: The limit for all records. One owner may have as many bytes as are free; then its least recently
+            used records make room for new ones.
+    """
+
+    def __init__(self, database: Database, checkpoints: Checkpoints, clock: ExpiryClock, capacity_bytes: int) -> None:
+        self._database, self._checkpoints, self._clock = database, checkpoints, clock
+        self._quota = Quota("max_row_bytes", capacity_bytes, "bytes of recorded samples")
+        self._is_counted = False
 
     async def sample(self, work: SampleWork, runner: SampleRunner) -> Done:
         """Samples to the end; the record is stored in the transaction of the result.
@@ -74,7 +81,7 @@ class Recordings:
         """
         submission, request = work.pending.submission, work.request
         size_bytes = _SAMPLED_TOKEN_BYTES * submission.token_count + ROW_BYTES * (1 + request.sample_count)
-        self._rows.check_bytes(submission.owner, size_bytes)
+        await self._make_room(submission.owner, size_bytes)
         if await self._checkpoints.room(submission.owner) < size_bytes:
             raise self._checkpoints.no_room(submission.owner)
         is_asked = request.sampled_support
@@ -86,6 +93,24 @@ class Recordings:
                 if record.WhichOneof("event") == "delta":
                     record.delta.ClearField("sampled_support")
         return Done([*records], [job])
+
+    async def _make_room(self, owner: str, size_bytes: int) -> None:
+        """Raises ResourceExhausted if the owner has no room, even without its older records."""
+        if not self._is_counted:
+            await self._count()
+        own = recordings.c.owner == owner
+        while True:
+            try:
+                self._quota.check(owner, size_bytes)
+                return
+            except ResourceExhausted:
+                if not await self._database.write(partial(_delete_oldest, where=own, least_bytes=size_bytes)):
+                    raise
+                await self._count()
+
+    async def _count(self) -> None:
+        self._quota.reset(await self._database.read(recorded_bytes))
+        self._is_counted = True
 
     def _storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
         """Returns the job that stores the sequences of a finished sample."""
@@ -116,7 +141,7 @@ class Recordings:
             "size_bytes": size_bytes,
             "prompt": prompt_ids,
         }
-        self._rows.take_bytes(submission.owner, size_bytes)
+        self._quota.take(submission.owner, size_bytes)
         return partial(_put, row=row, sequences=sequences)
 
     async def fill(
@@ -152,8 +177,8 @@ class Recordings:
                 raise _wrong(
                     field,
                     f"names sequence {sequence_id[:200]!r}, which session {submission.session_id} has "
-                    "not recorded within the last day: sample with record_stability_info=True and train in "
-                    "the same session",
+                    "not recorded within the last day, or newer samples took its room: sample with "
+                    "record_stability_info=True and train in the same session",
                 )
         temperatures = {
             found[span.sequence_id].temperature for datum in data for span in datum.target_spans if span.sampled
@@ -166,12 +191,18 @@ class Recordings:
 
     async def forget(self, session_id: str) -> None:
         """Deletes the records of a session that has ended."""
-        await self._database.write(partial(delete_of_sessions, session_ids=[session_id]))
+        await self._delete_all(recordings.c.session_id == session_id)
 
     async def sweep(self) -> None:
-        """Deletes expired records, unless an unfinished replay of their session may need them."""
+        """Deletes expired records. Those of a session with journaled commands remain for another day of replays."""
         before = self._clock.now() - _KEPT_S - 2 * _SLACK_S
-        while await self._database.write(partial(_delete_expired, before=before)) == _ROWS_PER_JOB:
+        is_replayable = sa.exists().where(journal.c.session_id == recordings.c.session_id)
+        is_old = (recordings.c.used_at < before) & (~is_replayable | (recordings.c.used_at < before - _KEPT_S))
+        await self._delete_all(is_old)
+        await self._count()
+
+    async def _delete_all(self, where: sa.ColumnElement[bool]) -> None:
+        while await self._database.write(partial(_delete_oldest, where=where)) == _ROWS_PER_JOB:
             pass
 
 
@@ -189,16 +220,11 @@ def _without_images(rendered: model_input_pb2.RenderedInput) -> IntArray:
     return tokens
 
 
-def _spans(datum: gateway_pb2.InputDatum) -> Iterator[tuple[str, Sequence[gateway_pb2.SequenceSpan]]]:
-    yield "model_input_spans", datum.input_spans
-    yield "loss_fn_input_spans", datum.target_spans
-
-
 def _named(data: Sequence[gateway_pb2.InputDatum]) -> dict[str, str]:
     """Returns the ids of all sequences that spans name, each with the field that names it first."""
     named: dict[str, str] = {}
     for index, datum in enumerate(data):
-        for name, spans in _spans(datum):
+        for name, spans in (("model_input_spans", datum.input_spans), ("loss_fn_input_spans", datum.target_spans)):
             for place, span in enumerate(spans):
                 named.setdefault(span.sequence_id, f"data[{index}].{name}[{place}]")
     return named
@@ -221,7 +247,7 @@ def _fill_datum(
     datum: gateway_pb2.InputDatum, tokens: IntArray, found: dict[str, RecordedSequence], field: str
 ) -> None:
     targets = _values(datum, "target_tokens", len(tokens), field)
-    if targets is None or targets.dtype.kind != "i":
+    if targets is None:
         raise _wrong(f"{field}.loss_fn_inputs.target_tokens", f"must be int64 [{len(tokens)}] for {STABLE_REINFORCE}")
     _check_runs(datum.input_spans, tokens, found, f"{field}.model_input_spans", is_target=False)
     _check_runs(datum.target_spans, targets, found, f"{field}.loss_fn_input_spans", is_target=True)
@@ -320,8 +346,7 @@ def _read(
     Also returns the futures whose records were last used before `stale`. Raises InvalidInput if the records are too
     large to read for one call.
     """
-    rows: dict[str, Any] = {}
-    total = 0
+    rows, total = dict[str, Any](), 0
     for part in _parts(list({sequence_id.rpartition(":")[0] for sequence_id in named})):
         where = recordings.c.future_id.in_(part) & (recordings.c.session_id == session_id)
         where &= recordings.c.used_at >= before
@@ -351,7 +376,7 @@ def _renew(connection: sa.Connection, future_ids: list[str], now: float) -> None
 
 
 def _parts(ids: list[str]) -> Iterator[list[str]]:
-    return (ids[start : start + _IDS_PER_STATEMENT] for start in range(0, len(ids), _IDS_PER_STATEMENT))
+    return (ids[start : start + _ROWS_PER_JOB] for start in range(0, len(ids), _ROWS_PER_JOB))
 
 
 def _delete(connection: sa.Connection, future_ids: list[str]) -> None:
@@ -359,17 +384,17 @@ def _delete(connection: sa.Connection, future_ids: list[str]) -> None:
     connection.execute(sa.delete(recordings).where(recordings.c.future_id.in_(future_ids)))
 
 
-def _delete_expired(connection: sa.Connection, before: float) -> int:
-    """Deletes a batch of records last used before a time; returns how many requests' records were deleted."""
-    is_replayable = sa.exists().where(journal.c.session_id == recordings.c.session_id)
-    old = sa.select(recordings.c.future_id).where(recordings.c.used_at < before, ~is_replayable)
-    future_ids = list(connection.scalars(old.limit(_ROWS_PER_JOB)))
+def _delete_oldest(connection: sa.Connection, where: sa.ColumnElement[bool], least_bytes: float = math.inf) -> int:
+    """Deletes the least recently used records until `least_bytes` are free or a batch is deleted.
+
+    Returns how many requests' records were deleted.
+    """
+    oldest = sa.select(recordings.c.future_id, recordings.c.size_bytes).where(where).order_by(recordings.c.used_at)
+    future_ids = []
+    for future_id, size_bytes in connection.execute(oldest.limit(_ROWS_PER_JOB)):
+        if least_bytes <= 0:
+            break
+        future_ids.append(future_id)
+        least_bytes -= size_bytes
     _delete(connection, future_ids)
     return len(future_ids)
-
-
-def delete_of_sessions(connection: sa.Connection, session_ids: list[str]) -> None:
-    """Deletes the records of sessions."""
-    own = sa.select(recordings.c.future_id).where(recordings.c.session_id.in_(session_ids))
-    connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(own)))
-    connection.execute(sa.delete(recordings).where(recordings.c.session_id.in_(session_ids)))

@@ -11,7 +11,7 @@ from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
-from fovea_gateway.access.kept_rows import row_bytes
+from fovea_gateway.access.kept_rows import row_bytes, stored_bytes
 from fovea_gateway.access.owners import Owner
 from fovea_gateway.database.schema import recorded_sequences, recordings
 from tests.contract.gateway.conftest import Stand
@@ -139,17 +139,29 @@ async def test_records_count_as_their_owners_bytes(stand: Stand, rest: Rest) -> 
     assert stand.gateway is not None
     database = stand.gateway.components.database
     sampling_id = await _base_session(rest)
-    before = await database.read(lambda connection: row_bytes(connection, overhead=0))
+    (owner,) = await database.read(row_bytes)
+    before = await database.read(lambda connection: stored_bytes(connection, owner))
     await _sample(rest, sampling_id, num_samples=3)
-    after = await database.read(lambda connection: row_bytes(connection, overhead=0))
-    (owner,) = after
-    assert after[owner] - before[owner] == 4 * len(PROMPT) + 3 * (8 * COUNT + 1024)
-    await stand.gateway.components.owners.put(Owner(owner, max_stored_bytes=after[owner] + 2000))
+    after = await database.read(lambda connection: stored_bytes(connection, owner))
+    assert after - before == 4 * len(PROMPT) + 3 * (8 * COUNT + 1024)
+    await stand.gateway.components.owners.put(Owner(owner, max_stored_bytes=after + 2000))
     sampled = len(stand.sampler.of("Sample"))
     answer = await rest.sample(sampling_id, 1, record_stability_info=True)
     refused = await rest.result(answer.json()["request_id"])
     assert "max_stored_bytes" in refused["error"]
     assert len(stand.sampler.of("Sample")) == sampled
+
+
+async def test_the_oldest_records_of_an_owner_make_room(stand: Stand, rest: Rest) -> None:
+    """Sampling goes on; the loss says that an old record is gone, and reads the new ones."""
+    await stand.stop()
+    await stand.start(max_row_bytes=64 * 1024)
+    model_id, sampling_id = await rest.create_model(), await _base_session(rest)
+    made = [await _sample(rest, sampling_id, seq_id) for seq_id in range(40)]
+    assert 8 <= (await _count(stand))[0] <= 16, "an owner alone may have half of the 32 KiB for records"
+    gone = await _train(rest, model_id, 1, _datum(*made[0]))
+    assert "or newer samples took its room" in gone["error"]
+    assert "loss_fn_outputs" in await _train(rest, model_id, 2, _datum(*made[-1]))
 
 
 async def test_the_support_of_truncated_samples_is_recorded_and_not_returned(
