@@ -22,7 +22,7 @@ from benchmarks.figure import emit
 from fovea.api.v1 import trainer_pb2
 from fovea_trainer.losses import loss_of
 
-SYMBOLS, PROMPT, ANSWER, PROMPTS, GROUP = 8, 3, 3, 16, 8
+SYMBOLS, PROMPT, ANSWER, PROMPTS, GROUP = 8, 3, 3, 8, 8
 LAGS = (0, 1, 4, 8)
 LOSSES: dict[str, tuple[str, dict[str, float]]] = {
     "importance_sampling": ("importance_sampling", {}),
@@ -59,7 +59,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(SYMBOLS, 16)
-        self.layers = nn.Sequential(nn.Linear(16 * (PROMPT + ANSWER), 96), nn.Tanh(), nn.Linear(96, SYMBOLS))
+        self.layers = nn.Sequential(nn.Linear(16 * (PROMPT + ANSWER), 64), nn.Tanh(), nn.Linear(64, SYMBOLS))
 
     def forward(self, tokens: Tensor) -> CausalLMOutput:
         """Returns logits [B, L, SYMBOLS] for tokens int64 [B, L]."""
@@ -142,12 +142,14 @@ def main() -> None:
         "--model", type=Path, help="folder of a causal model; default: a random network of one hidden layer"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rate", type=float, default=0.006, help="learning rate")
+    parser.add_argument("--rate", type=float, default=0.02, help="learning rate")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--losses", default=",".join(LOSSES))
+    parser.add_argument("--tasks", default=",".join(TASKS))
     options = parser.parse_args()
-    for task, reward_of in TASKS.items():
+    for task in options.tasks.split(","):
+        reward_of = TASKS[task]
         for lag in LAGS:
             for name in options.losses.split(","):
                 found = [run(options, name, lag, reward_of, seed) for seed in range(options.seeds)]
