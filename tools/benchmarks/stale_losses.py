@@ -29,12 +29,8 @@ LOSSES: dict[str, tuple[str, dict[str, float]]] = {
     "ppo": ("ppo", {}),
     "cispo": ("cispo", {}),
     "stable_reinforce": ("stable_reinforce", {}),
-    "stable_reinforce_kl": ("stable_reinforce", {"kl_coeff": 0.1}),
-    "stable_reinforce_narrow": ("stable_reinforce", {"clip_high_threshold": 2.0}),
-    "stable_reinforce_wide": (
-        "stable_reinforce",
-        {"clip_low_threshold": 0.125, "clip_high_threshold": 8.0, "max_weight": 8.0},
-    ),
+    "stable_reinforce_no_penalty": ("stable_reinforce", {"kl_coeff": 0.0}),
+    "stable_reinforce_narrow": ("stable_reinforce", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25}),
 }
 """Losses and settings by the name of their figure."""
 Reward = Callable[[Tensor, Tensor], Tensor]

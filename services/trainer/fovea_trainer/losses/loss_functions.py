@@ -313,7 +313,7 @@ class StableReinforce(ClippedLoss):
 
     name = "stable_reinforce"
     inputs = (*POLICY_INPUTS, LossInput(SAMPLED))
-    settings: ClassVar = {LOW: 0.5, HIGH: 5.0, "max_weight": 2.0, "kl_coeff": 0.0}
+    settings: ClassVar = {LOW: 0.5, HIGH: 5.0, "max_weight": 2.0, "kl_coeff": 0.2}
 
     def __init__(self, given: Mapping[str, float]) -> None:
         super().__init__(given)

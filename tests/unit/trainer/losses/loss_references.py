@@ -97,7 +97,7 @@ def stable_reinforce(lp: Array, given: Inputs, config: Config, frozen: Array) ->
         low, high = _bounds("stable_reinforce", given, config, t)
         if given["sampled"][t] and low <= math.exp(distance) <= high:
             weight = _weight(given, t) * min(math.exp(distance), config.get("max_weight", 2.0))
-            total += weight * (given["advantages"][t] - config.get("kl_coeff", 0.0) * distance) * lp[t]
+            total += weight * (given["advantages"][t] - config.get("kl_coeff", 0.2) * distance) * lp[t]
     return -total
 
 
