@@ -133,7 +133,8 @@ class GatewaySettings(ServiceSettings):
         gt=0,
         description="Bytes of the database's rows of sessions, models, sampling sessions and checkpoints, including"
         " texts; at most a quarter of the disk of state_dir. One owner may have as much as is free. Above that, its"
-        " ended sessions are deleted early; if that is not enough, the gateway accepts no new rows of it.",
+        " ended sessions are deleted early; if that is not enough, the gateway accepts no new rows of it. Recorded"
+        " samples may have half as much again; an owner's least recently used ones make room for new ones.",
     )
     session_ttl_s: float = Field(
         600.0,

@@ -110,7 +110,8 @@ def test_settings_and_names_that_no_loss_has(
         ("ppo", {"clip_low_threshold": 2.0}, r"clip_low_threshold is 2\.0, which is above"),
         ("gspo", {}, r"sequence_ratio_mask is missing: gspo requires it"),
         ("cross_entropy", {}, r"(advantages|logprobs) is unknown for cross_entropy"),
-        ("stable_reinforce", {}, r"'stable_reinforce' is unknown; known: cross_entropy, .*gspo"),
+        ("stable_reinforce", {}, r"data\[0\] has no provenance spans"),
+        ("reinforce", {}, r"'reinforce' is unknown; known: cross_entropy, .*stable_reinforce"),
         ("custom", {}, r"loss_id is missing"),
     ]
     for name, config, words in cases:

@@ -67,6 +67,8 @@ SIZES = frozenset(
     "examples_per_class subset_seed".split()
 )
 """Options that scale a recipe down to a tiny model and a few minutes."""
+COMPUTATION = frozenset("loss_fn loss_fn_config temperature top_p top_k stop".split())
+"""Settings of the loss and of sampling. No run may replace them: it would prove nothing about the recipe."""
 LOCAL = frozenset("env dataset file_path behavior_if_log_dir_exists".split())
 """Options for local data and the folder of the logs."""
 
@@ -122,6 +124,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if hidden := self.options.keys() - SIZES - LOCAL:
             raise ValueError(f"{self.name} replaces {sorted(hidden)} but does not list them in `replaces`")
+        if changed := self.replaces.keys() & COMPUTATION:
+            raise ValueError(f"{self.name} replaces {sorted(changed)}: recipes run with their own loss and sampling")
 
     def replaced_in(self, version: str) -> dict[str, Replaced]:
         """Returns the settings that differ from the recipe's own in a version of the cookbook."""

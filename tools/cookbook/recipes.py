@@ -1,7 +1,7 @@
 """The runs in order; some start from the checkpoint of an earlier one."""
 
 from cookbook.criterion import Falls, Reaches, Rises, Stays
-from cookbook.recipe import Recipe, Replaced
+from cookbook.recipe import LOCAL, SIZES, Recipe, Replaced
 from cookbook.workplace import PROMPT_DISTILLATION_FILE
 
 _HOME = "tinker_cookbook.recipes"
@@ -12,8 +12,6 @@ _AGREEMENT = 1e-6
 _CLASSIFIER_SEEDS = range(3)
 _SL_LOOP = {"batch_size": 32, "learning_rate": 3e-3, "max_steps": 12, "save_every": 6}
 _VERSIONS = ("0.5.8", "0.6.1")
-_LOSSES: dict[str, str | int | bool] = {"0.5.8": "importance_sampling", "0.6.1": "stable_reinforce"}
-_NO_STABLE_REINFORCE = "Fovea does not support stable_reinforce yet and rejects it"
 
 
 def _vlm_classifier(seed: int) -> Recipe:
@@ -75,9 +73,6 @@ RECIPES = (
             "max_tokens": 16,
             "save_every": 0,
         },
-        replaces={
-            "loss_fn": Replaced("importance_sampling", {"0.6.1": _LOSSES["0.6.1"]}, _NO_STABLE_REINFORCE),
-        },
         criteria=(Rises("reward/total", by=0.15),),
         after="sl_loop_start",
         in_catalogue=True,
@@ -97,7 +92,6 @@ RECIPES = (
             "save_every": 0,
             **_DELETE,
         },
-        replaces={"loss_fn": Replaced("importance_sampling", _LOSSES, _NO_STABLE_REINFORCE)},
         criteria=(Stays("optim/kl_sample_train_v2", below=_AGREEMENT), Rises("env/all/correct", by=0.05)),
         after="sl_loop_start",
         start_option="load_checkpoint_path",
@@ -118,10 +112,7 @@ RECIPES = (
             "save_every": 0,
             **_DELETE,
         },
-        replaces={
-            "num_substeps": Replaced(2, dict.fromkeys(_VERSIONS, 1), "C118 is about substeps"),
-            "loss_fn": Replaced("ppo", _LOSSES, "a second substep leaves the policy that sampled, which ppo clips"),
-        },
+        replaces={"num_substeps": Replaced(2, dict.fromkeys(_VERSIONS, 1), "C118 is about substeps")},
         criteria=(Rises("env/all/correct", by=0.1),),
         after="sl_loop_start",
         start_option="load_checkpoint_path",
@@ -220,11 +211,15 @@ RECIPES = (
 
 
 def replaced_table() -> str:
-    """Returns a Markdown table of every replaced setting, with version and reason."""
-    lines = ["| run | cookbook | setting | runs with | the recipe's own | why |", "|---|---|---|---|---|---|"]
+    """Returns a Markdown table of every setting that differs from the recipes' own, with its reason."""
+    lines = ["| run | setting | runs with | the recipe's own | why |", "|---|---|---|---|---|"]
+    for names, value, own, why in (
+        (SIZES, "small values", "large ones", "a tiny model learns in minutes on two cores"),
+        (LOCAL, "local ones", "the hub's", "no download"),
+    ):
+        lines.append(f"| all | {', '.join(f'`{name}`' for name in sorted(names))} | {value} | {own} | {why} |")
     for recipe in RECIPES:
-        for version in _VERSIONS:
-            for name, each in recipe.replaced_in(version).items():
-                own = each.own[version]
-                lines.append(f"| {recipe.name} | {version} | `{name}` | {each.value} | {own} | {each.why} |")
+        for name, each in recipe.replaces.items():
+            own = ", ".join(str(value) for value in dict.fromkeys(each.own.values()))
+            lines.append(f"| {recipe.name} | `{name}` | {each.value} | {own} | {each.why} |")
     return "\n".join(lines) + "\n"

@@ -71,7 +71,7 @@ def main(
     cookbook: Annotated[bool, typer.Option("--cookbook", help="Also run the recipes of the cookbook.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log of the SDK.")] = False,
 ) -> None:
-    """Check a Tinker server against the contract, with 123 checks over the real SDK and raw HTTP."""
+    """Check a Tinker server against the contract, with 128 checks over the real SDK and raw HTTP."""
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     if not verbose:
         warnings.filterwarnings("ignore", category=FutureWarning)

@@ -19,6 +19,7 @@ _SECTIONS = {
     "G": "Checkpoints, REST, the SDK's command line",
     "H": "The cookbook, end to end",
     "I": "Several base models, and what SDK 0.39 adds",
+    "J": "Recorded samples and stable_reinforce",
 }
 
 

@@ -20,6 +20,8 @@ from fovea_gateway.database.schema import (
     journal,
     live_curves,
     models,
+    recorded_sequences,
+    recordings,
     sampling_sessions,
     sessions,
     snapshots,
@@ -48,9 +50,9 @@ _TEXTS: dict[sa.Table, tuple[str, ...]] = {
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """Returns the total bytes of an owner's checkpoints, and of its texts in the database."""
+    """Returns the total bytes of an owner's checkpoints, and of its texts and recorded samples in the database."""
     found: int = read_usage(connection, owner, 0)["stored_bytes"].get(owner, 0)
-    return found + row_bytes(connection, owner, overhead=0)[owner]
+    return found + row_bytes(connection, owner, overhead=0)[owner] + recorded_bytes(connection, owner)[owner]
 
 
 def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int = ROW_BYTES) -> Counter[str]:
@@ -69,6 +71,13 @@ def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int
         for name, total in connection.execute(query if owner is None else query.where(table.c.owner == owner)):
             sums[name] += int(total)
     return sums
+
+
+def recorded_bytes(connection: sa.Connection, owner: str | None = None) -> Counter[str]:
+    """Returns the bytes of recorded samples, by owner. None counts those of all owners."""
+    query = sa.select(recordings.c.owner, sa.func.sum(recordings.c.size_bytes)).group_by(recordings.c.owner)
+    rows = connection.execute(query if owner is None else query.where(recordings.c.owner == owner))
+    return Counter({name: int(total) for name, total in rows})
 
 
 class KeptRows:
@@ -179,6 +188,8 @@ def forget_over(connection: sa.Connection, before: float, owner: str | None) -> 
     model_ids += [model_id for model_id in connection.scalars(own) if model_id not in model_ids]
     for table in (snapshots, copies, live_curves, models):
         connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
-    for table in (sampling_sessions, sessions):
+    recorded = sa.select(recordings.c.future_id).where(recordings.c.session_id.in_(gone))
+    connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(recorded)))
+    for table in (recordings, sampling_sessions, sessions):
         connection.execute(sa.delete(table).where(table.c.session_id.in_(gone)))
     return model_ids, len(model_ids) + len(gone)

@@ -136,7 +136,8 @@ class Checkpoints:
         """Returns the error for an owner that has reached its limit of stored bytes."""
         return ResourceExhausted(
             f"this owner's max_stored_bytes is {self._owners.of(owner).max_stored_bytes}, and its checkpoints "
-            "with their texts and its unfinished uploads use all of it: delete checkpoints, or let them expire",
+            "with their texts, its recorded samples and its unfinished uploads use all of it: delete checkpoints, or "
+            "let them expire",
             limit="max_stored_bytes",
         )
 

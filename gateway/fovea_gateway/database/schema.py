@@ -183,6 +183,29 @@ custom_losses = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),
 )
 
+# Samples that `stable_reinforce` may train on: see `sampling.recordings`. One row per request, with its prompt.
+recordings = sa.Table(
+    "recordings",
+    metadata,
+    sa.Column("future_id", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, nullable=False, index=True),
+    sa.Column("owner", sa.Text, nullable=False, index=True),
+    sa.Column("temperature", sa.Float, nullable=False),
+    sa.Column("used_at", sa.Float, nullable=False, index=True),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("prompt", sa.LargeBinary, nullable=False),
+)
+
+recorded_sequences = sa.Table(
+    "recorded_sequences",
+    metadata,
+    sa.Column("sequence_id", sa.Text, primary_key=True),
+    sa.Column("future_id", sa.Text, nullable=False, index=True),
+    sa.Column("tokens", sa.LargeBinary, nullable=False),
+    sa.Column("logprobs", sa.LargeBinary, nullable=False),
+    sa.Column("support", sa.LargeBinary),
+)
+
 copies = sa.Table(
     "copies",
     metadata,

@@ -145,6 +145,7 @@ class Upkeep:
             await components.training.end_session(session, error)
             components.sampling.forget(session_id)
             await components.custom_losses.forget(session_id)
+            await components.recordings.forget(session_id)
             components.futures.forget(session_id)
             for base in components.base_models:
                 model_ids = await components.models.of_session(session_id, base.name)
@@ -174,6 +175,7 @@ class Upkeep:
         await self._components.futures.sweep()
         await self._components.checkpoints.sweep()
         await self._components.sampling.sweep()
+        await self._components.recordings.sweep()
         await self._components.kept_rows.sweep()
 
 

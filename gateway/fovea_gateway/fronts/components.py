@@ -23,6 +23,7 @@ from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots, Versions
+from fovea_gateway.sampling.recordings import Recordings
 from fovea_gateway.sampling.sample_runner import SampleRunner
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Activity, Kind
@@ -102,6 +103,7 @@ class Components:
         self.exports = Exports(self.database, self.checkpoints, self.link_signer)
         self.uploads = Uploads(self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes)
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
+        self.recordings = Recordings(self.database, self.checkpoints, clock, settings.row_room_bytes // 2)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
 
@@ -119,6 +121,7 @@ class Components:
             self.base_models,
             sample_runner,
             self.kept_rows,
+            self.recordings,
         )
         runners = {name: self._build_runner(name, side, settings) for name, side in sides.items()}
         self.training = Training(
@@ -164,7 +167,7 @@ class Components:
     def _build_trainer_side(
         self, name: str, link: TrainerLink, renderers: Renderers, settings: GatewaySettings
     ) -> TrainerSide:
-        batches = Batches(self.futures, renderers, self.custom_losses, link)
+        batches = Batches(self.futures, renderers, self.custom_losses, self.recordings, link)
         fair_queue = FairQueue(TRAINER_SLOTS, self.owners.weight, TRAINER_SLOTS * settings.trainer_concurrency)
         queue = TrainerQueue(self.futures, link, fair_queue, self.sessions.is_wanted)
         steps = StepCommands(self.futures, self.models, batches, link, queue)

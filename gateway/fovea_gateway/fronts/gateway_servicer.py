@@ -156,6 +156,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: pb.SampleTokensRequest, context: Context
     ) -> AsyncIterator[pb.SampleTokensResponse]:
         owner = self._owner(context)
+        if request.record_stability_info:
+            raise InvalidInput(
+                "record_stability_info needs the future of a sample, whose id names its sequences: use POST asample",
+                field="record_stability_info",
+            )
         with self._components.request_memory.holding(owner) as memory:
             weight = CallBudget(self._settings.max_body_bytes, memory)
             await weight.add_message(request)

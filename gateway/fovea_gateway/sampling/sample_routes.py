@@ -252,13 +252,12 @@ def _fill(body: Sample, message: gateway_pb2.SampleTokensRequest) -> None:
     for name in ("base_model", "model_path"):
         if getattr(body, name) is not None:
             raise Unimplemented(f"{name} is not supported in a sample request: the session names it", field=name)
-    if body.record_stability_info:
-        raise Unimplemented("record_stability_info is not supported", field="record_stability_info")
     message.sampling_session_id = body.sampling_session_id
     if body.num_samples > _MOST_SAMPLES:
         raise InvalidInput(f"num_samples is {body.num_samples}; {_MOST_SAMPLES} is the maximum", field="num_samples")
     message.sample_count = _int32(body.num_samples, "num_samples")
     message.prompt_logprobs = bool(body.prompt_logprobs)
+    message.record_stability_info = bool(body.record_stability_info)
     message.top_prompt_logprobs = _int32(body.topk_prompt_logprobs, "topk_prompt_logprobs")
     message.top_sample_logprobs = _int32(body.topk_sample_logprobs, "topk_sample_logprobs")
     message.alt_token_count = _int32(body.prompt_alt_tokens_k, "prompt_alt_tokens_k")

@@ -20,6 +20,7 @@ from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
 from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, version_of
+from fovea_gateway.sampling.recordings import Recordings
 from fovea_gateway.sampling.sample_runner import (
     SampleRunner,
     SampleWork,
@@ -49,17 +50,11 @@ class Sampling:
     """The use cases of sampling sessions."""
 
     def __init__(
-        self,
-        database: Database,
-        futures: Futures,
-        sessions: Sessions,
-        checkpoints: Checkpoints,
-        base_models: BaseModels,
-        runner: SampleRunner,
-        rows: KeptRows,
-    ) -> None:
+        self, database: Database, futures: Futures, sessions: Sessions, checkpoints: Checkpoints,
+        base_models: BaseModels, runner: SampleRunner, rows: KeptRows, recordings: Recordings,
+    ) -> None:  # fmt: skip
         self._database, self._futures, self._sessions, self._checkpoints = database, futures, sessions, checkpoints
-        self._base_models, self._runner, self._rows = base_models, runner, rows
+        self._base_models, self._runner, self._rows, self._recordings = base_models, runner, rows, recordings
         self._known: dict[str, SamplingSession] = {}
         self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,7 +95,7 @@ class Sampling:
             self._base_models.check_sampled(checkpoint.base_model, "model_path")
             base_model, snapshot_id = checkpoint.base_model, checkpoint.snapshot_id
         self._rows.take(owner, {"model_path": model_path})
-        sampling = self._make(session.session_id, owner, self._take_number(session), base_model, snapshot_id)
+        sampling = _make(session, base_model, snapshot_id)
         sampling.request_seq_id, sampling.model_path = request_seq_id, model_path or None
         if not await self._database.write(lambda connection: _insert(connection, session, sampling)):
             known = await self._database.read(lambda connection: _find_row(connection, session_id, request_seq_id))
@@ -123,7 +118,7 @@ class Sampling:
         `move_followers`.
         """
         session = self._sessions.cached(session_id)
-        sampling = self._make(session_id, session.owner, self._take_number(session), base_model, snapshot_id)
+        sampling = _make(session, base_model, snapshot_id)
         sampling.followed_model_id = model_id if inflight else None
         self._known[sampling.sampling_session_id] = sampling
 
@@ -324,6 +319,8 @@ class Sampling:
             pending, self._base_models.get(sampling.base_model), sampling, request, at_once=True,
             is_wanted=lambda: self._sessions.is_wanted(submission.session_id),
         )  # fmt: skip
+        if request.record_stability_info:
+            return await self._recordings.sample(work, self._runner)
         return Done([*await self._runner.collect(work)])
 
     @staticmethod
@@ -337,14 +334,12 @@ class Sampling:
         except FoveaError as error:
             logger.warning("early push of %s failed: %s", snapshot_id, error)
 
-    @staticmethod
-    def _make(session_id: str, owner: str, number: int, base_model: str, snapshot_id: str) -> SamplingSession:
-        return SamplingSession(f"{session_id}:sample:{number}", session_id, owner, base_model, snapshot_id=snapshot_id)
 
-    @staticmethod
-    def _take_number(session: Session) -> int:
-        session.next_sampling_number += 1
-        return session.next_sampling_number - 1
+def _make(session: Session, base_model: str, snapshot_id: str) -> SamplingSession:
+    """Returns a new sampling session and takes its number."""
+    own_id = f"{session.session_id}:sample:{session.next_sampling_number}"
+    session.next_sampling_number += 1
+    return SamplingSession(own_id, session.session_id, session.owner, base_model, snapshot_id=snapshot_id)
 
 
 def _rejection(base: BaseModel, request: gateway_pb2.SampleTokensRequest) -> FoveaError | None:

@@ -28,6 +28,7 @@ from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
+from fovea_gateway.sampling.recordings import STABLE_REINFORCE, Recordings
 from fovea_gateway.sessions.future import (
     Done,
     Kind,
@@ -241,11 +242,15 @@ class Batches:
     """
 
     def __init__(
-        self, futures: Futures, renderers: Renderers, custom_losses: CustomLosses, trainer: TrainerLink
+        self,
+        futures: Futures,
+        renderers: Renderers,
+        custom_losses: CustomLosses,
+        recordings: Recordings,
+        trainer: TrainerLink,
     ) -> None:
-        self._futures = futures
-        self._renderers = renderers
-        self._custom_losses = custom_losses
+        self._futures, self._renderers = futures, renderers
+        self._custom_losses, self._recordings = custom_losses, recordings
         self._trainer = trainer
         self._hints = BackgroundTasks()
         self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
@@ -264,10 +269,14 @@ class Batches:
             task.add_done_callback(_look_at)
             ahead[pending.submission.future_id] = task
 
-    async def take(self, pending: Pending) -> Batch:
-        """Returns the batch of a request, prepared in advance or now. Raises InvalidInput that names a bad datum."""
+    async def take(self, pending: Pending, is_again: bool = False) -> Batch:
+        """Returns the batch of a request, prepared in advance or now. Raises InvalidInput that names a bad datum.
+
+        Args:
+            is_again: Whether the request ran before and runs again to restore a model.
+        """
         task = self._ahead[pending.submission.owner].pop(pending.submission.future_id, None)
-        return await (self._prepare(pending, None) if task is None else task)
+        return await (self._prepare(pending, None, is_again) if task is None else task)
 
     def drop(self, pending: Pending) -> None:
         """Cancels the preparation of a request that will not run."""
@@ -287,7 +296,7 @@ class Batches:
         except FoveaError as error:  # Only a hint: without it the trainer fetches the images when it computes.
             logger.debug("could not announce %d images of model %s to the trainer: %s", len(features), model_id, error)
 
-    async def _prepare(self, pending: Pending, decoded: LossRequest | None) -> Batch:
+    async def _prepare(self, pending: Pending, decoded: LossRequest | None, is_again: bool = False) -> Batch:
         """Renders a request, after decoding it if `decoded` is None."""
         given, data = decoded or await self._decode(pending)
         if not data:
@@ -302,6 +311,9 @@ class Batches:
         )
         with stage("render", pending.submission.kind.value):
             rendered = await self._render(pending.submission.owner, {i: datum.input for i, datum in enumerate(data)})
+        if given.loss_function == STABLE_REINFORCE:
+            inputs = [rendered[index] for index in range(len(data))]
+            await self._recordings.fill(pending.submission, header, data, inputs, is_again)
         return Batch(header, [_datum(index, rendered[index], datum) for index, datum in enumerate(data)])
 
     async def _decode(self, pending: Pending) -> LossRequest:
@@ -322,7 +334,7 @@ class Batches:
             rendered = await self._render(pending.submission.owner, {i: data[i].input for i in indexes})
         datums = list(batch.datums)
         for index, one in rendered.items():
-            datums[index] = _datum(index, one, data[index])
+            datums[index] = trainer_pb2.Datum(input=one, loss_inputs=datums[index].loss_inputs)
         return Batch(batch.header, datums)
 
     async def _render(

@@ -240,7 +240,7 @@ class StepCommands:
                 again to restore a model.
         """
         pending.progress.wait_on("rendering")
-        batch = await self._batches.take(pending)
+        batch = await self._batches.take(pending, is_again=model is None)
         again: list[int] = []
         portion = len(batch.datums)
         while True:

@@ -20,6 +20,7 @@ from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import InvalidInput, PayloadTooLarge
 from fovea_gateway.http.model_inputs import LoraConfig, fill_chunk
 from fovea_gateway.http.request_body import Body, ModelNumber, Number
+from fovea_gateway.sampling.recordings import STABLE_REINFORCE
 from fovea_gateway.sessions.future import ResultEncoder, in_order, split_messages
 
 _DTYPES: dict[int, np.dtype] = {tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"), tinker_pb2.DTYPE_INT64: np.dtype("<i8")}
@@ -178,7 +179,18 @@ def data_from_proto(
     """
     config, header.custom_loss_id = loss_config_from_proto(body)
     header.loss_config.update(config)
-    return [datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+    data = [datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(body.data)]
+    if body.loss_fn == STABLE_REINFORCE:
+        for datum, whole in zip(body.data, data, strict=True):
+            whole.input_spans.extend(map(_span, datum.model_input_spans))
+            whole.target_spans.extend(map(_span, datum.loss_fn_input_spans))
+    return data
+
+
+def _span(span: tinker_pb2.ProvenanceSpan) -> gateway_pb2.SequenceSpan:
+    is_sampled = span.WhichOneof("span") == "sampled_tokens"
+    of = span.sampled_tokens if is_sampled else span.prompt_tokens
+    return gateway_pb2.SequenceSpan(sequence_id=of.sequence_id, sampled=is_sampled, offset=of.offset, length=of.length)
 
 
 def datum_from_proto(datum: tinker_pb2.Datum, field: str) -> gateway_pb2.InputDatum:
@@ -273,9 +285,8 @@ def check_provenance(datum: tinker_pb2.Datum, field: str) -> None:
     """Raises InvalidInput that names the list unless both lists of spans are absent or both tile their sequences.
 
     Provenance spans state the sampled sequence from which the positions of a training example came. Only the loss
-    stable_reinforce reads them, and the gateway refuses that loss with an error that names it. The cookbook (since
-    0.6.1) attaches spans to the examples of every loss. The gateway therefore accepts them if they fulfil the promise
-    of the SDK's Datum.with_provenance.
+    stable_reinforce reads them. The cookbook (since 0.6.1) attaches spans to the examples of every loss. The gateway
+    therefore accepts them if they fulfil the promise of the SDK's Datum.with_provenance.
     """
     here = [name for name in _SPAN_LISTS if getattr(datum, name)]
     if len(here) == 1:

@@ -409,7 +409,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         model = self._model(header.model_id)
         if header.HasField("custom_loss") != (header.loss_function == "custom"):
             raise InvalidInput("custom_loss goes with loss_function 'custom'", field="custom_loss")
-        if header.loss_function not in ("cross_entropy", "importance_sampling", "custom"):
+        if header.loss_function not in ("cross_entropy", "importance_sampling", "stable_reinforce", "custom"):
             raise InvalidInput(f"loss_fn {header.loss_function!r} is unknown", field="loss_fn")
         loss = 0.0
         outputs = []

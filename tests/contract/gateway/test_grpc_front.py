@@ -209,6 +209,9 @@ async def test_errors_name_the_fields_of_the_protos(stand: Stand, stub: Any) -> 
     prompt = model_input_pb2.ModelInput(chunks=[text(1)])
     none = pb.SampleTokensRequest(sampling_session_id=sampling_id, prompt=prompt, sample_count=0)
     named(await failure(stub.SampleTokens(none, metadata=KEYED)), "sample_count", "sample_count is 0; it must be")
+    recorded = pb.SampleTokensRequest(sampling_session_id=sampling_id, prompt=prompt, record_stability_info=True)
+    words = "record_stability_info needs the future of a sample"
+    named(await failure(stub.SampleTokens(recorded, metadata=KEYED)), "record_stability_info", words)
 
 
 async def test_leaving_a_stream_frees_the_sampler(stand: Stand, stub: Any) -> None:

@@ -70,7 +70,6 @@ async def test_bad_samples_fail_by_name_and_the_next_one_works(stand: Stand, res
             {"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "http://x/y.png", "format": "png"}]}},
             "host of http://x/y.png is not allowed",
         ),
-        ({"record_stability_info": True}, "record_stability_info"),
         ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21; it must be 0 .. 20"),
         ({"sampling_params": {"max_tokens": 1, "min_p": 0.1}}, "sampling_params.min_p"),
         ({"sampling_params": {"max_tokens": 1, "stop": [""]}}, "stop"),

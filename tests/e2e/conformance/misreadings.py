@@ -80,6 +80,39 @@ def legacy_config(message: Any) -> None:
         message.loss_fn_config_v2.clear()
 
 
+def no_penalty(message: Any) -> None:
+    """A numeric kl_coeff is taken and has no effect."""
+    config = message.loss_fn_config_v2
+    if "kl_coeff" in config and config["kl_coeff"].WhichOneof("value") == "number":
+        config["kl_coeff"].number = 0.0
+
+
+def no_text(message: Any) -> None:
+    """Settings that are text are dropped."""
+    config = message.loss_fn_config_v2
+    for name in [name for name in config if config[name].WhichOneof("value") == "text"]:
+        del config[name]
+
+
+class OneUse:
+    """A server that forgets a recorded sequence once a loss has read it."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+
+    def __call__(self, message: Any) -> None:
+        if message.loss_fn != "stable_reinforce":
+            return
+        named = set()
+        for datum in message.data:
+            for span in (*datum.model_input_spans, *datum.loss_fn_input_spans):
+                run = span.sampled_tokens if span.WhichOneof("span") == "sampled_tokens" else span.prompt_tokens
+                named.add(run.sequence_id)
+                if run.sequence_id in self.used:
+                    run.sequence_id = "gone"
+        self.used |= named
+
+
 def always_trains(message: Any) -> None:
     message.forward_only = False
 

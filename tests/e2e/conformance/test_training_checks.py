@@ -57,6 +57,17 @@ WRONG: dict[str, dict[str, Wrong]] = {
         "ignores metadata": without("create_model", "user_metadata"),
         "counts the page": answer("training_runs", misreadings.count_page),
     },
+    "C124": {"reads no provenance": misreadings.renamed("stable_reinforce", "importance_sampling")},
+    "C125": {
+        "believes the client": misreadings.renamed("stable_reinforce", "importance_sampling"),
+        "records nothing": request("asample", lambda body: body.update(record_stability_info=False)),
+    },
+    "C126": {"forgets after one use": reading(misreadings.OneUse())},
+    "C127": {"takes any sequence": misreadings.renamed("stable_reinforce", "importance_sampling")},
+    "C128": {
+        "drops settings that are text": reading(misreadings.no_text),
+        "ignores kl_coeff": reading(misreadings.no_penalty),
+    },
     "C112": {"adapts all": lora(train_unembed=True), "its own rank": lora(rank=8)},
 }
 
@@ -65,3 +76,9 @@ WRONG: dict[str, dict[str, Wrong]] = {
 def test_fails_on_a_wrong_server(stack: Stack, check_id: str, wrong: str) -> None:
     verdict = judged(stack, check_id, WRONG[check_id][wrong])
     assert verdict.status is Status.FAILED, verdict.detail
+
+
+@pytest.mark.parametrize("check_id", ["C124", "C125", "C126", "C127", "C128"])
+def test_passes_on_a_right_server(stack: Stack, check_id: str) -> None:
+    verdict = judged(stack, check_id, Wrong())
+    assert verdict.status is Status.PASSED, verdict.detail

@@ -12,7 +12,7 @@ import pytest
 from cookbook import recipe as recipes
 from cookbook.criterion import Falls
 from cookbook.environments import Environment
-from cookbook.recipe import Recipe, Situation
+from cookbook.recipe import Recipe, Replaced, Situation
 from cookbook.recipes import RECIPES, replaced_table
 from cookbook.running import Result, Run
 from cookbook.suite import UnknownRecipe, select
@@ -105,14 +105,21 @@ def test_loops_that_only_resume_find_the_checkpoint_of_the_recipe_before(here: S
     assert f"log_path={here.log_folder('rl_loop')}" in command.arguments
     assert not any(word.startswith("loss_fn=") for word in command.arguments)
     (newer,) = loop.commands(dataclasses.replace(here, version="0.6.1"))
-    assert "loss_fn=importance_sampling" in newer.arguments
+    assert newer.arguments == command.arguments
 
 
 def test_a_setting_that_is_replaced_is_told_with_the_run(here: Situation) -> None:
-    loop = next(one for one in RECIPES if one.name == "rl_loop")
-    assert execute(loop, here).replaced == []
-    (told,) = execute(loop, dataclasses.replace(here, version="0.6.1")).replaced
-    assert told.startswith("loss_fn=importance_sampling instead of stable_reinforce (Fovea does not support")
+    runs = {one.name: one for one in RECIPES}
+    assert execute(runs["rl_loop"], dataclasses.replace(here, version="0.6.1")).replaced == []
+    (told,) = execute(runs["rl_train_substeps"], dataclasses.replace(here, version="0.6.1")).replaced
+    assert told == "num_substeps=2 instead of 1 (C118 is about substeps)"
+
+
+@pytest.mark.parametrize("name", ["loss_fn", "temperature", "top_p"])
+def test_no_recipe_runs_with_another_loss_or_sampling(name: str) -> None:
+    """The check that changed the loss of the script under check hid that Fovea refused the script's own."""
+    with pytest.raises(ValueError, match=f"mine replaces .'{name}'.: recipes run with their own loss and sampling"):
+        Recipe("mine", ("C1",), "a.module", {}, (), replaces={name: Replaced("ppo", {"0.6.1": "own"}, "why")})
 
 
 def test_no_recipe_replaces_a_setting_without_saying_so() -> None:

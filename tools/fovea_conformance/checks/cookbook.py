@@ -15,7 +15,7 @@ from fovea_conformance.target import Options, Target
 _ROOT = Path(__file__).parents[3]
 _RUN_S = 2400.0
 _LEAST_STEPS = 3
-_WANTED = {"sl_loop", "rl_loop", "dpo", "sdft_topk", "vlm_classifier"}
+_WANTED = {"sl_loop", "rl_loop", "rl_train", "dpo", "sdft_topk", "vlm_classifier"}
 _one_at_a_time = threading.Lock()
 Row = dict[str, Any]
 
@@ -65,9 +65,9 @@ def _figures(row: Row) -> str:
     "C117", "sl_loop, rl_loop, train_dpo, sdft top-k, vlm_classifier run 3 steps with the real cookbook", timeout_s=2500
 )
 def c117_recipes(target: Target) -> str:
-    """Runs each recipe with its own settings in each version of the cookbook, and checks the metrics that it logs.
+    """Runs each recipe with its own loss and sampling in each version of the cookbook; checks the metrics it logs.
 
-    A run that replaces a setting of the computation, such as the loss, is shown but does not count.
+    A run that replaces another setting than sizes and local data is shown but does not count.
     """
     rows = rows_for(target, "C117")
     missing = _WANTED - {row["recipe"] for row in rows}

@@ -173,7 +173,7 @@ class SubmitForwardBackwardHeader(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., loss_function: _Optional[str] = ..., loss_config: _Optional[_Mapping[str, float]] = ..., backward: bool = ..., custom_loss_id: _Optional[str] = ...) -> None: ...
 
 class InputDatum(_message.Message):
-    __slots__ = ("input", "loss_inputs")
+    __slots__ = ("input", "loss_inputs", "input_spans", "target_spans")
     class LossInputsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -183,9 +183,25 @@ class InputDatum(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
     INPUT_FIELD_NUMBER: _ClassVar[int]
     LOSS_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_SPANS_FIELD_NUMBER: _ClassVar[int]
     input: _model_input_pb2.ModelInput
     loss_inputs: _containers.MessageMap[str, _tensor_pb2.Tensor]
-    def __init__(self, input: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., loss_inputs: _Optional[_Mapping[str, _tensor_pb2.Tensor]] = ...) -> None: ...
+    input_spans: _containers.RepeatedCompositeFieldContainer[SequenceSpan]
+    target_spans: _containers.RepeatedCompositeFieldContainer[SequenceSpan]
+    def __init__(self, input: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., loss_inputs: _Optional[_Mapping[str, _tensor_pb2.Tensor]] = ..., input_spans: _Optional[_Iterable[_Union[SequenceSpan, _Mapping]]] = ..., target_spans: _Optional[_Iterable[_Union[SequenceSpan, _Mapping]]] = ...) -> None: ...
+
+class SequenceSpan(_message.Message):
+    __slots__ = ("sequence_id", "sampled", "offset", "length")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    sampled: bool
+    offset: int
+    length: int
+    def __init__(self, sequence_id: _Optional[str] = ..., sampled: bool = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class SubmitForwardBackwardResponse(_message.Message):
     __slots__ = ("future_id",)
@@ -340,7 +356,7 @@ class CreateSamplingSessionResponse(_message.Message):
     def __init__(self, sampling_session_id: _Optional[str] = ...) -> None: ...
 
 class SampleTokensRequest(_message.Message):
-    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_table", "alt_token_count", "prompt_logprobs_last_n", "routed_experts", "sampled_support")
+    __slots__ = ("sampling_session_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_table", "alt_token_count", "prompt_logprobs_last_n", "routed_experts", "sampled_support", "record_stability_info")
     SAMPLING_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +369,7 @@ class SampleTokensRequest(_message.Message):
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_STABILITY_INFO_FIELD_NUMBER: _ClassVar[int]
     sampling_session_id: str
     prompt: _model_input_pb2.ModelInput
     sample_count: int
@@ -365,7 +382,8 @@ class SampleTokensRequest(_message.Message):
     prompt_logprobs_last_n: int
     routed_experts: bool
     sampled_support: bool
-    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_table: _Optional[_Union[TargetTable, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., routed_experts: bool = ..., sampled_support: bool = ...) -> None: ...
+    record_stability_info: bool
+    def __init__(self, sampling_session_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.ModelInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[_sampler_pb2.SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_table: _Optional[_Union[TargetTable, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., routed_experts: bool = ..., sampled_support: bool = ..., record_stability_info: bool = ...) -> None: ...
 
 class TargetTable(_message.Message):
     __slots__ = ("tokens", "column_count", "column_indices", "sparse")

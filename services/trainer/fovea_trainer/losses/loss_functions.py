@@ -167,6 +167,8 @@ def of_datum(index: int, error: InvalidInput) -> InvalidInput:
 POLICY_INPUTS = (LossInput("logprobs"), LossInput("advantages"), LossInput("weights", required=False))
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 MASK = "sequence_ratio_mask"
+SAMPLED = "sampled"
+"""An input of stable_reinforce: 1 where the target was sampled, else 0. The gateway writes it from its records."""
 
 
 class CrossEntropy(Loss):
@@ -300,6 +302,43 @@ class Gspo(ClippedLoss):
         return LossValue(-value, {**clip_counts(clipped, inputs), "sequence_ratio:max": torch.exp(log_ratio)})
 
 
+class StableReinforce(ClippedLoss):
+    """-sum w sg(m min(r, c) (A - kl_coeff log r)) lp over the sampled positions, with m = 1 if lo <= r <= hi, else 0.
+
+    REINFORCE with an importance weight that is truncated at c, `max_weight` (Ionides, 2008), and without gradient
+    through positions whose ratio leaves the bounds (IcePop: Ling Team, 2025). The term r log r is the gradient of
+    KL(trained || sampling policy). q is the sampler's record, not the client's claim. The formula of hosted Tinker is
+    not public, so values may differ from its own.
+    """
+
+    name = "stable_reinforce"
+    inputs = (*POLICY_INPUTS, LossInput(SAMPLED))
+    settings: ClassVar = {LOW: 0.5, HIGH: 5.0, "max_weight": 2.0, "kl_coeff": 0.2}
+
+    def __init__(self, given: Mapping[str, float]) -> None:
+        super().__init__(given)
+        for name in ("max_weight", "kl_coeff"):
+            if self.config[name] < 0:
+                raise InvalidInput(
+                    f"loss_config.{name} is {self.config[name]}, but must be 0 or more", field=f"loss_config.{name}"
+                )
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> LossValue:
+        matter = (inputs[SAMPLED] != 0) & (inputs["weights"] != 0)
+        log_ratio = torch.where(matter, logprobs.detach() - inputs["logprobs"], 0.0)
+        ratio = torch.exp(log_ratio)
+        inside = matter & (ratio >= inputs[LOW]) & (ratio <= inputs[HIGH])
+        weight = inputs["weights"] * ratio.clamp(max=self.config["max_weight"])
+        signal = torch.where(inside, weight * (inputs["advantages"] - self.config["kl_coeff"] * log_ratio), 0.0)
+        metrics = {
+            "clipped_tokens:sum": (matter & ~inside).sum(),
+            "policy_tokens:sum": matter.sum(),
+            "ratio:max": greatest_ratio(log_ratio, matter),
+            "sampler_kl:sum": -log_ratio.sum(),
+        }
+        return LossValue(-(signal * logprobs).sum(), metrics)
+
+
 def counts(inputs: Mapping[str, Tensor]) -> Tensor:
     """Returns a mask of the positions where w A is not zero, bool [N]. Elsewhere a ratio may overflow: inf * 0."""
     return inputs["weights"] * inputs["advantages"] != 0
@@ -340,5 +379,7 @@ def greatest_ratio(log_ratio: Tensor, matter: Tensor) -> Tensor:
     return torch.where(matter, torch.exp(log_ratio.detach()), 0.0).max()
 
 
-LOSSES: dict[str, type[Loss]] = {loss.name: loss for loss in (CrossEntropy, ImportanceSampling, Ppo, Cispo, Dro, Gspo)}
+LOSSES: dict[str, type[Loss]] = {
+    loss.name: loss for loss in (CrossEntropy, ImportanceSampling, Ppo, Cispo, Dro, Gspo, StableReinforce)
+}
 """The loss functions, keyed by the name that clients use."""

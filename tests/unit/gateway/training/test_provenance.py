@@ -9,7 +9,7 @@ from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.training.training_wire import datum_from_proto
+from fovea_gateway.training.training_wire import data_from_proto, datum_from_proto, header_from_proto
 from tests.unit.gateway.training.test_datum_decoding import encode
 
 TEXT = types.EncodedTextChunk(tokens=[5, 6, 7])
@@ -36,6 +36,18 @@ def test_spans_as_the_sdk_makes_them_are_taken(chunks: tuple[Any, ...]) -> None:
     assert len(with_spans.model_input_spans) == len(with_spans.loss_fn_input_spans) == 2
     assert not plain.model_input_spans
     assert datum_from_proto(with_spans, "data[0]") == datum_from_proto(plain, "data[0]")
+
+
+def test_spans_reach_the_one_loss_that_reads_them() -> None:
+    body = encode([attributed(TEXT, TEXT)])
+    found = {}
+    for body.loss_fn in ("ppo", "stable_reinforce"):
+        (datum,) = data_from_proto(body, header_from_proto(body))
+        found[body.loss_fn] = [
+            [(span.sequence_id, span.sampled, span.offset, span.length) for span in spans]
+            for spans in (datum.input_spans, datum.target_spans)
+        ]
+    assert found == {"ppo": [[], []], "stable_reinforce": [[("one", False, 0, 3), ("one", True, 0, 3)]] * 2}
 
 
 def test_an_image_that_does_not_say_its_size_leaves_the_input_untiled() -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Inputs = Mapping[str, Array]
 Config = Mapping[str, float]
-CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2), "stable_reinforce": (0.5, 5.0)}
 
 
 def log_softmax(logits: Array) -> Array:
@@ -89,9 +89,21 @@ def gspo(lp: Array, given: Inputs, config: Config, frozen: Array) -> float:
     return -total
 
 
+def stable_reinforce(lp: Array, given: Inputs, config: Config, frozen: Array) -> float:
+    """-sum w sg(m min(r, c) (A - kl log r)) lp over sampled positions; m is 0 where r is out of bounds."""
+    total = 0.0
+    for t in range(len(lp)):
+        distance = frozen[t] - given["logprobs"][t]
+        low, high = _bounds("stable_reinforce", given, config, t)
+        if given["sampled"][t] and low <= math.exp(distance) <= high:
+            weight = _weight(given, t) * min(math.exp(distance), config.get("max_weight", 2.0))
+            total += weight * (given["advantages"][t] - config.get("kl_coeff", 0.2) * distance) * lp[t]
+    return -total
+
+
 Reference = Callable[[Array, Inputs, Config, Array], float]
 REFERENCES: dict[str, Reference] = {
-    loss.__name__: loss for loss in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)
+    loss.__name__: loss for loss in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce)
 }
 
 

@@ -19,13 +19,14 @@ from tests.unit.trainer.losses.loss_references import REFERENCES
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "losses.json"
 N, V, K = 16, 11, 3
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
-CLIPPED = ("ppo", "cispo", "gspo")
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
+CLIPPED = ("ppo", "cispo", "gspo", "stable_reinforce")
 CONFIGS: dict[str, dict[str, float]] = {
     "ppo": {"clip_low_threshold": 0.6, "clip_high_threshold": 1.1},
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "gspo": {"clip_low_threshold": 0.999, "clip_high_threshold": 1.001},
     "dro": {"beta": 0.7},
+    "stable_reinforce": {"clip_low_threshold": 0.6, "max_weight": 1.1, "kl_coeff": 0.3},
 }
 Arrays = dict[str, npt.NDArray[np.float64]]
 
@@ -45,6 +46,8 @@ def make_case(name: str, seed: int, weights: bool = True, thresholds: bool = Fal
         given["weights"] = random.normal(size=N) * (random.random(N) > 0.2)
     if name == "gspo":
         given["sequence_ratio_mask"] = np.resize([0, 0, 1, 1, 0.5, 0, 2], N)
+    if name == "stable_reinforce":
+        given["sampled"] = np.resize([0, 1, 1, 1], N)
     if thresholds and name in CLIPPED:
         given["clip_low_threshold"] = random.uniform(0.5, 1, N)
         given["clip_high_threshold"] = random.uniform(1, 1.5, N)
@@ -166,6 +169,7 @@ def test_clipped_tokens_are_counted_the_same_however_a_batch_is_split(name: str)
             "advantages": np.ones(len(ratios)),
             "weights": np.array(weights),
             "sequence_ratio_mask": np.ones(len(ratios)),
+            "sampled": np.ones(len(ratios)),
         }
         found.append(clipped_and_counted(compute(make_loss(name), torch.full((len(ratios),), -1.0), given)))
     clipped, counted = (sum(values) for values in zip(*found, strict=True))
@@ -180,6 +184,30 @@ def test_cispo_keeps_the_gradient_of_a_clipped_position() -> None:
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(-4.0 * 0.5)
     assert clipped_and_counted(value) == (1, 1)
+
+
+@pytest.mark.parametrize(("ratio", "counted"), [(0.49, 0), (0.51, 0.51), (1.5, 1.5), (4.9, 2.0), (5.1, 0)])
+def test_stable_reinforce_truncates_weights_and_drops_those_out_of_bounds(ratio: float, counted: float) -> None:
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    given = {
+        "logprobs": np.array([-1.0 - math.log(ratio), -9.0]),
+        "advantages": np.array([2.0, 0.0]),
+        "sampled": np.array([1.0, 0.0]),
+    }
+    value = compute(make_loss("stable_reinforce", kl_coeff=0.0), logprobs, given)
+    torch.autograd.backward([value.loss])
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), [-2 * counted, 0], rtol=1e-4)
+    assert clipped_and_counted(value) == (counted == 0, 1)
+
+
+def test_the_penalty_of_stable_reinforce_pulls_towards_the_sampling_policy() -> None:
+    """Descending d(loss)/d(lp) = kl r log r lowers a log-probability above the sampler's, and raises one below."""
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    given = {"logprobs": np.array([-1.3, -0.7]), "advantages": np.zeros(2), "sampled": np.ones(2)}
+    torch.autograd.backward([compute(make_loss("stable_reinforce", kl_coeff=0.5), logprobs, given).loss])
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), [0.15 * math.exp(0.3), -0.15 * math.exp(-0.3)], rtol=1e-4)
 
 
 def test_gspo_takes_its_ratio_from_masked_positions_only() -> None:
@@ -207,6 +235,7 @@ def test_positions_that_count_for_nothing_cannot_overflow(name: str) -> None:
         "advantages": np.array([2.0, 0.0, 3.0]),
         "weights": np.array([1.0, 0.0, 0.0]),
         "sequence_ratio_mask": np.array([1.0, 0.0, 0.0]),
+        "sampled": np.array([1.0, 1.0, 0.0]),
     }
     value = compute(make_loss(name), logprobs, given)
     torch.autograd.backward([value.loss])
@@ -256,7 +285,7 @@ def test_crossed_thresholds_are_refused(name: str) -> None:
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(InvalidInput, match=f"known: {', '.join(LOSSES)}, custom"):
-        make_loss("stable_reinforce")
+        make_loss("unknown")
     with pytest.raises(InvalidInput, match=r"loss_config\.beta is unknown for cross_entropy; known: temperature"):
         make_loss("cross_entropy", beta=1.0)
     with pytest.raises(InvalidInput, match=r"loss_config\.beta .*known: clip_low_threshold, clip_high_threshold"):
