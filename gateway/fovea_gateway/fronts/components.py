@@ -102,7 +102,7 @@ class Components:
         self.exports = Exports(self.database, self.checkpoints, self.link_signer)
         self.uploads = Uploads(
             self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes,
-            lambda *adapter: self.base_models.check_adapter(*adapter),
+            lambda name, uri, lora: self.base_models.check_adapter(name, uri, lora),
         )  # fmt: skip
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
