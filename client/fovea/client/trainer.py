@@ -164,6 +164,10 @@ class TrainerClient(ServiceClient):
         response: trainer_pb2.LoadStateResponse = await self._unary(self._stub.LoadState, request, timeout_s)
         return response.step
 
+    async def check_adapter(self, uri: str, lora: weights_pb2.LoraConfig, timeout_s: float | None = None) -> None:
+        """Compares the header of an uploaded adapter with the model. Raises InvalidInput for the first wrong tensor."""
+        await self._unary(self._stub.CheckAdapter, trainer_pb2.CheckAdapterRequest(uri=uri, lora=lora), timeout_s)
+
     async def take_snapshot(
         self,
         model_id: str,

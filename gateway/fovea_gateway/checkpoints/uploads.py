@@ -11,7 +11,7 @@ import struct
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -69,11 +69,20 @@ class Uploads:
 
     Args:
         most_bytes: The size limit of one file.
+        check_adapter: Compares the header of the adapter in a folder with a base model, before any tensor is read.
+            Raises InvalidInput for the first tensor that does not fit.
     """
 
-    def __init__(self, database: Database, checkpoints: Checkpoints, signer: LinkSigner, most_bytes: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        checkpoints: Checkpoints,
+        signer: LinkSigner,
+        most_bytes: int,
+        check_adapter: Callable[[str, str, weights_pb2.LoraConfig], Awaitable[None]],
+    ) -> None:
         self._database, self._checkpoints, self._signer = database, checkpoints, signer
-        self._most_bytes = most_bytes
+        self._most_bytes, self._check_adapter = most_bytes, check_adapter
         # The owner and the bytes of each file of unfinished uploads, by upload id.
         self._unfinished: dict[str, tuple[str, Counter[str]]] = {}
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -167,6 +176,10 @@ class Uploads:
         lora = json_format.ParseDict(about["lora"], weights_pb2.LoraConfig())
         lora.alpha = await storage.run(check_config, await storage.read(uri, ADAPTER_CONFIG), lora.rank)
         await self._check_weights(uri, sizes[ADAPTER_WEIGHTS], lora.rank)
+        try:
+            await self._check_adapter(about["base_model"], uri, lora)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, field="upload_id") from None
         await self._checkpoints.check_room(owner)
         size_bytes = sizes[ADAPTER_CONFIG] + sizes[ADAPTER_WEIGHTS]
         checkpoint = Checkpoint(

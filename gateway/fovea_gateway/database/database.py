@@ -258,7 +258,7 @@ class Database:
 
     def check_room(self) -> None:
         """Raises Unavailable while the disk is so full that nothing new should be accepted."""
-        if self._writer.reserve.is_spent:
+        if self._writer.reserve.is_spent or self._writer.reserve.is_low:
             raise Unavailable(
                 "the disk of the gateway's state is full: end sessions or delete checkpoints, then send this again"
             )

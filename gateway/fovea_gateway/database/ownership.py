@@ -113,35 +113,44 @@ def make_ownership(url: sa.URL) -> FileOwnership | SessionOwnership:
 RESERVE_BYTES = 16 * 2**20
 _SQLITE_IOERR, _SQLITE_FULL = 10, 13
 _LEAST_BYTES = 2**20
+_MOST_MARGIN_BYTES = 256 * 2**20
 
 
 class DiskReserve:
     """A file that reserves some room on the disk of an SQLite database.
 
     Ending sessions and deleting checkpoints frees room, but needs some room itself. The file is deleted when the disk
-    is full, and created again once there is room; in between, the gateway accepts no new work. Any thread may read
-    `is_spent`; only the thread that writes the database may call the methods.
+    is full, and created again once there is room; in between, the gateway accepts no new work. It also accepts none
+    while the disk is nearly full, so that outcomes of accepted work still fit. Any thread may read the attributes; only
+    the thread that writes the database may call the methods.
 
     Args:
         database: The path of the database; empty for PostgreSQL, which has no reserve.
+
+    Attributes:
+        is_spent: Whether the file was deleted because the disk was full.
+        is_low: Whether less than a fiftieth of the disk, 16 .. 256 MiB, was free beside the file. It stays set until
+            twice as much is free.
     """
 
     def __init__(self, database: str) -> None:
         self._path = Path(f"{database}.reserve") if database else None
-        self.is_spent = False
+        self.is_spent = self.is_low = False
 
     def take(self) -> None:
-        """Creates the file if twice its size is free. A full disk is not an error, but is logged."""
-        if self._path is None or (self._path.exists() and not self.is_spent):
+        """Creates the file if twice its size is free, and updates the attributes. A full disk is not an error, but is
+        logged.
+        """
+        if self._path is None:
             return
-        if self._free_bytes() < 2 * RESERVE_BYTES or not self._make():
-            if not self.is_spent:
-                logger.error("the disk of %s is full: no new work is accepted", self._path.parent)
-            self.is_spent = True
-            return
-        if self.is_spent:
-            logger.info("there is room again on the disk of %s", self._path.parent)
-        self.is_spent = False
+        if self.is_spent or not self._path.exists():
+            self._refill(self._path)
+        disk = os.statvfs(self._path.parent)
+        margin = min(max(disk.f_blocks * disk.f_frsize // 50, RESERVE_BYTES), _MOST_MARGIN_BYTES)
+        is_low = self._free_bytes() < margin * (2 if self.is_low else 1)
+        if is_low and not self.is_low:
+            logger.error("the disk of %s is nearly full: no new work is accepted", self._path.parent)
+        self.is_low = is_low
 
     def is_full(self, error: sa.exc.DBAPIError) -> bool:
         """Returns whether SQLite found no room. It reports a full quota, or no room for its shared-memory index, as an
@@ -159,6 +168,16 @@ class DiskReserve:
             self._path.unlink()
         self.is_spent = True
         return True
+
+    def _refill(self, path: Path) -> None:
+        if self._free_bytes() < 2 * RESERVE_BYTES or not self._make():
+            if not self.is_spent:
+                logger.error("the disk of %s is full: no new work is accepted", path.parent)
+            self.is_spent = True
+            return
+        if self.is_spent:
+            logger.info("there is room again on the disk of %s", path.parent)
+        self.is_spent = False
 
     def _free_bytes(self) -> int:
         assert self._path is not None

@@ -101,7 +101,10 @@ class Components:
         self.checkpoints = Checkpoints(self.database, self.storage, self.owners, clock, self.kept_rows)
         self.link_signer = LinkSigner(self.database, self.keys.is_valid)
         self.exports = Exports(self.database, self.checkpoints, self.link_signer)
-        self.uploads = Uploads(self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes)
+        self.uploads = Uploads(
+            self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes,
+            lambda name, uri, lora: self.base_models.check_adapter(name, uri, lora),
+        )  # fmt: skip
         self.models = Models(self.database, settings.max_models_per_owner, self.owners)
         self.recordings = Recordings(self.database, self.checkpoints, clock, settings.row_room_bytes // 2)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)

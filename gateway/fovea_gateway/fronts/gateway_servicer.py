@@ -165,8 +165,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             weight = CallBudget(self._settings.max_body_bytes, memory)
             await weight.add_message(request)
             self._inline(owner, request.prompt, "prompt", weight)
-        async for event in self._components.sampling.stream(owner, request):
-            yield event
+            async for event in self._components.sampling.stream(owner, request):
+                yield event
 
     async def WaitFuture(self, request: pb.WaitFutureRequest, context: Context) -> AsyncIterator[pb.WaitFutureResponse]:
         """Streams the records of a result."""

@@ -42,7 +42,6 @@ _UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_confi
 """Requests that clients repeat automatically and never give up; no rate limit counts them."""
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
-_ALIVE = "/healthz"
 _PER_TURN = 8
 _BULK = ("/retrieve_future", "/retrieve_futures", "/asample")
 _DIGITS = 20
@@ -99,13 +98,16 @@ def _addresses(request: Request) -> list[str]:
 class ReadyMiddleware:
     """Middleware that refuses requests until the gateway is ready, with an error that clients retry. Health checks
     pass.
+
+    Args:
+        alive_path: The path of health checks.
     """
 
-    def __init__(self, app: ASGIApp, ready: asyncio.Event) -> None:
-        self._app, self._ready = app, ready
+    def __init__(self, app: ASGIApp, ready: asyncio.Event, alive_path: str) -> None:
+        self._app, self._ready, self._alive_path = app, ready, alive_path
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        if self._ready.is_set() or scope["type"] != "http" or scope["path"].endswith(_ALIVE):
+        if self._ready.is_set() or scope["type"] != "http" or scope["path"] == self._alive_path:
             await self._app(scope, receive, send)
         else:
             await error_response(not_ready())(scope, receive, send)

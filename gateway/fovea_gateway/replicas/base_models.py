@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fovea.api.v1.weights_pb2 import LoraConfig
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler, Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots
+
+_CHECK_S = 60.0
+"""Deadline for a trainer to read the header of an adapter from storage, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,15 @@ class BaseModels:
                 f"sample {_listed(sampled)}" if sampled else "no base model here has a sampler (fovea up --samplers 1)"
             )
             raise InvalidInput(f"base_model {name!r} is served for training only; {fix}", field=field)
+
+    async def check_adapter(self, name: str, uri: str, lora: LoraConfig) -> None:
+        """Compares the header of an uploaded adapter with a base model, if the base model has a trainer.
+
+        Raises NotFound for a base model that is not served, InvalidInput for the first tensor that does not fit, and
+        Unavailable while the trainer does not answer.
+        """
+        if (trainer := self.get(name).trainer) is not None:
+            await trainer.client.check_adapter(uri, lora, _CHECK_S)
 
     async def start(self) -> None:
         """Starts the trainers first, because the files of the other services are compared with theirs."""

@@ -92,17 +92,18 @@ class Renderers(Replicas[Renderer]):
         self._info: renderer_pb2.GetRendererInfoResponse | None = None
 
     async def info(self, within_s: float = 0.0) -> renderer_pb2.GetRendererInfoResponse:
-        """Returns the info of the renderers, which are all alike. Raises Unavailable if none answers in `within_s`
-        seconds.
+        """Returns the info of the renderers, which are all alike: of one that is still listed if there is one.
+
+        Raises Unavailable if none answers in `within_s` seconds.
         """
         backoff = Backoff(within_s, longest_s=_LONGEST_PAUSE_S)
-        while self._info is None:
-            self._info = next((renderer.info for renderer in self.members if renderer.info is not None), None)
-            if self._info is None:
-                if backoff.is_over:
-                    raise Unavailable("no renderer has answered yet")
-                await backoff.pause()
-        return self._info
+        while True:
+            self._info = next((renderer.info for renderer in self.members if renderer.info is not None), self._info)
+            if self._info is not None:
+                return self._info
+            if backoff.is_over:
+                raise Unavailable("no renderer has answered yet")
+            await backoff.pause()
 
     def check_files(self, who: str, files: Mapping[str, str]) -> None:
         """Raises FailedPrecondition that names the file if a renderer and another service differ in a model file."""

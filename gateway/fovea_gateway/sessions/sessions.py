@@ -82,15 +82,17 @@ class Sessions:
         Raises InvalidInput for too much text, ResourceExhausted above the owner's share, and Unavailable while the disk
         is full.
         """
+        if request_key and (known := await self._known(owner, request_key)):
+            return known
         self._database.check_room()
         self._quota.check(owner)
         texts = {"tags": tags, "user_metadata": user_metadata, "display_name": display_name}
         self._rows.take(owner, texts | {"x-idempotency-key": request_key})
         session = Session(f"sess-{secrets.token_hex(8)}", owner, request_key, tags, user_metadata, display_name)
         if not await self._database.write(lambda connection: insert_session(connection, session)):
-            known = await self._database.read(lambda connection: find_session(connection, owner, request_key or ""))
+            known = await self._known(owner, request_key or "")
             assert known is not None, "an insert failed although no row was in its way"
-            return self._sessions.get(known.session_id, known)
+            return known
         self._sessions[session.session_id] = session
         self._alive_at[session.session_id] = time.monotonic()
         self._quota.take(owner)
@@ -175,9 +177,7 @@ class Sessions:
 
     def forget(self, session_id: str) -> None:
         """Drops from memory an ended session that no longer owns anything."""
-        self._sessions.pop(session_id, None)
-        self._alive_at.pop(session_id, None)
-        self._heard_at.pop(session_id, None)
+        self._drop(session_id)
         self._being_freed.pop(session_id).set()
 
     async def restore(self) -> None:
@@ -219,13 +219,17 @@ class Sessions:
 
     async def park(self, session: Session, size_bytes: int) -> None:
         """Marks a session as parked in storage and drops it from memory."""
-        session.parked_at, session.parked_bytes = time.time(), size_bytes
+        at = session.parked_at, session.parked_bytes = time.time(), size_bytes
         self._quota.give(session.owner)
-        await self._save_parked(session)
+        try:
+            await self._save_parked(session)
+        except BaseException:
+            if (session.parked_at, session.parked_bytes) == at:
+                session.parked_at, session.parked_bytes = None, 0
+                self._quota.take(session.owner)
+            raise
         if session.parked_at is not None:  # The client may have resumed it meanwhile.
-            self._sessions.pop(session.session_id, None)
-            self._alive_at.pop(session.session_id, None)
-            self._heard_at.pop(session.session_id, None)
+            self._drop(session.session_id)
         logger.info("session %s is parked: %d bytes", session.session_id, size_bytes)
 
     async def parked(self, owner: str | None = None) -> list[Session]:
@@ -239,13 +243,29 @@ class Sessions:
         owner = asked_owner(asked, "sessions")
         return [(session, (await self.contents(session))[0]) for session in await self.parked(owner)]
 
+    def _drop(self, session_id: str) -> None:
+        self._sessions.pop(session_id, None)
+        self._alive_at.pop(session_id, None)
+        self._heard_at.pop(session_id, None)
+
+    async def _known(self, owner: str, request_key: str) -> Session | None:
+        known = await self._database.read(lambda connection: find_session(connection, owner, request_key))
+        return known and self._sessions.get(known.session_id, known)
+
     async def _resume(self, session: Session) -> Session:
         session = self._sessions.setdefault(session.session_id, session)
         if session.parked_at is not None:
+            was = session.parked_at, session.parked_bytes
             session.parked_at, session.parked_bytes = None, 0
             self._quota.take(session.owner)
             self._alive_at[session.session_id] = time.monotonic()
-            await self._save_parked(session)
+            try:
+                await self._save_parked(session)
+            except BaseException:
+                session.parked_at, session.parked_bytes = was
+                self._quota.give(session.owner)
+                self._drop(session.session_id)
+                raise
             logger.info("session %s is resumed", session.session_id)
         return session
 
@@ -261,7 +281,13 @@ class Sessions:
         if session.parked_at is None:
             self._quota.give(session.owner)
         values = {"ended_at": session.ended_at, "end_reason": reason, "end_detail": detail}
-        await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
+        try:
+            await self._database.write(lambda connection: update_session(connection, session.session_id, **values))
+        except BaseException:
+            session.ended_at = session.end_reason = session.end_detail = None
+            if session.parked_at is None:
+                self._quota.take(session.owner)
+            raise
         logger.info("session %s has ended: %s", session.session_id, reason)
         self.free(session)
 

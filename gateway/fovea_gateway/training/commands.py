@@ -308,6 +308,7 @@ class StepCommands:
 
 
 def _missing(error: FeatureEvicted, count: int) -> list[int]:
-    """Returns the indexes of the datums to render again; all of them if the trainer does not name any."""
+    """Returns the indexes of the datums to render again; all of them if the trainer names none that exists."""
     named = error.metadata.get("datums", "")
-    return [int(index) for index in named.split(",") if int(index) < count] if named else list(range(count))
+    found = [int(index) for index in named.split(",") if 0 <= int(index) < count] if named else []
+    return found or list(range(count))

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from google.protobuf.message import Message
 
 from fovea.api.v1 import gateway_pb2
-from fovea.wire.errors import EndsTrainer, InvalidInput, ModelLost, NotFound
+from fovea.wire.errors import EndsTrainer, InvalidInput, ModelLost, NotFound, Unavailable
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database
@@ -49,9 +49,12 @@ class Replay:
     async def restore(self, model: Model, report: Callable[[str], None]) -> int:
         """Restores a model and returns the number of repeated commands. Raises ModelLost, with the reason, if it fails.
 
+        Raises Unavailable if the trainer restarts meanwhile; call this again then.
+
         Args:
             report: Called with a description of each stage, for clients that wait.
         """
+        instance = self._trainer.instance_id
         report("the trainer restarted and is restoring this model")
         entries = await self._remaining(model, *await self._restore_point(model))
         if unlike := next(filter(None, map(self._other_numerics, entries)), ""):
@@ -66,6 +69,11 @@ class Replay:
             try:
                 await self._run(model, entry)
             except (EndsTrainer, InvalidInput, NotFound) as error:
+                if isinstance(error, NotFound) and await self._trainer.look_again() != instance:
+                    raise Unavailable(
+                        f"the trainer at {self._trainer.address} restarted again while model {model.model_id} was "
+                        "being restored"
+                    ) from None
                 raise ModelLost(
                     f"the trainer at {self._trainer.address} restarted, and request {entry.seq_id} ({entry.kind}) of "
                     f"model {model.model_id}, which is in no durable point, could not run again: {error.message}"

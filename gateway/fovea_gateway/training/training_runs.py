@@ -128,6 +128,10 @@ class Copies:
             ResourceExhausted: The owner has no space left.
         """
         if request_key and (known := await self._of_key(owner, request_key)):
+            if known.source_path != source_path:
+                raise AlreadyExists(
+                    f"this idempotency key belongs to a copy of {known.source_path}: use another key", "source_path"
+                )
             return known.path
         session = await self._sessions.require(owner, session_id)
         run_id = id_of_model(session.session_id, check_seq_id(model_seq_id, "model_seq_id", 0))

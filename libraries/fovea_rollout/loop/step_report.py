@@ -48,7 +48,7 @@ class StepReport:
         rate_share: Share of the settings' learning rate that the step used.
         base_kl: Distance of sampler and base model in nats per token; None without a KL penalty.
         metrics: The environments' metrics, averaged over rollouts, and the trainer's, as `trainer/...`, averaged over
-            substeps.
+            the substeps that have them.
         seconds: Seconds by part: `rollout` (waiting for groups), `batch` (with the base model's scores), `train`,
             `publish`, and `evaluate` if there was an evaluation.
         failures: Pairs of conversation and failure. These rollouts are left out, unless only `close` failed.
@@ -102,8 +102,9 @@ def step_report(
     rewards = rewards_of(groups)
     trajectories = [trajectory for group in groups for trajectory in group]
     metrics = mean_metrics(trajectories)
-    for name in outputs[0][1].metrics if outputs else ():
-        metrics[f"trainer/{name}"] = float(np.mean([output.metrics[name] for _, output in outputs]))
+    for name in {name: None for _, output in outputs for name in output.metrics}:
+        values = [output.metrics[name] for _, output in outputs if name in output.metrics]
+        metrics[f"trainer/{name}"] = float(np.mean(values))
     return StepReport(
         step=step,
         reward_mean=reward_mean(trajectories),

@@ -247,7 +247,7 @@ class ImageFetcher:
             raise InvalidChunk("uri", f"{url} is not an http or https address; send the image's bytes instead")
         if url.userinfo:
             raise InvalidChunk("uri", f"the address of host {url.host} holds a user name or password; leave them out")
-        port = url.port or _PORTS[url.scheme]
+        port = _PORTS[url.scheme] if url.port is None else url.port
         if not 0 < port <= _MOST_PORT:
             raise InvalidChunk("uri", f"{url} has port {port}; it must be 1 .. {_MOST_PORT}")
         literal = parse_address(url.host)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,7 +12,7 @@ import grpc
 from fovea.api.v1 import model_input_pb2
 from fovea.client.renderer import FeatureCache, RendererClient
 from fovea.runtime import tracing
-from fovea.runtime.tasks import SingleFlight, run_to_end
+from fovea.runtime.tasks import BackgroundTasks, SingleFlight, run_to_end
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.errors import (
     DeadlineExceeded,
@@ -31,6 +32,7 @@ from fovea_sampler.weight_store import WeightStore
 logger = logging.getLogger(__name__)
 
 _DONE = None
+_MOST_RENDERERS = 256
 _SPANS_FIELD = "prompt.spans"
 
 
@@ -50,7 +52,8 @@ class ImageFetcher:
         self._timeout_s = timeout_s
         self._kept = FeatureCache(vision, limit_bytes, default_source)
         self._fetches: SingleFlight[tuple[str, str], FeatureTensors] = SingleFlight()
-        self._clients: dict[str, RendererClient] = {}
+        self._clients: OrderedDict[str, RendererClient] = OrderedDict()
+        self._closing = BackgroundTasks()
 
     async def fetch(self, spans: Sequence[ImageSpan]) -> list[FeatureTensors]:
         """Returns the tensors of each span, in order.
@@ -63,6 +66,7 @@ class ImageFetcher:
     async def close(self) -> None:
         """Cancels the running fetches and closes all channels."""
         await self._fetches.cancel()
+        await self._closing.cancel()
         for client in self._clients.values():
             await client.close()
 
@@ -101,6 +105,10 @@ class ImageFetcher:
                 raise InvalidInput(
                     f"the renderer's address {source!r} is not host:port: {error}", field=_SPANS_FIELD
                 ) from error
+            if len(self._clients) > _MOST_RENDERERS:  # Renderers come and go: those not asked for longest may be gone.
+                address, client = self._clients.popitem(last=False)
+                self._closing.start(client.channel.close(self._timeout_s), f"closing the channel to {address}")
+        self._clients.move_to_end(source)
         return self._clients[source]
 
 

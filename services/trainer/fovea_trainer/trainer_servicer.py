@@ -37,7 +37,7 @@ from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.training_engine import TrainingEngine
 from fovea_trainer.weights.pusher import Pusher
 from fovea_trainer.weights.snapshot_taker import TakenSnapshot
-from fovea_trainer.weights.training_state import PendingSave
+from fovea_trainer.weights.training_state import PendingSave, check_upload
 
 Context = grpc.aio.ServicerContext
 
@@ -209,6 +209,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         command = command_queue.LoadState(request.model_id, request.uri, request.optimizer, request.seq_id)
         step = await self._replies.once(request.model_id, request.seq_id, lambda: self._changed(command, []))
         return trainer_pb2.LoadStateResponse(step=step)
+
+    async def CheckAdapter(
+        self, request: trainer_pb2.CheckAdapterRequest, context: Context
+    ) -> trainer_pb2.CheckAdapterResponse:
+        lora, engine = self._lora(request.lora), self._engine()
+        await asyncio.to_thread(engine.roots.check, request.uri)
+        await asyncio.to_thread(check_upload, lora, engine.targets, request.uri)
+        return trainer_pb2.CheckAdapterResponse()
 
     async def TakeSnapshot(
         self, request: trainer_pb2.TakeSnapshotRequest, context: Context

@@ -79,7 +79,7 @@ class TrainingEngine:
         self.model_files = fingerprints(model_dir)
         self.numerics = numerics_of(settings, self.dtype, device, self.world_size)
         """Facts that affect the rounding of results, keyed by setting."""
-        self._roots = CheckpointRoots(settings.checkpoints)
+        self.roots = CheckpointRoots(settings.checkpoints)
         self._states = StateStore(control, settings.model)
         self._saves = SaveThread(device)
         self.recovery: RecoveryWriter | None = None
@@ -99,8 +99,8 @@ class TrainingEngine:
         settings = self._settings
         self.family, self.dtype, module = build_model(settings, model_dir, self._device)
         config = module.hf.config
-        self._targets = list(self.family.lora_targets(module.hf))
-        self._injector = LoraInjector(self._targets)
+        self.targets = list(self.family.lora_targets(module.hf))
+        self._injector = LoraInjector(self.targets)
         size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         keep = settings.keep_gathered == "always" or (
             settings.keep_gathered == "auto" and size_bytes <= keep_gathered_bytes(self._device)
@@ -164,7 +164,7 @@ class TrainingEngine:
     def execute(self, command: command_queue.Command) -> Any:
         """Executes a command. A FoveaError is raised on all ranks; any other exception ends the trainer."""
         if uri := getattr(command, "uri", ""):
-            self._control.agree(lambda: self._roots.check(uri))
+            self._control.agree(lambda: self.roots.check(uri))
         self._residence.use(self._models_of(command))
         match command:
             case command_queue.CreateModel():
@@ -271,13 +271,13 @@ class TrainingEngine:
         return model.trainable_parameter_count, self._specs_of(model)
 
     def _new_adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
-        size_bytes = AdapterModel.size_bytes(settings, self._targets, self.dtype, self._settings.expert_parallel)
+        size_bytes = AdapterModel.size_bytes(settings, self.targets, self.dtype, self._settings.expert_parallel)
         self._memory_budget.admit(size_bytes, settings.train_vision, f"an adapter of rank {settings.rank}")
         return self._control.agree(lambda: self._adapter(model_id, settings))
 
     def _adapter(self, model_id: str, settings: LoraSettings) -> AdapterModel:
         device, experts = self._device, self._sharded.experts
-        return AdapterModel(model_id, settings, self._targets, self._injector, device, self.dtype, experts)
+        return AdapterModel(model_id, settings, self.targets, self._injector, device, self.dtype, experts)
 
     def _new_full(self, model_id: str) -> FullModel:
         self._memory_budget.admit(FullModel.size_bytes(self._sharded), True, "training all parameters")

@@ -502,6 +502,10 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             response.results.add(sampler=address)
         return response
 
+    async def CheckAdapter(self, request: Any, context: Context) -> trainer_pb2.CheckAdapterResponse:
+        await self.note("CheckAdapter", request)
+        return trainer_pb2.CheckAdapterResponse()
+
     async def ForgetSnapshot(self, request: Any, context: Context) -> trainer_pb2.ForgetSnapshotResponse:
         await self.note("ForgetSnapshot", request)
         self.snapshots.pop(request.snapshot_id, None)

@@ -253,6 +253,9 @@ async def test_copies_are_made_once_for_a_key(stand: Stand, rest: Rest) -> None:
     await rest.http.delete(below(source))
     again = await rest.http.post("copy_weights", json=body | {"model_seq_id": 2}, headers=headers)
     assert (again.status_code, again.json()) == (200, first.json())
+    other = await rest.http.post("copy_weights", json=body | {"source_path": source + "x"}, headers=headers)
+    assert (other.status_code, other.json()["field"]) == (400, "source_path")
+    assert f"belongs to a copy of {source}" in other.json()["detail"]
     assert (await rest.http.get("training_runs")).json()["cursor"]["total_count"] == 2
 
 

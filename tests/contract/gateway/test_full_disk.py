@@ -40,6 +40,30 @@ async def test_on_a_full_disk_sessions_end_and_nothing_new_begins(small_disk: Pa
         await eventually(is_accepted)
 
 
+async def test_on_a_nearly_full_disk_nothing_new_begins_and_promised_outcomes_are_kept(small_disk: Path) -> None:
+    async with running(Stand(small_disk), session_ttl_s=600.0) as stand, stand.http() as http:
+        rest = Rest(http)
+        model_id = await rest.create_model()
+        assert stand.gateway is not None
+        database = stand.gateway.components.database
+        stand.trainer.open.clear()
+        promised = (await rest.optim_step(model_id, 1))["request_id"]
+        fill(small_disk / "junk", spare_bytes=8 * 2**20)
+        await database.look_for_room()
+        for refused in (
+            await rest.post("optim_step", model_id=model_id, seq_id=2, adam_params={}),
+            await rest.post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0"),
+        ):
+            assert refused.status_code == 503
+            assert "end sessions or delete checkpoints" in refused.text
+        stand.trainer.open.set()
+        assert "metrics" in await rest.result(promised), "accepted before: it runs and its outcome is stored"
+        assert (await http.get(f"sessions/{rest.session_id}")).status_code == 200, "reads go on"
+        (small_disk / "junk").unlink()
+        await database.look_for_room()
+        assert "metrics" in await rest.result((await rest.optim_step(model_id, 2))["request_id"])
+
+
 async def test_what_the_gateway_keeps_itself_says_that_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
     root = small_disk / "kept"
     stand = Stand(tmp_path)

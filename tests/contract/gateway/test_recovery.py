@@ -109,6 +109,28 @@ async def test_training_goes_on_as_if_nothing_had_been(stand: RecoveringStand, r
     assert done == expected
 
 
+async def test_a_trainer_that_restarts_while_commands_run_again_loses_no_model(
+    stand: RecoveringStand, rest: Rest
+) -> None:
+    class Restarting(list[NotFound]):
+        """A failure that comes with a restart."""
+
+        def pop(self, index: Any = -1) -> NotFound:
+            stand.trainer.restart()
+            return super().pop(index)
+
+    expected = await undisturbed(stand, 2)
+    stand.trainer.is_disk_slow = True
+    model_id = await rest.create_model()
+    done = await answers(rest, await submit(rest, model_id, 1, 1))
+    await stand.trainer.stop()
+    stand.trainer.restart()
+    stand.trainer.failures["OptimStep"] = Restarting([NotFound("there is no model")])
+    await stand.trainer.start()
+    assert done + await answers(rest, await submit(rest, model_id, 4, 1)) == expected
+    assert not stand.trainer.failures["OptimStep"]
+
+
 async def test_commands_in_flight_and_behind_wait_for_the_trainer(stand: RecoveringStand, rest: Rest) -> None:
     expected = await undisturbed(stand)
     model_id = await rest.create_model()

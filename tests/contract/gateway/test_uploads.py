@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from fovea.wire.errors import InvalidInput
 from fovea_gateway.access.api_keys import Scope
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
@@ -107,6 +108,23 @@ async def test_an_adapter_becomes_external_weights_that_are_loaded(stand: Stand,
             (await again.ok("load_weights", **load | {"seq_id": 2}, optimizer=False))["request_id"]
         )
         assert "other settings" in refused["error"], "its alpha is the file's"
+
+
+async def test_the_trainer_compares_the_header_before_the_adapter_becomes_a_checkpoint(
+    stand: Stand, client: Rest
+) -> None:
+    wrong = f"{MODULE}.lora_A.weight with shape [4, 8], but the model needs [4, 64]"
+    begun = await start(client)
+    await send(begun)
+    stand.trainer.failures["CheckAdapter"] = [InvalidInput(f"{WEIGHTS} has {wrong}", field="uri")]
+    answer = await finish(client, begun["upload_id"])
+    assert (answer.status_code, answer.json().get("field")) == (400, "upload_id"), answer.text
+    assert wrong in answer.json()["detail"]
+    (asked,) = [request for name, request in stand.trainer.calls if name == "CheckAdapter"]
+    assert (asked.lora.rank, asked.lora.alpha) == (RANK, PEFT["lora_alpha"])
+    assert asked.uri.endswith(begun["upload_id"])
+    assert (await client.http.get("checkpoints")).json()["checkpoints"] == []
+    assert (await finish(client, begun["upload_id"])).status_code == 200, "the client may send it again"
 
 
 @pytest.mark.parametrize(

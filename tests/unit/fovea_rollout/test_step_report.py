@@ -32,7 +32,9 @@ async def test_report() -> None:
     )
     moved = [np.array([-1.0, -2.0], np.float32), np.array([-2.0], np.float32)]
     later = tinker.ForwardBackwardOutput(
-        "ArrayRecord", [{"logprobs": tinker.TensorData.from_numpy(row)} for row in moved], {"loss:sum": 5.0}
+        "ArrayRecord",
+        [{"logprobs": tinker.TensorData.from_numpy(row)} for row in moved],
+        {"loss:sum": 5.0, "late:sum": 2.0},
     )
     outputs = [(batch, output), (batch, later), (batch, output)]
     report = step_report(4, groups, batch, outputs, {"train": 1.5}, FourTokenPictures(), 0.25)
@@ -44,7 +46,12 @@ async def test_report() -> None:
     assert (report.step, report.lag, report.signal_share) == (4, 2, 0.5)
     assert (report.sampled_tokens, report.trained_tokens) == (4, 3)
     assert report.failures == (("d", BROKEN),)
-    assert report.metrics == {"hits": 0.5, "late": 5.0, "trainer/loss:sum": pytest.approx(11 / 3)}
+    assert report.metrics == {
+        "hits": 0.5,
+        "late": 5.0,
+        "trainer/loss:sum": pytest.approx(11 / 3),
+        "trainer/late:sum": 2.0,
+    }
     assert report.moved_kl == pytest.approx((np.e - 2) / 3, rel=1e-5), "of the substep that met the most"
     assert report.rate_share == 0.25
     assert report.seconds == {"train": 1.5}

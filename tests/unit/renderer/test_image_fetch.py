@@ -98,7 +98,7 @@ async def test_says_what_went_wrong_and_goes_on(fetcher: ImageFetcher, server: i
         (["127.0.0.1"], "http://127.0.0.1:99999/a.png", "has port 99999"),
         (["127.0.0.1"], "http://127.0.0.1:999999999999999999999/a.png", "has port 9+; it must be 1 .. 65535"),
         (["127.0.0.1"], "http://127.0.0.1:-1/a.png", "has port -1; it must be"),
-        (["127.0.0.1"], "http://127.0.0.1:0/a.png", "failed"),
+        (["127.0.0.1"], "http://127.0.0.1:0/a.png", "has port 0; it must be 1 .. 65535"),
         (["::/0"], "http://[::ffff:127.0.0.1]/a.png", "is not in"),
         (["localhost"], "http://[", "is not in"),
         (["localhost"], "", "not an http or https address"),

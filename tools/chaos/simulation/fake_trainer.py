@@ -239,6 +239,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             answer.results.add(sampler=address, error="" if sampler else "it does not answer")
         return answer
 
+    async def CheckAdapter(self, request: Any, context: Any) -> trainer_pb2.CheckAdapterResponse:
+        return trainer_pb2.CheckAdapterResponse()
+
     async def ForgetSnapshot(self, request: Any, context: Any) -> trainer_pb2.ForgetSnapshotResponse:
         self.snapshots.pop(request.snapshot_id, None)
         self._disk.snapshots.pop(request.snapshot_id, None)

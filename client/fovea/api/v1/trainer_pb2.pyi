@@ -370,6 +370,18 @@ class LoadStateResponse(_message.Message):
     step: int
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
+class CheckAdapterRequest(_message.Message):
+    __slots__ = ("uri", "lora")
+    URI_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    uri: str
+    lora: _weights_pb2.LoraConfig
+    def __init__(self, uri: _Optional[str] = ..., lora: _Optional[_Union[_weights_pb2.LoraConfig, _Mapping]] = ...) -> None: ...
+
+class CheckAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TakeSnapshotRequest(_message.Message):
     __slots__ = ("model_id", "snapshot_id", "uri", "is_export")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]

@@ -100,6 +100,11 @@ class TrainerServiceStub(object):
                 request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.LoadStateRequest.SerializeToString,
                 response_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.LoadStateResponse.FromString,
                 _registered_method=True)
+        self.CheckAdapter = channel.unary_unary(
+                '/fovea.api.v1.TrainerService/CheckAdapter',
+                request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CheckAdapterRequest.SerializeToString,
+                response_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CheckAdapterResponse.FromString,
+                _registered_method=True)
         self.TakeSnapshot = channel.unary_unary(
                 '/fovea.api.v1.TrainerService/TakeSnapshot',
                 request_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.TakeSnapshotRequest.SerializeToString,
@@ -217,6 +222,14 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckAdapter(self, request, context):
+        """Compares the names and shapes of an uploaded adapter with this trainer's model, and reads no tensor. INVALID_ARGUMENT
+        names the first tensor that differs and the expected shape.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TakeSnapshot(self, request, context):
         """Takes a snapshot of a model's weights, in memory and on request in storage.
         """
@@ -295,6 +308,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.LoadState,
                     request_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.LoadStateRequest.FromString,
                     response_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.LoadStateResponse.SerializeToString,
+            ),
+            'CheckAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckAdapter,
+                    request_deserializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CheckAdapterRequest.FromString,
+                    response_serializer=fovea_dot_api_dot_v1_dot_trainer__pb2.CheckAdapterResponse.SerializeToString,
             ),
             'TakeSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeSnapshot,
@@ -620,6 +638,33 @@ class TrainerService(object):
             '/fovea.api.v1.TrainerService/LoadState',
             fovea_dot_api_dot_v1_dot_trainer__pb2.LoadStateRequest.SerializeToString,
             fovea_dot_api_dot_v1_dot_trainer__pb2.LoadStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fovea.api.v1.TrainerService/CheckAdapter',
+            fovea_dot_api_dot_v1_dot_trainer__pb2.CheckAdapterRequest.SerializeToString,
+            fovea_dot_api_dot_v1_dot_trainer__pb2.CheckAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

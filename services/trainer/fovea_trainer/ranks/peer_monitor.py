@@ -150,9 +150,11 @@ def _accept(guarded: AuthenticatedListener, world_size: int) -> dict[Peer, socke
         while len(found) < world_size - 1:
             connection = guarded.accept(deadline)
             message = _receive(connection, _PEER.size)
-            if len(message) == _PEER.size:
-                found[Peer(*_PEER.unpack(message))] = connection
+            peer = Peer(*_PEER.unpack(message)) if len(message) == _PEER.size else None
+            if peer is not None and 0 < peer.rank < world_size and peer.rank not in {one.rank for one in found}:
+                found[peer] = connection
             else:
+                logger.warning("a connection that names rank %s of %d is closed", peer and peer.rank, world_size)
                 connection.close()
     except TimeoutError:
         for connection in found.values():

@@ -243,8 +243,10 @@ class _Host:
 
     def _admit(self, connection: socket.socket) -> None:
         message = _receive(connection)
-        node, nodes = message.get("node"), message.get("nodes")
-        if not isinstance(node, int) or nodes != self._settings.nodes or not 0 < node < nodes:
+        node, nodes, ranks = message.get("node"), message.get("nodes"), message.get("ranks")
+        if type(ranks) is not int or ranks < 1:
+            problem = f"expects at least 1 rank on each node, but node {node} has {ranks!r:.20}"
+        elif type(node) is not int or nodes != self._settings.nodes or not 0 < node < nodes:
             problem = f"expects {self._settings.nodes} nodes, but this is node {node} of {nodes}: --nodes must be equal"
         elif not _is_gone(self._connections.get(node)):
             problem = _duplicate(node)
@@ -253,7 +255,7 @@ class _Host:
             if earlier := self._connections.get(node):
                 earlier.close()
             self._connections[node] = connection
-            self._ranks[node] = int(message["ranks"])
+            self._ranks[node] = ranks
             return
         _refuse(connection, problem)
 

@@ -136,14 +136,21 @@ class RecoveryFolder:
     def sweep(self) -> None:
         """Removes folders that an earlier instance did not finish or remove. Call it once at start.
 
+        If that instance ended while it replaced a folder, the replaced one gets its name back.
+
         Finished models stay, because only the gateway knows which models are finished. A rule about the age of files
         would depend on a clock that may be wrong.
         """
         for model_id in self.model_ids():
             folder = Folder.at(self._root.url(_quoted(model_id)))
             for parent in (folder, Folder.at(folder.url(SNAPSHOTS))):
-                for name in self._names(parent):
-                    if STAGING_SUFFIX in name or REPLACED_SUFFIX in name:
+                names = self._names(parent)
+                for name in names:
+                    own, is_replaced, _ = name.partition(REPLACED_SUFFIX)
+                    if is_replaced and own not in names:
+                        Folder.at(parent.url(name)).move_to(Folder.at(parent.url(own)))
+                        names.append(own)
+                    elif is_replaced or STAGING_SUFFIX in name:
                         Folder.at(parent.url(name)).discard()
 
     def _whole(self, model_id: str) -> Iterator[tuple[str, Point]]:

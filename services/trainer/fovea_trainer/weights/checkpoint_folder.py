@@ -182,13 +182,14 @@ class Folder:
         old = Folder(self.files, f"{self.path}{REPLACED_SUFFIX}{uuid.uuid4().hex[:8]}")
         replaced = self.files.exists(self.path)
         if replaced:
-            self._move_to(old)
-        staging._move_to(self)
+            self.move_to(old)
+        staging.move_to(self)
         sync_place(self.files, self.path)
         if replaced:
             old.discard()
 
-    def _move_to(self, target: "Folder") -> None:
+    def move_to(self, target: "Folder") -> None:
+        """Gives this folder the name of another one, which must not exist."""
         if not self.files.async_impl:
             self.files.mv(self.path, target.path, recursive=True)
             return

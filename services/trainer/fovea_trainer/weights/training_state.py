@@ -26,7 +26,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
-from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.model.lora import PEFT_PREFIX, LoraSettings
+from fovea_trainer.model.model_family import LoraTarget
 from fovea_trainer.model.optimizer import MOMENTS
 from fovea_trainer.model.sharding import local_of
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel
@@ -238,6 +239,19 @@ def _check_adapter(model: AdapterModel, uri: str, optimizer: bool, is_foreign: b
     if optimizer:
         moments = {f"{key}.{name}": target for key in MOMENTS for name, target in targets.items()}
         weight_files.check_shapes(weight_files.read_shapes(folder, OPTIMIZER), moments, uri, is_foreign=False)
+
+
+def check_upload(settings: LoraSettings, targets: Sequence[LoraTarget], uri: str) -> None:
+    """Compares the header of an uploaded adapter with a model of these settings. Reads no tensor.
+
+    Raises:
+        NotFound: The file is missing.
+        InvalidInput: Names the first tensor that does not fit, and what the model needs.
+    """
+    shapes = weight_files.read_shapes(Folder.at(uri), ADAPTER_WEIGHTS)
+    needed = settings.shapes(targets).items()
+    tensors = {f"{PEFT_PREFIX}{name}.weight": torch.empty(shape, device="meta") for name, shape in needed}
+    weight_files.check_shapes(shapes, tensors, ADAPTER_WEIGHTS, is_foreign=True)
 
 
 def _parse_adapter(

@@ -2,7 +2,10 @@
 
 import asyncio
 
-from fovea_gateway.http.endpoint import BurstLimiter, accepted_encoding
+import httpx
+import pytest
+
+from fovea_gateway.http.endpoint import BurstLimiter, Json, ReadyMiddleware, accepted_encoding
 
 
 async def test_a_crowd_goes_in_order_and_lets_others_through_in_between() -> None:
@@ -44,3 +47,13 @@ def test_encodings_are_chosen_from_what_a_client_reads() -> None:
     assert accepted_encoding("gzip;q=1.0, deflate") == "gzip"
     assert accepted_encoding("zstd;q=0, gzip") == "gzip"
     assert accepted_encoding("") is accepted_encoding("br") is accepted_encoding("identity") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/base/api/v1/healthz", 200), ("/base/api/v1/models/healthz", 503), ("/healthz", 503), ("/base/x", 503)],
+)
+async def test_only_health_checks_pass_before_the_gateway_is_ready(path: str, status: int) -> None:
+    app = ReadyMiddleware(Json({}), asyncio.Event(), "/base/api/v1/healthz")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        assert (await client.get(path)).status_code == status

@@ -3,11 +3,13 @@
 import asyncio
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.wire.errors import FoveaError, SessionEnded
+from fovea.wire.errors import FeatureEvicted, FoveaError, SessionEnded
 from fovea_gateway.sessions.future import Kind, Pending, Progress, QueueState, Submission
+from fovea_gateway.training import commands
 from fovea_gateway.training.training import CommandQueue
 
 
@@ -143,3 +145,9 @@ async def test_what_waits_is_not_gone_through_for_each_command() -> None:
     await pendings[-1].done.wait()
     assert record.ran == list(range(1, count + 1))
     assert Told.told <= count
+
+
+@pytest.mark.parametrize(("named", "indexes"), [("1,2", [1, 2]), ("2,9,-1", [2]), ("9,-1", [0, 1, 2]), ("", [0, 1, 2])])
+def test_datums_out_of_range_are_not_rendered_again(named: str, indexes: list[int]) -> None:
+    error = FeatureEvicted("gone", datums=named)
+    assert commands._missing(error, 3) == indexes, "an empty list would repeat the same call without end"

@@ -2,7 +2,10 @@
 
 import os
 import queue
+import struct
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -10,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from fovea_trainer.ranks import peer_monitor
 from fovea_trainer.ranks.peer_monitor import Peer, PeerMonitor
 from fovea_trainer.ranks.rank_launcher import RankEnvironment
+from fovea_trainer.ranks.rendezvous import connect
 
 
 class Ranks:
@@ -56,3 +60,18 @@ def test_ranks_that_do_not_come_are_named(meeting: str, monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] of 4 did not connect within 3 s"):
         first.result()
     assert second.result()
+
+
+def test_a_connection_that_names_no_missing_rank_is_closed(tmp_path: Path) -> None:
+    ranks = Ranks(2, str(tmp_path))
+    first = ranks.start(0)
+    while not (tmp_path / "peers").exists():
+        time.sleep(0.01)
+    for rank in (7, 0, -1):
+        with connect(str(tmp_path / "peers"), b"secret", 30.0) as stranger:
+            stranger.sendall(struct.pack("<ii", rank, 0))
+            assert stranger.recv(1) == b""
+    second = ranks.start(1)
+    second.result().report_stop()
+    assert first.result()
+    assert ranks.stops.get(timeout=30) == (0, Peer(1, 0))

@@ -1,5 +1,6 @@
 """How nodes meet, and what is said of those that do not come."""
 
+import json
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from fovea.runtime.hosts import free_ports
-from fovea.runtime.secret import VARIABLE
+from fovea.runtime.secret import VARIABLE, service_secret
 from fovea_trainer.ranks.rendezvous import (
     AuthenticationFailed,
     Rendezvous,
@@ -145,3 +146,22 @@ def test_an_address_of_another_machine(node: Node, meet: Meet, monkeypatch: pyte
     monkeypatch.setenv(VARIABLE, "a secret of sixteen")
     with pytest.raises(RendezvousFailed, match=r"--master-addr 192\.0\.2\.77 is not an address of this machine"):
         meet(node(0, 0.5, master_addr="192.0.2.77"))
+
+
+@pytest.mark.parametrize("ranks", [0, -1, "many", True, None])
+def test_a_node_without_a_number_of_ranks_is_refused(node: Node, meet: Meet, ranks: Any) -> None:
+    with ThreadPoolExecutor() as threads:
+        host = threads.submit(meet, node(0, nodes=2, ranks=1))
+        place, secret = ("127.0.0.1", node(0).master_port), service_secret().encode()
+        with eventually_connected(place, secret) as odd:
+            odd.sendall(json.dumps({"node": 1, "nodes": 2, "ranks": ranks}).encode() + b"\n")
+            assert "expects at least 1 rank on each node" in json.loads(odd.makefile().readline())["problem"]
+        assert threads.submit(meet, node(1, nodes=2, ranks=3)).result().ranks == [1, 3]
+        assert host.result().ranks == [1, 3]
+
+
+def eventually_connected(place: tuple[str, int], secret: bytes) -> socket.socket:
+    """Connects once node 0 listens."""
+    while True:
+        with suppress(ConnectionRefusedError):
+            return connect(place, secret, 30.0)

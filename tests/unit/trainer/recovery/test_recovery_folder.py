@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fovea.wire.conventions import REPLACED_SUFFIX
 from fovea_trainer.recovery.recovery_folder import Point, RecoveryFolder
 from fovea_trainer.weights.checkpoint_folder import Folder, write_folder
 
@@ -85,6 +86,22 @@ def test_a_start_removes_what_was_being_written_and_nothing_by_its_age(place: st
     for name, point in points.items():
         assert folder.newest(name) == (folder.point_url(name, 4), point)
     assert not staging.exists("part")
+
+
+def test_a_point_that_was_being_replaced_at_a_power_cut_is_found(tmp_path: Path) -> None:
+    folder = RecoveryFolder(str(tmp_path))
+    point = _write(folder, "m", 4)
+    place = tmp_path / "m" / "4"
+    place.rename(f"{place}{REPLACED_SUFFIX}12345678")  # the first of the two renames
+    Folder.at(str(place)).stage().write("part", b"1")
+    folder.sweep()
+    assert folder.newest("m") == (folder.point_url("m", 4), point)
+    assert [one.name for one in place.parent.iterdir()] == ["4"]
+    older = place.with_name(f"4{REPLACED_SUFFIX}87654321")
+    older.mkdir()  # the last step, the removal of the replaced folder, is missing
+    folder.sweep()
+    assert folder.newest("m") == (folder.point_url("m", 4), point)
+    assert not older.exists()
 
 
 def test_a_folder_on_a_disk_is_for_this_user_alone(tmp_path: Path) -> None:

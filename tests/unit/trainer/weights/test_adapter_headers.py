@@ -10,9 +10,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
+from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput, NotFound
+from fovea_trainer.model.lora import LoraSettings
+from fovea_trainer.model.model_family import LoraTarget, Role
 from fovea_trainer.weights import weight_files
 from fovea_trainer.weights.checkpoint_folder import Folder
+from fovea_trainer.weights.training_state import check_upload
 
 WEIGHTS = "adapter_model.safetensors"
 LAYER = "base_model.model.layers.0"
@@ -112,3 +116,16 @@ def test_a_file_that_is_not_what_its_header_says_is_damaged(tmp_path: Path) -> N
             weight_files.read_shapes(folder, WEIGHTS)
     with pytest.raises(NotFound):
         weight_files.read_shapes(folder, "other")
+
+
+def test_an_upload_is_compared_with_a_model_that_does_not_exist(tmp_path: Path) -> None:
+    targets = [LoraTarget("layers.0.q_proj", torch.nn.Linear(8, 6, device="meta"), Role.ATTENTION, vision=False)]
+    lora = LoraSettings.of(weights_pb2.LoraConfig(rank=4, alpha=8, train_attention=True))
+    fits = {f"{LAYER}.q_proj.lora_A.weight": [4, 8], f"{LAYER}.q_proj.lora_B.weight": [6, 4]}
+    sparse(tmp_path, fits)
+    check_upload(lora, targets, str(tmp_path))
+    sparse(tmp_path, fits | {f"{LAYER}.q_proj.lora_B.weight": [7, 4]})
+    with pytest.raises(InvalidInput, match=r"q_proj.lora_B.weight with shape \[7, 4\], but the model needs \[6, 4\]"):
+        check_upload(lora, targets, str(tmp_path))
+    with pytest.raises(NotFound):
+        check_upload(lora, targets, str(tmp_path / "gone"))
