@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import TypeVar
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.e2e.trainer.conftest import adam
 from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.waiting import eventually
 
+T = TypeVar("T")
 MODELS, STEPS, BOUND_MIB = 6, 12, 2
 
 CREDIT_DISK = """
@@ -81,19 +84,22 @@ async def test_every_model_gets_points_on_storage_that_takes_less_than_their_sna
         for model_id in models:
             await client.create_model(model_id, lora)
 
-        async def train(model_id: str) -> None:
+        async def patiently(call: Callable[[], Awaitable[T]]) -> T:
             nonlocal refused
+            while True:
+                try:
+                    return await call()
+                except StorageBehind:
+                    refused += 1
+                    grant(2**16)
+                    await asyncio.sleep(0.05)
+
+        async def train(model_id: str) -> None:
             for step in range(1, STEPS + 1):
-                await client.optim_step(model_id, adam(), None, step)
-                while True:
-                    try:
-                        taken = await client.take_snapshot(model_id, f"{model_id}@{step}")
-                        grant(taken.size_bytes * 4 // 5)
-                        break
-                    except StorageBehind:
-                        refused += 1
-                        grant(2**16)
-                        await asyncio.sleep(0.05)
+                await patiently(lambda step=step: client.optim_step(model_id, adam(), None, step))
+                name = f"{model_id}@{step}"
+                taken = await patiently(lambda name=name: client.take_snapshot(model_id, name))
+                grant(taken.size_bytes * 4 // 5)
 
         await asyncio.gather(*map(train, models))
         points = dict((await client.info()).durable_seq_ids)

@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 MAX_PAUSE_S = 60.0
 """Longest pause between two attempts to write to failing storage, in seconds."""
+_FIRST_BYTES_PER_S = 1e8  # until a write has been measured
 _NEWEST = 0.2
 """Weight of the newest write in the measured speed of storage."""
 _STATES_SHARE, _SNAPSHOTS_SHARE = 0.6, 0.25
@@ -361,9 +362,8 @@ class RecoveryKeeper:
 
     def _most_bytes(self, share: float) -> float:
         """Returns the bytes that storage writes in a share of the longest lag, at the speed of the last writes."""
-        if not self._written_s:
-            return self._writer.adapters.max_bytes
-        return share * self._most_lag_s * self._written_bytes / self._written_s
+        speed = self._written_bytes / self._written_s if self._written_s else _FIRST_BYTES_PER_S
+        return share * self._most_lag_s * speed
 
     def _owed_bytes(self) -> int:
         """Returns the bytes of all states and snapshots that storage should write now."""
