@@ -66,7 +66,7 @@ def _trained(service: tinker.ServiceClient, stack: Stack) -> tinker.TrainingClie
 
 
 def _sample(sampler: tinker.SamplingClient, prompt: Prompt, count: int = 1) -> list[tinker.SampledSequence]:
-    return sampler.sample(prompt.model_input, count, PARAMS).result().sequences
+    return list(sampler.sample(prompt.model_input, count, PARAMS).result().sequences)
 
 
 def test_what_the_sampler_recorded_is_trained_on(
@@ -127,7 +127,7 @@ def test_turns_of_one_conversation(service: tinker.ServiceClient, stack: Stack, 
     longer = prompts[1].model_input.append(tinker.EncodedTextChunk(tokens=one.tokens + said))
     two = sampler.sample(longer, 1, PARAMS).result().sequences[0]
     start = len(prompts[1].ids)
-    spans = [
+    spans: list[Any] = [
         PromptProvenanceSpan(sequence_id=one.sequence_id, length=start),
         SampledProvenanceSpan(sequence_id=one.sequence_id, length=len(one.tokens)),
         PromptProvenanceSpan(sequence_id=two.sequence_id, offset=start + len(one.tokens), length=len(said)),

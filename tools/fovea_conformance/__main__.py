@@ -20,7 +20,7 @@ from fovea_conformance.report import summary, table, write_html, write_json
 from fovea_conformance.runner import Verdict, run_checks
 from fovea_conformance.target import Options
 
-_RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-I])")
+_RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-J])")
 
 
 def load() -> list[Check]:
@@ -38,7 +38,7 @@ def select(all_checks: list[Check], words: list[str]) -> list[Check]:
     for word in (part for given in words for part in given.replace(",", " ").split()):
         match = _RANGE.fullmatch(word.upper())
         if match is None:
-            raise typer.BadParameter(f"{word!r} is not a check; write C14, C20-C25 or a section A to I")
+            raise typer.BadParameter(f"{word!r} is not a check; write C14, C20-C25 or a section A to J")
         first, last, section = match.groups()
         if section:
             chosen |= {one.number for one in all_checks if one.section == section}
@@ -55,7 +55,7 @@ def main(
         bool, typer.Option("--vlm", help="Run the checks with images; the model must accept images.")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="Run only these checks: C14, C20-C25 or a section A to I. May be repeated.")
+        list[str] | None, typer.Option(help="Run only these checks: C14, C20-C25 or a section A to J. May be repeated.")
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Leave these checks out, in the same format.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the verdicts as JSON.")] = None,

@@ -117,7 +117,7 @@ class Recordings:
         assert work.rendered is not None, "a sample finished without a prompt"
         submission, params = work.pending.submission, work.request.params
         deltas = [record.delta for record in records if record.WhichOneof("event") == "delta"]
-        sequences = [
+        sequences: list[dict[str, Any]] = [
             {
                 "sequence_id": f"{submission.future_id}:{delta.index}",
                 "future_id": submission.future_id,
@@ -343,7 +343,7 @@ def _read(
 ) -> tuple[dict[str, RecordedSequence], list[str]]:
     """Returns the named sequences that the session recorded and used at `before` or later.
 
-    Also returns the futures whose records were last used before `stale`. Raises InvalidInput if the records are too
+    Also returns the futures of records last used before `stale`. Raises InvalidInput if the records are too
     large to read for one call.
     """
     rows, total = dict[str, Any](), 0

@@ -2,6 +2,7 @@
 
 import base64
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from fovea.wire import tensors
 from fovea_gateway.access.kept_rows import row_bytes, stored_bytes
 from fovea_gateway.access.owners import Owner
 from fovea_gateway.database.schema import recorded_sequences, recordings
-from tests.contract.gateway.conftest import Stand
+from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeSampler
 from tests.contract.gateway.requests import PNG, Rest, forward_backward_body, image_input
+from tests.contract.gateway.test_recovery import RecoveringStand
 from tests.waiting import eventually
 
 PROMPT, COUNT = [1, 2, 3], 4
@@ -198,3 +200,23 @@ async def test_positions_of_an_image_are_images_again(stand: Stand, rest: Rest) 
     assert "loss_fn_outputs" in await _train(rest, model_id, 1, replace(as_text, model_input=with_image))
     refused = await _train(rest, model_id, 2, as_text)
     assert "data[0].model_input_spans[0] says that position 2 is prompt token 2" in refused["error"]
+
+
+async def test_a_restarted_trainer_runs_the_loss_again_on_records_that_have_expired_since(
+    tmp_path: Path, database_url: str
+) -> None:
+    async with running(RecoveringStand(tmp_path), database_url=database_url) as stand, stand.http() as http:
+        assert isinstance(stand, RecoveringStand)
+        rest = Rest(http)
+        model_id = await rest.create_model()
+        datum = _datum(*await _sample(rest, await _base_session(rest)))
+        assert "loss_fn_outputs" in await _train(rest, model_id, 1, datum)
+        await _age(stand, DAY_S + 600)
+        assert stand.gateway is not None
+        await stand.gateway.components.recordings.sweep()
+        await stand.kill_trainer()
+        step = await rest.result((await rest.optim_step(model_id, 2))["request_id"])
+        assert "error" not in step, step
+        first, again = stand.trainer.of("ForwardBackward")[-2:]
+        assert [each.SerializeToString() for each in first[1]] == [each.SerializeToString() for each in again[1]]
+        assert "not recorded within the last day" in (await _train(rest, model_id, 3, datum))["error"]
