@@ -31,7 +31,7 @@ class Superseded(Exception):
 
 
 class FileOwnership:
-    """A lock on a file beside an SQLite database. A connection to a file is never lost."""
+    """A lock on a file beside an SQLite database. The connection to such a database is never lost."""
 
     def __init__(self, database: str) -> None:
         self._path = Path(f"{database}.lock")

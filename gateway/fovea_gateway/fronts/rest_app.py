@@ -21,7 +21,6 @@ from fovea_gateway.fronts.openai_answers import OpenAIAnswers
 from fovea_gateway.fronts.openai_routes import OPENAI, OpenAIRoutes
 from fovea_gateway.health import Health
 from fovea_gateway.http.endpoint import (
-    TINKER,
     BurstLimiter,
     BurstMiddleware,
     Endpoints,
@@ -121,10 +120,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
     ]
     return Starlette(
         routes=[route for group in groups for route in group.routes(endpoints)],
-        middleware=[
-            Middleware(ReadyMiddleware, ready, f"{base_path}{TINKER.prefix}healthz"),
-            Middleware(BurstMiddleware, limiter),
-        ],
+        middleware=[Middleware(ReadyMiddleware, ready, base_path), Middleware(BurstMiddleware, limiter)],
         exception_handlers={404: _no_route(f"{base_path}{OPENAI.prefix}"), 405: _no_method},
     )
 

@@ -100,11 +100,11 @@ class ReadyMiddleware:
     pass.
 
     Args:
-        alive_path: The path of health checks.
+        base_path: The path below which the API lies, without a slash at the end.
     """
 
-    def __init__(self, app: ASGIApp, ready: asyncio.Event, alive_path: str) -> None:
-        self._app, self._ready, self._alive_path = app, ready, alive_path
+    def __init__(self, app: ASGIApp, ready: asyncio.Event, base_path: str) -> None:
+        self._app, self._ready, self._alive_path = app, ready, f"{base_path}{TINKER.prefix}healthz"
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         if self._ready.is_set() or scope["type"] != "http" or scope["path"] == self._alive_path:

@@ -54,6 +54,6 @@ def test_encodings_are_chosen_from_what_a_client_reads() -> None:
     [("/base/api/v1/healthz", 200), ("/base/api/v1/models/healthz", 503), ("/healthz", 503), ("/base/x", 503)],
 )
 async def test_only_health_checks_pass_before_the_gateway_is_ready(path: str, status: int) -> None:
-    app = ReadyMiddleware(Json({}), asyncio.Event(), "/base/api/v1/healthz")
+    app = ReadyMiddleware(Json({}), asyncio.Event(), "/base")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         assert (await client.get(path)).status_code == status
