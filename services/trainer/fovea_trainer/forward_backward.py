@@ -146,6 +146,7 @@ class LossComputer:
         self._memory.make_room(sum(size.token_count for size in command.sizes))
         budgets = self._memory.budgets(model.pending_bytes if command.backward else 0, model.trains_vision)
         schedule = self._plan(command, budgets)
+        self._groups.open(step.ranks for step in schedule.steps)
         call = self._control.agree(lambda: self._prepare(command, model, schedule, budgets))
         seconds_left = call.loss.seconds_left
         try:

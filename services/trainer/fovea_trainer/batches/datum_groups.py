@@ -12,7 +12,7 @@ the datum, m of one part.
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,6 @@ from fovea_trainer.batches.vision_cache import VisionOutput
 class DatumGroups:
     """The groups of ranks that can compute a datum together. Groups of one size have consecutive ranks.
 
-    Creating it is collective.
-
     Args:
         sizes: Numbers of ranks, each a divisor of all ranks; empty if no datum is ever shared.
     """
@@ -37,14 +35,17 @@ class DatumGroups:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sorted(sizes))
         self._own: dict[int, dist.ProcessGroup] = {}
-        for size in self.sizes:
+
+    def open(self, sizes: Iterable[int]) -> None:
+        """Creates the groups of these sizes on their first use, since each takes memory of a GPU. Collective."""
+        for size in sorted(set(sizes) - self._own.keys() - {1}):
             for first in range(0, dist.get_world_size(), size):
                 group = dist.new_group(list(range(first, first + size)))
                 if first <= dist.get_rank() < first + size:
                     self._own[size] = group
 
     def share(self, size: int, token_count: int) -> "Share":
-        """Returns this rank's part of a datum that its group of `size` ranks computes."""
+        """Returns this rank's part of a datum that its group of `size` ranks, an open one, computes."""
         return Share(self._own[size], token_count)
 
 
