@@ -188,9 +188,7 @@ async def reinforce(server: Server, seed: int, steps: int, say: Say) -> Reinforc
     practised, held_out = sums(seed)
     found = Reinforced(seed, held_out)
     service = tinker.ServiceClient(base_url=server.base_url, api_key=server.api_key)
-    client = await service.create_lora_training_client_async(
-        base_model=server.model, rank=16, seed=seed, train_unembed=False
-    )
+    client = await service.create_lora_training_client(base_model=server.model, rank=16, seed=seed, train_unembed=False)
     template = ChatTemplate(client.get_tokenizer())
     rollout = RolloutSettings(SamplingSettings(max_tokens=LONGEST_SUM, seed=seed), max_turns=1)
     settings = LoopSettings(
@@ -215,7 +213,7 @@ async def reinforce(server: Server, seed: int, steps: int, say: Say) -> Reinforc
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
         say(f"step {report.step:3}  reward {report.reward_mean:.2f}, boxed {report.metrics['boxed']:.2f}; {parts}")
 
-    found.first = await answers(TinkerPolicy(await client.save_weights_and_get_sampling_client_async()), "before")
+    found.first = await answers(TinkerPolicy(await client.save_weights_and_get_sampling_client()), "before")
     say(f"seed {seed}, held-out sums before: {found.score(found.first):.2f}")
     begun = time.monotonic()
     policy = await train(client, template, environments(practised), settings, on_step, progress=False)

@@ -13,6 +13,7 @@ from fovea_rollout.line_chart import line_chart
 STYLE = (
     DEMO_STYLE
     + """
+.figure b { font-size: 1.7rem; white-space: nowrap }
 .said { width: 100%; border-collapse: collapse; table-layout: fixed } .said td, .said th { text-align: left;
   vertical-align: top; padding: .5rem .6rem; border-bottom: 1px solid var(--line); overflow-wrap: anywhere }
 .said th { color: var(--soft); font-weight: 400 } .said th:first-child { width: 26% }
