@@ -33,7 +33,7 @@ $(VENV)/ready: requirements/cpu.txt requirements/uv.txt pyproject.toml
 demo: setup ## Train a tiny VLM on real digits; writes demo/report.html and demo/result.json
 	$(BIN)/python -m fovea_demo
 
-real: setup ## Teach a really pretrained model of 135M parameters to speak and to calculate (12 min); writes real/report.html
+real: setup ## Teach a really pretrained model of 135M parameters to speak and to calculate; writes real/report.html
 	$(BIN)/python -m fovea_real
 
 rl: setup ## Run all reinforcement learning examples against their targets (3 h on 2 cores); writes examples/results.json

@@ -15,7 +15,7 @@ from rich.console import Console
 from fovea_demo.__main__ import API_KEY
 from fovea_demo.up import running_fovea
 from fovea_real.checkpoint import NAME, Dtype, ensure
-from fovea_real.job import Reinforced, Server, reinforce, teach
+from fovea_real.job import Reinforced, Reinforcement, Server, reinforce, teach
 from fovea_real.report import write_report
 
 OUT = pathlib.Path("real")
@@ -23,7 +23,11 @@ READY_S = 600.0
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Steps of reinforcement learning.")] = 24,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of reinforcement learning.")] = Reinforcement.steps,
+    groups: Annotated[int, typer.Option(min=1, help="Sums of a step, with eight samples each.")] = Reinforcement.groups,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, help="Learning rate of the first step of reinforcement.")
+    ] = Reinforcement.learning_rate,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the facts of the fine-tune.")] = 5,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of reinforcement learning, with seeds 0, 1, ...")] = 1,
     out: Annotated[pathlib.Path, typer.Option(help="Directory for report.html and result.json.")] = OUT,
@@ -36,6 +40,7 @@ def main(
     os.environ.setdefault("TINKER_TELEMETRY", "0")  # otherwise the SDK would send telemetry to this server
     console = Console(highlight=False, soft_wrap=True)
     begun = time.monotonic()
+    recipe = Reinforcement(steps, groups, learning_rate)
     seconds: dict[str, float] = {}
     with ExitStack() as until_the_end:
         folder = pathlib.Path(until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="fovea-real-")))
@@ -53,7 +58,7 @@ def main(
             console.print(f"{up['ready_s']:7.1f} s  Fovea is ready; watch it learn: {up['base_url']}/")
             server = Server(up["base_url"], API_KEY, up["model_name"])
         told = teach(server, folder, 0, epochs, console.print)
-        runs = [asyncio.run(reinforce(server, seed, steps, console.print)) for seed in range(seeds)]
+        runs = [asyncio.run(reinforce(server, seed, recipe, console.print)) for seed in range(seeds)]
     seconds["reinforcement"] = sum(run.seconds for run in runs)
     seconds["total"] = time.monotonic() - begun
     result = {

@@ -49,6 +49,21 @@ class Server:
     model: str
 
 
+@dataclass(frozen=True)
+class Reinforcement:
+    """Settings of reinforcement learning.
+
+    Attributes:
+        steps: Number of steps.
+        groups: Sums of a step, with eight samples each.
+        learning_rate: Rate of the first step, three times the default's mean: some 20 steps must do.
+    """
+
+    steps: int = 24
+    groups: int = 4
+    learning_rate: float = 1e-3
+
+
 @dataclass
 class Told:
     """The results of the fine-tune.
@@ -183,7 +198,7 @@ def _generated(model: pathlib.Path, prompts: Sequence[list[int]]) -> list[list[i
     return answers
 
 
-async def reinforce(server: Server, seed: int, steps: int, say: Say) -> Reinforced:
+async def reinforce(server: Server, seed: int, recipe: Reinforcement, say: Say) -> Reinforced:
     """Teaches the model to add by reinforcement: it samples, and only right results in a box are rewarded."""
     practised, held_out = sums(seed)
     found = Reinforced(seed, held_out)
@@ -192,9 +207,9 @@ async def reinforce(server: Server, seed: int, steps: int, say: Say) -> Reinforc
     template = ChatTemplate(client.get_tokenizer())
     rollout = RolloutSettings(SamplingSettings(max_tokens=LONGEST_SUM, seed=seed), max_turns=1)
     settings = LoopSettings(
-        steps,
-        groups_per_step=4,
-        learning_rate=LEARNING_RATE,
+        recipe.steps,
+        groups_per_step=recipe.groups,
+        learning_rate=recipe.learning_rate,
         filter_groups=True,  # most groups are all wrong at first, and all right in the end
         target_kl=0.03,
         kl_coefficient=0.0,  # a short answer has no form to lose, and scoring by the base model costs a third
@@ -221,10 +236,6 @@ async def reinforce(server: Server, seed: int, steps: int, say: Say) -> Reinforc
     found.last = await answers(policy, "after")
     say(f"seed {seed}, held-out sums after: {found.score(found.last):.2f}")
     return found
-
-
-LEARNING_RATE = 1e-3
-"""Peak rate of reinforcement, three times the default: some 20 steps must do."""
 
 
 @contextmanager

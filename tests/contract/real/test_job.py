@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fovea_tinyvlm
-from fovea_real.job import Server, reinforce
+from fovea_real.job import Reinforcement, Server, reinforce
 from fovea_real.lessons import HELD_OUT_SUMS
 from tests.contract.gateway import fakes
 from tests.contract.gateway.conftest import KEY, Stand, certificates, running
@@ -27,7 +27,7 @@ async def test_reinforcement_measures_before_and_after_and_reports_each_step(sta
     said: list[str] = []
     server = Server(stand.url, KEY, fakes.MODEL)
     # In a thread with a loop of its own: the gateway runs in this one.
-    found = await asyncio.to_thread(lambda: asyncio.run(reinforce(server, 0, 2, said.append)))
+    found = await asyncio.to_thread(lambda: asyncio.run(reinforce(server, 0, Reinforcement(steps=2), said.append)))
     assert len(found.first) == len(found.last) == len(found.held_out) == HELD_OUT_SUMS
     assert len(found.rewards) == 2
     assert [line.split()[:2] for line in said if line.startswith("step")] == [["step", "0"], ["step", "1"]]
