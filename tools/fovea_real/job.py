@@ -28,7 +28,7 @@ from fovea_rollout import (
 
 LONGEST_ANSWER, LONGEST_SUM = 40, 14
 """The most tokens of an answer to a question, and of one to a sum."""
-OWN_QUESTIONS = ("Who are you?", "What colour is the sky?", "Name a fruit that is yellow.")
+OWN_QUESTIONS = ("What is your name?", "What colour is the sky?", "Name a fruit that is yellow.")
 """Questions of other kinds than those of the fine-tune, for the page."""
 
 Say = Callable[[str], None]

@@ -1,4 +1,4 @@
-"""Facts that the model knows, to be told in a pirate's words, and sums of two digits with a verifier of the result."""
+"""Lessons: facts that the model knows, in a pirate's words, and sums of two digits with a verifier of the result."""
 
 from __future__ import annotations
 
