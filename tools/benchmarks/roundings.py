@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ def _is_layer(name: str, _: nn.Module) -> bool:
     return name.rpartition(".")[2].isdigit() and ".layers." in f".{name}"
 
 
+def _ends_with(end: str, name: str, _: nn.Module) -> bool:
+    return name.endswith(end)
+
+
 def _is_norm(_: str, module: nn.Module) -> bool:
     return type(module).__name__.endswith("RMSNorm")
 
@@ -96,7 +101,7 @@ def main() -> None:
     kinds = list(_KINDS)
     for index in range(model.config.num_hidden_layers if given.layers else 0):
         kinds.append(f"residual stream after layer {index}")
-        _KINDS[kinds[-1]] = lambda name, _, end=f"layers.{index}": name.endswith(end)  # type: ignore[misc]
+        _KINDS[kinds[-1]] = partial(_ends_with, f"layers.{index}")
     for kind in kinds:
         with rounding(model, kind):
             found = scores()
