@@ -15,7 +15,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(CURDIR):$(CURDIR)/client:$(CURDIR)/gateway:$(CURDIR)/services/renderer:$(CURDIR)/services/sampler:$(CURDIR)/services/trainer:$(CURDIR)/services/shared:$(CURDIR)/libraries:$(CURDIR)/tools
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl up test long fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock audit sbom wheel clean
+.PHONY: help setup demo real rl up test long fuzz lint check chaos simulate conformance cookbook models clients k8s images environments format e2e gpu bench protos chart lock audit sbom wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -32,6 +32,9 @@ $(VENV)/ready: requirements/cpu.txt requirements/uv.txt pyproject.toml
 
 demo: setup ## Train a tiny VLM on real digits; writes demo/report.html and demo/result.json
 	$(BIN)/python -m fovea_demo
+
+real: setup ## Teach a really pretrained model of 135M parameters to speak and to calculate; writes real/report.html
+	$(BIN)/python -m fovea_real
 
 rl: setup ## Run all reinforcement learning examples against their targets (3 h on 2 cores); writes examples/results.json
 	$(BIN)/python -m examples
@@ -136,4 +139,4 @@ wheel: setup ## Build the package into dist/: the client, and with the extra cpu
 	$(BIN)/uv build --quiet --wheel --out-dir dist
 
 clean: ## Remove generated files, including the environment
-	rm -rf $(VENV) dist .cookbook .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json
+	rm -rf $(VENV) dist .cookbook .mypy_cache .ruff_cache .pytest_cache .fovea demo/report.html demo/result.json real

@@ -3,6 +3,9 @@
 No renderer is called, and images are refused by name.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +16,10 @@ from transformers import AutoTokenizer, MistralConfig
 import fovea_tinyvlm
 from tests.checkpoints import save_random
 from tests.e2e.prompts import PromptBuilder, picture
-from tests.e2e.stack import Stack, running_stack
+from tests.e2e.stack import API_KEY, Stack, running_stack
 from tests.e2e.test_agreement import check_model
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +56,17 @@ def test_sampler_and_trainer_agree(text_stack: Stack, rank: int, rate: float) ->
     prompts = {"short": builder.build("Hello there."), "long": builder.build(words * 4)}
     with text_stack.service_client() as service:
         check_model(text_stack, service, rank, rate, prompts)
+
+
+def test_a_first_model_may_be_text_only(text_stack: Stack) -> None:
+    """Its weights are random, so any ten answers lower the loss."""
+    command = [sys.executable, "-m", "examples.first_model", "--base-url", text_stack.base_url, "--steps", "3"]
+    environment = os.environ | {"TINKER_API_KEY": API_KEY}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    text_only, *_, judged = ended.stdout.splitlines()
+    assert text_only.startswith("text only, because the chat template accepts no pictures: ")
+    assert judged.startswith("GOOD: it learns, it sees its texts, and sampler and trainer agree")
 
 
 def test_images_are_refused_by_name(text_stack: Stack) -> None:

@@ -28,6 +28,7 @@ from fovea.runtime.hosts import free_ports, is_loopback
 KEYS_VARIABLE = "FOVEA_API_KEY"
 TINY = "tiny"
 CPU_RANKS = 2
+_FAST = ("sampler.fast_start=true",)
 _VALID = datetime.timedelta(days=365)
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
@@ -100,6 +101,9 @@ _TrainerGpus = Annotated[str, typer.Option(help="GPUs of the trainer, such as 0,
 _SamplerGpus = Annotated[
     str, typer.Option(help="GPUs of the samplers, divided equally; each sampler splits its model over its GPUs.")
 ]
+_FastStart = Annotated[
+    bool, typer.Option("--fast-start", help="Start sooner on a GPU: short for `--set sampler.fast_start=true`.")
+]
 _LogLevel = Annotated[str, typer.Option(help="Log level: DEBUG, INFO, WARNING or ERROR.")]
 
 
@@ -124,6 +128,7 @@ def up(
     own_tls: _OwnTls = False,
     trainer_gpus: _TrainerGpus = "",
     sampler_gpus: _SamplerGpus = "",
+    fast_start: _FastStart = False,
     log_level: _LogLevel = "INFO",
 ) -> None:
     """Start Fovea on this machine: renderer, samplers, trainer and gateway. Stop it with Ctrl-C or `fovea down`.
@@ -133,7 +138,7 @@ def up(
     try:
         _check_environment(log_level, tls_dir)
         options = UpOptions(
-            settings=tuple(map(preflight.read_setting, setting or ())),
+            settings=tuple(map(preflight.read_setting, [*(setting or ()), *(_FAST * fast_start)])),
             further_models=tuple(_further_models(also_sample or (), also_train or ())),
             parameter_count=preflight.check_model(model, "--model") if model else 0,
             model=model or TINY,
@@ -149,9 +154,7 @@ def up(
             drain_s=drain_s,
             log_level=log_level,
         )
-        preflight.check_state_dir(state_dir)
-        preflight.check_alone(state_dir)
-        preflight.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
+        _check_place(state_dir, host, port, grpc_port)
         layout = _choose_gpus(options, gpus, trainer_gpus, sampler_gpus, samplers, ranks)
         options = _with_layout(options, layout, ranks)
         _check_services(options, trainer_gpus, sampler_gpus)
@@ -169,6 +172,12 @@ def _check_environment(log_level: str, tls_dir: pathlib.Path | None) -> None:
     preflight.check_installed()
     preflight.check_log_level(log_level)
     preflight.check_certificates(tls_dir)
+
+
+def _check_place(state_dir: pathlib.Path, host: str, port: int, grpc_port: int) -> None:
+    preflight.check_state_dir(state_dir)
+    preflight.check_alone(state_dir)
+    preflight.check_ports(host, {"--port": port, "--grpc-port": grpc_port})
 
 
 def _choose_gpus(

@@ -1,6 +1,7 @@
 """Entry point of the sampler: `python -m fovea_sampler --model DIR --port N --renderer HOST:PORT`."""
 
 import asyncio
+import logging
 import time
 
 
@@ -15,7 +16,7 @@ def main() -> None:
     configure_logging("sampler", settings.log_level)
     # The order matters. The environment must be set before torch is imported, and the engine must be launched (it
     # forks) before gRPC starts threads.
-    from fovea_sampler.engine import vllm_launch
+    from fovea_sampler.engine import engine_arguments, vllm_launch
 
     vllm_launch.prepare_environment(settings)
     try:
@@ -26,7 +27,11 @@ def main() -> None:
             config = vllm_launch.engine_config(settings, capacity)
     except (OSError, ValueError) as error:
         raise SystemExit(f"fovea_sampler: {error}") from None
+    logger = logging.getLogger(__name__)
+    logger.info("vLLM %s", engine_arguments.start_steps(config))
+    begun = time.monotonic()
     llm = vllm_launch.launch(config)
+    logger.info("vLLM has started after %.1f s", time.monotonic() - begun)
     try:
         from fovea_sampler.engine.vllm_engine import Engine
         from fovea_sampler.sampler_app import serve

@@ -102,7 +102,9 @@ def test_a_model_that_is_computed_in_two_ways_or_is_blind_is_wrong() -> None:
     (apart,) = Agreement(most=0.2, kl=0.5, change=0.1).problems("then")
     assert apart.startswith("then, sampler and trainer compute the model differently: KL 5.0e-01")
     (blind,) = Agreement(most=0.0, kl=0.0, change=0.0).problems("then")
-    assert "another picture changes nothing" in blind
+    assert "other pictures change nothing" in blind
+    (deaf,) = Agreement(most=0.0, kl=0.0, change=0.0).problems("then", "texts")
+    assert deaf.endswith("the model sees no texts")
     assert len(list(Agreement(float("nan"), float("nan"), float("nan")).problems("then"))) == 2
 
 

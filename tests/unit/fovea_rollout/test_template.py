@@ -359,6 +359,23 @@ def test_a_template_may_write_names() -> None:
     )
 
 
+def test_a_template_that_joins_strings_gets_strings_and_takes_no_pictures() -> None:
+    """As SmolLM2's, which fails on a list of parts."""
+    loaded = copy.copy(tokenizer("tiny/qwen3_vl"))
+    loaded.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    template = ChatTemplate(loaded)
+    prompt = template.render([user("Look", " there"), sampled("tiny/qwen3_vl", "Yes<|im_end|>"), user("Where?")])
+    assert text_of("tiny/qwen3_vl", prompt) == (
+        "<|im_start|>user\nLook there<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n"
+        "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(InvalidInput, match=r"history\[0\]"):
+        template.render([user("Look", RED)])
+
+
 def test_pictures_are_shared() -> None:
     prompt = ChatTemplate(tokenizer("tiny/qwen3_vl")).render([user("Look", RED), user(BLUE, "and")])
     assert [chunk for chunk in prompt if isinstance(chunk, Picture)] == [RED, BLUE]

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from fovea_sampler.engine import vllm_launch
-from fovea_sampler.engine.engine_arguments import REFUSED, SETTING_OF, check_expert_parallel, checked
+from fovea_sampler.engine.engine_arguments import (
+    REFUSED,
+    SETTING_OF,
+    check_expert_parallel,
+    checked,
+    quick_compilation,
+    start_steps,
+)
 from fovea_sampler.engine.vllm_launch import AdapterCapacity
 from fovea_sampler.settings import SamplerSettings
 
@@ -31,6 +38,27 @@ def test_arguments_come_in_vllms_types() -> None:
     assert found["attention_backend"] is AttentionBackendEnum.TRITON_ATTN
     assert isinstance(found["compilation_config"], CompilationConfig)
     assert found["compilation_config"].cudagraph_capture_sizes == [1, 2]
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (3, [1, 2, 3]), (20, [1, 2, 4, 8, 16, 20])])
+def test_a_fast_start_compiles_nothing_and_captures_only_what_decodes(most: int, sizes: list[int]) -> None:
+    from vllm.config import CompilationConfig
+    from vllm.config.compilation import CUDAGraphMode
+
+    quick = CompilationConfig(**quick_compilation(most))
+    assert (quick.mode, quick.cudagraph_mode) == (0, CUDAGraphMode.FULL_DECODE_ONLY)
+    assert quick.cudagraph_capture_sizes == sizes
+
+
+def test_the_log_names_the_steps_of_the_start() -> None:
+    from vllm.config import CompilationConfig, VllmConfig
+
+    quick = VllmConfig(compilation_config=CompilationConfig(mode=0))
+    quick.compilation_config.cudagraph_capture_sizes = [1, 2, 4]
+    assert start_steps(quick) == "loads the weights, captures CUDA graphs of 3 batch sizes, the largest 4"
+    quick.compilation_config.cudagraph_capture_sizes = []
+    quick.compilation_config.mode = 3
+    assert start_steps(quick).startswith("loads the weights, compiles the model (later starts read it from ")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Collection, Mapping
 from enum import EnumType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -12,6 +13,9 @@ from fovea import vision
 from fovea.runtime import model_files
 from fovea.vision.processor_vl import ProcessorVL
 from fovea_sampler.settings import SamplerSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SETTING_OF = {
     "max_model_len": "max_context",
@@ -134,6 +138,31 @@ def _problem(name: str, known: Collection[str], made: Collection[str]) -> str:
         near = difflib.get_close_matches(name, known, 1)
         return f"vLLM has no engine argument {name}" + (f"; the nearest is {near[0]}" if near else "")
     return ""
+
+
+def quick_compilation(max_sequences: int) -> dict[str, Any]:
+    """Returns vLLM's `compilation_config` for `fast_start`: no compilation, and CUDA graphs only for decoding.
+
+    vLLM's default also captures graphs for mixed batches of up to 512 tokens, and each of them once more with adapters.
+
+    Args:
+        max_sequences: The most sequences in one batch, which is the largest graph.
+    """
+    sizes = sorted({1, 2, 4, *range(8, max_sequences, 8), max_sequences})
+    sizes = [size for size in sizes if size <= max_sequences]
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+
+
+def start_steps(config: "VllmConfig") -> str:
+    """Returns the steps of the engine's start, for the log: on a GPU, all but the first can take minutes."""
+    compilation, steps = config.compilation_config, ["loads the weights"]
+    if compilation.mode:
+        steps.append(
+            f"compiles the model (later starts read it from {os.environ.get('VLLM_CACHE_ROOT', '~/.cache/vllm')})"
+        )
+    if sizes := compilation.cudagraph_capture_sizes:
+        steps.append(f"captures CUDA graphs of {len(sizes)} batch sizes, the largest {max(sizes)}")
+    return ", ".join(steps)
 
 
 def room_for_pushes(

@@ -1,0 +1,34 @@
+"""The parts of `make real` before a gateway with fake services: requests, results and their counts, not learning."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import fovea_tinyvlm
+from fovea_real.job import Reinforcement, Server, reinforce
+from fovea_real.lessons import HELD_OUT_SUMS
+from tests.contract.gateway import fakes
+from tests.contract.gateway.conftest import KEY, Stand, certificates, running
+
+__all__ = ["certificates"]
+
+
+@pytest.fixture
+async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
+    """A running stand, of whose text-only model the client finds the tokenizer."""
+    monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
+    async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure("qwen3"))) as stand:
+        yield stand
+
+
+async def test_reinforcement_measures_before_and_after_and_reports_each_step(stand: Stand) -> None:
+    said: list[str] = []
+    server = Server(stand.url, KEY, fakes.MODEL)
+    # In a thread with a loop of its own: the gateway runs in this one.
+    found = await asyncio.to_thread(lambda: asyncio.run(reinforce(server, 0, Reinforcement(steps=2), said.append)))
+    assert len(found.first) == len(found.last) == len(found.held_out) == HELD_OUT_SUMS
+    assert len(found.rewards) == 2
+    assert [line.split()[:2] for line in said if line.startswith("step")] == [["step", "0"], ["step", "1"]]
+    assert found.score([f"\\boxed{{{one.left + one.right}}}" for one in found.held_out]) == 1.0
