@@ -21,12 +21,16 @@ class OpenAIRoute(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPEN_AI_ROUTE_UNSPECIFIED: _ClassVar[OpenAIRoute]
     OPEN_AI_ROUTE_CHAT_COMPLETIONS: _ClassVar[OpenAIRoute]
     OPEN_AI_ROUTE_COMPLETIONS: _ClassVar[OpenAIRoute]
+    OPEN_AI_ROUTE_RESPONSES: _ClassVar[OpenAIRoute]
+    OPEN_AI_ROUTE_MESSAGES: _ClassVar[OpenAIRoute]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 OPEN_AI_ROUTE_UNSPECIFIED: OpenAIRoute
 OPEN_AI_ROUTE_CHAT_COMPLETIONS: OpenAIRoute
 OPEN_AI_ROUTE_COMPLETIONS: OpenAIRoute
+OPEN_AI_ROUTE_RESPONSES: OpenAIRoute
+OPEN_AI_ROUTE_MESSAGES: OpenAIRoute
 
 class GetSamplerInfoRequest(_message.Message):
     __slots__ = ()

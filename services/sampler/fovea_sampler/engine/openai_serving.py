@@ -8,7 +8,7 @@ them back, and the replacement engine returns them to vLLM.
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from vllm.entrypoints.generate.base.serving import decode_token_ids
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -35,13 +34,15 @@ from fovea.wire.errors import (
     InvalidInput,
     Unavailable,
 )
-from fovea_sampler.engine import openai_requests
-from fovea_sampler.engine.openai_requests import TextRenderer, token_bytes
+from fovea_sampler.engine import message_apis, openai_requests
+from fovea_sampler.engine.openai_requests import TextRenderer
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Step = sampler_pb2.OpenAIPlan | bytes
+_Write = Callable[[Any, Any], Awaitable[Any]]
+"""Calls a handler of vLLM with an engine and the names of models; returns its response, its events, or an error."""
 
 _TOOL_PARSERS = {
     "<function=": "qwen3_coder",
@@ -55,7 +56,6 @@ _TOOL_PARSERS = {
 """vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
 
 _ANSWER_BYTES = 2**20
-_REPLACEMENT = "\ufffd".encode()
 
 
 class OpenAIServing:
@@ -83,15 +83,12 @@ class OpenAIServing:
         self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
     ) -> AsyncGenerator[Step]:
         """Yields the plan of what to sample, then the bytes of the response; see `engine_api.OpenAIAnswers`."""
-        body: dict[str, Any] = json.loads(asked.body)
-        if "messages" in body:
-            body["messages"] = await self._renderer.guard(body["messages"])
-        request = openai_requests.read(asked.route, body, most_samples)
+        request, write = await self._read(asked.route, json.loads(asked.body), most_samples)
         image_id = await self._renderer.image_id() if asked.image_count else None
         engine = _CallerEngine(self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids)
         tasks = [
             asyncio.create_task(engine.listen(sampled), name="sampled"),
-            asyncio.create_task(self._write(engine, request), name="answer"),
+            asyncio.create_task(self._write(engine, write), name="answer"),
         ]
         try:
             while (step := await engine.steps.get()) is not None:
@@ -103,26 +100,57 @@ class OpenAIServing:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write(self, engine: "_CallerEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
+    async def _read(
+        self, route: "sampler_pb2.OpenAIRoute", body: dict[str, Any], most_samples: int
+    ) -> tuple[openai_requests.GenerationRequest, "_Write"]:
+        """Returns the request to sample for, and a function that calls vLLM's handler with an engine."""
+        common: dict[str, Any] = {"online_renderer": self._online, "request_logger": None}
+        if route == sampler_pb2.OPEN_AI_ROUTE_RESPONSES:
+            responses, messages = await message_apis.read_responses(body, self._renderer, most_samples)
+
+            def respond(engine: Any, models: Any) -> Any:
+                handler = message_apis.ResponsesHandler(engine, models, **common, **self._options)
+                handler.messages = messages
+                return handler.create_responses(responses)
+
+            return responses, respond
+        if route == sampler_pb2.OPEN_AI_ROUTE_MESSAGES:
+            given, request = await message_apis.read_messages(body, self._renderer, most_samples)
+
+            def message(engine: Any, models: Any) -> Any:
+                handler = message_apis.MessagesHandler(engine, models, "assistant", **common, **self._options)
+                handler.chat, handler.system_fingerprint = request, None
+                return handler.create_messages(given)
+
+            return request, message
+        if "messages" in body:
+            body["messages"] = await self._renderer.guard(body["messages"])
+        asked = openai_requests.read(route, body, most_samples)
+
+        def complete(engine: Any, models: Any) -> Any:
+            if isinstance(asked, ChatCompletionRequest):
+                chat = _Chat(engine, models, "assistant", **common, **self._options)
+                chat.system_fingerprint = None
+                return chat.create_chat_completion(asked)
+            completion = OpenAIServingCompletion(engine, models, **common)
+            completion.system_fingerprint = None
+            return completion.create_completion(asked)
+
+        return asked, complete
+
+    async def _write(self, engine: "_CallerEngine", write: "_Write") -> None:
         """Runs vLLM's handler. Puts its response and then None into `engine.steps`, or the handler's error."""
         try:
-            models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
-            given: Any = (engine, models)
-            if isinstance(request, ChatCompletionRequest):
-                chat = _Chat(*given, "assistant", online_renderer=self._online, request_logger=None, **self._options)
-                chat.system_fingerprint = None
-                answer: Any = await chat.create_chat_completion(request)
-            else:
-                completion = OpenAIServingCompletion(*given, online_renderer=self._online, request_logger=None)
-                completion.system_fingerprint = None
-                answer = await completion.create_completion(request)
+            name = engine.model_name
+            models = SimpleNamespace(model_name=lambda lora: name, lora_requests={}, is_base_model=bool)
+            answer = await write(engine, models)
             if isinstance(answer, ErrorResponse):
                 raise openai_requests.error_of(answer)
             if isinstance(answer, AsyncGenerator):
                 async for event in answer:
-                    engine.steps.put_nowait(event.encode())
+                    engine.steps.put_nowait(message_apis.event_text(event).encode())
             else:
-                body = answer.model_dump_json().encode()
+                body = message_apis.body_of(answer).encode()
                 for start in range(0, len(body), _ANSWER_BYTES):
                     engine.steps.put_nowait(body[start : start + _ANSWER_BYTES])
             engine.steps.put_nowait(None)
@@ -145,9 +173,8 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
         """Calls vLLM's method, then replaces the bytes of partial characters."""
         made = super()._create_chat_logprobs(token_ids, top_logprobs, tokenizer, *arguments, **options)
         for token, known, said in zip(token_ids, top_logprobs, made.content, strict=True):
-            for each, one in ((token, said), *zip(known or (), said.top_logprobs, strict=False)):
-                if bytes(one.bytes or ()).find(_REPLACEMENT) >= 0:
-                    one.bytes = list(token_bytes(tokenizer, each) or one.bytes)
+            listed = ((token, said), *zip(known or (), said.top_logprobs, strict=False))
+            openai_requests.write_bytes(tokenizer, listed)
         return made
 
 
@@ -160,11 +187,16 @@ class _CallerEngine:
 
     errored = False
 
+    @property
+    def model_name(self) -> str:
+        """The model as the client named it."""
+        return self._request.model or ""
+
     def __init__(
         self,
         llm: "AsyncLLM",
         renderer: TextRenderer,
-        request: ChatCompletionRequest | CompletionRequest,
+        request: openai_requests.GenerationRequest,
         image_count: int,
         image_id: int | None,
         end_ids: frozenset[int],
