@@ -145,10 +145,10 @@ class OpenAIAnswers:
     async def _sample(self, sampling: SamplingSession, plan: sampler_pb2.OpenAIPlan, index: int, told: Told) -> None:
         request = gateway_pb2.SampleTokensRequest(
             prompt=plan.prompts[index], sample_count=plan.sample_count, params=plan.params,
-            top_sample_logprobs=plan.top_sample_logprobs,
+            top_sample_logprobs=plan.top_sample_logprobs, sampled_support=plan.sampled_support,
         )  # fmt: skip
-        # The alternatives (logprobs) of a whole sequence may not fit into one message.
-        as_it_comes = plan.is_stream or plan.top_sample_logprobs > 0
+        # The alternatives (logprobs) or the supports of a whole sequence may not fit into one message.
+        as_it_comes = plan.is_stream or plan.top_sample_logprobs > 0 or plan.sampled_support
         is_first = True
         async with aclosing(self._sampling.run(sampling, request, as_it_comes=as_it_comes)) as events:  # type: ignore[type-var]
             async for ids, event in events:

@@ -10,7 +10,7 @@ from vllm.logprobs import Logprob
 from fovea.api.v1 import sampler_pb2
 from fovea.wire.errors import FoveaError
 from fovea_sampler.engine import openai_requests
-from fovea_sampler.engine.openai_serving import _Chat
+from fovea_sampler.engine.message_apis import ChatHandler
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "one café 🦊 two"
@@ -67,7 +67,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 def test_bytes_of_logprobs_joined_are_the_answers(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(ids) > len(TEXT)
-    serving: Any = object.__new__(_Chat)
+    serving: Any = object.__new__(ChatHandler)
     serving.return_tokens_as_token_ids = False
     rows = [{token: Logprob(-1.0, 1, tokenizer.decode([token])), ids[0]: Logprob(-2.0, 2, "o")} for token in ids]
     rows[0] = {ids[0]: Logprob(-1.0, 1, "o")}

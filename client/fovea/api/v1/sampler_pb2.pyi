@@ -342,15 +342,17 @@ class AnswerOpenAIResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[OpenAIPlan, _Mapping]] = ..., answer: _Optional[bytes] = ...) -> None: ...
 
 class OpenAIPlan(_message.Message):
-    __slots__ = ("prompts", "sample_count", "params", "top_sample_logprobs", "is_stream")
+    __slots__ = ("prompts", "sample_count", "params", "top_sample_logprobs", "is_stream", "sampled_support")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     IS_STREAM_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
     prompts: _containers.RepeatedCompositeFieldContainer[_model_input_pb2.ModelInput]
     sample_count: int
     params: SamplingParams
     top_sample_logprobs: int
     is_stream: bool
-    def __init__(self, prompts: _Optional[_Iterable[_Union[_model_input_pb2.ModelInput, _Mapping]]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., top_sample_logprobs: _Optional[int] = ..., is_stream: bool = ...) -> None: ...
+    sampled_support: bool
+    def __init__(self, prompts: _Optional[_Iterable[_Union[_model_input_pb2.ModelInput, _Mapping]]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., top_sample_logprobs: _Optional[int] = ..., is_stream: bool = ..., sampled_support: bool = ...) -> None: ...

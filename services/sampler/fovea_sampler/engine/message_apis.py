@@ -1,6 +1,6 @@
-"""OpenAI's Responses API and Anthropic's Messages API, with vLLM's own request types, handlers and events.
+"""OpenAI's chats and responses, and Anthropic's messages, with vLLM's own request types, handlers and events.
 
-vLLM turns both kinds of conversation into chat messages. Fovea checks and marks these messages as it does those of chat
+vLLM turns the conversations of the last two into chat messages. Fovea checks and marks these as it does those of chat
 completions: no part may make vLLM fetch something, and control tokens in a text stay text.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest, AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
@@ -100,6 +101,24 @@ async def read_responses(
     if not whole:
         raise InvalidInput("input is empty; send at least one message", field="input")
     return asked, await renderer.guard(whole)
+
+
+class ChatHandler(OpenAIServingChat):  # type: ignore[misc]
+    """vLLM's chat handler, with the exact bytes of each token in its log-probabilities.
+
+    vLLM decodes tokens one by one, so a token that is a part of a UTF-8 character becomes U+FFFD. Clients that join the
+    bytes of the tokens would not get the text of the answer.
+    """
+
+    def _create_chat_logprobs(
+        self, token_ids: Sequence[int], top_logprobs: Any, tokenizer: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """Calls vLLM's method, then replaces the bytes of partial characters."""
+        made = super()._create_chat_logprobs(token_ids, top_logprobs, tokenizer, *arguments, **options)
+        for token, known, said in zip(token_ids, top_logprobs, made.content, strict=True):
+            listed = ((token, said), *zip(known or (), said.top_logprobs, strict=False))
+            openai_requests.write_bytes(tokenizer, listed)
+        return made
 
 
 class MessagesHandler(AnthropicServingMessages):  # type: ignore[misc]

@@ -23,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 
 from fovea.api.v1 import sampler_pb2
 from fovea.vision.vision_family import image_margin
+from fovea.wire import tensors
 from fovea.wire.conventions import is_markup, replace_markup
 from fovea.wire.errors import (
     ContextOverflow,
@@ -147,6 +148,15 @@ def max_tokens_of(request: GenerationRequest) -> int | None:
     given = vars(request)  # reading the deprecated attribute would log a warning
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def take_support(body: dict[str, Any]) -> bool:
+    """Removes Fovea's own field `sampled_support` from a body, and returns it. Raises InvalidInput."""
+    is_asked = body.pop(tensors.SUPPORT, None) or False
+    if not isinstance(is_asked, bool) or (is_asked and body.get("stream")):
+        message = f"{tensors.SUPPORT} is {is_asked!r}; it must be a Boolean, and false for a stream"
+        raise InvalidInput(message, field=tensors.SUPPORT)
+    return is_asked
 
 
 def structure_of(params: SamplingParams) -> str:
