@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -75,7 +75,7 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
 }
 """OpenAI fields that Fovea does not serve, with a test for the values without effect that clients send by default."""
 
-GenerationRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
+GenerationRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 _Request = TypeVar("_Request", bound=BaseModel)
 
 PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}

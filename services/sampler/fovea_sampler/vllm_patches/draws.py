@@ -146,11 +146,12 @@ class StepSupports:
         self, asking: Sequence[int], recorded: Sequence[int], supports: tuple[torch.Tensor, torch.Tensor] | None
     ) -> None:
         self._packed, self._recorded = dict.fromkeys(asking, FULL_ROW), recorded
-        self._copies, self._copied = supports, None
+        self._copies: tuple[torch.Tensor, torch.Tensor] | None = supports
+        self._copied: torch.cuda.Event | None = None
         if supports is not None and supports[0].is_cuda:
             self._copies = supports[0].to("cpu", non_blocking=True), supports[1].to("cpu", non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()  # type: ignore[no-untyped-call]
 
     def slice_request(self, index: int, count: int) -> SamplingMaskLists | None:
         """Returns the packed row of a request as uint8, in place of ids; None if the request did not ask for it."""
@@ -165,7 +166,7 @@ class StepSupports:
     def _rows(self) -> dict[int, bytes]:
         if self._copies is not None:
             if self._copied is not None:
-                self._copied.synchronize()
+                self._copied.synchronize()  # type: ignore[no-untyped-call]
             ids, counts = (copy.numpy() for copy in self._copies)
             offsets = np.concatenate(([0], np.cumsum(counts)))
             rows = split_support(pack_support(ids[np.arange(ids.shape[1]) < counts[:, None]], offsets))
