@@ -1,10 +1,15 @@
 """Properties of the plan: nothing lost, nothing twice, budgets kept, ranks in step."""
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea_trainer.batches.datum_decoding import DatumSize
-from fovea_trainer.batches.micro_batch import plan
+from fovea_trainer.batches.datum_decoding import Datum, DatumSize, Support
+from fovea_trainer.batches.micro_batch import BatchLayout, plan
 
 SIZES = st.lists(
     st.builds(DatumSize, st.integers(1, 500), st.sampled_from([0, 0, 4, 256, 1000])), min_size=1, max_size=60
@@ -62,3 +67,15 @@ def test_equal_datums_are_spread_evenly_and_fill_the_ranks() -> None:
 def test_a_rank_without_datum_has_an_empty_batch() -> None:
     made = plan([DatumSize(10, 0)], 3, 100, 100)
     assert made.steps[0].datums == ((0,), (), ())
+
+
+def test_supports_are_packed_in_rows_of_equal_width() -> None:
+    layout = BatchLayout(None, torch.device("cpu"))
+    supported = replace(Datum.blank(3), support=Support(np.array([4, 9, 77]), np.array([0, 0, 1, 3])))
+    full = replace(Datum.blank(1), support=Support(np.array([], np.int64), np.array([0, 0])))
+    batch = layout.pack([Datum.blank(2), supported, full], {}, False, None)
+    assert batch.support_TM is not None
+    assert batch.support_TM.tolist() == [[-1, -1], [-1, -1], [-1, -1], [4, -1], [9, 77], [-1, -1]]
+    assert layout.pack([Datum.blank(2), full], {}, False, None).support_TM is None
+    with pytest.raises(AssertionError):
+        replace(batch, support_TM=None)
