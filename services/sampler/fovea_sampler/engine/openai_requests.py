@@ -349,6 +349,13 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
+def special_stop(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
+    """Returns the stop string that the last token completes; vLLM looks for it in a text without special tokens."""
+    tail = tokens[-max(map(len, stops), default=0) :] if stops else []
+    before, text = (tokenizer.decode(part, skip_special_tokens=False) for part in (tail[:-1], tail))
+    return next((stop for stop in stops if stop in text and stop not in before), None)
+
+
 def write_bytes(tokenizer: Any, listed: Iterable[tuple[int, Any]]) -> None:
     """Corrects the bytes of tokens in listed log-probabilities where a token is a part of a character."""
     for token, one in listed:

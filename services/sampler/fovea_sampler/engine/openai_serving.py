@@ -352,7 +352,10 @@ class _Sequence:
         elif is_stop:
             self._finish_reason = "stop"
             asked = is_by_token and tokens[-1] in (self._params.stop_token_ids or ())
-            self._stop_reason = tokens[-1] if asked else found
+            special = openai_requests.special_stop(
+                self._tokenizer, self._text.output_token_ids, self._params.stop or ()
+            )
+            self._stop_reason = tokens[-1] if asked else found or special
 
     def output(self, is_delta: bool) -> CompletionOutput:
         """Returns everything so far, or only the part since the last output if `is_delta`."""
