@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 from anthropic.types import TextBlock, ToolUseBlock
+from openai.types.chat import ChatCompletion
 from openai.types.responses import ResponseFunctionToolCall
 
 from tests.e2e.stack import API_KEY, Stack
@@ -33,10 +34,15 @@ def claude(stack: Stack) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def chatted(gpt: openai.OpenAI, model: str, messages: list[Any], **given: Any) -> str:
+def whole_chat(gpt: openai.OpenAI, model: str, messages: list[Any]) -> ChatCompletion:
+    options: dict[str, Any] = CHAT
+    answer: ChatCompletion = gpt.chat.completions.create(model=model, messages=messages, **options)
+    return answer
+
+
+def chatted(gpt: openai.OpenAI, model: str, messages: list[Any]) -> str:
     """The text of a chat completion."""
-    options: dict[str, Any] = {**CHAT, **given}
-    return gpt.chat.completions.create(model=model, messages=messages, **options).choices[0].message.content or ""
+    return whole_chat(gpt, model, messages).choices[0].message.content or ""
 
 
 def source(data: bytes) -> dict[str, str]:
@@ -45,14 +51,16 @@ def source(data: bytes) -> dict[str, str]:
 
 def test_a_response_has_the_text_of_a_chat(stack: Stack, gpt: openai.OpenAI) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a bird."}]
-    expected = chatted(gpt, stack.model_name, messages)
+    expected = whole_chat(gpt, stack.model_name, messages)
     answer = gpt.responses.create(
         model=stack.model_name, instructions="Be brief.", input="Name a bird.", store=False, **ANSWER
     )
-    assert answer.output_text == expected
-    assert answer.status == "incomplete"
+    assert answer.output_text == expected.choices[0].message.content
+    assert answer.status == {"length": "incomplete", "stop": "completed"}[expected.choices[0].finish_reason]
     assert answer.usage is not None
-    assert answer.usage.output_tokens == 12
+    assert expected.usage is not None
+    assert answer.usage.input_tokens == expected.usage.prompt_tokens
+    assert answer.usage.output_tokens == expected.usage.completion_tokens
     turns = [*messages, {"role": "assistant", "content": "A robin."}, {"role": "user", "content": "Another."}]
     listed: Any = [{"role": one["role"], "content": one["content"]} for one in turns[1:]]
     again = gpt.responses.create(model=stack.model_name, instructions="Be brief.", input=listed, **ANSWER)
@@ -67,9 +75,11 @@ def test_a_message_has_the_text_of_a_chat(stack: Stack, gpt: openai.OpenAI, clau
     )  # fmt: skip
     (block,) = answer.content
     assert isinstance(block, TextBlock)
-    assert block.text == chatted(gpt, stack.model_name, messages)
-    assert answer.stop_reason == "max_tokens"
-    assert answer.usage.output_tokens == 12
+    expected = whole_chat(gpt, stack.model_name, messages)
+    assert block.text == expected.choices[0].message.content
+    assert answer.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[expected.choices[0].finish_reason]
+    assert expected.usage is not None
+    assert answer.usage.output_tokens == expected.usage.completion_tokens
 
 
 def test_images_are_those_of_a_chat(stack: Stack, gpt: openai.OpenAI, claude: anthropic.Anthropic) -> None:
@@ -106,14 +116,14 @@ def test_streams_have_the_events_of_each_api(stack: Stack, gpt: openai.OpenAI, c
 def test_required_tools_are_called(stack: Stack, gpt: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     long: dict[str, Any] = {"temperature": 0.0}
     answer = gpt.responses.create(
-        model=stack.model_name, input="Go.", tools=[FUNCTION], tool_choice="required", max_output_tokens=60, **long
+        model=stack.model_name, input="Go.", tools=[FUNCTION], tool_choice="required", max_output_tokens=200, **long
     )
     call = next(item for item in answer.output if item.type == "function_call")
     assert isinstance(call, ResponseFunctionToolCall)
     assert call.name == "move"
     messages: Any = [{"role": "user", "content": "Go."}]
     said = claude.messages.create(
-        model=stack.model_name, messages=messages, tools=[CLAUDE_TOOL], tool_choice={"type": "any"}, max_tokens=60,
+        model=stack.model_name, messages=messages, tools=[CLAUDE_TOOL], tool_choice={"type": "any"}, max_tokens=200,
         **long,
     )  # fmt: skip
     assert said.stop_reason == "tool_use"

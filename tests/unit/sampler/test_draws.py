@@ -20,7 +20,7 @@ def min_p_of(*values: float) -> Any:
     """vLLM's own processor, with a batch of requests."""
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=ROWS))
     processor = MinPLogitsProcessor(config, torch.device("cpu"), False)
-    added = [(row, SimpleNamespace(min_p=value), None, []) for row, value in enumerate(values)]
+    added: list[Any] = [(row, SimpleNamespace(min_p=value), None, []) for row, value in enumerate(values)]
     processor.update_state(SimpleNamespace(added=added, removed=[], moved=[], batch_size=ROWS))
     return processor
 
