@@ -2,8 +2,10 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import tinker
 import torch
@@ -79,6 +81,26 @@ async def test_a_support_that_does_not_fit_is_refused(stack: Stack) -> None:
         with pytest.raises(InvalidInput, match="sampled_support does not contain the target"):
             await model.logprobs([other.datum(True)], 1.0)
         assert await gap(model, [drawn], 1.0, True) <= 1e-3
+
+
+def test_openais_client_gets_the_ids_with_an_option(stack: Stack) -> None:
+    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key=API_KEY, max_retries=0) as client:
+        asked: Any = {
+            "model": stack.model_name, "messages": [{"role": "user", "content": "Go."}], "max_completion_tokens": 6,
+            "logprobs": True, "top_logprobs": 8, "n": 2,
+        }  # fmt: skip
+        options = {"top_k": 5, "sampled_support": True, "return_token_ids": True, "ignore_eos": True}
+        for choice in client.chat.completions.create(**asked, extra_body=options).choices:
+            rows, tokens = choice.sampled_support, choice.token_ids  # type: ignore[attr-defined]
+            assert all(len(row) == 5 and token in row for row, token in zip(rows, tokens, strict=True))
+            assert choice.logprobs is not None
+            for one in choice.logprobs.content or ():
+                assert len(one.top_logprobs) == 5
+                assert sum(np.exp(each.logprob) for each in one.top_logprobs) == pytest.approx(1.0, abs=1e-4)
+        plain = client.chat.completions.create(**asked).choices[0]
+        assert not hasattr(plain, "sampled_support")
+        with pytest.raises(openai.BadRequestError, match="sampled_support"):
+            client.chat.completions.create(**asked, stream=True, extra_body=options)
 
 
 def test_the_official_sdk_sends_a_sparse_tensor(stack: Stack) -> None:

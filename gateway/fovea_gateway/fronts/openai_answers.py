@@ -5,7 +5,7 @@ Images are removed from the messages first, since only the renderer reads them."
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ _ENDINGS = {
     ".jpg": model_input_pb2.IMAGE_FORMAT_JPEG,
     ".jpeg": model_input_pb2.IMAGE_FORMAT_JPEG,
 }
+_IMAGE_FIELDS = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
+"""The field of an image by the type of its part: of chat completions, the Responses API, and Anthropic's API."""
 _DETAILS = (None, "auto", "high")
 """A request cannot choose the size: the checkpoint's own limit applies, then the model's processor."""
 
@@ -144,10 +146,10 @@ class OpenAIAnswers:
     async def _sample(self, sampling: SamplingSession, plan: sampler_pb2.OpenAIPlan, index: int, told: Told) -> None:
         request = gateway_pb2.SampleTokensRequest(
             prompt=plan.prompts[index], sample_count=plan.sample_count, params=plan.params,
-            top_sample_logprobs=plan.top_sample_logprobs,
+            top_sample_logprobs=plan.top_sample_logprobs, sampled_support=plan.sampled_support,
         )  # fmt: skip
-        # The alternatives (logprobs) of a whole sequence may not fit into one message.
-        as_it_comes = plan.is_stream or plan.top_sample_logprobs > 0
+        # The alternatives (logprobs) or the supports of a whole sequence may not fit into one message.
+        as_it_comes = plan.is_stream or plan.top_sample_logprobs > 0 or plan.sampled_support
         answer = sampler_pb2.OpenAIAnswer(answer_id=plan.answer_id, prompt_index=index)
         is_first = True
         async with aclosing(self._sampling.run(sampling, request, answer, as_it_comes=as_it_comes)) as events:  # type: ignore[type-var]
@@ -194,21 +196,48 @@ def _in_their_words(error: FoveaError, plan: sampler_pb2.OpenAIPlan, images: lis
 
 
 def take_images(body: dict[str, Any]) -> list[MessageImage]:
-    """Removes the images from a request's messages and returns them in order. An empty part remains in place of each.
+    """Removes the images from a request's conversation and returns them in order. An empty part remains for each.
 
-    Raises InvalidInput or Unimplemented, which name the field, for values that are not images or cannot be fetched.
+    Conversations are `messages`, or `input` in the Responses API. Raises InvalidInput or Unimplemented, which name the
+    field, for values that are not images or cannot be fetched.
     """
     images: list[MessageImage] = []
-    messages = body.get("messages")
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        for place, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type") == "image_url":
-                field = f"messages.{index}.content.{place}.image_url"
-                images.append(MessageImage(field, _read_image(part.get("image_url"), field)))
+    try:
+        for name in ("messages", "input"):
+            items = body.get(name)
+            for index, item in enumerate(items if isinstance(items, list) else ()):
+                images += _images_of(item, f"{name}.{index}")
+    except RecursionError:
+        raise InvalidInput("the conversation nests too deeply") from None
+    return images
+
+
+def _images_of(item: Any, path: str) -> Iterator[MessageImage]:
+    """Removes the images from the parts of a message, or of a tool's result."""
+    for name in ("content", "output"):
+        parts = item.get(name) if isinstance(item, dict) else None
+        for place, part in enumerate(parts if isinstance(parts, list) else ()):
+            field = f"{path}.{name}.{place}"
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in _IMAGE_FIELDS:
+                field = f"{field}.{_IMAGE_FIELDS[kind]}"
+                yield MessageImage(field, _read_image(_openai_image(part), field))
                 part.clear()
                 part.update(type="image_url", image_url=None, uuid="0")
-    return images
+            else:
+                yield from _images_of(part, field)
+
+
+def _openai_image(part: dict[str, Any]) -> Any:
+    """Returns the image of a part in the form of chat completions."""
+    if part["type"] == "image_url":
+        return part.get("image_url")
+    if part["type"] == "input_image":
+        return {"url": part.get("image_url"), "detail": part.get("detail")}
+    source = part.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return source
 
 
 def _read_image(value: Any, field: str) -> model_input_pb2.Chunk:

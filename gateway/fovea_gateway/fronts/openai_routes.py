@@ -1,4 +1,4 @@
-"""Routes of OpenAI's API: /v1/models, /v1/chat/completions and /v1/completions, with its errors."""
+"""Routes of OpenAI's API below /v1, and /v1/messages of Anthropic's API, with the errors of each."""
 
 import asyncio
 import time
@@ -31,6 +31,7 @@ T = TypeVar("T")
 _ELEMENTS = 2**20
 """The maximum number of tokens in a prompt of token ids, and more than the commas of any conversation."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 _MOST_LISTED = 1000
 _STARTED = int(time.time())
 
@@ -52,7 +53,17 @@ def openai_error(error: FoveaError) -> Response:
     return Json({"error": body}, status_code=status, headers={"x-request-id": REQUEST_ID.get()})
 
 
+def anthropic_error(error: FoveaError) -> Response:
+    """Returns an error in the format of Anthropic's API."""
+    status, field = error.http_status, f" (field {error.field})" if error.field else ""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    body = {"type": "error", "error": {"type": kind, "message": f"{error.message}{field}"}}
+    name = REQUEST_ID.get()
+    return Json(body | {"request_id": name}, status_code=status, headers={"request-id": name})
+
+
 OPENAI = Api("/v1/", openai_error)
+ANTHROPIC = Api("/v1/", anthropic_error)
 
 
 class OpenAIRoutes:
@@ -79,6 +90,8 @@ class OpenAIRoutes:
             endpoints.route("GET", "models/{model:path}", self.get_model, Scope.SAMPLE, OPENAI),
             endpoints.route("POST", "chat/completions", self.chat, Scope.SAMPLE, OPENAI),
             endpoints.route("POST", "completions", self.complete, Scope.SAMPLE, OPENAI),
+            endpoints.route("POST", "responses", self.respond, Scope.SAMPLE, OPENAI),
+            endpoints.route("POST", "messages", self.message, Scope.SAMPLE, ANTHROPIC),
         ]
 
     async def list_models(self, request: Request, owner: str) -> Response:
@@ -103,7 +116,15 @@ class OpenAIRoutes:
     async def complete(self, request: Request, owner: str) -> Response:
         return await self._answer(request, owner, sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS)
 
-    async def _answer(self, request: Request, owner: str, route: "sampler_pb2.OpenAIRoute") -> Response:
+    async def respond(self, request: Request, owner: str) -> Response:
+        return await self._answer(request, owner, sampler_pb2.OPEN_AI_ROUTE_RESPONSES)
+
+    async def message(self, request: Request, owner: str) -> Response:
+        return await self._answer(request, owner, sampler_pb2.OPEN_AI_ROUTE_MESSAGES, ANTHROPIC)
+
+    async def _answer(
+        self, request: Request, owner: str, route: "sampler_pb2.OpenAIRoute", api: Api = OPENAI
+    ) -> Response:
         blob = await read(request, self._max_body_bytes)
         # The body counts twice, for its text and for its images as bytes; each element counts as a Python object.
         count = await off_loop(check_json_elements, blob, _ELEMENTS)
@@ -119,7 +140,9 @@ class OpenAIRoutes:
         # Errors in the request are known before the first chunk, while the status can still be set.
         first = await _while_connected(request, anext(pieces, b""))
         headers["cache-control"] = "no-cache"
-        return StreamingResponse(_streamed(first, pieces), media_type="text/event-stream", headers=headers)
+        has_names = route in (sampler_pb2.OPEN_AI_ROUTE_RESPONSES, sampler_pb2.OPEN_AI_ROUTE_MESSAGES)
+        events = _streamed(first, pieces, b"event: error\n" if has_names else b"", api)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def _base_models(self) -> list[dict[str, Any]]:
         return [
@@ -149,7 +172,7 @@ async def _joined(pieces: AsyncGenerator[bytes]) -> bytes:
         return b"".join([piece async for piece in pieces])
 
 
-async def _streamed(first: bytes, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def _streamed(first: bytes, pieces: AsyncGenerator[bytes], name: bytes, api: Api) -> AsyncGenerator[bytes]:
     """Yields the events. An error is the last event, since the status has been sent already."""
     async with aclosing(pieces):
         yield first
@@ -157,7 +180,7 @@ async def _streamed(first: bytes, pieces: AsyncGenerator[bytes]) -> AsyncGenerat
             async for piece in pieces:
                 yield piece
         except FoveaError as error:
-            yield b"data: " + bytes(openai_error(error).body) + b"\n\n"
+            yield name + b"data: " + bytes(api.answer_error(error).body) + b"\n\n"
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

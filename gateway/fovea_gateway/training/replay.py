@@ -165,7 +165,7 @@ class Replay:
         self._note(entry, frozen.digest == kept.identity.digest)
 
     def _compare(self, entry: Entry, result: Sequence[Message], place: str = "") -> None:
-        is_moved = place != entry.numerics.get(PLACE, "alone")
+        is_moved = bool(place) and place != entry.numerics.get(PLACE, "alone")
         self._note(entry, digest_of(result) == entry.digest, is_moved)
 
     def _note(self, entry: Entry, is_equal: bool, is_moved: bool = False) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fovea.api.v1 import sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput, Unavailable
 from tests.contract.gateway.conftest import KEY, Stand
@@ -97,6 +98,48 @@ async def test_what_is_no_image_is_refused_by_its_field(
     assert error["param"] == (f"{where}.{field}" if field else where)
     assert error["message"].startswith(error["param"])
     assert (await http.post("chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_images_of_responses_and_messages_go_to_the_renderer(stand: Stand, http: httpx.AsyncClient) -> None:
+    text, url = {"type": "text", "text": "a"}, f"data:image/png;base64,{PNG}"
+    spoken = [{"role": "user", "content": [text, {"type": "input_image", "image_url": url, "detail": "auto"}]}]
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [shown]}
+    for route, body in (
+        ("responses", {"model": MODEL, "input": spoken}),
+        ("messages", {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": [text, shown]}]}),
+        ("messages", {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": [result]}]}),
+    ):
+        await http.post(route, json=body)
+        asked = stand.samplers[0].of("AnswerOpenAI")[-1]
+        assert asked.image_count == 1
+        assert PNG not in asked.body.decode()
+        assert '{"type": "image_url", "image_url": null, "uuid": "0"}' in asked.body.decode()
+    routes = [asked.route for asked in stand.samplers[0].of("AnswerOpenAI")]
+    assert routes == [sampler_pb2.OPEN_AI_ROUTE_RESPONSES, *2 * [sampler_pb2.OPEN_AI_ROUTE_MESSAGES]]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "kind", "said"),
+    [
+        ({"model": "none"}, 404, "not_found_error", "field model"),
+        ({"unknown": 1}, 400, "invalid_request_error", "field unknown"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]}, 400,
+         "invalid_request_error", "messages.0.content.0.source.url is missing"),
+    ],
+)  # fmt: skip
+async def test_errors_of_messages_have_anthropics_shape(
+    stand: Stand, change: dict[str, Any], status: int, kind: str, said: str
+) -> None:
+    async with httpx.AsyncClient(base_url=f"{stand.url}/v1/", headers={"x-api-key": KEY}, timeout=30) as http:
+        answer = await http.post("messages", json={**CHAT, "max_tokens": 4, **change})
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert answer.json()["error"]["type"] == kind
+        assert said in answer.json()["error"]["message"]
+        assert answer.json()["request_id"] == answer.headers["request-id"]
+        stand.samplers[0].failures["Sample"] = [InvalidInput("params.seed is odd", field="params.seed")]
+        refused = await http.post("messages", json={**CHAT, "max_tokens": 4})
+        assert refused.json()["error"]["message"] == "params.seed is odd (field seed)"
 
 
 async def test_errors_have_openais_shape(stand: Stand, http: httpx.AsyncClient) -> None:

@@ -6,11 +6,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.logprobs import Logprob
+from vllm.sampling_params import SamplingParams
 
 from fovea.api.v1 import sampler_pb2
+from fovea.wire import tensors
 from fovea.wire.errors import FoveaError
 from fovea_sampler.engine import openai_requests
-from fovea_sampler.engine.openai_serving import _Chat
+from fovea_sampler.engine.message_apis import ChatHandler
+from fovea_sampler.engine.openai_serving import _Sequence
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "one café 🦊 two"
@@ -63,11 +66,28 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+@pytest.mark.parametrize("stop", ["<|mark|>", "o<|mark|>", "hello<|mark|>"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_special_token_is_the_stop_reason(stop: str, ends: bool) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|mark|>"]})
+    ids = tokenizer.encode("hello<|mark|>", add_special_tokens=False)
+    params = SamplingParams(stop=[stop], detokenize=True)
+    sequence = _Sequence(0, tokenizer, params, ids[:1], {ids[-1]} if ends else set())
+    for place, token in enumerate(ids):
+        delta = sampler_pb2.SequenceDelta(tokens=tensors.encode_tokens([token]))
+        delta.finish_reason = sampler_pb2.FINISH_REASON_STOP if place == len(ids) - 1 else 0
+        sequence.add(delta)
+    output = sequence.output(False)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("hello", "stop", stop)
+    assert openai_requests.special_stop(tokenizer, ids, ["x<|mark|>", "hell"]) is None
+
+
 @pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
 def test_bytes_of_logprobs_joined_are_the_answers(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(ids) > len(TEXT)
-    serving: Any = object.__new__(_Chat)
+    serving: Any = object.__new__(ChatHandler)
     serving.return_tokens_as_token_ids = False
     rows = [{token: Logprob(-1.0, 1, tokenizer.decode([token])), ids[0]: Logprob(-2.0, 2, "o")} for token in ids]
     rows[0] = {ids[0]: Logprob(-1.0, 1, "o")}

@@ -21,12 +21,16 @@ class OpenAIRoute(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPEN_AI_ROUTE_UNSPECIFIED: _ClassVar[OpenAIRoute]
     OPEN_AI_ROUTE_CHAT_COMPLETIONS: _ClassVar[OpenAIRoute]
     OPEN_AI_ROUTE_COMPLETIONS: _ClassVar[OpenAIRoute]
+    OPEN_AI_ROUTE_RESPONSES: _ClassVar[OpenAIRoute]
+    OPEN_AI_ROUTE_MESSAGES: _ClassVar[OpenAIRoute]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 OPEN_AI_ROUTE_UNSPECIFIED: OpenAIRoute
 OPEN_AI_ROUTE_CHAT_COMPLETIONS: OpenAIRoute
 OPEN_AI_ROUTE_COMPLETIONS: OpenAIRoute
+OPEN_AI_ROUTE_RESPONSES: OpenAIRoute
+OPEN_AI_ROUTE_MESSAGES: OpenAIRoute
 
 class GetSamplerInfoRequest(_message.Message):
     __slots__ = ()
@@ -362,17 +366,19 @@ class AnswerOpenAIResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[OpenAIPlan, _Mapping]] = ..., answer: _Optional[bytes] = ...) -> None: ...
 
 class OpenAIPlan(_message.Message):
-    __slots__ = ("prompts", "sample_count", "params", "top_sample_logprobs", "is_stream", "answer_id")
+    __slots__ = ("prompts", "sample_count", "params", "top_sample_logprobs", "is_stream", "answer_id", "sampled_support")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     TOP_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     IS_STREAM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
     prompts: _containers.RepeatedCompositeFieldContainer[_model_input_pb2.ModelInput]
     sample_count: int
     params: SamplingParams
     top_sample_logprobs: int
     is_stream: bool
     answer_id: str
-    def __init__(self, prompts: _Optional[_Iterable[_Union[_model_input_pb2.ModelInput, _Mapping]]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., top_sample_logprobs: _Optional[int] = ..., is_stream: bool = ..., answer_id: _Optional[str] = ...) -> None: ...
+    sampled_support: bool
+    def __init__(self, prompts: _Optional[_Iterable[_Union[_model_input_pb2.ModelInput, _Mapping]]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., top_sample_logprobs: _Optional[int] = ..., is_stream: bool = ..., answer_id: _Optional[str] = ..., sampled_support: bool = ...) -> None: ...

@@ -5,15 +5,16 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.inputs import tokens_input
@@ -22,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 
 from fovea.api.v1 import sampler_pb2
 from fovea.vision.vision_family import image_margin
+from fovea.wire import tensors
 from fovea.wire.conventions import is_markup, replace_markup
 from fovea.wire.errors import (
     ContextOverflow,
@@ -43,7 +45,17 @@ _CHAT = (
     " messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort"
     " chat_template_kwargs add_generation_prompt continue_final_message"
 )
-_FIELDS = {ChatCompletionRequest: set((_BOTH + _CHAT).split()), CompletionRequest: set((_BOTH + " prompt").split())}
+_RESPONSES = (
+    "model input instructions stream max_output_tokens temperature top_p top_k min_p seed stop stop_token_ids"
+    " ignore_eos presence_penalty frequency_penalty repetition_penalty include_stop_str_in_output skip_special_tokens"
+    " tools tool_choice parallel_tool_calls reasoning text structured_outputs include top_logprobs user"
+    " chat_template_kwargs"
+)
+_FIELDS = {
+    ChatCompletionRequest: set((_BOTH + _CHAT).split()),
+    CompletionRequest: set((_BOTH + " prompt").split()),
+    ResponsesRequest: set(_RESPONSES.split()),
+}
 """The request fields that Fovea serves. vLLM accepts any field and ignores those that it does not know."""
 
 _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
@@ -55,12 +67,16 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "best_of": lambda value: value == 1,
     "echo": lambda value: value is False,
     "suffix": lambda value: value == "",
+    "background": lambda value: value is False,
     "functions": lambda value: value == [],
     "function_call": lambda value: value in ("auto", "none"),
     "prompt_cache_key": lambda value: isinstance(value, str),
     "safety_identifier": lambda value: isinstance(value, str),
 }
 """OpenAI fields that Fovea does not serve, with a test for the values without effect that clients send by default."""
+
+GenerationRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
+_Request = TypeVar("_Request", bound=BaseModel)
 
 PICTURE: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "0"}
 """The message part by which the gateway replaces each image."""
@@ -70,17 +86,17 @@ _THOUGHTS = {"<think>", "</think>"}
 _MARK = f"@@fovea-text-{secrets.token_hex(16)}@@"
 """A random text that splits control tokens typed in a message, so that the chat template cannot reproduce them."""
 
+_REPLACEMENT = "\ufffd".encode()
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 _BYTES = {character: value for value, character in bytes_to_unicode().items()}
 
 
-def read(
-    route: "sampler_pb2.OpenAIRoute", body: dict[str, Any], most_samples: int
-) -> ChatCompletionRequest | CompletionRequest:
+def read(route: "sampler_pb2.OpenAIRoute", body: dict[str, Any], most_samples: int) -> GenerationRequest:
     """Returns the request as vLLM's class. Raises InvalidInput or Unimplemented with the field that is wrong."""
-    kinds: dict[int, type[ChatCompletionRequest] | type[CompletionRequest]] = {
+    kinds: dict[int, Any] = {
         sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS: ChatCompletionRequest,
         sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS: CompletionRequest,
+        sampler_pb2.OPEN_AI_ROUTE_RESPONSES: ResponsesRequest,
     }
     kind = kinds.get(route)
     if kind is None:
@@ -94,40 +110,53 @@ def read(
         if known is None:
             raise InvalidInput(f"there is no field {name!r} in this request; leave it out", field=name)
         raise Unimplemented(f"Fovea does not serve vLLM's field {name}; leave it out", field=name)
-    _check_parts(body.get("messages"))
+    check_parts(body.get("messages"), "messages")
     given = {name: value for name, value in body.items() if value is not None and name in _FIELDS[kind]}
+    request: GenerationRequest = validated(kind, given)
+    if isinstance(request, ChatCompletionRequest) and not request.messages:
+        raise InvalidInput("messages is empty; send at least one", field="messages")
+    count = getattr(request, "n", None) or 1
+    if not 1 <= count <= most_samples:
+        raise InvalidInput(f"n is {count}; it must be 1 .. {most_samples}", field="n")
+    return request
+
+
+def validated(kind: type[_Request], given: dict[str, Any]) -> _Request:
+    """Returns a request of vLLM's class. Raises InvalidInput with the first field that is wrong."""
     try:
-        request = kind.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(map(str, first["loc"])) or None
         raise InvalidInput(f"{field or 'the request'}: {first['msg']}", field=field) from None
     except Exception as error:  # vLLM's validators raise exceptions of their own
         raise error_of(create_error_response(error)) from None
-    if isinstance(request, ChatCompletionRequest) and not request.messages:
-        raise InvalidInput("messages is empty; send at least one", field="messages")
-    if not 1 <= (request.n or 1) <= most_samples:
-        raise InvalidInput(f"n is {request.n}; it must be 1 .. {most_samples}", field="n")
-    return request
 
 
-def _check_parts(messages: Any) -> None:
+def check_parts(messages: Any, name: str) -> None:
     """Raises InvalidInput for a message part that vLLM would fetch or load. Only the renderer may read images."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for place, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else "text"
             if kind != "text" and part != PICTURE:
-                field = f"messages.{index}.content.{place}.type"
+                field = f"{name}.{index}.content.{place}.type"
                 raise InvalidInput(f"{field} is {kind!r}; it must be 'text' or 'image_url'", field=field)
 
 
-def max_tokens_of(request: ChatCompletionRequest | CompletionRequest) -> int | None:
+def max_tokens_of(request: GenerationRequest) -> int | None:
     given = vars(request)  # reading the deprecated attribute would log a warning
-    most: int | None = given.get("max_completion_tokens")
-    if most is None:
-        most = given["max_tokens"]
-    return most
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def take_support(body: dict[str, Any]) -> bool:
+    """Removes Fovea's own field `sampled_support` from a body, and returns it. Raises InvalidInput."""
+    is_asked = body.pop(tensors.SUPPORT, None) or False
+    if not isinstance(is_asked, bool) or (is_asked and body.get("stream")):
+        message = f"{tensors.SUPPORT} is {is_asked!r}; it must be a Boolean, and false for a stream"
+        raise InvalidInput(message, field=tensors.SUPPORT)
+    return is_asked
 
 
 def structure_of(params: SamplingParams) -> str:
@@ -318,6 +347,20 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
     """
     longest_first = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def special_stop(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
+    """Returns the stop string that the last token completes; vLLM looks for it in a text without special tokens."""
+    tail = tokens[-max(map(len, stops), default=0) :] if stops else []
+    before, text = (tokenizer.decode(part, skip_special_tokens=False) for part in (tail[:-1], tail))
+    return next((stop for stop in stops if stop in text and stop not in before), None)
+
+
+def write_bytes(tokenizer: Any, listed: Iterable[tuple[int, Any]]) -> None:
+    """Corrects the bytes of tokens in listed log-probabilities where a token is a part of a character."""
+    for token, one in listed:
+        if bytes(one.bytes or ()).find(_REPLACEMENT) >= 0:
+            one.bytes = list(token_bytes(tokenizer, token) or one.bytes)
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:

@@ -8,15 +8,13 @@ replacement engine returns them to vLLM, whether this sampler draws them or the 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.entrypoints.generate.base.serving import decode_token_ids
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -35,13 +33,16 @@ from fovea.wire.errors import (
     InvalidInput,
     Unavailable,
 )
-from fovea_sampler.engine import openai_requests
-from fovea_sampler.engine.openai_requests import TextRenderer, token_bytes
+from fovea_sampler.engine import message_apis, openai_requests
+from fovea_sampler.engine.openai_requests import TextRenderer
+from fovea_sampler.engine_api import FILLER_LOGPROB
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Step = sampler_pb2.OpenAIPlan | bytes
+_Write = Callable[[Any, Any], Awaitable[Any]]
+"""Calls a handler of vLLM with an engine and the names of models; returns its response, its events, or an error."""
 
 _TOOL_PARSERS = {
     "<function=": "qwen3_coder",
@@ -55,7 +56,7 @@ _TOOL_PARSERS = {
 """vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
 
 _ANSWER_BYTES = 2**20
-_REPLACEMENT = "\ufffd".encode()
+_WITH_CHOICES = (sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS)
 
 
 class OpenAIServing:
@@ -84,14 +85,15 @@ class OpenAIServing:
     ) -> AsyncGenerator[Step]:
         """Yields the plan of what to sample, then the bytes of the response; see `engine_api.OpenAIAnswers`."""
         body: dict[str, Any] = json.loads(asked.body)
-        if "messages" in body:
-            body["messages"] = await self._renderer.guard(body["messages"])
-        request = openai_requests.read(asked.route, body, most_samples)
+        has_support = asked.route in _WITH_CHOICES and openai_requests.take_support(body)
+        request, write = await self._read(asked.route, body, most_samples)
         image_id = await self._renderer.image_id() if asked.image_count else None
-        engine = _CallerEngine(self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids)
+        engine = _CallerEngine(
+            self._llm, self._renderer, request, asked.image_count, image_id, self._end_ids, has_support
+        )
         tasks = [
             asyncio.create_task(engine.listen(sampled), name="sampled"),
-            asyncio.create_task(self._write(engine, request), name="answer"),
+            asyncio.create_task(self._write(engine, write), name="answer"),
         ]
         try:
             while (step := await engine.steps.get()) is not None:
@@ -103,26 +105,58 @@ class OpenAIServing:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write(self, engine: "_CallerEngine", request: ChatCompletionRequest | CompletionRequest) -> None:
+    async def _read(
+        self, route: "sampler_pb2.OpenAIRoute", body: dict[str, Any], most_samples: int
+    ) -> tuple[openai_requests.GenerationRequest, "_Write"]:
+        """Returns the request to sample for, and a function that calls vLLM's handler with an engine."""
+        common: dict[str, Any] = {"online_renderer": self._online, "request_logger": None}
+        if route == sampler_pb2.OPEN_AI_ROUTE_RESPONSES:
+            responses, messages = await message_apis.read_responses(body, self._renderer, most_samples)
+
+            def respond(engine: Any, models: Any) -> Any:
+                handler = message_apis.ResponsesHandler(engine, models, **common, **self._options)
+                handler.messages = messages
+                return handler.create_responses(responses)
+
+            return responses, respond
+        if route == sampler_pb2.OPEN_AI_ROUTE_MESSAGES:
+            given, request = await message_apis.read_messages(body, self._renderer, most_samples)
+
+            def message(engine: Any, models: Any) -> Any:
+                handler = message_apis.MessagesHandler(engine, models, "assistant", **common, **self._options)
+                handler.chat, handler.system_fingerprint = request, None
+                return handler.create_messages(given)
+
+            return request, message
+        if "messages" in body:
+            body["messages"] = await self._renderer.guard(body["messages"])
+        asked = openai_requests.read(route, body, most_samples)
+
+        def complete(engine: Any, models: Any) -> Any:
+            if isinstance(asked, ChatCompletionRequest):
+                chat = message_apis.ChatHandler(engine, models, "assistant", **common, **self._options)
+                chat.system_fingerprint = None
+                return chat.create_chat_completion(asked)
+            completion = OpenAIServingCompletion(engine, models, **common)
+            completion.system_fingerprint = None
+            return completion.create_completion(asked)
+
+        return asked, complete
+
+    async def _write(self, engine: "_CallerEngine", write: "_Write") -> None:
         """Runs vLLM's handler. Puts its response and then None into `engine.steps`, or the handler's error."""
         try:
-            models = SimpleNamespace(model_name=lambda lora: request.model, lora_requests={}, is_base_model=bool)
-            given: Any = (engine, models)
-            if isinstance(request, ChatCompletionRequest):
-                chat = _Chat(*given, "assistant", online_renderer=self._online, request_logger=None, **self._options)
-                chat.system_fingerprint = None
-                answer: Any = await chat.create_chat_completion(request)
-            else:
-                completion = OpenAIServingCompletion(*given, online_renderer=self._online, request_logger=None)
-                completion.system_fingerprint = None
-                answer = await completion.create_completion(request)
+            name = engine.model_name
+            models = SimpleNamespace(model_name=lambda lora: name, lora_requests={}, is_base_model=bool)
+            answer = await write(engine, models)
             if isinstance(answer, ErrorResponse):
                 raise openai_requests.error_of(answer)
             if isinstance(answer, AsyncGenerator):
                 async for event in answer:
-                    engine.steps.put_nowait(event.encode())
+                    engine.steps.put_nowait(message_apis.event_text(event).encode())
             else:
-                body = answer.model_dump_json().encode()
+                engine.add_supports(answer)
+                body = message_apis.body_of(answer).encode()
                 for start in range(0, len(body), _ANSWER_BYTES):
                     engine.steps.put_nowait(body[start : start + _ANSWER_BYTES])
             engine.steps.put_nowait(None)
@@ -130,25 +164,6 @@ class OpenAIServing:
             engine.steps.put_nowait(error)
         except Exception as error:  # templates and parsers raise anything: vLLM decides if the client is at fault
             engine.steps.put_nowait(openai_requests.error_of(create_error_response(error)))
-
-
-class _Chat(OpenAIServingChat):  # type: ignore[misc]
-    """vLLM's chat handler, with the exact bytes of each token in its log-probabilities.
-
-    vLLM decodes tokens one by one, so a token that is a part of a UTF-8 character becomes U+FFFD. Clients that join the
-    bytes of the tokens would not get the text of the answer.
-    """
-
-    def _create_chat_logprobs(
-        self, token_ids: Sequence[int], top_logprobs: Any, tokenizer: Any, *arguments: Any, **options: Any
-    ) -> Any:
-        """Calls vLLM's method, then replaces the bytes of partial characters."""
-        made = super()._create_chat_logprobs(token_ids, top_logprobs, tokenizer, *arguments, **options)
-        for token, known, said in zip(token_ids, top_logprobs, made.content, strict=True):
-            for each, one in ((token, said), *zip(known or (), said.top_logprobs, strict=False)):
-                if bytes(one.bytes or ()).find(_REPLACEMENT) >= 0:
-                    one.bytes = list(token_bytes(tokenizer, each) or one.bytes)
-        return made
 
 
 class _CallerEngine:
@@ -160,14 +175,20 @@ class _CallerEngine:
 
     errored = False
 
+    @property
+    def model_name(self) -> str:
+        """The model as the client named it."""
+        return self._request.model or ""
+
     def __init__(
         self,
         llm: "AsyncLLM",
         renderer: TextRenderer,
-        request: ChatCompletionRequest | CompletionRequest,
+        request: openai_requests.GenerationRequest,
         image_count: int,
         image_id: int | None,
         end_ids: frozenset[int],
+        has_support: bool,
     ) -> None:
         self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
         self.input_processor, self.renderer = llm.input_processor, renderer
@@ -176,7 +197,8 @@ class _CallerEngine:
         self._plan: sampler_pb2.OpenAIPlan | None = None
         self._inboxes: list[asyncio.Queue[sampler_pb2.SampledEvent]] = []
         self._prompts: list[list[int]] = []
-        self._is_planned = False
+        self._is_planned, self._has_support = False, has_support
+        self._supports: dict[int, bytes] = {}
 
     def check_admission(self, count: int) -> None:
         """Accepts everything: the sampling calls of the gateway have their own limit."""
@@ -230,6 +252,7 @@ class _CallerEngine:
             params=drawn,
             top_sample_logprobs=params.logprobs or 0,
             is_stream=bool(self._request.stream),
+            sampled_support=self._has_support,
         )
 
     def _add_prompt(self, ids: list[int]) -> None:
@@ -275,9 +298,17 @@ class _CallerEngine:
             if is_delta:
                 is_last = all(one.is_ended for one in sequences)
                 yield RequestOutput(request_id, None, ids, None, [sequence.output(is_delta)], is_last)
+        self._supports |= {index * params.n + one.index: one.support for one in sequences}
         if not is_delta:
             outputs = [sequence.output(is_delta) for sequence in sequences]
             yield RequestOutput(request_id, None, ids, None, outputs, finished=True)
+
+    def add_supports(self, answer: Any) -> None:
+        """Adds to each choice of a response the ids from which each token was drawn, null for all ids; if asked."""
+        for choice in answer.choices if self._has_support else ():
+            ids, offsets = tensors.unpack_support(self._supports[choice.index], tensors.SUPPORT)
+            rows = np.split(ids, offsets[1:-1]) if len(offsets) > 1 else []
+            setattr(choice, tensors.SUPPORT, [row.tolist() or None for row in rows])
 
     def _new_sequence(self, index: int, params: SamplingParams, prompt_ids: list[int]) -> "_Sequence":
         ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_ids)
@@ -290,7 +321,8 @@ class _Sequence:
     def __init__(
         self, index: int, tokenizer: Any, params: SamplingParams, prompt_ids: list[int], end_ids: set[int]
     ) -> None:
-        self._index, self._tokenizer, self._params, self._end_ids = index, tokenizer, params, end_ids
+        self.index, self.support = index, b""
+        self._tokenizer, self._params, self._end_ids = tokenizer, params, end_ids
         request = EngineCoreRequest(
             request_id="", prompt_token_ids=prompt_ids, mm_features=None, sampling_params=params, pooling_params=None,
             arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None,
@@ -312,6 +344,7 @@ class _Sequence:
         is_by_token = is_stop and bool(tokens) and tokens[-1] in self._end_ids
         found = self._text.update(tokens, stop_terminated=is_by_token)
         self._tokens += tokens
+        self.support += delta.sampled_support
         if self._params.logprobs is not None:
             self._logprobs += self._read_logprobs(delta, tokens)
         if delta.finish_reason == sampler_pb2.FINISH_REASON_LENGTH:
@@ -319,12 +352,15 @@ class _Sequence:
         elif is_stop:
             self._finish_reason = "stop"
             asked = is_by_token and tokens[-1] in (self._params.stop_token_ids or ())
-            self._stop_reason = tokens[-1] if asked else found
+            special = openai_requests.special_stop(
+                self._tokenizer, self._text.output_token_ids, self._params.stop or ()
+            )
+            self._stop_reason = tokens[-1] if asked else found or special
 
     def output(self, is_delta: bool) -> CompletionOutput:
         """Returns everything so far, or only the part since the last output if `is_delta`."""
         output = CompletionOutput(
-            index=self._index,
+            index=self.index,
             text=self._text.get_next_output_text(self.is_ended, is_delta),
             token_ids=self._tokens,
             cumulative_logprob=None,
@@ -345,7 +381,7 @@ class _Sequence:
 
     def _position(self, token: int, logprob: float, ids: list[int], best: list[float]) -> dict[int, Logprob]:
         """Returns the log-probabilities at one position: the best first, as OpenAI lists them, then the sampled one."""
-        known = dict(zip(ids, best, strict=True))
+        known = {each: value for each, value in zip(ids, best, strict=True) if value > FILLER_LOGPROB}
         known.setdefault(token, logprob)
         texts = decode_token_ids(list(known), self._tokenizer)
         return {

@@ -91,10 +91,17 @@ class DrawLogprobs(torch.nn.Module):
         self._cuts = [one.apply for one in self._min_p]
         for one in self._min_p:
             one.apply = lambda logits: logits
-        self.recorded: list[int] = []
-        """Rows of the next step for which supports are recorded."""
-        self.supports: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._recorded: list[int] = []
+        self._supports: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def record(self, rows: list[int]) -> None:
+        """Records the supports of these rows of the batch in the next step; of none after an empty list."""
+        self._recorded, self._supports = rows, None
+
+    @property
+    def supports(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Supports of those rows, ids int32 [rows, most] and their counts, 0 for full; None if nothing was drawn."""
+        return self._supports
 
     def forward(
         self,
@@ -110,20 +117,20 @@ class DrawLogprobs(torch.nn.Module):
             logits = cut(logits)
         sampled, kept = self.inner(logits, generators, k, p)
         whole = kept if whole is None else whole
-        if self.recorded:
+        if self._recorded:
             self._record(whole, kept)
         return sampled, whole
 
     def _record(self, whole: torch.Tensor, kept: torch.Tensor) -> None:
         """Records supports, and replaces rows of `whole` by those of `kept`, which are -inf outside the support."""
-        rows = async_tensor_h2d(self.recorded, whole.device, torch.int64)
+        rows = async_tensor_h2d(self._recorded, whole.device, torch.int64)
         own, size = kept[rows], kept.shape[1]
         counts = (own > -torch.inf).sum(dim=1, dtype=torch.int32)
         is_full = (counts > MOST_SUPPORT) | (counts == size)
         best = own.topk(min(MOST_SUPPORT, size), sorted=False)
         ids = torch.where(best.values > -torch.inf, best.indices, size).sort(dim=1).values
         whole[rows] = torch.where(is_full[:, None], whole[rows], own)
-        self.supports = ids.int(), counts.masked_fill(is_full, 0)
+        self._supports = ids.int(), counts.masked_fill(is_full, 0)
 
 
 class StepSupports:
@@ -139,11 +146,12 @@ class StepSupports:
         self, asking: Sequence[int], recorded: Sequence[int], supports: tuple[torch.Tensor, torch.Tensor] | None
     ) -> None:
         self._packed, self._recorded = dict.fromkeys(asking, FULL_ROW), recorded
-        self._copies, self._copied = supports, None
+        self._copies: tuple[torch.Tensor, torch.Tensor] | None = supports
+        self._copied: torch.cuda.Event | None = None
         if supports is not None and supports[0].is_cuda:
             self._copies = supports[0].to("cpu", non_blocking=True), supports[1].to("cpu", non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()  # type: ignore[no-untyped-call]
 
     def slice_request(self, index: int, count: int) -> SamplingMaskLists | None:
         """Returns the packed row of a request as uint8, in place of ids; None if the request did not ask for it."""
@@ -158,7 +166,7 @@ class StepSupports:
     def _rows(self) -> dict[int, bytes]:
         if self._copies is not None:
             if self._copied is not None:
-                self._copied.synchronize()
+                self._copied.synchronize()  # type: ignore[no-untyped-call]
             ids, counts = (copy.numpy() for copy in self._copies)
             offsets = np.concatenate(([0], np.cumsum(counts)))
             rows = split_support(pack_support(ids[np.arange(ids.shape[1]) < counts[:, None]], offsets))
@@ -179,14 +187,14 @@ def apply(runner: Any) -> None:
         names = runner.input_batch.req_ids if runner.execute_model_state is not None else ()
         asking = {row: runner.requests[name] for row, name in enumerate(names) if _asks(runner.requests[name])}
         # At a temperature of 0, nothing is drawn.
-        sampler.recorded = [row for row, request in asking.items() if request.sampling_params.temperature > 0]
-        sampler.supports = None
+        recorded = [row for row, request in asking.items() if request.sampling_params.temperature > 0]
+        sampler.record(recorded)
         output = sample_tokens(grammar_output)
         if asking:
             # With asynchronous scheduling, the output is wrapped until its tokens have been copied from the device.
             whole = getattr(output, "_model_runner_output", output)
-            whole.sampling_masks = StepSupports(list(asking), sampler.recorded, sampler.supports)
-            sampler.recorded = []
+            whole.sampling_masks = StepSupports(list(asking), recorded, sampler.supports)
+            sampler.record([])
         return output
 
     runner.sample_tokens = sample

@@ -102,6 +102,10 @@ class Batch:
     experts_TLk: Tensor | None = None
     support_TM: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        # Without its support, a datum would be computed with other log-probabilities than it asks for.
+        assert self.support_TM is not None or not any(one.support and one.support.ids.size for one in self.datums)
+
     def split_logprobs(self, logprobs_TK: Tensor) -> list[Tensor]:
         """Splits log-probabilities [T, K] into views per datum, shaped like its targets.
 

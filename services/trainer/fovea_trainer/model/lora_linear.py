@@ -47,6 +47,10 @@ class LoraPair:
         """Adds scale * low B' to the output in place, where `low_TR` is x A'."""
         return output.addmm_(low_TR, self.b_cast.T, alpha=self.scale)
 
+    def add_wide_output(self, output: Tensor, low_TR: Tensor) -> None:
+        """Adds scale * low B' to a float32 output in place."""
+        add_product(output, low_TR, self.b_cast.T, self.scale)
+
     def add_gradients(self, grad: Tensor, x: Tensor, low_TR: Tensor, d_x: Tensor | None) -> None:
         """Adds the adapter's gradients, given the gradient of the output: to `d_x`, and to the gradients of A and B.
 
@@ -91,6 +95,9 @@ class StackedPair(LoraPair):
     def add_output(self, output: Tensor, low_TR: Tensor) -> Tensor:
         self._by_adapter(output).baddbmm_(self._by_adapter(low_TR), self.b_cast.mT, alpha=self.scale)
         return output
+
+    def add_wide_output(self, output: Tensor, low_TR: Tensor) -> None:
+        self._by_adapter(output).add_(_batched_product(self._by_adapter(low_TR), self.b_cast.mT), alpha=self.scale)
 
     def add_gradients(self, grad: Tensor, x: Tensor, low_TR: Tensor, d_x: Tensor | None) -> None:
         grad_KPO, x_KPN, low_KPR = map(self._by_adapter, (grad, x, low_TR))

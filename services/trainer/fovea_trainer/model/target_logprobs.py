@@ -123,7 +123,7 @@ def _products(
         return logits_CV, None
     low_CR = lora.project(hidden_CD)
     if is_wider:
-        add_product(logits_CV, low_CR, lora.b_cast.T, lora.scale)
+        lora.add_wide_output(logits_CV, low_CR)
     else:
         lora.add_output(logits_CV, low_CR)
     return logits_CV, low_CR

@@ -32,6 +32,16 @@ def test_interleaved_deltas_come_back_in_order() -> None:
     assert not rest[0].delta.HasField("top_logprobs")
 
 
+def test_supports_of_a_sequence_are_joined() -> None:
+    first, last = delta(0, [1]), delta(0, [2, 3], 1)
+    first.delta.sampled_support, last.delta.sampled_support = b"\x05\0", b"\0\x03\x04\0"
+    request = gateway_pb2.SampleTokensRequest(sample_count=1, sampled_support=True)
+    _, record = gather([first, last], request, None)
+    assert record.delta.sampled_support == b"\x05\0\0\x03\x04\0"
+    with pytest.raises(Internal, match="no support of a token of sequence 0"):
+        gather([first, delta(0, [2, 3], 1)], request, None)
+
+
 def test_the_experts_of_a_sequence_come_with_its_end() -> None:
     experts = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
     last = delta(0, [2], 1)

@@ -1,10 +1,16 @@
 """Properties of the plan: nothing lost, nothing twice, budgets kept, ranks in step."""
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea_trainer.batches.datum_decoding import DatumSize
+from fovea_trainer.batches.datum_decoding import Datum, DatumSize, Support
 from fovea_trainer.batches.datum_groups import allowed_sizes
+from fovea_trainer.batches.micro_batch import BatchLayout
 from fovea_trainer.batches.places import plan
 
 SIZES = st.lists(
@@ -102,3 +108,15 @@ def test_a_group_divides_ranks_and_heads() -> None:
     assert allowed_sizes(8, 28) == [2, 4]
     assert allowed_sizes(6, 9) == [3]
     assert allowed_sizes(1, 32) == []
+
+
+def test_supports_are_packed_in_rows_of_equal_width() -> None:
+    layout = BatchLayout(None, torch.device("cpu"))
+    supported = replace(Datum.blank(3), support=Support(np.array([4, 9, 77]), np.array([0, 0, 1, 3])))
+    full = replace(Datum.blank(1), support=Support(np.array([], np.int64), np.array([0, 0])))
+    batch = layout.pack([Datum.blank(2), supported, full], {}, False, None)
+    assert batch.support_TM is not None
+    assert batch.support_TM.tolist() == [[-1, -1], [-1, -1], [-1, -1], [4, -1], [9, 77], [-1, -1]]
+    assert layout.pack([Datum.blank(2), full], {}, False, None).support_TM is None
+    with pytest.raises(AssertionError):
+        replace(batch, support_TM=None)

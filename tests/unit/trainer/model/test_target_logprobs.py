@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fovea_trainer.model.lora_linear import LoraPair
+from fovea_trainer.model.lora_linear import LoraPair, StackedPair
 from fovea_trainer.model.target_logprobs import target_logprobs
 
 T, K, D, V, R = 7, 3, 5, 11, 2
@@ -165,3 +165,38 @@ def test_extreme_logits_stay_finite() -> None:
     hidden = torch.full((2, D), 1e4)
     found = target_logprobs(hidden, _inputs()["weight"], None, torch.zeros(2, 1, dtype=torch.int64), 2)
     assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("head", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [2, 3, 8, 9, 100])
+def test_stacked_adapters_give_what_each_gives_alone(chunk: int, head: torch.dtype) -> None:
+    """Chunks hold rows of one adapter or of several, and the logits are as wide as the weights or wider."""
+    generator, rows, count = torch.Generator().manual_seed(1), 4, 3
+    hidden, weight, direction = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((rows * count, D), (V, D), (rows * count, 1))
+    )
+    factors = [torch.randn(count, *shape, generator=generator) for shape in ((R, D), (V, R))]
+    targets = torch.randint(0, V, (rows * count, 1), generator=generator)
+    tensors = [*factors, *(one.bfloat16() for one in factors), *(torch.zeros_like(one) for one in factors)]
+    tensors[0].requires_grad_()
+    stacked = StackedPair(*tensors, scale=SCALE, rows=rows)  # type: ignore[misc]
+    found = target_logprobs(hidden, weight, stacked, targets, chunk, head, takes_all=True)
+    (found * direction).sum().backward()
+    for slot in range(count):
+        own, part = slice(slot * rows, (slot + 1) * rows), [one[slot].detach().clone() for one in tensors]
+        part[4:] = [torch.zeros_like(one) for one in part[4:]]
+        part[0].requires_grad_()
+        alone = target_logprobs(
+            hidden[own],
+            weight,
+            LoraPair(*part, scale=SCALE),
+            targets[own],
+            chunk,
+            head,
+            takes_all=True,  # type: ignore[misc]
+        )
+        (alone * direction[own]).sum().backward()
+        tolerance = {"atol": 2e-2, "rtol": 2e-2} if head == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+        torch.testing.assert_close(found[own], alone, **tolerance)
+        torch.testing.assert_close(stacked.a_grad[slot], part[4], atol=5e-2, rtol=2e-2)
+        torch.testing.assert_close(stacked.b_grad[slot], part[5], atol=5e-2, rtol=2e-2)
