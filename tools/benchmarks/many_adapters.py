@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.adapters import THROUGH, random_adapter
 from benchmarks.figure import machine, quantile
@@ -49,12 +50,13 @@ class GpuSender:
     async def join(self) -> "GpuSender":
         """Forms the group."""
         timeout = timedelta(seconds=_TIMEOUT_S)
-        self._store = dist.TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
         request = sampler_pb2.JoinTransferGroupRequest(
             group_id=self._group_id, master_address="127.0.0.1", master_port=self._store.port, rank_offset=1,
             world_size=2, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
-        prefixed = dist.PrefixStore(self._group_id, self._store)
+        prefixed = PrefixStore(self._group_id, self._store)
+        make: Any
         if self._device.type == "cuda":
             make = asyncio.to_thread(SharedGpuGroup.meet, prefixed, 0, 2, timeout, self._device)
         else:

@@ -76,7 +76,10 @@ async def draw(
         sample_count=1,
         sampled_support=records,
         params=sampler_pb2.SamplingParams(
-            max_tokens=new_tokens, seed=seed, stop=sampler_pb2.StopCondition(ignore_eos=True), **cuts
+            max_tokens=new_tokens,
+            seed=seed,
+            stop=sampler_pb2.StopCondition(ignore_eos=True),
+            **cuts,  # type: ignore[arg-type]
         ),
     )
     deltas = [event.delta async for event in client.sample(request) if event.WhichOneof("event") == "delta"]

@@ -258,7 +258,8 @@ class LoraSlots:
             self._ranks.free(self._places.pop(slot))
         if None not in ids:
             return None
-        slot, ranks = ids.index(None), self._manager.lora_config.max_lora_rank
+        slot: int = ids.index(None)
+        ranks = self._manager.lora_config.max_lora_rank
         place = RankPlace(slot * ranks, ranks) if self._whole else self._ranks.take(rank)
         if place is None:
             return None
