@@ -258,13 +258,12 @@ class LoraSlots:
             self._ranks.free(self._places.pop(slot))
         if None not in ids:
             return None
-        slot: int = ids.index(None)
-        ranks = self._manager.lora_config.max_lora_rank
+        slot, ranks = ids.index(None), self._manager.lora_config.max_lora_rank
         place = RankPlace(slot * ranks, ranks) if self._whole else self._ranks.take(rank)
         if place is None:
             return None
         self._places[slot] = place
-        return slot
+        return int(slot)
 
     def _fill(self, index: int, lora_id: int, adapter: PlannedAdapter) -> None:
         self._manager._active_adapters[lora_id] = None
