@@ -5,7 +5,6 @@
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import Batch, Documents, Placement
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model.lora import UNEMBEDDING, LoraInjector, LoraSettings, LoraWeights
@@ -81,7 +81,7 @@ def _batch(device: str, lengths: list[int], images: bool, seed: int = 0) -> tupl
         index_M = torch.tensor([1, 2, 3, lengths[0] + 1])
         parts = [torch.randn(4, text.hidden_size, generator=generator).to(device) for _ in range(1 + levels)]
         placement, cached = Placement(("cat",), index_M.to(device)), {"cat": VisionOutput(parts[0], tuple(parts[1:]))}
-    datums: Any = tuple(SimpleNamespace(tokens=range(length)) for length in lengths)
+    datums = tuple(Datum.blank(length) for length in lengths)
     tensors = (one.to(device) for one in (tokens_T, positions, bounds, targets_T1))
     tokens_T, positions, bounds, targets_T1 = tensors
     documents = Documents(bounds, max(lengths))
@@ -103,7 +103,7 @@ def _joined(device: str, parts: list[Any], rows: int) -> Any:
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     placement = Placement(tuple(cached), torch.cat(indices)) if cached else None
     documents = Documents(bounds, max(lengths))
-    datums: Any = tuple(SimpleNamespace(tokens=range(length)) for length in lengths)
+    datums = tuple(Datum.blank(length) for length in lengths)
     return (
         Batch(torch.cat(tokens), torch.cat(positions, 1), documents, torch.cat(targets), (), None, placement, datums),
         cached,
