@@ -158,7 +158,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         owner = self._owner(context)
         if request.record_stability_info:
             raise InvalidInput(
-                "record_stability_info needs the future of a sample, whose id names its sequences: use POST asample",
+                "record_stability_info needs the future of a sample, which names the sequences: use POST asample",
                 field="record_stability_info",
             )
         with self._components.request_memory.holding(owner) as memory:

@@ -343,7 +343,7 @@ def _read(
 ) -> tuple[dict[str, RecordedSequence], list[str]]:
     """Returns the named sequences that the session recorded and used at `before` or later.
 
-    Also returns the futures whose records were last used before `stale`. Raises InvalidInput if the records are too
+    Also returns the futures with records last used before `stale`. Raises InvalidInput if the records are too
     large to read for one call.
     """
     rows, total = dict[str, Any](), 0

@@ -32,7 +32,7 @@ def draw(
     """Returns logits, tokens, log-probabilities and the sampler."""
     logits = 2 * torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(1))
     sampler = DrawLogprobs(TopKTopPSampler("processed_logprobs"), [min_p_of(*min_p)] if min_p else [])
-    sampler.recorded = recorded
+    sampler.record(recorded)
     tokens, logprobs = sampler(
         logits.clone(), {}, None if k is None else torch.tensor(k), None if p is None else torch.tensor(p)
     )
@@ -40,11 +40,11 @@ def draw(
     return logits, tokens, logprobs, sampler
 
 
-def rows_of(sampler: DrawLogprobs) -> list[list[int]]:
+def rows_of(sampler: DrawLogprobs, recorded: list[int]) -> list[list[int]]:
     """The recorded rows, after a journey between processes."""
-    step = pickle.loads(pickle.dumps(StepSupports(sampler.recorded, sampler.recorded, sampler.supports)))
+    step = pickle.loads(pickle.dumps(StepSupports(recorded, recorded, sampler.supports)))
     found = []
-    for index in sampler.recorded:
+    for index in recorded:
         ids, offsets = unpack_support(step.slice_request(index, 1).token_ids.tobytes(), "row")
         assert len(offsets) == 2
         found.append(ids.tolist())
@@ -65,13 +65,13 @@ def test_rows_that_ask_are_renormalised_over_what_was_left(cuts: dict[str, Any])
     logits, tokens, logprobs, sampler = draw(500, recorded, **cuts)
     whole = logits.log_softmax(-1)
     torch.testing.assert_close(logprobs[1], whole[1])
-    for row, ids in zip(recorded, rows_of(sampler), strict=True):
+    for row, ids in zip(recorded, rows_of(sampler, recorded), strict=True):
         assert int(tokens[row]) in ids
         assert ids == torch.isfinite(logprobs[row]).nonzero()[:, 0].tolist()
         torch.testing.assert_close(logprobs[row, ids], logits[row, ids].log_softmax(-1))
         assert whole[row, ids].min() >= whole[row].sort().values[-len(ids)], "the most likely ones are left"
     if "k" in cuts and len(cuts) == 1:
-        assert [len(ids) for ids in rows_of(sampler)] == [3, 7, 1]
+        assert [len(ids) for ids in rows_of(sampler, recorded)] == [3, 7, 1]
 
 
 def test_nothing_changes_if_no_row_asks() -> None:
@@ -82,7 +82,7 @@ def test_nothing_changes_if_no_row_asks() -> None:
 
 def test_a_row_with_everything_or_too_much_left_is_full() -> None:
     logits, _, logprobs, sampler = draw(3000, [0, 1, 2, 3], k=[3000, MOST_SUPPORT, MOST_SUPPORT + 1, 5])
-    assert [len(ids) for ids in rows_of(sampler)] == [0, MOST_SUPPORT, 0, 5]
+    assert [len(ids) for ids in rows_of(sampler, [0, 1, 2, 3])] == [0, MOST_SUPPORT, 0, 5]
     torch.testing.assert_close(logprobs[[0, 2]], logits.log_softmax(-1)[[0, 2]])
 
 

@@ -91,8 +91,11 @@ class DrawLogprobs(torch.nn.Module):
         self._cuts = [one.apply for one in self._min_p]
         for one in self._min_p:
             one.apply = lambda logits: logits
-        self.recorded: list[int] = []
-        """Rows of the next step for which supports are recorded."""
+        self.record([])
+
+    def record(self, rows: list[int]) -> None:
+        """Records the supports of these rows in the next step, in place of earlier ones."""
+        self._recorded = rows
         self.supports: tuple[torch.Tensor, torch.Tensor] | None = None
         """Supports of those rows, ids int32 [rows, most] and their counts, 0 for full; None if nothing was drawn."""
 
@@ -110,13 +113,13 @@ class DrawLogprobs(torch.nn.Module):
             logits = cut(logits)
         sampled, kept = self.inner(logits, generators, k, p)
         whole = kept if whole is None else whole
-        if self.recorded:
-            self._record(whole, kept)
+        if self._recorded:
+            self._note_supports(whole, kept)
         return sampled, whole
 
-    def _record(self, whole: torch.Tensor, kept: torch.Tensor) -> None:
+    def _note_supports(self, whole: torch.Tensor, kept: torch.Tensor) -> None:
         """Records supports, and replaces rows of `whole` by those of `kept`, which are -inf outside the support."""
-        rows = async_tensor_h2d(self.recorded, whole.device, torch.int64)
+        rows = async_tensor_h2d(self._recorded, whole.device, torch.int64)
         own, size = kept[rows], kept.shape[1]
         counts = (own > -torch.inf).sum(dim=1, dtype=torch.int32)
         is_full = (counts > MOST_SUPPORT) | (counts == size)
@@ -179,14 +182,14 @@ def apply(runner: Any) -> None:
         names = runner.input_batch.req_ids if runner.execute_model_state is not None else ()
         asking = {row: runner.requests[name] for row, name in enumerate(names) if _asks(runner.requests[name])}
         # At a temperature of 0, nothing is drawn.
-        sampler.recorded = [row for row, request in asking.items() if request.sampling_params.temperature > 0]
-        sampler.supports = None
+        recorded = [row for row, request in asking.items() if request.sampling_params.temperature > 0]
+        sampler.record(recorded)
         output = sample_tokens(grammar_output)
         if asking:
             # With asynchronous scheduling, the output is wrapped until its tokens have been copied from the device.
             whole = getattr(output, "_model_runner_output", output)
-            whole.sampling_masks = StepSupports(list(asking), sampler.recorded, sampler.supports)
-            sampler.recorded = []
+            whole.sampling_masks = StepSupports(list(asking), recorded, sampler.supports)
+            sampler.record([])
         return output
 
     runner.sample_tokens = sample

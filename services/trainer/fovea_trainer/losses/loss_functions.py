@@ -306,7 +306,7 @@ class StableReinforce(ClippedLoss):
     """-sum w sg(m min(r, c) (A - kl_coeff log r)) lp over the sampled positions, with m = 1 if lo <= r <= hi, else 0.
 
     REINFORCE with an importance weight that is truncated at c, `max_weight` (Ionides, 2008), and without gradient
-    through positions whose ratio leaves the bounds (IcePop: Ling Team, 2025). The term r log r is the gradient of
+    through positions with a ratio outside the bounds (IcePop: Ling Team, 2025). The term r log r is the gradient of
     KL(trained || sampling policy). q is the sampler's record, not the client's claim. The formula of hosted Tinker is
     not public, so values may differ from its own.
     """
