@@ -80,7 +80,7 @@ class GpuSender:
         start = 0
         for specs in buckets(manifest.tensors, manifest.bucket_bytes):
             size = sum(map(padded_bytes, specs))
-            self._group.broadcast([flat[start : start + size]], options).wait()
+            self._group.broadcast([flat[start : start + size]], options).wait(options.timeout)
             start += size
 
 

@@ -108,13 +108,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
         TrainingRunRoutes(components.training_runs, components.copies),
         CheckpointRoutes(components.checkpoints),
         ExportRoutes(components.exports, base_path),
-        UploadRoutes(
-            components.uploads,
-            components.base_models,
-            lora,
-            base_path,
-            settings.request_timeout_s,
-        ),
+        UploadRoutes(components.uploads, components.base_models, lora, base_path, settings.request_timeout_s),
         AdminRoutes(components.keys, components.owners, components.database),
         LiveRoutes(components.live_view, components.models, components.keys.identify, base_path),
     ]

@@ -296,7 +296,7 @@ def _of_experts(views: Mapping[str, list[Tensor]], target: LoraTarget, settings:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], *flats: Tensor) -> dict[str, list[Tensor]]:
-    """Returns a view of each tensor in each flat buffer, in whose last dimension the tensors follow one another."""
+    """Returns a view of each tensor in each flat buffer. Tensors follow one another in a buffer's last dimension."""
     views, offset = {}, 0
     for name, shape in shapes.items():
         size = math.prod(shape)

@@ -59,7 +59,7 @@ class Adam:
                 raise InvalidInput(f"adam.{name} {value} must be in [0, 1)", field=f"adam.{name}")
 
     def metrics(self, norm: float) -> dict[str, float]:
-        """Returns the metrics of a step whose gradients had this norm."""
+        """Returns the metrics of a step from the norm of its gradients."""
         return {
             "grad_norm:mean": norm,
             "grad_norm_clipped:mean": norm * clip_factor(norm, self.grad_clip_norm),
