@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.figure import emit
 
 TEXTS = (
-    "The sea is a vast and mysterious realm, teeming with life, and nobody has seen all of it.",
+    "The sea is a vast and mysterious realm, teeming with life, and no ship has sailed all of it.",
     "To bake bread, mix flour, water, salt and yeast, wait for an hour, and put the dough into a hot oven.",
     "Gravity is the force by which a planet draws objects toward its centre.",
     "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",

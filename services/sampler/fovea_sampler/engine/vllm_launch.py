@@ -34,8 +34,7 @@ SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
 _MISCOUNTED_TOWERS = ("gemma4",)
 """Models of which the vision tower gets no adapters. vLLM sizes its buffers for one image and dies of two in a step."""
 _CPU_BLOCK_SIZE = 32  # with vLLM's 128, prefixes shorter than 128 tokens would not be shared
-# The fraction of the device's memory for adapter slots, taken from the KV cache, and the fraction of the host's memory
-# for held adapters.
+# The fractions of the device's memory for adapter slots, taken from the KV cache, and of the host's for held adapters.
 _SLOT_SHARE = 1 / 6
 _HOST_SHARE = 1 / 4
 # On a CPU, other services share the memory. Slots and KV cache each get as much as the weights, but at most a sixteenth
@@ -65,8 +64,8 @@ class AdapterCapacity:
     def __str__(self) -> str:
         if not self.batched:
             return "adapters: none, because vLLM does not support LoRA for this model"
-        said = f"adapters: {self.batched} in one batch, {self.slots} of the largest rank"
-        said += f", up to {self.held_bytes / 2**20:,.0f} MiB held"
+        held = f"up to {self.held_bytes / 2**20:,.0f} MiB held"
+        said = f"adapters: {self.batched} in one batch, {self.slots} of the largest rank, {held}"
         if not self.adapter_bytes:
             return said
         size = f"{self.adapter_bytes / 2**20:,.1f} MiB each"
