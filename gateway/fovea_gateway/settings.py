@@ -202,7 +202,8 @@ class GatewaySettings(ServiceSettings):
         2,
         gt=0,
         description="Concurrent commands at the trainer while all are one owner's: one runs, and the next is there"
-        " when it ends. While several owners use the trainer, or did recently, they take turns, one command at a time.",
+        " when it ends. While several owners use the trainer, or did recently, they take turns, and small calls share"
+        " passes.",
     )
     renderer_concurrency: int = Field(
         32, gt=0, description="Concurrent render calls in one renderer; further ones queue in the gateway."
