@@ -78,8 +78,8 @@ class TrainerSettings(ServiceSettings):
         8192,
         ge=0,
         description="Passes of micro-batches with at most this many tokens are recorded as CUDA graphs, so that small "
-        "steps do not wait for the host. For dense models on one GPU. Small calls of several adapters share a pass of at "
-        "most this many tokens, also on a CPU and on ranks that hold the whole model. 0 turns both off.",
+        "steps do not wait for the host. For dense models on one GPU. Small calls of several adapters share a pass of "
+        "at most this many tokens, also on a CPU and on ranks that hold the whole model. 0 turns both off.",
     )
     logit_chunk_mib: int = Field(
         512, ge=1, description="Memory for logits in MiB. Positions are computed in chunks of this size."
