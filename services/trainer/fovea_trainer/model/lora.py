@@ -186,28 +186,9 @@ class LoraWeights:
         return self._cast
 
     @property
-    def layout(self) -> tuple[object, ...]:
-        """A key that is equal for adapters with the same tensors at the same places and the same scale."""
-        return tuple(self._whole_shapes.items()), self.settings.scale
-
-    def pairs_on(self, cast: Tensor, grad: Tensor, rows: int | None = None) -> dict[str, LoraPair]:
-        """Returns pairs like those of this adapter, but over other buffers with the same layout.
-
-        The adapter must not adapt experts.
-
-        Args:
-            cast: Weights in the model's dtype, used in products. They also replace the float32 weights, which a pass
-                needs only as leaves of its graph. [size of an adapter], or [adapters, size] with `rows`.
-            grad: float32, to which backward passes add.
-            rows: Number of rows of each adapter, for pairs of stacked adapters.
-        """
-        views = _views(self._whole_shapes, cast, cast, grad)
-        for leaf, *_ in views.values():
-            leaf.requires_grad_()
-        pairs = {module: _pair(views, module, self.settings.scale) for module in self.pairs}
-        if rows is None:
-            return pairs
-        return {module: StackedPair(**vars(pair), rows=rows) for module, pair in pairs.items()}
+    def layout(self) -> "AdapterLayout":
+        """The tensors of the adapter and their places, without the tensors. The adapter must not adapt experts."""
+        return AdapterLayout(tuple(self._whole_shapes.items()), tuple(self.pairs), self.settings.scale)
 
     def cast(self) -> None:
         """Updates the copy in the model's dtype, so that the next passes use the current weights."""
@@ -278,6 +259,38 @@ class LoraWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         for name, (part,) in _views(shapes, flat).items():
             yield f"{PEFT_PREFIX}{name}.weight", part
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """The layout of flat buffers. It is equal for adapters with the same tensors at the same places and the same scale.
+
+    Args:
+        shapes: Name and shape of each tensor, in order.
+        modules: Names of the adapted modules.
+        scale: alpha / rank.
+    """
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    modules: tuple[str, ...]
+    scale: float
+
+    def pairs_on(self, cast: Tensor, grad: Tensor, rows: int | None = None) -> dict[str, LoraPair]:
+        """Returns pairs over buffers with this layout.
+
+        Args:
+            cast: Weights in the model's dtype, used in products. They also replace the float32 weights, which a pass
+                needs only as leaves of its graph. [size of an adapter], or [adapters, size] with `rows`.
+            grad: float32, to which backward passes add.
+            rows: Number of rows of each adapter, for pairs of stacked adapters.
+        """
+        views = _views(dict(self.shapes), cast, cast, grad)
+        for leaf, *_ in views.values():
+            leaf.requires_grad_()
+        pairs = {module: _pair(views, module, self.scale) for module in self.modules}
+        if rows is None:
+            return pairs
+        return {module: StackedPair(**vars(pair), rows=rows) for module, pair in pairs.items()}
 
 
 def _is_spread(shape: tuple[int, ...]) -> bool:

@@ -91,7 +91,7 @@ class _StandIn:
     def __init__(self, like: LoraWeights, slots: int = 1) -> None:
         self.cast_KN = like.cast_weights.new_zeros(slots, len(like.cast_weights))
         self.grad_KN = like.flat_grad.new_zeros(slots, len(like.flat_grad))
-        self._like = like
+        self._layout = like.layout
 
     @staticmethod
     def size_bytes(like: LoraWeights, slots: int) -> int:
@@ -101,8 +101,8 @@ class _StandIn:
     def pairs(self, size: _Size) -> dict[str, LoraPair]:
         """Returns the pairs over the buffers for passes of a size."""
         if size.slots == 1:
-            return self._like.pairs_on(self.cast_KN[0], self.grad_KN[0])
-        return self._like.pairs_on(self.cast_KN[: size.slots], self.grad_KN[: size.slots], size.tokens // size.slots)
+            return self._layout.pairs_on(self.cast_KN[0], self.grad_KN[0])
+        return self._layout.pairs_on(self.cast_KN[: size.slots], self.grad_KN[: size.slots], size.tokens // size.slots)
 
 
 class _Pass:
