@@ -14,13 +14,13 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.adapters import THROUGH, random_adapter
 from benchmarks.figure import machine, quantile
@@ -49,16 +49,17 @@ class GpuSender:
     async def join(self) -> "GpuSender":
         """Forms the group."""
         timeout = timedelta(seconds=_TIMEOUT_S)
-        self._store = dist.TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
         request = sampler_pb2.JoinTransferGroupRequest(
             group_id=self._group_id, master_address="127.0.0.1", master_port=self._store.port, rank_offset=1,
             world_size=2, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
-        prefixed = dist.PrefixStore(self._group_id, self._store)
+        prefixed = PrefixStore(self._group_id, self._store)
+        make: Coroutine[Any, Any, Any]
         if self._device.type == "cuda":
             make = asyncio.to_thread(SharedGpuGroup.meet, prefixed, 0, 2, timeout, self._device)
         else:
-            make = asyncio.to_thread(dist.ProcessGroupGloo, prefixed, 0, 2, timeout)
+            make = asyncio.to_thread(ProcessGroupGloo, prefixed, 0, 2, timeout)
         self._group: Any = (await asyncio.gather(make, self._client.join_transfer_group(request)))[0]
         return self
 
@@ -72,7 +73,7 @@ class GpuSender:
         return time.perf_counter() - begun
 
     def _broadcast(self, manifest: weights_pb2.SnapshotManifest, flat: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=_TIMEOUT_S)
         start = 0

@@ -117,7 +117,7 @@ class Recordings:
         assert work.rendered is not None, "a sample finished without a prompt"
         submission, params = work.pending.submission, work.request.params
         deltas = [record.delta for record in records if record.WhichOneof("event") == "delta"]
-        sequences = [
+        sequences: list[dict[str, Any]] = [
             {
                 "sequence_id": f"{submission.future_id}:{delta.index}",
                 "future_id": submission.future_id,

@@ -145,7 +145,7 @@ class StepSupports:
         self._copies, self._copied = supports, None
         if supports is not None and supports[0].is_cuda:
             self._copies = supports[0].to("cpu", non_blocking=True), supports[1].to("cpu", non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def slice_request(self, index: int, count: int) -> SamplingMaskLists | None:
