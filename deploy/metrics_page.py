@@ -12,12 +12,12 @@ import fovea_gateway.gateway_metrics
 import fovea_renderer.renderer_metrics
 import fovea_sampler.sampler_metrics
 import fovea_trainer.trainer_metrics
-from fovea.runtime import interceptors
+from fovea.runtime import server
 from fovea.runtime.machine_memory import GpuMemory
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 SERVICES: dict[str, ModuleType] = {
-    "all four": interceptors,
+    "all four": server,
     "gateway": fovea_gateway.gateway_metrics,
     "renderer": fovea_renderer.renderer_metrics,
     "sampler": fovea_sampler.sampler_metrics,
@@ -57,7 +57,7 @@ def _shown(module: ModuleType) -> Iterator[_Shown]:
         if isinstance(metric, MetricWrapperBase):
             (family,) = metric.describe()
             yield _row(family, metric._labelnames)
-    if module is interceptors:
+    if module is server:
         for family in GpuMemory(lambda: []).describe():
             yield _row(family, ("device", "kind"))
 

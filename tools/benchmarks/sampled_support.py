@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +67,7 @@ def text_input(tokens: Sequence[int]) -> model_input_pb2.ModelInput:
 
 
 async def draw(
-    client: GatewayClient, session: str, seed: int, new_tokens: int, cuts: dict[str, float], records: bool = True
+    client: GatewayClient, session: str, seed: int, new_tokens: int, cuts: dict[str, Any], records: bool = True
 ) -> Drawn:
     """Samples one sequence from a prompt of random ids, both set by the seed."""
     prompt = np.random.default_rng(seed).integers(10, 900, _PROMPT_TOKENS).tolist()

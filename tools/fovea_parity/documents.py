@@ -12,8 +12,8 @@ import numpy.typing as npt
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature
 
+from fovea.runtime.model_files import read_directory
 from fovea.vision.vision_family import ImageAt, Replacement, image_margin
-from fovea_renderer import model_directory
 from fovea_renderer.image_worker import anywhere, open_processor
 
 SIZES = (
@@ -71,7 +71,7 @@ class DocumentMaker:
     def __init__(self, directory: Path) -> None:
         self.processor: Any = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
-        self.family = model_directory.read(directory).family
+        self.family = read_directory(directory).family
         self._renderer = open_processor(directory) if self.family else None
         self._around = self._words_around_an_image() if self.family else ("", "")
 

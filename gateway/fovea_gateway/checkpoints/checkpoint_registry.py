@@ -24,11 +24,11 @@ from fovea_gateway.checkpoints.checkpoint import (
     TRAINING,
     Checkpoint,
     CheckpointPath,
+    Storage,
     check_name,
     folder_name,
     parse_path,
 )
-from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, published, snapshots
 from fovea_gateway.database.sql_engine import insert_new

@@ -16,9 +16,8 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
 from fovea_gateway.access.api_keys import CALLER
-from fovea_gateway.checkpoints.checkpoint import TRAINING, Checkpoint, CheckpointPath
+from fovea_gateway.checkpoints.checkpoint import TRAINING, Checkpoint, CheckpointPath, Storage
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row
-from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import insert_new

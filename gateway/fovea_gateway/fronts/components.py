@@ -9,8 +9,8 @@ from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.fair_queue import FairQueue
 from fovea_gateway.access.kept_rows import KeptRows
 from fovea_gateway.access.owners import Owners, Quota
+from fovea_gateway.checkpoints.checkpoint import Storage
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
-from fovea_gateway.checkpoints.checkpoint_storage import Storage
 from fovea_gateway.checkpoints.exports import Exports, LinkSigner
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
@@ -36,9 +36,8 @@ from fovea_gateway.training.commands import Command, CommandRunner, StepCommands
 from fovea_gateway.training.housekeeping import OrphanCollector, Suspension
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Models
-from fovea_gateway.training.replay import Replay
 from fovea_gateway.training.residency import Residency
-from fovea_gateway.training.trainer_queue import TRAINER_SLOTS, TrainerQueue
+from fovea_gateway.training.trainer_queue import TRAINER_SLOTS, Replay, TrainerQueue
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import Copies, TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands

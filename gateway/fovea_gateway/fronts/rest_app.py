@@ -35,8 +35,7 @@ from fovea_gateway.live.live_routes import LiveRoutes
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling import sample_wire
 from fovea_gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
-from fovea_gateway.sessions.future_routes import FutureRoutes
-from fovea_gateway.sessions.session_routes import SessionRoutes
+from fovea_gateway.sessions.session_routes import FutureRoutes, SessionRoutes
 from fovea_gateway.settings import GatewaySettings
 from fovea_gateway.training import training_routes
 from fovea_gateway.training.training_routes import TrainingRoutes

@@ -29,9 +29,9 @@ from fovea_gateway.http.request_body import (
 from fovea_gateway.sampling.sample_wire import TensorData, experts_of_sequence, table_from_json
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Kind, Pending
-from fovea_gateway.sessions.future_routes import hold_s
 from fovea_gateway.sessions.future_rows import Completion, Target
 from fovea_gateway.sessions.futures import Futures
+from fovea_gateway.sessions.session_routes import hold_s
 
 _INT32_MAX = 2**31 - 1
 _ELEMENTS_PER_POSITION = 4

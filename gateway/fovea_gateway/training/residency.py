@@ -27,7 +27,7 @@ from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress
 from fovea_gateway.sessions.future import Kind, Pending, QueueState, State
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
-from fovea_gateway.training.replay import Replay
+from fovea_gateway.training.trainer_queue import Replay
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,31 @@
-"""The queue of commands that wait for one trainer. It detects a command that makes the trainer die repeatedly."""
+"""The commands of one trainer: their queue, and their replay in a restarted trainer.
+
+The queue detects a command that makes the trainer die repeatedly. A replay restores a model: its newest durable point
+first, then the later commands once more.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from cachetools import LRUCache
+from google.protobuf.message import Message
 
-from fovea.wire.errors import EndsTrainer, Unavailable
+from fovea.api.v1 import gateway_pb2
+from fovea.wire.errors import EndsTrainer, InvalidInput, ModelLost, NotFound, Unavailable
+from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.fair_queue import FairQueue, Turn
+from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
+from fovea_gateway.database.database import Database
+from fovea_gateway.replicas import snapshot_pushes
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.sessions.future import Kind, Pending, QueueState, Submission, future_id, stage
 from fovea_gateway.sessions.futures import Futures
+from fovea_gateway.training.journal import PLACE, Entry, Journal, digest_of
+from fovea_gateway.training.models import Model
+
+logger = logging.getLogger(__name__)
 
 _FIRST_S, _FIRST_TOKEN_S = 0.05, 0.0005
 """Initial estimates, in seconds, for one command of a kind and for one token, until a command has been measured."""
@@ -149,3 +164,177 @@ class TrainerQueue:
                 f"model {submission.scope}, so the request will not run again. The trainer's log may show the cause; "
                 "send less at once"
             )
+
+
+class Replay:
+    """The replay of a model's journal. Commands run again under their own seq_ids; if the trainer has run one already,
+    it repeats its answer.
+
+    An interrupted replay can therefore start again from the trainer's current state. If an answer differs from the one
+    that the client received, the difference is counted and logged as an error. If the trainer has other numerics than
+    the first one, such as another number of ranks, the difference is only counted.
+
+    Args:
+        compute: Runs a forward or forward_backward; its second argument drops existing gradients first.
+        timeout_s: Deadline, in seconds, of a call to the trainer that changes no weights.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        compute: Callable[[Pending, bool], Awaitable[Sequence[Message]]],
+        checkpoints: Checkpoints,
+        database: Database,
+        trainer: TrainerLink,
+        trainer_queue: TrainerQueue,
+        timeout_s: float,
+    ) -> None:
+        self._journal, self._compute, self._checkpoints, self._database = journal, compute, checkpoints, database
+        self._trainer, self._trainer_queue, self._timeout_s = trainer, trainer_queue, timeout_s
+
+    async def restore(self, model: Model, report: Callable[[str], None]) -> int:
+        """Restores a model and returns the number of repeated commands. Raises ModelLost, with the reason, if it fails.
+
+        Raises Unavailable if the trainer restarts meanwhile; call this again then.
+
+        Args:
+            report: Called with a description of each stage, for clients that wait.
+        """
+        instance = self._trainer.instance_id
+        report("the trainer restarted and is restoring this model")
+        entries = await self._remaining(model, *await self._restore_point(model))
+        if unlike := next(filter(None, map(self._other_numerics, entries)), ""):
+            logger.warning(
+                "model %s returns to a trainer with other numerics (%s): the repeated commands and later ones may "
+                "differ in their last bits",
+                model.model_id,
+                unlike,
+            )
+        for number, entry in enumerate(entries, 1):
+            report(f"the trainer restarted: command {number} of {len(entries)} of this model is being run again")
+            try:
+                await self._run(model, entry)
+            except (EndsTrainer, InvalidInput, NotFound) as error:
+                if isinstance(error, NotFound) and await self._trainer.look_again() != instance:
+                    raise Unavailable(
+                        f"the trainer at {self._trainer.address} restarted again while model {model.model_id} was "
+                        "being restored"
+                    ) from None
+                raise ModelLost(
+                    f"the trainer at {self._trainer.address} restarted, and request {entry.seq_id} ({entry.kind}) of "
+                    f"model {model.model_id}, which is in no durable point, could not run again: {error.message}"
+                ) from None
+        return len(entries)
+
+    async def _restore_point(self, model: Model) -> tuple[int | None, str]:
+        """Returns the seq_id of the last command in the restored model, or None and the reason why nothing was
+        restored.
+        """
+        lora = model.lora if model.lora.rank else None
+        try:
+            async with self._trainer_queue.admit(
+                _pending(model, Kind.LOAD_STATE, 0), "restoring this model", is_again=True
+            ):
+                restored = await self._trainer.client.restore_model(model.model_id, lora, self._timeout_s)
+        except NotFound as error:
+            return None, error.message
+        except EndsTrainer as error:
+            raise ModelLost(f"model {model.model_id} cannot be restored: {error.message}") from None
+        # The trainer now reports the model's durable seq_id. 0 means its creation from a checkpoint, or nothing at all.
+        await self._trainer.look_again()
+        await self._journal.trim(self._trainer)
+        return restored.seq_id, ""
+
+    async def _remaining(self, model: Model, restored: int | None, problem: str) -> list[Entry]:
+        entries = await self._journal.entries(model.model_id)
+        if restored is None:
+            if not entries or entries[0].kind is not Kind.CREATE_MODEL:
+                raise ModelLost(
+                    f"the trainer at {self._trainer.address} that held model {model.model_id} restarted and has no "
+                    f"durable point of it ({problem})"
+                )
+            # Discard answers that the trainer may have recorded for a model that it did not know.
+            await self._trainer.client.delete_model(model.model_id, self._timeout_s)
+            return entries
+        if model.journaled_since is None or model.journaled_since > restored + 1:
+            raise ModelLost(
+                f"the trainer at {self._trainer.address} restarted. Its durable point of model {model.model_id} is "
+                f"from request {restored}, and the journal lacks later requests: either a newer point is damaged, or "
+                "the journal was full"
+            )
+        # A model at seq_id 0 may have been created without the checkpoint that it was to load, so repeat the creation.
+        return [entry for entry in entries if entry.seq_id > restored or entry.seq_id == restored == 0]
+
+    async def _run(self, model: Model, entry: Entry) -> None:
+        request = await self._journal.request_of(entry)
+        pending = _pending(model, entry.kind, entry.seq_id, request)
+        if entry.kind is Kind.FORWARD_BACKWARD:  # `compute` renders first and waits for the trainer afterwards.
+            pending.place = entry.numerics.get(PLACE, "alone")
+            self._compare(entry, await self._compute(pending, entry.drops_gradients), pending.place)
+            return
+        async with self._trainer_queue.admit(pending, "running again, or waiting for the trainer", is_again=True):
+            await self._run_admitted(model, entry, request)
+
+    async def _run_admitted(self, model: Model, entry: Entry, request: bytes) -> None:
+        client, model_id, seq_id = self._trainer.client, model.model_id, entry.seq_id
+        match entry.kind:
+            case Kind.CREATE_MODEL:
+                await client.create_model(model_id, model.lora if model.lora.rank else None, self._timeout_s)
+                creation = gateway_pb2.SubmitCreateModelRequest.FromString(request)
+                if creation.from_path:
+                    await self._load(model, creation.from_path, creation.optimizer, entry)
+            case Kind.LOAD_STATE:
+                load = gateway_pb2.SubmitLoadStateRequest.FromString(request)
+                await self._load(model, load.path, load.optimizer, entry)
+            case Kind.OPTIM_STEP if entry.drops_gradients:
+                await client.clear_gradients(model_id, None, seq_id)
+            case Kind.OPTIM_STEP:
+                step = gateway_pb2.SubmitOptimStepRequest.FromString(request)
+                answer = await client.optim_step(model_id, step.adam, None, seq_id)
+                self._compare(entry, [gateway_pb2.WaitFutureResponse(metrics=answer.metrics)])
+            case Kind.SAVE_FOR_SAMPLER:
+                await self._freeze(model_id, entry)
+
+    async def _load(self, model: Model, path: str, optimizer: bool, entry: Entry) -> None:
+        checkpoint = await self._checkpoints.find_training(model.owner, path)
+        if checkpoint.uri != entry.subject:
+            raise NotFound(f"{path} has been overwritten since then")
+        # The load of a creation has no seq_id of its own: no client uses the model yet.
+        await self._trainer.client.load_state(model.model_id, checkpoint.uri, optimizer, None, entry.seq_id)
+
+    async def _freeze(self, model_id: str, entry: Entry) -> None:
+        """Creates an unnamed snapshot again. Does nothing if its row is gone, because no client can use it then."""
+        kept = await self._database.read(lambda connection: snapshot_pushes.get_row(connection, entry.subject))
+        if kept is None:
+            return
+        frozen = await self._trainer.client.take_snapshot(model_id, entry.subject, "", self._timeout_s)
+        self._note(entry, frozen.digest == kept.identity.digest)
+
+    def _compare(self, entry: Entry, result: Sequence[Message], place: str = "") -> None:
+        is_moved = bool(place) and place != entry.numerics.get(PLACE, "alone")
+        self._note(entry, digest_of(result) == entry.digest, is_moved)
+
+    def _note(self, entry: Entry, is_equal: bool, is_moved: bool = False) -> None:
+        is_expected = is_equal or is_moved or bool(self._other_numerics(entry))
+        metrics.REPLAYED.labels("equal" if is_equal else "rounded" if is_expected else "different").inc()
+        if not is_expected:
+            logger.error(
+                "request %d (%s) of model %s gave another answer when it ran again than the one that its client "
+                "received, on a trainer with the same numerics: check the trainer's kernels for nondeterminism",
+                entry.seq_id,
+                entry.kind,
+                entry.model_id,
+            )
+
+    def _other_numerics(self, entry: Entry) -> str:
+        """Describes how the trainer's numerics differ from those of the first run; empty if no difference is known."""
+        now = self._trainer.info.numerics if self._trainer.info is not None else {}
+        unlike = [name for name, value in entry.numerics.items() if now.get(name, value) != value]
+        return ", ".join(f"{name} {now[name]} instead of {entry.numerics[name]}" for name in sorted(unlike))
+
+
+def _pending(model: Model, kind: Kind, seq_id: int, request: bytes = b"") -> Pending:
+    """Returns a pending command that no client waits for."""
+    own_id = future_id(model.model_id, seq_id)
+    submission = Submission(own_id, kind, model.owner, model.session_id, model.model_id, seq_id, traceparent="")
+    return Pending(submission, request)

@@ -30,10 +30,11 @@ with importing():
     from transformers import AutoImageProcessor, AutoProcessor
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+    from fovea.runtime.model_files import read_directory
     from fovea.vision.processor_vl import IDS, ProcessorVL
     from fovea.vision.vision_family import image_margin
     from fovea.wire.features import tensors_sha256
-    from fovea_renderer import model_directory, pixels
+    from fovea_renderer import pixels
     from fovea_renderer.image_header import ImageHeader, InvalidChunk
     from fovea_renderer.worker_protocol import Allocate, Done, Failed, Invalid, Job, Ready, SharedMemory, send
 
@@ -131,7 +132,7 @@ class ImageProcessor(Protocol):
 
 def open_processor(model_dir: Path) -> ImageProcessor:
     """Opens the image processor of a checkpoint. Raises any error of transformers if it cannot load it."""
-    family = model_directory.read(model_dir).family
+    family = read_directory(model_dir).family
     return WholeProcessor(model_dir, family) if isinstance(family, ProcessorVL) else ImagePatcher(model_dir)
 
 

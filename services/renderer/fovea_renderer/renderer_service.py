@@ -11,14 +11,13 @@ import grpc
 
 import fovea
 from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc
-from fovea.runtime.model_files import fingerprints
+from fovea.runtime.model_files import ModelDirectory, fingerprints, locate, read_directory
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import Unavailable
 from fovea.wire.features import iter_pieces
-from fovea_renderer import input_messages, model_directory, renderer_metrics
+from fovea_renderer import input_messages, renderer_metrics
 from fovea_renderer.image_sources import FeatureCache, ImageCache, ImageFetcher
-from fovea_renderer.model_directory import Checkpoint
 from fovea_renderer.rendering import ImageSupport, Renderer, ServedModel
 from fovea_renderer.settings import RendererSettings
 from fovea_renderer.worker_pool import WorkerPool, WorkerSettings
@@ -91,7 +90,7 @@ async def open_renderer(settings: RendererSettings, address: str) -> AsyncIterat
 
     Raises ValueError if the renderer cannot serve the model directory, and Unavailable if a worker does not start.
     """
-    checkpoint = model_directory.read(model_directory.locate(settings.model))
+    checkpoint = read_directory(locate(settings.model))
     files = fingerprints(checkpoint.directory)
     fetcher = ImageFetcher(settings.image_hosts, settings.image_fetch_timeout_s)
     features, images = FeatureCache(settings.feature_cache_bytes), ImageCache(settings.image_store_bytes)
@@ -130,7 +129,9 @@ async def serve(settings: RendererSettings) -> None:
 
 
 @asynccontextmanager
-async def _open_image_support(settings: RendererSettings, checkpoint: Checkpoint) -> AsyncIterator[ImageSupport | None]:
+async def _open_image_support(
+    settings: RendererSettings, checkpoint: ModelDirectory
+) -> AsyncIterator[ImageSupport | None]:
     """Starts the workers of a vision-language model and warms them up; yields None for a text model."""
     if checkpoint.family is None:
         yield None

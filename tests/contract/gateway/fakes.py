@@ -28,8 +28,7 @@ from fovea.api.v1 import (
     trainer_pb2_grpc,
     weights_pb2,
 )
-from fovea.runtime.interceptors import ErrorInterceptor
-from fovea.runtime.server import SERVER_OPTIONS
+from fovea.runtime.server import SERVER_OPTIONS, ErrorInterceptor
 from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, SnapshotNotLoaded, Unavailable
 from fovea_trainer.recovery.reply_cache import ReplyCache

@@ -38,7 +38,7 @@ def journal_row_dropped() -> None:
 
 def replay_skips_a_command() -> None:
     """The first command after a durable point is not run again."""
-    from fovea_gateway.training.replay import Replay
+    from fovea_gateway.training.trainer_queue import Replay
 
     remaining = Replay._remaining
 

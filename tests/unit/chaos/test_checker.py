@@ -179,7 +179,7 @@ def test_a_sample_that_failed_breaks_one_promise_alone() -> None:
 
 
 def test_an_alarm_of_the_gateway_breaks_a_promise() -> None:
-    # In the words of gateway/fovea_gateway/training/replay.py.
+    # In the words of gateway/fovea_gateway/training/trainer_queue.py.
     alarm = "ERROR gateway: request 4 (optim_step) of model m gave another answer when it ran again than the one"
     assert checker.no_alarm("INFO ready\nERROR the disk of /state is full\n") == []
     assert checker.no_alarm(f"INFO ready\n{alarm}\n") == [Violation("same results", alarm)]

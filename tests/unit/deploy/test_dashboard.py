@@ -15,7 +15,7 @@ import fovea_gateway.gateway_metrics
 import fovea_renderer.renderer_metrics
 import fovea_sampler.sampler_metrics
 import fovea_trainer.trainer_metrics
-from fovea.runtime import interceptors
+from fovea.runtime import server
 from fovea.runtime.machine_memory import GpuMemory
 from fovea.wire.errors import FoveaError
 
@@ -29,7 +29,7 @@ MODULES = (
     fovea_sampler.sampler_metrics,
     fovea_gateway.gateway_metrics,
     fovea_trainer.trainer_metrics,
-    interceptors,
+    server,
 )
 
 SCRAPED = {"namespace", "pod", "job", "instance"}

@@ -253,7 +253,7 @@ class LoraSlots:
 
     def _give(self, rank: int) -> int | None:
         """Returns a free slot that has got memory for the rank; None if there is no slot or no memory."""
-        ids = self._manager.lora_index_to_id
+        ids: list[int | None] = self._manager.lora_index_to_id
         for slot in [slot for slot in self._places if ids[slot] is None]:
             self._ranks.free(self._places.pop(slot))
         if None not in ids:

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoProcessor
 import fovea_tinyvlm
 from fovea.runtime import model_files
 from fovea.runtime.model_files import check_directory, context_length, fingerprints, read_image_processor
-from fovea_renderer import model_directory as renderer_checkpoint
 from fovea_renderer.image_worker import ImagePatcher
 from fovea_trainer.model.model_family import PatchNormalizer
 
@@ -67,7 +66,7 @@ def test_all_services_read_one_context_under_yarn(kind: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = 4 * text["max_position_embeddings"]
     assert context_length(read_config(str(tmp_path))) == expected
-    assert renderer_checkpoint.read(tmp_path).max_position_count == expected
+    assert model_files.read_directory(tmp_path).max_position_count == expected
     assert context_length(AutoConfig.from_pretrained(tmp_path).to_dict()) == expected
 
 

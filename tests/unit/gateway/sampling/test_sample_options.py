@@ -9,6 +9,7 @@ def test_rest_options_are_called_as_in_the_protos() -> None:
 
 
 def test_all_that_a_client_asks_reaches_the_sampler() -> None:
-    told_otherwise = {"sampling_session_id", "prompt", "target_table"}  # as a snapshot, rendered, and as target_tokens
+    # As a snapshot, rendered, and as target_tokens; the gateway itself keeps the record.
+    told_otherwise = {"sampling_session_id", "prompt", "target_table", "record_stability_info"}
     asked = set(gateway_pb2.SampleTokensRequest.DESCRIPTOR.fields_by_name)
     assert set(sample_runner._OPTIONS) == asked - told_otherwise

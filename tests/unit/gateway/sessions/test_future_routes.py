@@ -13,7 +13,7 @@ from fovea.wire import tensors
 from fovea.wire.errors import FailedPrecondition, Internal
 from fovea_gateway.sampling import sample_wire
 from fovea_gateway.sessions.future import Kind, Outcome, join_messages
-from fovea_gateway.sessions.future_routes import error_json
+from fovea_gateway.sessions.session_routes import error_json
 from fovea_gateway.training import training_routes
 
 ENCODERS = {**training_routes.ENCODERS, **sample_wire.ENCODERS}
