@@ -14,7 +14,7 @@ from fovea_data.base_model import is_tied
 from fovea_data.encoder import Encoder
 from fovea_data.picture_tokens import PictureTokens, ask_server, checkpoint_directory, checkpoint_formula
 from fovea_data.served_limits import ServedLimits, ask_limits
-from fovea_rollout.loop.default_rate import FINE_TUNING_RATE, rate_at
+from fovea_rollout.loop.learning_rate import FINE_TUNING_RATE, rate_at
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,13 @@ from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.records import Record, Source, environment_factory, fingerprint
 from fovea_rollout.evaluation import Evaluation, evaluate
 from fovea_rollout.loop.advantages import Estimator
-from fovea_rollout.loop.default_rate import REINFORCING_RATE, learning_rate_of
 from fovea_rollout.loop.group_pool import GroupPool
+from fovea_rollout.loop.learning_rate import REINFORCING_RATE, StepSize, learning_rate_of
 from fovea_rollout.loop.live_reports import LiveReports
 from fovea_rollout.loop.loggers import Logger, LoggerName
 from fovea_rollout.loop.loop_folder import LoopFolder
 from fovea_rollout.loop.loop_progress import LoopProgress
 from fovea_rollout.loop.step_report import StepReport, step_report
-from fovea_rollout.loop.step_size import StepSize
 from fovea_rollout.loop.substeps import Outputs, Substeps
 from fovea_rollout.loop.training_batch import Groups, TrainingBatch, fail_rollouts, penalised_batch, training_batch
 from fovea_rollout.policies.experts_client import ExpertSource

@@ -15,7 +15,7 @@ import tinker
 
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.environment import Environment
-from fovea_rollout.loop.default_rate import REINFORCING_RATE, learning_rate_of
+from fovea_rollout.loop.learning_rate import REINFORCING_RATE, learning_rate_of
 from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Picture
 from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions

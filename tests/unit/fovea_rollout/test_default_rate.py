@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from fovea_rollout.loop.default_rate import FINE_TUNING_RATE, REINFORCING_RATE, _by_width
+from fovea_rollout.loop.learning_rate import FINE_TUNING_RATE, REINFORCING_RATE, _by_width
 
 
 def checkpoint(folder: pathlib.Path, **config: object) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fovea_rollout.loop.step_size import FIRST, StepSize
+from fovea_rollout.loop.learning_rate import FIRST, StepSize
 
 
 def test_it_begins_low_and_grows_while_steps_are_short() -> None:
