@@ -280,7 +280,7 @@ class FairQueue:
                 return
             if self._kept_for and self._flows[self._kept_for].waiting:
                 owner, self._kept_for = self._kept_for, ""
-            elif self._kept_for and self._inside + 1 >= whole:
+            elif self._kept_for and self._inside + self._flows[owner].waiting[0].size >= whole:
                 return
             self._let_in(owner)
 

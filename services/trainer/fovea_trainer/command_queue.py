@@ -8,7 +8,7 @@ import asyncio
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -323,11 +323,14 @@ class CommandQueue:
         self._jobs.put(Job(command, result, seconds=[] if seconds is None else seconds))
         return await asyncio.wrap_future(result)
 
-    def next(self) -> list[Job]:
+    def next(self, fit: Callable[[Sequence[str]], bool] = lambda model_ids: True) -> list[Job]:
         """Returns the next job, or a heartbeat if no job arrives for `heartbeat_s` seconds.
 
         A call that may share a pass comes with all waiting calls of other models that can share it, and an optimizer
         step with other models' steps. Jobs of one model keep their order.
+
+        Args:
+            fit: Returns True if the models of these ids fit on the device together.
         """
         while True:
             try:
@@ -335,7 +338,7 @@ class CommandQueue:
             except queue.Empty:
                 return [Job(Heartbeat(), Future())]
             if self._starts(job):
-                return [job, *self._sharing(job)]
+                return [job, *self._sharing(job, fit)]
 
     def _starts(self, job: Job) -> bool:
         """Marks a job as running. Returns False if its caller is gone."""
@@ -345,7 +348,7 @@ class CommandQueue:
         trainer_metrics.QUEUE_SECONDS.observe(max(time.time() - job.queued_at, 0.0))
         return True
 
-    def _sharing(self, first: Job) -> Iterator[Job]:
+    def _sharing(self, first: Job, fit: Callable[[Sequence[str]], bool]) -> Iterator[Job]:
         """Starts and yields the waiting jobs that can be done together with the first one."""
         share: PassTerms | None = getattr(first.command, "share", None)
         if share is None:
@@ -353,13 +356,15 @@ class CommandQueue:
         with suppress(queue.Empty):
             while True:
                 self._put_back.append(self._jobs.get_nowait())
-        passed, count = {getattr(first.command, "model_id", "")}, 1
+        together = [getattr(first.command, "model_id", "")]
+        passed = set(together)
         for job in list(self._put_back):
             model_id, other = getattr(job.command, "model_id", ""), getattr(job.command, "share", None)
-            if count < share.most and model_id not in passed and other is not None and share.takes(other):
+            may_share = len(together) < share.most and model_id not in passed and other is not None
+            if may_share and share.takes(other) and fit([*together, model_id]):
                 self._put_back.remove(job)
                 if self._starts(job):
-                    count += 1
+                    together.append(model_id)
                     yield job
             passed.add(model_id)
 

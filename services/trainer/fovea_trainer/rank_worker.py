@@ -214,7 +214,7 @@ class RankWorker:
     def lead(self, queue: CommandQueue) -> None:
         """Distributes and executes commands on rank 0, until `Shutdown`."""
         while True:
-            jobs = queue.next()
+            jobs = queue.next(self.engine.fit_together)
             command = _together([job.command for job in jobs])
             self._control.broadcast(command)
             if isinstance(command, Shutdown):

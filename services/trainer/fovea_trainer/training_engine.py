@@ -11,14 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.api.v1 import model_input_pb2, weights_pb2
 from fovea.runtime.model_files import context_length, fingerprints
-from fovea.wire.errors import (
-    AlreadyExists,
-    FailedPrecondition,
-    FoveaError,
-    InvalidInput,
-    NotFound,
-    ResourceExhausted,
-)
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, FoveaError, InvalidInput, NotFound, ResourceExhausted
 from fovea_trainer import command_queue
 from fovea_trainer.batches.datum_decoding import DatumLimits
 from fovea_trainer.batches.micro_batch import BatchLayout
@@ -227,6 +220,10 @@ class TrainingEngine:
     def expect(self, commands: Iterable[command_queue.Command]) -> None:
         """Starts to bring the models of waiting commands back to the device."""
         self._residence.expect(model for command in commands for model in self._models_of(command))
+
+    def fit_together(self, model_ids: Iterable[str]) -> bool:
+        """Returns True if models fit on the device at the same time."""
+        return self._residence.fit(self.models[model_id] for model_id in model_ids if model_id in self.models)
 
     def _models_of(self, command: command_queue.Command) -> list[TrainedModel]:
         calls = getattr(command, "calls", None) or getattr(command, "steps", None) or [command]

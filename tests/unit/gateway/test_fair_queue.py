@@ -252,14 +252,16 @@ async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_
         task.cancel()
 
 
-async def test_a_step_waits_for_one_batch_of_a_flood_however_many_were_taken_before() -> None:
-    line = Line(alone=2)
+@pytest.mark.parametrize("size", [1, 16])
+async def test_a_step_waits_for_one_batch_of_a_flood_however_many_were_taken_before(size: int) -> None:
+    """Also if a batch uses all slots and a step one of them: the slot kept for the step is not enough for a batch."""
+    line = Line(places=size, alone=2 * size)
     await line.send("b", 1)
     await line.end()
-    await line.send("a", 300, cost=2048)
+    await line.send("a", 300, cost=2048, size=size)
     for _ in range(100):
         line.steady = "b"
-        await line.send("b", 1, cost=2048)
+        await line.send("b", 1, cost=2048, size=size)
         while not line.sent[-1].admitted.done():
             await line.end()
         await line.end()

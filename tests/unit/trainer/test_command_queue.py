@@ -7,7 +7,16 @@ import pytest
 
 from fovea.wire.errors import InvalidInput, Unavailable
 from fovea_trainer.batches.places import PassTerms
-from fovea_trainer.command_queue import ClearGradients, CommandQueue, ForwardBackward, Heartbeat, Shutdown, resolve
+from fovea_trainer.command_queue import (
+    ClearGradients,
+    CommandQueue,
+    ForwardBackward,
+    Heartbeat,
+    OptimStep,
+    Shutdown,
+    resolve,
+)
+from fovea_trainer.model.optimizer import Adam
 
 
 def _serve(queue: CommandQueue, seen: list[str], gate: threading.Event) -> threading.Thread:
@@ -101,3 +110,19 @@ async def test_waiting_calls_of_other_models_come_with_the_first_one() -> None:
         for job in jobs:
             resolve(job.result)
     assert found == [[0, 4, 8], [1], [2, 3], [5], [6]]
+
+
+async def test_models_that_do_not_fit_on_the_device_together_run_one_after_another() -> None:
+    """Also steps, which share whatever the size of their models: sixteen large ones could end the trainer."""
+    queue = CommandQueue(60)
+    queue.open()
+    calls = [asyncio.create_task(queue.submit(OptimStep(name, Adam(0.1)))) for name in ("a", "large", "c", "large")]
+    await asyncio.sleep(0)
+    found = []
+    while len(found) < 3:
+        jobs = queue.next(lambda model_ids: "large" not in model_ids)
+        found.append([job.command.model_id for job in jobs if isinstance(job.command, OptimStep)])
+        for job in jobs:
+            resolve(job.result)
+    await asyncio.gather(*calls)
+    assert found == [["a", "c"], ["large"], ["large"]]

@@ -170,6 +170,16 @@ class ModelResidence:
         if self._limit_bytes:
             self.leave(sum(map(_bytes_of, self._here())) - self._limit_bytes)
 
+    def fit(self, models: Iterable[TrainedModel]) -> bool:
+        """Returns True if models can be on the device at the same time, with as much room for computing."""
+        sizes = {model.model_id: _bytes_of(model) for model in models if isinstance(model, AdapterModel)}
+        if self._limit_bytes:
+            return sum(sizes.values()) <= self._limit_bytes
+        if not (missing_bytes := sum(sizes[name] for name in sizes if name in self._away)):
+            return True
+        others = [] if self._is_host_full else [model for model in self._here() if model.model_id not in sizes]
+        return 2 * missing_bytes <= self._free_bytes() + sum(map(_bytes_of, others))
+
     def expect(self, models: Iterable[TrainedModel]) -> None:
         """Starts to bring models of waiting commands, as far as there is room, while the device computes."""
         for model_id in [] if self._limit_bytes else [model.model_id for model in models]:

@@ -107,3 +107,21 @@ def test_a_model_returns_to_a_full_device_in_the_place_of_others() -> None:
     residence.forget("a")
     residence.expect([card.models["c"]])
     assert size_of(card.models["c"]) == 0, "there is no room for it now"
+
+
+def test_models_fit_together_if_those_that_are_away_have_room_beside_the_others() -> None:
+    card, free_bytes = Card(torch.float32, DEVICES[0]), 2**62
+    whole = size_of(card.models["a"])
+    residence = ModelResidence(DEVICES[0], 0, lambda: free_bytes)
+    a, b, c = card.models.values()
+    residence.use([a, b, c])
+    free_bytes = 0
+    assert residence.fit([a, b, c]), "none of them needs more room"
+    residence.use([c])
+    residence.leave(2 * whole)
+    assert not residence.fit([a, b])
+    free_bytes = whole
+    assert residence.fit([a, c]) is False
+    assert residence.fit([a]), "c may leave"
+    limited = ModelResidence(DEVICES[0], 2 * whole, lambda: 2**62)
+    assert (limited.fit([a, b]), limited.fit([a, b, c])) == (True, False)
