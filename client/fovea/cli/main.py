@@ -55,7 +55,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fovea keys": ("fovea_gateway.access.keys_command", ()),
     "fovea owners": ("fovea_gateway.access.owners_command", ("owners",)),
     "fovea usage": ("fovea_gateway.access.owners_command", ("usage",)),
-    "fovea downgrade": ("fovea_gateway.database.downgrade_command", ()),
+    "fovea downgrade": ("fovea_gateway.database.migrations", ()),
     "fovea models check": ("fovea_parity", ()),
     "fovea conformance": ("fovea_conformance", ()),
     "fovea evaluate": ("fovea_data.evaluate", ()),

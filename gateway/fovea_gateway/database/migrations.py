@@ -1,17 +1,21 @@
-"""Creates the tables, or migrates those of an earlier gateway with alembic. Each revision is a file in `versions`. The
+"""Creates the tables, or migrates those of an earlier gateway with alembic; and `fovea downgrade`. Each revision is a
+file in `versions`. The
 revisions after `_OLDEST` can also migrate back.
 
 A new table needs no revision, because `create_all` creates it. Gateways from before alembic read the revision's number
 in `schema_version`. The number is written there too, so that those gateways refuse unknown tables.
 """
 
+import argparse
 import logging
 from pathlib import Path
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import FailedPrecondition, Internal
+from fovea.wire.errors import FailedPrecondition, FoveaError, Internal
+from fovea_gateway.database.ownership import make_ownership
 from fovea_gateway.database.schema import REVISION, alembic_version, metadata, schema_version
+from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -99,3 +103,51 @@ def _run_alembic(connection: sa.Connection, found: str, wanted: str) -> None:
         command.upgrade(config, wanted)
     else:
         command.downgrade(config, wanted)
+
+
+def main() -> None:
+    """Runs the command line."""
+    arguments = _parse()
+    try:
+        url = command_url(arguments.state_dir, may_create=False)
+        downgrade_database(url.render_as_string(hide_password=False), arguments.to)
+    except (FoveaError, sa.exc.DBAPIError) as error:
+        raise SystemExit(f"fovea downgrade: {error}") from None
+
+
+def downgrade_database(url: str, revision: int) -> None:
+    """Downgrades a database that no gateway uses.
+
+    Raises:
+        FailedPrecondition: A gateway uses the database, or it cannot be migrated to that schema.
+        Internal: A gateway on this machine uses it, or its schema is unknown.
+    """
+    engine = make_engine(parse_url(url), 1)
+    name, ownership = describe(engine.url), make_ownership(engine.url)
+    try:
+        with engine.connect() as connection:
+            with connection.begin():
+                if not ownership.take(connection):
+                    raise FailedPrecondition(f"a gateway is using {name}: stop it first")
+            with connection.begin():
+                found = downgrade(connection, revision)
+    finally:
+        ownership.release()
+        engine.dispose()
+    print(f"{name}: migrated from schema {found} to {revision}; start the gateway of that version")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "fovea downgrade",
+        description="Migrates the database of a stopped gateway back to the tables of an earlier version: the one at "
+        "FOVEA_GATEWAY_DATABASE_URL, or in a state folder.",
+    )
+    add_state_dir(parser)
+    wanted = "the schema that the earlier version supports: its error message names it"
+    parser.add_argument("--to", type=int, required=True, metavar="SCHEMA", help=wanted)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

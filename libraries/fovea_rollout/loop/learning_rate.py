@@ -1,4 +1,4 @@
-"""Learning rates: defaults that fall with the width of the model, and the share of the rate for a step with substeps."""
+"""Learning rates: defaults that fall with the width of the model, and the share of the rate for each step."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Pat
     programs: dict[str, list[str]] = {
         "fovea_gateway.access.keys_command": ["create", "--owner", "alice"],
         "fovea_gateway.access.owners_command": ["usage"],
-        "fovea_gateway.database.downgrade_command": ["--to", "4"],
+        "fovea_gateway.database.migrations": ["--to", "4"],
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOVEA_GATEWAY_")}
     for module, arguments in programs.items():

@@ -13,7 +13,6 @@ from fovea.wire.errors import FailedPrecondition, Internal, Unavailable
 from fovea_gateway.access.api_keys import all_keys
 from fovea_gateway.database import migrations, schema
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.downgrade_command import downgrade
 from fovea_gateway.database.sql_engine import make_engine, parse_url
 
 _BACK = {
@@ -175,9 +174,9 @@ async def test_the_way_back_leads_to_the_tables_of_then_and_forth_again(database
     await database.open()
     await database.write(fill_in)
     with pytest.raises((FailedPrecondition, Internal), match="gateway"):
-        downgrade(database_url, 4)
+        migrations.downgrade_database(database_url, 4)
     await database.close()
-    downgrade(database_url, 4)
+    migrations.downgrade_database(database_url, 4)
     seen: dict[str, object] = {}
 
     def look(connection: sa.Connection) -> None:
@@ -217,4 +216,4 @@ async def test_no_further_back_than_is_known(database_url: str) -> None:
     await database.close()
     for revision in (3, int(schema.REVISION)):
         with pytest.raises(FailedPrecondition, match=f"cannot become {revision}"):
-            downgrade(database_url, revision)
+            migrations.downgrade_database(database_url, revision)
