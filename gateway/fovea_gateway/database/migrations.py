@@ -1,6 +1,5 @@
 """Creates the tables, or migrates those of an earlier gateway with alembic; and `fovea downgrade`. Each revision is a
-file in `versions`. The
-revisions after `_OLDEST` can also migrate back.
+file in `versions`. The revisions after `_OLDEST` can also migrate back.
 
 A new table needs no revision, because `create_all` creates it. Gateways from before alembic read the revision's number
 in `schema_version`. The number is written there too, so that those gateways refuse unknown tables.
