@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from fovea_gateway.access.owners import Quota
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import journal, recorded_sequences, recordings
+from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork
 from fovea_gateway.sessions.future import Done, Submission
 
@@ -58,6 +59,17 @@ class RecordedSequence:
     tokens: IntArray
     logprobs: npt.NDArray[np.float32]
     support: bytes | None
+
+    def support_of(self, own: slice) -> bytes:
+        """Returns the packed support of some tokens. The time depends on these only: a datum may have many spans."""
+        if self.support is None:
+            return tensors.FULL_ROW * (own.stop - own.start)
+        return self.support[self._rows[own.start] : self._rows[own.stop]]
+
+    @cached_property
+    def _rows(self) -> IntArray:
+        """The offset of each token's support, then the end, int64 [C + 1]."""
+        return np.append(0, np.flatnonzero(np.frombuffer(self.support or b"", np.uint8) == tensors.FULL_ROW[0]) + 1)
 
 
 class Recordings:
@@ -163,29 +175,25 @@ class Recordings:
         """
         for index, datum in enumerate(data):
             if not datum.target_spans:
-                raise _wrong(
-                    f"data[{index}]", f"has no provenance spans: {header.loss_function} needs Datum.with_provenance"
-                )
+                raise _wrong(f"data[{index}]", "has no provenance spans: stable_reinforce needs Datum.with_provenance")
         now = self._clock.now()
         before = 0.0 if is_again else now - _KEPT_S - _SLACK_S
         named = _named(data)
         found, stale = await self._database.read(
             partial(_read, named=list(named), session_id=submission.session_id, before=before, stale=now - _SLACK_S)
         )
+        words = (
+            f"which session {submission.session_id} has not recorded within the last day, or newer samples took its "
+            "room: sample with record_stability_info=True and train in the same session"
+        )
         for sequence_id, field in named.items():
             if sequence_id not in found:
-                raise _wrong(
-                    field,
-                    f"names sequence {sequence_id[:200]!r}, which session {submission.session_id} has "
-                    "not recorded within the last day, or newer samples took its room: sample with "
-                    "record_stability_info=True and train in the same session",
-                )
-        temperatures = {
-            found[span.sequence_id].temperature for datum in data for span in datum.target_spans if span.sampled
-        }
-        _set_temperature(header, temperatures)
+                raise _wrong(field, f"names sequence {sequence_id[:200]!r}, {words}")
+        spans = [span for datum in data for span in datum.target_spans]
+        _set_temperature(header, {found[span.sequence_id].temperature for span in spans if span.sampled})
         for index, datum in enumerate(data):
-            _fill_datum(datum, _without_images(rendered[index]), found, f"data[{index}]")
+            own = datum, _without_images(rendered[index]), found, f"data[{index}]"
+            await off_loop_by_size(datum.ByteSize(), _fill_datum, *own)
         if stale and not is_again:
             await self._database.write(partial(_renew, future_ids=stale, now=now))
 
@@ -260,10 +268,7 @@ def _fill_datum(
         if span.sampled:
             sampled[start : start + span.length] = 1.0
             logprobs[start : start + span.length] = recorded.logprobs[own]
-        if span.sampled and recorded.support is not None:
-            rows += tensors.split_support(recorded.support)[own]
-        else:
-            rows.append(tensors.FULL_ROW * span.length)
+        rows.append(recorded.support_of(own) if span.sampled else tensors.FULL_ROW * span.length)
         start += span.length
     advantages = _values(datum, "advantages", len(tokens), field)
     if advantages is not None and (places := np.flatnonzero((advantages != 0) & (sampled == 0))).size:
@@ -318,9 +323,8 @@ def _check_runs(
                 at = int(np.flatnonzero(differs)[0])
                 raise _wrong(
                     f"{field}[{place}]",
-                    f"says that position {start + at} is {what} token "
-                    f"{span.offset + at} of {span.sequence_id!r}, which is {expected[at]}, but the datum has "
-                    f"{given[at]}",
+                    f"says that position {start + at} is {what} token {span.offset + at} of {span.sequence_id!r}, "
+                    f"which is {expected[at]}, but the datum has {given[at]}",
                 )
         start += span.length
     if start != tokens.size:
@@ -360,13 +364,9 @@ def _read(
         query = sa.select(recorded_sequences).where(recorded_sequences.c.sequence_id.in_(part))
         for row in connection.execute(query):
             if request := rows.get(row.future_id):
-                found[row.sequence_id] = RecordedSequence(
-                    request.temperature,
-                    prompts[row.future_id],
-                    tensors.decode_tokens(row.tokens).astype(np.int64),
-                    tensors.decode_floats(row.logprobs),
-                    row.support,
-                )
+                prompt, tokens = prompts[row.future_id], tensors.decode_tokens(row.tokens).astype(np.int64)
+                logprobs = tensors.decode_floats(row.logprobs)
+                found[row.sequence_id] = RecordedSequence(request.temperature, prompt, tokens, logprobs, row.support)
     return found, [future_id for future_id, row in rows.items() if row.used_at < stale]
 
 
