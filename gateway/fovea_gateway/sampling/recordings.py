@@ -88,8 +88,8 @@ class Recordings:
     async def sample(self, work: SampleWork, runner: SampleRunner) -> Done:
         """Samples to the end; the record is stored in the transaction of the result.
 
-        Raises ResourceExhausted, before anything is sampled, if the owner has no room for the sample at its greatest
-        length without support.
+        Raises ResourceExhausted if the owner has no room: before sampling, for the greatest length without support;
+        after it, for the sample with its support, which may be a hundred times larger.
         """
         submission, request = work.pending.submission, work.request
         size_bytes = _SAMPLED_TOKEN_BYTES * submission.token_count + ROW_BYTES * (1 + request.sample_count)
@@ -99,7 +99,7 @@ class Recordings:
         is_asked = request.sampled_support
         request.sampled_support |= _truncates(request.params)
         records = await runner.collect(work)
-        job = self._storing(work, records)
+        job = await self._storing(work, records)
         if not is_asked:  # The client sees the result without the support, which is larger.
             for record in records:
                 if record.WhichOneof("event") == "delta":
@@ -124,7 +124,7 @@ class Recordings:
         self._quota.reset(await self._database.read(recorded_bytes))
         self._is_counted = True
 
-    def _storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
+    async def _storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
         """Returns the job that stores the sequences of a finished sample."""
         assert work.rendered is not None, "a sample finished without a prompt"
         submission, params = work.pending.submission, work.request.params
@@ -141,8 +141,7 @@ class Recordings:
         ]
         prompt_ids = _without_images(work.rendered).astype("<i4").tobytes()
         size_bytes = len(prompt_ids) + ROW_BYTES * len(sequences)
-        for each in sequences:
-            size_bytes += len(each["tokens"]) + len(each["logprobs"]) + len(each["support"] or b"")
+        size_bytes += sum(len(one["tokens"]) + len(one["logprobs"]) + len(one["support"] or b"") for one in sequences)
         row = {
             "future_id": submission.future_id,
             "session_id": submission.session_id,
@@ -153,6 +152,7 @@ class Recordings:
             "size_bytes": size_bytes,
             "prompt": prompt_ids,
         }
+        await self._make_room(submission.owner, size_bytes)
         self._quota.take(submission.owner, size_bytes)
         return partial(_put, row=row, sequences=sequences)
 
