@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from fovea_gateway.access.owners import Quota
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.database.database import Database, Job
 from fovea_gateway.database.schema import journal, recorded_sequences, recordings
+from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.sampling.sample_runner import SampleRunner, SampleWork
 from fovea_gateway.sessions.future import Done, Submission
 
@@ -59,6 +60,17 @@ class RecordedSequence:
     logprobs: npt.NDArray[np.float32]
     support: bytes | None
 
+    def support_of(self, own: slice) -> bytes:
+        """Returns the packed support of some tokens. The time depends on these only: a datum may have many spans."""
+        if self.support is None:
+            return tensors.FULL_ROW * (own.stop - own.start)
+        return self.support[self._rows[own.start] : self._rows[own.stop]]
+
+    @cached_property
+    def _rows(self) -> IntArray:
+        """The offset of each token's support, then the end, int64 [C + 1]."""
+        return np.append(0, np.flatnonzero(np.frombuffer(self.support or b"", np.uint8) == tensors.FULL_ROW[0]) + 1)
+
 
 class Recordings:
     """The recorded samples of all sessions.
@@ -76,8 +88,8 @@ class Recordings:
     async def sample(self, work: SampleWork, runner: SampleRunner) -> Done:
         """Samples to the end; the record is stored in the transaction of the result.
 
-        Raises ResourceExhausted, before anything is sampled, if the owner has no room for the sample at its greatest
-        length without support.
+        Raises ResourceExhausted if the owner has no room: before sampling, for the greatest length without support;
+        after it, for the sample with its support, which may be a hundred times larger.
         """
         submission, request = work.pending.submission, work.request
         size_bytes = _SAMPLED_TOKEN_BYTES * submission.token_count + ROW_BYTES * (1 + request.sample_count)
@@ -87,7 +99,7 @@ class Recordings:
         is_asked = request.sampled_support
         request.sampled_support |= _truncates(request.params)
         records = await runner.collect(work)
-        job = self._storing(work, records)
+        job = await self._storing(work, records)
         if not is_asked:  # The client sees the result without the support, which is larger.
             for record in records:
                 if record.WhichOneof("event") == "delta":
@@ -112,7 +124,7 @@ class Recordings:
         self._quota.reset(await self._database.read(recorded_bytes))
         self._is_counted = True
 
-    def _storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
+    async def _storing(self, work: SampleWork, records: Iterable[gateway_pb2.SampleTokensResponse]) -> Job[Any]:
         """Returns the job that stores the sequences of a finished sample."""
         assert work.rendered is not None, "a sample finished without a prompt"
         submission, params = work.pending.submission, work.request.params
@@ -129,8 +141,7 @@ class Recordings:
         ]
         prompt_ids = _without_images(work.rendered).astype("<i4").tobytes()
         size_bytes = len(prompt_ids) + ROW_BYTES * len(sequences)
-        for each in sequences:
-            size_bytes += len(each["tokens"]) + len(each["logprobs"]) + len(each["support"] or b"")
+        size_bytes += sum(len(one["tokens"]) + len(one["logprobs"]) + len(one["support"] or b"") for one in sequences)
         row = {
             "future_id": submission.future_id,
             "session_id": submission.session_id,
@@ -141,6 +152,7 @@ class Recordings:
             "size_bytes": size_bytes,
             "prompt": prompt_ids,
         }
+        await self._make_room(submission.owner, size_bytes)
         self._quota.take(submission.owner, size_bytes)
         return partial(_put, row=row, sequences=sequences)
 
@@ -163,29 +175,25 @@ class Recordings:
         """
         for index, datum in enumerate(data):
             if not datum.target_spans:
-                raise _wrong(
-                    f"data[{index}]", f"has no provenance spans: {header.loss_function} needs Datum.with_provenance"
-                )
+                raise _wrong(f"data[{index}]", "has no provenance spans: stable_reinforce needs Datum.with_provenance")
         now = self._clock.now()
         before = 0.0 if is_again else now - _KEPT_S - _SLACK_S
         named = _named(data)
         found, stale = await self._database.read(
             partial(_read, named=list(named), session_id=submission.session_id, before=before, stale=now - _SLACK_S)
         )
+        words = (
+            f"which session {submission.session_id} has not recorded within the last day, or newer samples took its "
+            "room: sample with record_stability_info=True and train in the same session"
+        )
         for sequence_id, field in named.items():
             if sequence_id not in found:
-                raise _wrong(
-                    field,
-                    f"names sequence {sequence_id[:200]!r}, which session {submission.session_id} has "
-                    "not recorded within the last day, or newer samples took its room: sample with "
-                    "record_stability_info=True and train in the same session",
-                )
-        temperatures = {
-            found[span.sequence_id].temperature for datum in data for span in datum.target_spans if span.sampled
-        }
-        _set_temperature(header, temperatures)
+                raise _wrong(field, f"names sequence {sequence_id[:200]!r}, {words}")
+        spans = [span for datum in data for span in datum.target_spans]
+        _set_temperature(header, {found[span.sequence_id].temperature for span in spans if span.sampled})
         for index, datum in enumerate(data):
-            _fill_datum(datum, _without_images(rendered[index]), found, f"data[{index}]")
+            own = datum, _without_images(rendered[index]), found, f"data[{index}]"
+            await off_loop_by_size(datum.ByteSize(), _fill_datum, *own)
         if stale and not is_again:
             await self._database.write(partial(_renew, future_ids=stale, now=now))
 
@@ -260,10 +268,7 @@ def _fill_datum(
         if span.sampled:
             sampled[start : start + span.length] = 1.0
             logprobs[start : start + span.length] = recorded.logprobs[own]
-        if span.sampled and recorded.support is not None:
-            rows += tensors.split_support(recorded.support)[own]
-        else:
-            rows.append(tensors.FULL_ROW * span.length)
+        rows.append(recorded.support_of(own) if span.sampled else tensors.FULL_ROW * span.length)
         start += span.length
     advantages = _values(datum, "advantages", len(tokens), field)
     if advantages is not None and (places := np.flatnonzero((advantages != 0) & (sampled == 0))).size:
@@ -318,9 +323,8 @@ def _check_runs(
                 at = int(np.flatnonzero(differs)[0])
                 raise _wrong(
                     f"{field}[{place}]",
-                    f"says that position {start + at} is {what} token "
-                    f"{span.offset + at} of {span.sequence_id!r}, which is {expected[at]}, but the datum has "
-                    f"{given[at]}",
+                    f"says that position {start + at} is {what} token {span.offset + at} of {span.sequence_id!r}, "
+                    f"which is {expected[at]}, but the datum has {given[at]}",
                 )
         start += span.length
     if start != tokens.size:
@@ -360,13 +364,9 @@ def _read(
         query = sa.select(recorded_sequences).where(recorded_sequences.c.sequence_id.in_(part))
         for row in connection.execute(query):
             if request := rows.get(row.future_id):
-                found[row.sequence_id] = RecordedSequence(
-                    request.temperature,
-                    prompts[row.future_id],
-                    tensors.decode_tokens(row.tokens).astype(np.int64),
-                    tensors.decode_floats(row.logprobs),
-                    row.support,
-                )
+                prompt, tokens = prompts[row.future_id], tensors.decode_tokens(row.tokens).astype(np.int64)
+                logprobs = tensors.decode_floats(row.logprobs)
+                found[row.sequence_id] = RecordedSequence(request.temperature, prompt, tokens, logprobs, row.support)
     return found, [future_id for future_id, row in rows.items() if row.used_at < stale]
 
 

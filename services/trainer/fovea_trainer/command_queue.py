@@ -360,8 +360,8 @@ class CommandQueue:
         passed = set(together)
         for job in list(self._put_back):
             model_id, other = getattr(job.command, "model_id", ""), getattr(job.command, "share", None)
-            may_share = len(together) < share.most and model_id not in passed and other is not None
-            if may_share and share.takes(other) and fit([*together, model_id]):
+            may_share = len(together) < share.most and model_id not in passed
+            if may_share and other is not None and share.takes(other) and fit([*together, model_id]):
                 self._put_back.remove(job)
                 if self._starts(job):
                     together.append(model_id)

@@ -5,7 +5,7 @@ succeeded.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -20,6 +20,7 @@ from fovea_trainer.command_queue import ForwardBackward
 from fovea_trainer.forward_backward import LossComputer, PreparedCall, losses_of
 from fovea_trainer.loss_results import ForwardBackwardResult, RankResult, reduce_measures
 from fovea_trainer.losses import Loss
+from fovea_trainer.losses.custom import Custom
 from fovea_trainer.model.lora import LoraWeights
 from fovea_trainer.model.memory_budget import MemoryBudget
 from fovea_trainer.model.sharding import ShardedModel
@@ -74,7 +75,7 @@ class SharedCalls:
 
     def share_of(self, model: TrainedModel, loss: Loss, datums: Sequence[Datum], backward: bool) -> PassTerms | None:
         """Returns the conditions under which a call may share a pass; None if it computes alone. For any thread."""
-        if not isinstance(model, AdapterModel) or model.trains_vision or loss.seconds_left is not None:
+        if not isinstance(model, AdapterModel) or model.trains_vision or isinstance(loss, Custom):
             return None
         if model.weights.flat.device.type == "cpu" and self._control.world_size > 1 and len(datums) > 1:
             return None  # Alone, its datums would be spread over ranks. On a CPU sharing must not change a bit.
@@ -106,7 +107,9 @@ class SharedCalls:
             if member.command.backward and member.command.drop_gradients:
                 member.model.zero_gradients()
         found: Outcomes = {}
-        for part in self._control.gather(self._on_this_rank(members) if members else {}):
+        # A model may have been created anew, with other settings, since its call was checked.
+        sharing = [one for one in members if _layout_of(one.model) == _layout_of(members[0].model) is not None]
+        for part in self._control.gather(self._on_this_rank(sharing) if sharing else {}):
             found |= part
         failed = self._control.broadcast({index: isinstance(outcome, FoveaError) for index, outcome in found.items()})
         for member in members:
@@ -154,9 +157,10 @@ class SharedCalls:
 
     def _shared(self, members: Sequence[Member], place: Place, most_tokens: int, most_patches: int) -> Outcomes:
         """Computes calls in consecutive slots of one pass, from `place`. Returns nothing if they do not fit."""
-        slots = self._most_slots(members[0].model, place.rows, most_tokens)
         patches = sum(size.patch_count for member in members for size in member.command.sizes)
-        if place.slots > slots or patches > most_patches:
+        if place.slots * place.rows > most_tokens or patches > most_patches:
+            return {}
+        if place.slots > self._most_slots(members[0].model, place.rows, most_tokens):
             return {}
         prepared = {member.index: self._try_to_prepare(member.command, member.model) for member in members}
         calls = [call for call in prepared.values() if isinstance(call, PreparedCall)]
@@ -173,10 +177,10 @@ class SharedCalls:
         return {index: next(results) if isinstance(one, PreparedCall) else one for index, one in prepared.items()}
 
     def _try_to_prepare(self, command: ForwardBackward, model: TrainedModel) -> PreparedCall | FoveaError:
-        try:
-            return self._computer.inputs(command, model, True, range(len(command.sizes)))
-        except FoveaError as error:
-            return error
+        found: list[PreparedCall] = []
+        indices = range(len(command.sizes))
+        error = self._control.error_of(lambda: found.append(self._computer.inputs(command, model, True, indices)))
+        return error or found[0]
 
     def _shared_pass(self, calls: Sequence[PreparedCall], place: Place) -> list[ForwardBackwardResult | FoveaError]:
         slots, rows, first = place.slots, place.rows, place.slot
@@ -212,6 +216,11 @@ class SharedCalls:
             _outcome(call, result, replace(place, slot=slot))
             for slot, (call, result) in enumerate(zip(calls, results, strict=True), first)
         ]
+
+
+def _layout_of(model: TrainedModel) -> Hashable:
+    """Returns the layout of an adapter that can share a pass; None for other models."""
+    return model.weights.layout if isinstance(model, AdapterModel) and not model.trains_vision else None
 
 
 def _outcome(call: PreparedCall, result: RankResult, place: Place) -> ForwardBackwardResult | FoveaError:

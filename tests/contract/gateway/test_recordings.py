@@ -166,10 +166,8 @@ async def test_the_oldest_records_of_an_owner_make_room(stand: Stand, rest: Rest
     assert "loss_fn_outputs" in await _train(rest, model_id, 2, _datum(*made[-1]))
 
 
-async def test_the_support_of_truncated_samples_is_recorded_and_not_returned(
-    stand: Stand, rest: Rest, monkeypatch: Any
-) -> None:
-    rows = [tensors.pack_support(np.array([1, 5]), np.array([0, 2])), tensors.FULL_ROW] * 2
+def _support(monkeypatch: Any, rows: list[bytes]) -> None:
+    """Makes samplers answer with these rows of support, two in each delta."""
     plain = FakeSampler._events
 
     def events(self: FakeSampler, request: sampler_pb2.SampleRequest) -> list[sampler_pb2.SampleResponse]:
@@ -180,6 +178,28 @@ async def test_the_support_of_truncated_samples_is_recorded_and_not_returned(
         return found
 
     monkeypatch.setattr(FakeSampler, "_events", events)
+
+
+async def test_a_sample_with_a_support_above_the_room_is_not_recorded(
+    stand: Stand, rest: Rest, monkeypatch: Any
+) -> None:
+    """Its size is known only after sampling; without a limit, one request could fill the disk."""
+    await stand.stop()
+    await stand.start(max_row_bytes=16 * 1024)
+    _support(monkeypatch, [tensors.pack_support(np.arange(0, 2**18, 256), np.array([0, 1024]))] * COUNT)
+    sampling_id, params = await _base_session(rest), {"max_tokens": COUNT, "top_p": 0.9}
+    answer = await rest.sample(sampling_id, 0, record_stability_info=True, sampling_params=params)
+    refused = await rest.result(answer.json()["request_id"])
+    assert "max_row_bytes" in refused["error"]
+    assert (await _count(stand))[0] == 0
+    await _sample(rest, sampling_id, 1)
+
+
+async def test_the_support_of_truncated_samples_is_recorded_and_not_returned(
+    stand: Stand, rest: Rest, monkeypatch: Any
+) -> None:
+    rows = [tensors.pack_support(np.array([1, 5]), np.array([0, 2])), tensors.FULL_ROW] * 2
+    _support(monkeypatch, rows)
     model_id = await rest.create_model()
     params = {"max_tokens": COUNT, "top_p": 0.9}
     sequence_id, tokens = await _sample(rest, await _base_session(rest), sampling_params=params)

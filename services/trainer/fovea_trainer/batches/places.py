@@ -17,7 +17,7 @@ _FILLED_TOKENS = 1024
 """A shared pass of up to this many tokens may have empty slots. It takes the same time with fewer tokens."""
 _NARROW = 256
 """Calls of up to this many tokens share a pass with calls of half as many tokens, longer ones with calls of 7/8."""
-_PLACE = re.compile(r"(\d+)x(\d+):(\d+)@(\d+)")
+_PLACE = re.compile("([0-9]{1,9})x([0-9]{1,9}):([0-9]{1,9})@([0-9]{1,9})")
 
 
 @dataclass(frozen=True)

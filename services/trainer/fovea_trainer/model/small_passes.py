@@ -296,7 +296,7 @@ class SmallPasses:
             temperature: Divisor of the logits.
         """
         used = [weights for weights in adapters if weights is not None]
-        stand_in = self._stand_in(used[0], MOST_SLOTS)
+        stand_in = self._stand_in(used[0], MOST_SLOTS if len(adapters) > 1 else 1)
         rows = [stand_in.cast_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
         torch._foreach_copy_(rows, [weights.flat.detach() for weights in used])
         return self._run(batch, stand_in, len(adapters), cached, temperature, lambda: None)
@@ -305,7 +305,7 @@ class SmallPasses:
         """Adds the gradients of the last shared pass to those of its adapters. None leaves out a slot."""
         used = [weights for weights in adapters if weights is not None]
         if used:
-            grad_KN = self._stand_in(used[0], MOST_SLOTS).grad_KN
+            grad_KN = self._stand_in(used[0], MOST_SLOTS if len(adapters) > 1 else 1).grad_KN
             rows = [grad_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
             torch._foreach_add_([weights.flat_grad for weights in used], rows)
 

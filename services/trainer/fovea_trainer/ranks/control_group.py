@@ -196,14 +196,15 @@ class ControlGroup:
         Returns:
             For each action the error of the first rank on which it failed, or None.
         """
-        errors = [self._error_of(action) for action in actions]
+        errors = [self.error_of(action) for action in actions]
         if not self._any(any(error is not None for error in errors)):
             return errors
         of_ranks: list[list[FoveaError | None]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(of_ranks, errors, group=self.group)
         return [next(filter(None, found), None) for found in zip(*of_ranks, strict=True)]
 
-    def _error_of(self, action: Callable[[], object]) -> FoveaError | None:
+    def error_of(self, action: Callable[[], object]) -> FoveaError | None:
+        """Runs an action on this rank alone. Returns its error, as `agree` would raise it. Not collective."""
         try:
             action()
         except FoveaError as known:
