@@ -359,7 +359,8 @@ class CommandQueue:
         together = [getattr(first.command, "model_id", "")]
         passed = set(together)
         for job in list(self._put_back):
-            model_id, other = getattr(job.command, "model_id", ""), getattr(job.command, "share", None)
+            model_id: str = getattr(job.command, "model_id", "")
+            other: PassTerms | None = getattr(job.command, "share", None)
             may_share = len(together) < share.most and model_id not in passed
             if may_share and other is not None and share.takes(other) and fit([*together, model_id]):
                 self._put_back.remove(job)
