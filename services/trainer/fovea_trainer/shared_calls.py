@@ -109,12 +109,12 @@ class SharedCalls:
         """Computes calls of different models in as few passes as possible. Collective.
 
         Args:
-            commands: Calls that fit together: the `share` of the first one takes all others. Or one call with a `place`.
+            commands: Calls that fit together, as the `share` of the first one says; or one call with a `place`.
             models: All models, keyed by id.
 
         Returns:
-            On rank 0, the result or the error of each call, in order. Errors are those of `LossComputer.run`, or NotFound
-            if the model does not exist.
+            On rank 0, the result or the error of each call, in order. Errors are those of `LossComputer.run`, and
+            NotFound if the model does not exist.
         """
         members = [Member(index, command, models[command.model_id]) for index, command in enumerate(commands)
                    if command.model_id in models]  # fmt: skip
