@@ -63,8 +63,8 @@ class RecordedSequence:
     def support_of(self, own: slice) -> bytes:
         """Returns the packed support of some tokens. The time depends on these only: a datum may have many spans."""
         if self.support is None:
-            return tensors.FULL_ROW * (own.stop - own.start)
-        return self.support[int(self._rows[own.start]) : int(self._rows[own.stop])]
+            return tensors.FULL_ROW * int(own.stop - own.start)
+        return self.support[self._rows[own.start] : self._rows[own.stop]]
 
     @cached_property
     def _rows(self) -> IntArray:
