@@ -6,7 +6,7 @@ call has succeeded.
 """
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -121,12 +121,16 @@ class SharedCalls:
         for member in members:
             if member.command.backward and member.command.drop_gradients:
                 member.model.zero_gradients()
-        found: Outcomes = {}
         # A model may have been created anew, with other settings, since its call was checked.
         sharing = [one for one in members if _layout_of(one.model) == _layout_of(members[0].model) is not None]
-        for part in self._control.gather(self._on_this_rank(sharing) if sharing else {}):
-            found |= part
-        failed = self._control.broadcast({index: isinstance(outcome, FoveaError) for index, outcome in found.items()})
+        parts = self._control.gather(self._on_this_rank(sharing) if sharing else ({}, False))
+        found = {index: outcome for part, _ in parts for index, outcome in part.items()}
+        failed, out_of_memory = self._control.broadcast(
+            ({index: isinstance(outcome, FoveaError) for index, outcome in found.items()}, any(ran for _, ran in parts))
+        )
+        if out_of_memory:  # on every rank, because the ranks gather parameters together
+            self._sharded.abandon_pass()
+            self._memory.collect()
         for member in members:
             if member.index not in failed:
                 found[member.index] = self._alone(member)
@@ -137,25 +141,43 @@ class SharedCalls:
             for index, command in enumerate(commands)
         ]
 
-    def _on_this_rank(self, members: Sequence[Member]) -> Outcomes:
-        """Computes the calls of this rank that fit into shared passes, and returns their outcomes. Collective."""
+    def _on_this_rank(self, members: Sequence[Member]) -> tuple[Outcomes, bool]:
+        """Computes the calls of this rank that fit into shared passes. Collective.
+
+        Returns:
+            The outcomes, and True if memory ran out. Passes of this rank would then need the other ranks.
+        """
         self._sharded.gather()
         self._memory.make_room(sum(size.token_count for member in members for size in member.command.sizes))
         budgets = self._memory.budgets(0, False)
         most_tokens = int(min(budgets.tokens, self._memory.recompute_above(budgets)))
-        rank = self._control.rank
         found: Outcomes = {}
+        try:
+            for own, place in self._passes(members, most_tokens):
+                found |= self._shared(own, place, most_tokens, budgets.patches)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+            logger.warning("calls did not fit into one pass, so each is computed alone: %s", reason)
+            return found, True
+        return found, False
+
+    def _passes(self, members: Sequence[Member], most_tokens: int) -> Iterator[tuple[Sequence[Member], Place]]:
+        """Yields the calls of each shared pass of this rank, and the place of the first of them."""
+        rank = self._control.rank
         if (place := members[0].command.place) is not None:
-            return self._shared(members, place, most_tokens, budgets.patches) if place.device_rank == rank else {}
+            if place.device_rank == rank:
+                yield members, place
+            return
         rows = max(member.command.share.rows for member in members if member.command.share)
         left = list(members[rank :: self._control.world_size])
         while left:
             count = min(len(left), self._most_slots(left[0].model, rows, most_tokens))
             slots = slot_count(count, rows) if count > 1 else 1
             if slots > 1 or self._control.world_size > 1:  # a single rank gains nothing with one call
-                found |= self._shared(left[:slots], Place(slots, rows, 0, rank), most_tokens, budgets.patches)
+                yield left[:slots], Place(slots, rows, 0, rank)
             left = left[slots:]
-        return found
 
     def _most_slots(self, model: TrainedModel, rows: int, most_tokens: int) -> int:
         """Returns the most slots, each of `rows` rows, for which a pass has memory now: a power of two."""
@@ -183,16 +205,7 @@ class SharedCalls:
             return {}
         prepared = {member.index: self._try_to_prepare(member.command, member.model) for member in members}
         calls = [call for call in prepared.values() if isinstance(call, PreparedCall)]
-        try:
-            results = iter(self._shared_pass(calls, place) if calls else [])
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0]
-            logger.warning("%d calls did not fit into one pass, so each is computed alone: %s", len(calls), reason)
-            self._sharded.abandon_pass()
-            self._memory.collect()
-            return {}
+        results = iter(self._shared_pass(calls, place) if calls else [])
         return {index: next(results) if isinstance(one, PreparedCall) else one for index, one in prepared.items()}
 
     def _try_to_prepare(self, command: ForwardBackward, model: TrainedModel) -> PreparedCall | FoveaError:
