@@ -145,7 +145,7 @@ class SharedCalls:
         """Computes the calls of this rank that fit into shared passes. Collective.
 
         Returns:
-            The outcomes, and True if memory ran out. Passes of this rank would then need the other ranks.
+            The outcomes so far, and True if memory ran out. All ranks must then call `abandon_pass`.
         """
         self._sharded.gather()
         self._memory.make_room(sum(size.token_count for member in members for size in member.command.sizes))
