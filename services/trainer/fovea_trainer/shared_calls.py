@@ -1,11 +1,12 @@
-"""Small calls of several adapters in one pass, so that many tenants with small steps use the device together.
+"""Small calls of several adapters in one pass.
 
-A call keeps its own loss, its own failure and its own result. Gradients are added to a model only after its call has
-succeeded.
+A small pass takes about the same time for one call as for sixteen, so tenants with small steps share it. Each call has
+its own loss and its own result, and it may fail while the others succeed. Gradients are added to a model only after its
+call has succeeded.
 """
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -31,12 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 Outcomes = dict[int, ForwardBackwardResult | FoveaError]
-"""The result or the error of calls, keyed by the index of the call."""
+"""The result or the error of each call, keyed by the index of the call."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A call, its number among those that came together, and its model."""
+    """One of the calls that `SharedCalls.run` received.
+
+    Args:
+        index: Its index in that list.
+        command: The call.
+        model: Its model.
+    """
 
     index: int
     command: ForwardBackward
@@ -44,11 +51,13 @@ class Member:
 
 
 class SharedCalls:
-    """Runs small calls of different models together. With several ranks, each rank runs calls of its own.
+    """Runs small calls of different models together.
+
+    With several ranks, the calls are dealt to the ranks. A rank computes each of its calls whole, without the others.
 
     Args:
-        computer: Computes calls alone.
-        sharded: The model. Its passes must need no other rank.
+        computer: Computes the calls that share no pass.
+        sharded: The base model. Each rank must be able to compute a pass without the others.
         control: Control group of the rank's thread.
         layout: Packs datums.
         vision: Known outputs of the frozen tower.
@@ -70,20 +79,26 @@ class SharedCalls:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a pass that several calls share; 0 if each call has a pass of its own."""
+        """The most tokens of a shared pass; 0 if this trainer shares none."""
         return self._small_passes.most_shared_tokens
 
     def share_of(self, model: TrainedModel, loss: Loss, datums: Sequence[Datum], backward: bool) -> PassTerms | None:
-        """Returns the conditions under which a call may share a pass; None if it computes alone. For any thread."""
+        """Returns the conditions under which a call may share a pass; None if it may not. For any thread."""
         if not isinstance(model, AdapterModel) or model.trains_vision or isinstance(loss, Custom):
             return None
         if model.weights.flat.device.type == "cpu" and self._control.world_size > 1 and len(datums) > 1:
-            return None  # Alone, its datums would be spread over ranks. On a CPU sharing must not change a bit.
+            return None  # A CPU has equal bits with and without sharing, but not if datums are spread over ranks.
         return self._small_passes.share_of(model.weights, datums, loss.temperature, backward)
 
     def place_of(self, given: str, share: PassTerms | None) -> Place | None:
-        """Returns the place that an earlier result of a call has named; None if this trainer cannot use it. For any
-        thread.
+        """Returns the place in which a call must run again. For any thread.
+
+        Args:
+            given: The place that the call's first result named, as text; possibly not a place.
+            share: The conditions of the call, from `share_of`.
+
+        Returns:
+            The place; None if the call computes alone, because it did so before or because its place does not exist.
         """
         place = Place.parse(given, self.most_tokens, self._control.world_size)
         return place if place and share and share.rows <= place.rows else None
@@ -94,24 +109,28 @@ class SharedCalls:
         """Computes calls of different models in as few passes as possible. Collective.
 
         Args:
-            commands: Calls of which the first one's `share` takes all others, or one call with a `place`.
+            commands: Calls that fit together, as the `share` of the first one says; or one call with a `place`.
             models: All models, keyed by id.
 
         Returns:
-            On rank 0, the result or the error of each call, in order. The errors are those of `LossComputer.run`, and
-            NotFound.
+            On rank 0, the result or the error of each call, in order. Errors are those of `LossComputer.run`, and
+            NotFound if the model does not exist.
         """
         members = [Member(index, command, models[command.model_id]) for index, command in enumerate(commands)
                    if command.model_id in models]  # fmt: skip
         for member in members:
             if member.command.backward and member.command.drop_gradients:
                 member.model.zero_gradients()
-        found: Outcomes = {}
         # A model may have been created anew, with other settings, since its call was checked.
         sharing = [one for one in members if _layout_of(one.model) == _layout_of(members[0].model) is not None]
-        for part in self._control.gather(self._on_this_rank(sharing) if sharing else {}):
-            found |= part
-        failed = self._control.broadcast({index: isinstance(outcome, FoveaError) for index, outcome in found.items()})
+        parts = self._control.gather(self._on_this_rank(sharing) if sharing else ({}, False))
+        found = {index: outcome for part, _ in parts for index, outcome in part.items()}
+        failed, out_of_memory = self._control.broadcast(
+            ({index: isinstance(outcome, FoveaError) for index, outcome in found.items()}, any(ran for _, ran in parts))
+        )
+        if out_of_memory:  # on every rank, because the ranks gather parameters together
+            self._sharded.abandon_pass()
+            self._memory.collect()
         for member in members:
             if member.index not in failed:
                 found[member.index] = self._alone(member)
@@ -122,28 +141,46 @@ class SharedCalls:
             for index, command in enumerate(commands)
         ]
 
-    def _on_this_rank(self, members: Sequence[Member]) -> Outcomes:
-        """Computes this rank's calls, except those that do not fit into a shared pass. Collective."""
+    def _on_this_rank(self, members: Sequence[Member]) -> tuple[Outcomes, bool]:
+        """Computes the calls of this rank that fit into shared passes. Collective.
+
+        Returns:
+            The outcomes so far, and True if memory ran out. All ranks must then call `abandon_pass`.
+        """
         self._sharded.gather()
         self._memory.make_room(sum(size.token_count for member in members for size in member.command.sizes))
         budgets = self._memory.budgets(0, False)
         most_tokens = int(min(budgets.tokens, self._memory.recompute_above(budgets)))
-        rank = self._control.rank
         found: Outcomes = {}
+        try:
+            for own, place in self._passes(members, most_tokens):
+                found |= self._shared(own, place, most_tokens, budgets.patches)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+            logger.warning("calls did not fit into one pass, so each is computed alone: %s", reason)
+            return found, True
+        return found, False
+
+    def _passes(self, members: Sequence[Member], most_tokens: int) -> Iterator[tuple[Sequence[Member], Place]]:
+        """Yields the calls of each shared pass of this rank, and the place of the first of them."""
+        rank = self._control.rank
         if (place := members[0].command.place) is not None:
-            return self._shared(members, place, most_tokens, budgets.patches) if place.device_rank == rank else {}
+            if place.device_rank == rank:
+                yield members, place
+            return
         rows = max(member.command.share.rows for member in members if member.command.share)
         left = list(members[rank :: self._control.world_size])
         while left:
             count = min(len(left), self._most_slots(left[0].model, rows, most_tokens))
             slots = slot_count(count, rows) if count > 1 else 1
-            if slots > 1 or self._control.world_size > 1:  # else it runs as it does alone
-                found |= self._shared(left[:slots], Place(slots, rows, 0, rank), most_tokens, budgets.patches)
+            if slots > 1 or self._control.world_size > 1:  # a single rank gains nothing with one call
+                yield left[:slots], Place(slots, rows, 0, rank)
             left = left[slots:]
-        return found
 
     def _most_slots(self, model: TrainedModel, rows: int, most_tokens: int) -> int:
-        """Returns the most slots of a pass with `rows` rows for each, a power of two, as memory allows it now."""
+        """Returns the most slots, each of `rows` rows, for which a pass has memory now: a power of two."""
         slots = self._small_passes.slots_of(cast(AdapterModel, model).weights)
         while slots > 1 and slots * rows > most_tokens:
             slots //= 2
@@ -156,7 +193,11 @@ class SharedCalls:
             return error
 
     def _shared(self, members: Sequence[Member], place: Place, most_tokens: int, most_patches: int) -> Outcomes:
-        """Computes calls in consecutive slots of one pass, from `place`. Returns nothing if they do not fit."""
+        """Computes calls in one pass, in consecutive slots. Returns no outcomes if memory does not suffice.
+
+        Args:
+            place: The slot of the first call.
+        """
         patches = sum(size.patch_count for member in members for size in member.command.sizes)
         if place.slots * place.rows > most_tokens or patches > most_patches:
             return {}
@@ -164,16 +205,7 @@ class SharedCalls:
             return {}
         prepared = {member.index: self._try_to_prepare(member.command, member.model) for member in members}
         calls = [call for call in prepared.values() if isinstance(call, PreparedCall)]
-        try:
-            results = iter(self._shared_pass(calls, place) if calls else [])
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0]
-            logger.warning("%d calls did not fit into one pass, so each is computed alone: %s", len(calls), reason)
-            self._sharded.abandon_pass()
-            self._memory.collect()
-            return {}
+        results = iter(self._shared_pass(calls, place) if calls else [])
         return {index: next(results) if isinstance(one, PreparedCall) else one for index, one in prepared.items()}
 
     def _try_to_prepare(self, command: ForwardBackward, model: TrainedModel) -> PreparedCall | FoveaError:

@@ -37,18 +37,34 @@ class _OneRank(ControlGroup):
         self.rank, self.world_size = 0, 1
 
 
+class _FirstOfTwo(_OneRank):
+    """The first of two ranks. `other` is the contribution of the second to each `gather`."""
+
+    def __init__(self, other: Any) -> None:
+        self.rank, self.world_size, self.other = 0, 2, other
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.other]
+
+
 class _Trainer:
     """What computes calls alone, and the memory. `broken` names the model with inputs that cannot be read."""
 
-    def __init__(self, most_tokens: int = 8192, fits: Callable[[int], bool] = lambda _: True) -> None:
+    def __init__(
+        self, most_tokens: int = 8192, fits: Callable[[int], bool] = lambda _: True, control: ControlGroup | None = None
+    ) -> None:
         self.module, self.injector, self.targets = _loaded("cpu")
         self.small_passes = SmallPasses(self.module, self.injector, 2048, False, lambda _: False, fits, lambda _: None)
         self.most_tokens, self.broken = most_tokens, ""
         self.alone: list[str] = []
+        self.abandoned = 0
         cache = VisionOutputCache(2**20)
         itself: Any = self
         vision: Any = SimpleNamespace(position_rows=3)
-        self.shared = SharedCalls(itself, itself, _OneRank(), BatchLayout(vision, CPU), cache, itself)
+        self.shared = SharedCalls(itself, itself, control or _OneRank(), BatchLayout(vision, CPU), cache, itself)
 
     def model(self, name: str, settings: LoraSettings = SETTINGS) -> AdapterModel:
         return AdapterModel(name, settings, self.targets, self.injector, CPU, torch.float32, None)
@@ -78,6 +94,11 @@ class _Trainer:
         return ForwardBackwardResult({}, {}, 1.0)
 
     def gather(self) -> None: ...
+
+    def abandon_pass(self) -> None:
+        self.abandoned += 1
+
+    def collect(self) -> None: ...
 
     def make_room(self, token_count: int) -> None: ...
 
@@ -142,3 +163,27 @@ def test_without_memory_for_several_adapters_a_pass_of_one_takes_none_for_more()
 @pytest.mark.parametrize("given", ["", "alone", "2x64:2@0", "0x64:0@0", "2x65:0@0", "2x64:0@1", "9" * 5000 + "x64:0@0"])
 def test_a_place_that_no_pass_has_is_none(given: str) -> None:
     assert Place.parse(given, 2048, 1) is None
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["this rank", "the other rank"])
+def test_memory_that_runs_out_on_one_rank_ends_the_passes_of_that_rank_and_all_ranks_start_anew(
+    here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that alone dropped gathered parameters would wait for the others in its next pass, for ever."""
+    trainer = _Trainer(fits=lambda _: False, control=_FirstOfTwo(({}, not here)))
+    models = {name: trainer.model(name) for name in "abcd"}
+    passes: list[int] = []
+    plain = trainer.small_passes.shared_logprobs
+
+    def logprobs(*arguments: Any) -> torch.Tensor:
+        passes.append(1)
+        if here:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(*arguments)
+
+    monkeypatch.setattr(trainer.small_passes, "shared_logprobs", logprobs)
+    found = trainer.shared.run([trainer.call(model) for model in models.values()], models)
+    assert trainer.abandoned == 1
+    assert len(passes) == (1 if here else 2)
+    assert trainer.alone == (list("abcd") if here else ["b", "d"])
+    assert all(isinstance(one, ForwardBackwardResult) for one in found)

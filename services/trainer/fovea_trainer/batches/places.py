@@ -14,9 +14,9 @@ from fovea_trainer.batches.datum_groups import group_sizes_of, long_steps
 _LEAST = 64
 MOST_SLOTS = 16
 _FILLED_TOKENS = 1024
-"""A shared pass of up to this many tokens may have empty slots. It takes the same time with fewer tokens."""
+"""A shared pass of up to this many tokens may have empty slots, because they hardly add to its time."""
 _NARROW = 256
-"""Calls of up to this many tokens share a pass with calls of half as many tokens, longer ones with calls of 7/8."""
+"""A call of at most this many tokens takes calls of at least half its size into its pass; a longer one, of 7/8."""
 _PLACE = re.compile("([0-9]{1,9})x([0-9]{1,9}):([0-9]{1,9})@([0-9]{1,9})")
 
 
@@ -41,7 +41,7 @@ class Place:
 
     @classmethod
     def parse(cls, given: str, most_tokens: int, ranks: int) -> "Place | None":
-        """Reads a place as `str` writes it. Returns None if no pass of this trainer has it.
+        """Reads the text that `str` makes of a place. Returns None if it is no place of this trainer.
 
         Args:
             given: The text.
@@ -62,7 +62,7 @@ class PassTerms:
     Args:
         kind: Equal for calls that can share a pass: layout of the adapter, temperature, and with or without gradients.
         rows: The padded number of tokens of the call.
-        most: The most calls of this size in one pass.
+        most: The most calls of this size that one pass can have.
     """
 
     kind: Hashable
@@ -70,13 +70,20 @@ class PassTerms:
     most: int
 
     def takes(self, other: "PassTerms") -> bool:
-        """Returns True if `other` fits into a slot of the size of this call without much padding."""
+        """Returns True if `other` fits into a slot of this call's size without much padding."""
         least = self.rows // 2 if self.rows <= _NARROW else self.rows * 7 // 8
         return self.kind == other.kind and least <= other.rows <= self.rows
 
 
 def slot_count(calls: int, rows: int) -> int:
-    """Returns the number of slots, a power of two, for a pass of at most `calls` calls; 1 if they should not share."""
+    """Returns the number of slots for a pass of waiting calls, a power of two.
+
+    It is less than the number of calls if too many slots would be empty otherwise. The rest then has another pass.
+
+    Args:
+        calls: Number of waiting calls.
+        rows: P, the rows of each slot.
+    """
     more = power_of_two(calls)
     return more if more == calls or more * rows <= _FILLED_TOKENS else more // 2
 
@@ -88,6 +95,7 @@ def padded_size(count: int) -> int:
 
 
 def power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
 
 

@@ -7,7 +7,7 @@ changed several times is written once. An unnamed snapshot of the newest state s
 Two bounds make clients wait instead of letting debts grow. Snapshots that wait to be written use at most
 `--snapshot-memory-mib`. A model may change only while all states and snapshots that are owed to storage can be written
 within `--recovery-most-lag-s`, at the speed of the last writes. While a state of a model is owed, it may change
-freely, because its next point includes all changes. Of the models that wait, those without a point are first.
+freely, because its next point includes all changes. Models wait in a `WaitingLine`.
 """
 
 import asyncio

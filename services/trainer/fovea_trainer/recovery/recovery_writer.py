@@ -140,7 +140,8 @@ class Durability:
 
 
 class WaitingLine:
-    """The models that were refused, in order, each with the bytes that it wants. Urgent models precede all others.
+    """The models that were refused, in order, each with the bytes that it wants. Urgent models precede others, but not
+    those that have waited for `LINE_S` seconds; else a tenant that always has new models could hold up all others.
 
     Args:
         clock: Returns seconds since an arbitrary moment.
@@ -150,7 +151,7 @@ class WaitingLine:
 
     def __init__(self, clock: Callable[[], float], debt: str, limit: str) -> None:
         self._clock, self._debt, self._limit = clock, debt, limit
-        self._entries: dict[str, tuple[int, bool, float]] = {}
+        self._entries: dict[str, tuple[int, float, float]] = {}  # the bytes, when it becomes urgent, when it asked last
 
     def admit(
         self, model_id: str, size_bytes: int, owed_bytes: int, most_bytes: float, is_urgent: bool = False
@@ -163,17 +164,19 @@ class WaitingLine:
             StorageBehind: They do not fit. The model is then in the line.
         """
         now, taken, is_ahead = self._clock(), owed_bytes, True
-        for name, (wanted, urgent, asked_at) in list(self._entries.items()):
+        for name, (_, _, asked_at) in list(self._entries.items()):
             if asked_at <= now - LINE_S:
                 del self._entries[name]
-                continue
-            is_ahead = is_ahead and name != model_id
+        _, urgent_at, _ = self._entries.get(model_id, (0, now if is_urgent else now + LINE_S, now))
+        is_urgent = urgent_at <= now
+        for name, (wanted, at, _) in self._entries.items():
+            is_ahead, urgent = is_ahead and name != model_id, at <= now
             if name != model_id and ((is_ahead and urgent >= is_urgent) or urgent > is_urgent):
                 taken += wanted
         if not taken or taken + size_bytes <= most_bytes:
             self._entries.pop(model_id, None)
             return
-        self._entries[model_id] = (size_bytes, is_urgent, now)
+        self._entries[model_id] = (size_bytes, urgent_at, now)
         owed, most = owed_bytes / 2**20, most_bytes / 2**20
         raise StorageBehind(
             f"recovery storage is behind: {owed:.0f} MiB of {self._debt} wait to be written, the limit is {most:.0f} "

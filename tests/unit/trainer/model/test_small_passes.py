@@ -265,3 +265,26 @@ def test_calls_of_several_adapters_share_a_pass(device: str, images: bool) -> No
             if device == "cpu":  # flash attention adds gradients of keys in no fixed order
                 assert torch.equal(gradient, whole[slot][1])
             assert (gradient - whole[slot][1]).norm() <= 1e-3 * gradient.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_slot_has_the_same_bits_whatever_the_longest_document_of_the_others(device: str) -> None:
+    """A call that runs again in its place has fillers as neighbours, which are as long as its own documents."""
+    passes, adapters = _passes(device), [_adapter(device, number) for number in range(2)]
+    assert passes.slots_of(adapters[0]) >= 2
+    own, count = _batch(device, [30, 31, 32, 32, 2], images=False, seed=1), 127
+
+    def beside(lengths: list[int]) -> tuple[int, Tensor, Tensor]:
+        batch, cached = _joined(device, [_batch(device, lengths, images=False), own], 128)
+        adapters[1].flat_grad.zero_()
+        logprobs = passes.shared_logprobs(batch, adapters, cached, 1.0)[128 : 128 + count]
+        torch.autograd.backward([(logprobs * _direction(logprobs)).sum()])
+        passes.add_gradients([None, adapters[1]])
+        return batch.documents.longest, logprobs.detach(), adapters[1].flat_grad.clone()
+
+    for _ in range(3):  # on a GPU the second pass of a size is recorded
+        (longest, logprobs, gradient), (shorter, again, gradient_again) = beside([120]), beside([32, 32, 32])
+        assert (longest, shorter) == (120, 32)
+        assert logprobs.equal(again)
+        if device == "cpu":  # flash attention adds gradients of keys in no fixed order
+            assert gradient.equal(gradient_again)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,32 @@ def test_the_lag_and_the_memory_stay_within_their_bounds_on_a_disk_that_is_too_s
     first = {model_id: trainer.disk.order.index(model_id) for model_id in points}
     assert max(first.values()) < tenants + 1, "no model waits for its first point while others write a second"
     assert not loop.complaints
+
+
+def test_new_models_without_end_do_not_hold_up_the_others() -> None:
+    """Models without a point precede others in the line, but not for ever."""
+    loop = Loop(lambda: 0.0)
+    trainer = Trainer(loop.time, 4096 * MIB)
+
+    async def make_models(number: int) -> None:
+        for count in range(1000):
+            model_id = f"new{number}-{count}"
+            await trainer.patiently(
+                partial(trainer.keeper.changing, model_id, STATE_BYTES), partial(trainer.changes.update, [model_id])
+            )
+            await asyncio.sleep(5.0)
+
+    async def flood() -> int:
+        makers = [asyncio.create_task(make_models(number)) for number in range(40)]
+        running = asyncio.create_task(_run(trainer, 4, 300.0, 0.05))
+        await asyncio.sleep(150.0)
+        before = dict(trainer.changes)
+        await running
+        for maker in makers:
+            maker.cancel()
+        return min(trainer.changes[f"m{number}"] - before[f"m{number}"] for number in range(4))
+
+    assert loop.run(flood()) > 0
 
 
 def test_storage_that_fails_for_a_while_stops_no_one_and_catches_up() -> None:
