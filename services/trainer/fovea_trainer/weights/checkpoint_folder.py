@@ -326,5 +326,6 @@ def _real(folder: Folder) -> Folder:
 
 
 def _is_below(found: Folder, root: Folder) -> bool:
-    same: Any = found.files == root.files  # true only for the same server and the same credentials
-    return bool(same) and found.path.startswith(f"{root.path}/" if root.path else "") and found.path != root.path
+    # Equal only for the same server and the same credentials. fsspec's own `==` also compares the creating threads.
+    server, own = ((type(one), one.storage_args, one.storage_options) for one in (found.files, root.files))
+    return server == own and found.path.startswith(f"{root.path}/" if root.path else "") and found.path != root.path

@@ -1,6 +1,7 @@
 """A trainer reads and writes below its roots alone."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,10 @@ def test_several_roots_and_buckets(root: Path) -> None:
 def test_a_relative_root_is_where_the_trainer_started(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     CheckpointRoots(["inner"]).check(os.fspath(root / "inner" / "a"))
+
+
+def test_any_thread_may_ask(tmp_path: Path) -> None:
+    """fsspec makes a file system of its own for each thread."""
+    roots = CheckpointRoots([str(tmp_path)])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(roots.check, str(tmp_path / "uploads" / "one")).result()
