@@ -1,4 +1,4 @@
-"""What a draw reports: log-probabilities before and after the cuts, and which tokens were left."""
+"""A draw reports log-probabilities before and after the cuts, and the tokens that remained."""
 
 import pickle
 from types import SimpleNamespace

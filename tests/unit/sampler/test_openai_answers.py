@@ -24,12 +24,12 @@ from fovea_sampler.engine_api import Limits
 from fovea_sampler.generation import Generation, ImageFetcher
 from fovea_sampler.pushes import SnapshotPushes
 from fovea_sampler.sampler_servicer import EngineInfo, SamplerService
-from fovea_sampler.weight_store import AdapterCache, WeightStore
+from fovea_sampler.weight_store import AdapterCache, SlotQueue, WeightStore
 from tests.unit.sampler.memory_engine import MemoryEngine
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Où est-ce? 🦊"}], "max_completion_tokens": 9, "n": 2}
 MADE = re.compile(r'"(id|created|random_tool_id)":("[^"]*"|\d+)')
-"""What differs between two answers to one request."""
+"""The fields that differ between two answers to one request."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def serving() -> OpenAIServing:
 async def client(serving: OpenAIServing) -> AsyncIterator[SamplerClient]:
     """A client of a sampler with these classes, and with an engine that repeats the prompt."""
     engine, images = MemoryEngine(), ImageFetcher(None, 1 << 20, "")
-    weights = WeightStore(engine, AdapterCache(2, 1000))
+    weights = WeightStore(engine, AdapterCache(2, 1000), SlotQueue(8, 64, 512, 64))
     facts = EngineInfo("model", "instance", "float32", 64, "gloo", 1, Limits(2000, 50000, 4, 5, 2, 8), 8, 9 << 20, 64)
     generation, pushes = Generation(engine, weights, images, 8), SnapshotPushes(engine, weights)
     service = SamplerService(facts, None, generation, weights, pushes, serving)
