@@ -6,7 +6,6 @@ The checkpoint is that of `benchmarks.attention`, or any other; without a GPU th
 """
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -23,11 +22,11 @@ from torch import multiprocessing as processes
 from benchmarks.attention import MODEL, prepared, step
 from benchmarks.figure import emit
 from benchmarks.flops import H200_BF16_FLOPS, SIZES
-from fovea.api.v1 import model_input_pb2, trainer_pb2
+from fovea.api.v1 import trainer_pb2
 from fovea.runtime.hosts import free_ports
 from fovea.wire import tensors
 from fovea.wire.errors import ResourceExhausted
-from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
+from fovea.wire.features import FeatureTensors
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.refusals import running_renderer
 from fovea_trainer.batches.datum_decoding import decode_datum
@@ -53,15 +52,8 @@ def make_datum(
     if (more := length - len(document.ids)) < 0:
         raise SystemExit(f"{pictures} pictures need {len(document.ids)} tokens, more than {length}")
     ids = np.concatenate([document.ids, rng.integers(0, 1000, more)]).astype(np.int32)
-    found = model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(ids))
-    for image in document.images:
-        digest = hashlib.sha256(tensors_sha256(image.tensors).encode()).hexdigest()
-        held[digest] = image.tensors
-        span = found.spans.add(offset=image.offset, length=len(image.replacement.ids))
-        span.feature.digest, span.feature.source = digest, address
-        span.feature.token_count, span.feature.size_bytes = span.length, size_bytes(image.tensors)
-        span.feature.tensors_sha256 = tensors_sha256(image.tensors)
-        span.feature.embedding_mask = image.replacement.is_embedding.astype(np.uint8).tobytes()
+    found = document.rendered(address, held)
+    found.tokens = tensors.encode_tokens(ids)
     if document.positions is not None:
         tail = document.positions.max() + 1 + np.arange(more)
         rows = np.concatenate([document.positions, np.tile(tail, (len(document.positions), 1))], axis=1)

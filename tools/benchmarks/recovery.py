@@ -63,11 +63,10 @@ class Trainer:
 
 
 @asynccontextmanager
-async def trainer(options: argparse.Namespace, log: pathlib.Path, recovery: str) -> AsyncIterator[Trainer]:
-    """Runs a trainer inside the context."""
+async def trainer(given: Sequence[str], log: pathlib.Path) -> AsyncIterator[Trainer]:
+    """Runs a trainer with these options inside the context."""
     port, metrics = free_ports(2)
-    arguments = ["--model", options.model, "--port", str(port), "--metrics-port", str(metrics), "--recovery", recovery]
-    arguments += ["--ranks", str(options.ranks), "--memory-limit-mib", str(options.memory_limit_mib)]
+    arguments = [*given, "--port", str(port), "--metrics-port", str(metrics)]
     with log.open("w") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "fovea_trainer", *arguments, stdout=output, stderr=output
@@ -103,9 +102,11 @@ async def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     lora = weights_pb2.LoraConfig(
         rank=options.rank, train_attention=True, train_mlp=True, train_unembedding=options.unembedding
     )
+    given = ["--model", options.model, "--ranks", str(options.ranks)]
+    given += ["--memory-limit-mib", str(options.memory_limit_mib)]
     async with AsyncExitStack() as stack:
         ways = [
-            await stack.enter_async_context(trainer(options, folder / f"{bool(kept)}.log", kept))
+            await stack.enter_async_context(trainer([*given, "--recovery", kept], folder / f"{bool(kept)}.log"))
             for kept in (str(folder / "recovery"), "")
         ]
         for one in ways:

@@ -24,11 +24,10 @@ import numpy as np
 
 import fovea_tinyvlm
 from benchmarks.figure import emit
-from benchmarks.recovery import datums_of
+from benchmarks.recovery import datums_of, trainer
 from benchmarks.running import metric_total
 from fovea.api.v1 import trainer_pb2, weights_pb2
 from fovea.client import TrainerClient
-from fovea.runtime.hosts import free_ports
 
 _START_S = 600.0
 _ADAM = trainer_pb2.AdamParams(learning_rate=1e-5)
@@ -106,27 +105,10 @@ async def measure(options: argparse.Namespace, client: TrainerClient, metrics: s
 
 async def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     """Starts a trainer, measures, and writes the figures below $OUT if that is set."""
-    port, metrics = free_ports(2)
-    arguments = ["--model", options.model, "--port", str(port), "--metrics-port", str(metrics), "--ranks", "1"]
-    arguments += ["--recovery", options.recovery, "--max-models", str(max(256, options.tenants))]
-    arguments += ["--model-memory-mib", str(options.model_memory_mib)]
-    with (folder / "trainer.log").open("w") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fovea_trainer", *arguments, stdout=log, stderr=log
-        )
-    client = TrainerClient(f"127.0.0.1:{port}")
-    try:
-        deadline = time.monotonic() + _START_S
-        while not await client.is_serving("fovea.api.v1.TrainerService"):
-            if process.returncode is not None or time.monotonic() > deadline:
-                raise RuntimeError(await asyncio.to_thread((folder / "trainer.log").read_text))
-            await asyncio.sleep(0.5)
-        found = await measure(options, client, f"http://127.0.0.1:{metrics}/metrics")
-    finally:
-        await client.close()
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
+    given = ["--model", options.model, "--ranks", "1", "--recovery", options.recovery]
+    given += ["--max-models", str(max(256, options.tenants)), "--model-memory-mib", str(options.model_memory_mib)]
+    async with trainer(given, folder / "trainer.log") as running:
+        found = await measure(options, running.client, running.metrics)
     if out := os.environ.get("OUT"):
         await asyncio.to_thread(pathlib.Path(out, "resident_tenants.json").write_text, json.dumps(found))
 

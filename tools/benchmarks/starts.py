@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tinker
 
@@ -69,13 +70,8 @@ def environment(way: dict[str, Any], caches: Path) -> Iterator[None]:
         **{f"FOVEA_SAMPLER_{name}": value for name, value in way.get("settings", {}).items()},
         **way.get("environment", {}),
     }
-    before = dict(os.environ)
-    os.environ.update(given)
-    try:
+    with mock.patch.dict(os.environ, given):
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

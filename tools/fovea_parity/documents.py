@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,11 @@ import numpy.typing as npt
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature
 
+from fovea.api.v1 import model_input_pb2
 from fovea.runtime.model_files import read_directory
 from fovea.vision.vision_family import ImageAt, Replacement, image_margin
+from fovea.wire import tensors
+from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
 from fovea_renderer.image_worker import anywhere, open_processor
 
 SIZES = (
@@ -63,6 +67,26 @@ class Document:
     ids: npt.NDArray[np.int64]
     images: tuple[PlacedImage, ...]
     positions: npt.NDArray[np.int32] | None
+
+    def rendered(self, address: str, held: dict[str, FeatureTensors]) -> model_input_pb2.RenderedInput:
+        """Returns the message that a renderer makes of the document.
+
+        Args:
+            address: The renderer that gives out the tensors.
+            held: Receives the tensors of each image, keyed by digest.
+        """
+        found = model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(self.ids.astype(np.int32)))
+        for image in self.images:
+            digest = hashlib.sha256(tensors_sha256(image.tensors).encode()).hexdigest()
+            held[digest] = image.tensors
+            span = found.spans.add(offset=image.offset, length=len(image.replacement.ids))
+            span.feature.digest, span.feature.source = digest, address
+            span.feature.token_count, span.feature.size_bytes = span.length, size_bytes(image.tensors)
+            span.feature.tensors_sha256 = tensors_sha256(image.tensors)
+            span.feature.embedding_mask = image.replacement.is_embedding.astype(np.uint8).tobytes()
+        if self.positions is not None:
+            found.positions.CopyFrom(tensors.encode(self.positions.astype(np.int32)))
+        return found
 
 
 class DocumentMaker:

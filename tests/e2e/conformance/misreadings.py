@@ -81,7 +81,7 @@ def legacy_config(message: Any) -> None:
 
 
 def no_penalty(message: Any) -> None:
-    """A numeric kl_coeff is taken and has no effect."""
+    """The server accepts a numeric kl_coeff and ignores it."""
     config = message.loss_fn_config_v2
     if "kl_coeff" in config and config["kl_coeff"].WhichOneof("value") == "number":
         config["kl_coeff"].number = 0.0

@@ -18,7 +18,7 @@ from tests.e2e.sampler.sender import Sender
 THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 RANKS = (64, 4, 8, 12, 16, 24, 32, 8, 48, 4, 16, 32)
 TOLERANCE = 1e-4
-"""Of log-probabilities, in nat: float32 sums in another order."""
+"""Tolerance of log-probabilities in nat: float32 sums depend on their order."""
 
 
 @pytest.fixture(scope="module")

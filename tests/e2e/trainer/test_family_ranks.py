@@ -6,7 +6,6 @@ Gemma 4 (`gemma4_e2b`: windows, shared keys, embeddings of each layer, constants
 way, and takes another minute.
 """
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
-from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
+from fovea.wire.features import FeatureTensors
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.refusals import running_renderer
 from fovea_tinyvlm.families import ensure_family
@@ -65,16 +64,4 @@ def rendered(
     maker: DocumentMaker, contents: list[Content], address: str, held: dict[str, FeatureTensors]
 ) -> model_input_pb2.RenderedInput:
     """What a renderer makes of the contents; it gives the tensors out under `address`."""
-    document = maker.splice(contents)
-    found = model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(document.ids.astype(np.int32)))
-    for image in document.images:
-        digest = hashlib.sha256(tensors_sha256(image.tensors).encode()).hexdigest()
-        held[digest] = image.tensors
-        span = found.spans.add(offset=image.offset, length=len(image.replacement.ids))
-        span.feature.digest, span.feature.source = digest, address
-        span.feature.token_count, span.feature.size_bytes = span.length, size_bytes(image.tensors)
-        span.feature.tensors_sha256 = tensors_sha256(image.tensors)
-        span.feature.embedding_mask = image.replacement.is_embedding.astype(np.uint8).tobytes()
-    if document.positions is not None:
-        found.positions.CopyFrom(tensors.encode(document.positions.astype(np.int32)))
-    return found
+    return maker.splice(contents).rendered(address, held)

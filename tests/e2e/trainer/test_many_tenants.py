@@ -55,7 +55,7 @@ class Tenant:
         except NotFound:
             await client.create_model(self.model_id, LORA)
             durable = 0
-        if durable in self.snapshots:  # it came after the point, so it is taken again
+        if durable in self.snapshots:  # it is newer than the durable point, so the test repeats it
             assert await self._take(client, durable) == self.snapshots[durable]
         for seq_id in range(durable + 1, len(self.answers) + 1):
             assert await self._command(client, seq_id) == self.answers[seq_id], f"command {seq_id} after {durable}"

@@ -1,4 +1,4 @@
-"""What counts as a pirate's answer and as a right sum, and that nothing held out is practised."""
+"""The scores of pirate answers and of sums. No held-out task is used for training."""
 
 import asyncio
 

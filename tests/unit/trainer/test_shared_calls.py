@@ -51,7 +51,7 @@ class _FirstOfTwo(_OneRank):
 
 
 class _Trainer:
-    """What computes calls alone, and the memory. `broken` names the model with inputs that cannot be read."""
+    """Computes calls alone and counts memory. The inputs of the model `broken` cannot be read."""
 
     def __init__(
         self, most_tokens: int = 8192, fits: Callable[[int], bool] = lambda _: True, control: ControlGroup | None = None

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, Self
 
@@ -185,7 +185,7 @@ class LoraWeights:
         """The flat buffer of the weights in the model's dtype, as of the last `cast`."""
         return self._cast
 
-    @property
+    @cached_property
     def layout(self) -> "AdapterLayout":
         """The tensors of the adapter and their places, without the tensors. The adapter must not adapt experts."""
         return AdapterLayout(tuple(self._whole_shapes.items()), tuple(self.pairs), self.settings.scale)

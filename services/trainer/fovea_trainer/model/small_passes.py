@@ -296,7 +296,7 @@ class SmallPasses:
             temperature: Divisor of the logits.
         """
         used = [weights for weights in adapters if weights is not None]
-        stand_in = self._stand_in(used[0], MOST_SLOTS if len(adapters) > 1 else 1)
+        stand_in = self._stand_in(used[0], len(adapters))
         rows = [stand_in.cast_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
         torch._foreach_copy_(rows, [weights.flat.detach() for weights in used])
         return self._run(batch, stand_in, len(adapters), cached, temperature, lambda: None)
@@ -305,7 +305,7 @@ class SmallPasses:
         """Adds the gradients of the last shared pass to those of its adapters. None leaves out a slot."""
         used = [weights for weights in adapters if weights is not None]
         if used:
-            grad_KN = self._stand_in(used[0], MOST_SLOTS if len(adapters) > 1 else 1).grad_KN
+            grad_KN = self._stand_in(used[0], len(adapters)).grad_KN
             rows = [grad_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
             torch._foreach_add_([weights.flat_grad for weights in used], rows)
 
@@ -332,9 +332,11 @@ class SmallPasses:
         return found
 
     def _stand_in(self, weights: LoraWeights, slots: int) -> _StandIn:
-        key = (weights.layout, slots)
+        """Returns the buffers for a pass of `slots` slots. All passes of several slots share one stand-in."""
+        kept = MOST_SLOTS if slots > 1 else 1
+        key = (weights.layout, kept)
         if key not in self._stand_ins:
-            self._stand_ins[key] = _StandIn(weights, slots)
+            self._stand_ins[key] = _StandIn(weights, kept)
         return self._stand_ins[key]
 
     def _pass(self, stand_in: _StandIn, size: _Size, rows: int, device: torch.device) -> _Pass:

@@ -52,7 +52,7 @@ class Card:
 
 
 def size_of(model: AdapterModel) -> int:
-    """What an adapter occupies while it is on the device."""
+    """Returns the bytes of an adapter on the device."""
     tensors = {model.weights.flat, model.weights.flat_grad, model.weights.cast_weights}
     tensors |= set(model.optimizer.moments()[0].values())
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
