@@ -37,7 +37,7 @@ from fovea_gateway.training.housekeeping import OrphanCollector, Suspension
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.residency import Residency
-from fovea_gateway.training.trainer_queue import TRAINER_SLOTS, Replay, TrainerQueue
+from fovea_gateway.training.trainer_queue import SAVE_SLOTS, TRAINER_SLOTS, Replay, TrainerQueue
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import Copies, TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
@@ -171,7 +171,8 @@ class Components:
     ) -> TrainerSide:
         batches = Batches(self.futures, renderers, self.custom_losses, self.recordings, link)
         fair_queue = FairQueue(TRAINER_SLOTS, self.owners.weight, TRAINER_SLOTS * settings.trainer_concurrency)
-        queue = TrainerQueue(self.futures, link, fair_queue, self.sessions.is_wanted)
+        saves = FairQueue(SAVE_SLOTS, self.owners.weight)
+        queue = TrainerQueue(self.futures, link, fair_queue, saves, self.sessions.is_wanted)
         steps = StepCommands(self.futures, self.models, batches, link, queue)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
         replay = Replay(self.journal, steps.compute, self.checkpoints, self.database, link, queue, timeout_s)

@@ -35,6 +35,8 @@ _KNOWN = 4096
 TRAINER_SLOTS = 16
 """A command that needs the trainer for itself occupies all slots, a small one its part of the tokens of a shared pass.
 """
+SAVE_SLOTS = 2
+"""The trainer writes one save at a time; the next one waits beside it."""
 _MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
 """The number of trainer deaths after which a command fails: of one that has never run, and of one that runs again to
 restore a model, which is lost without it.
@@ -52,13 +54,20 @@ class TrainerQueue:
 
     Args:
         queue: The fair queue, with as many slots as keep the trainer busy.
+        saves: The fair queue of saves, which use the trainer's storage and not its compute slots.
         is_wanted: Returns whether a client may still wait for the queued commands of a session.
     """
 
     def __init__(
-        self, futures: Futures, trainer: TrainerLink, queue: FairQueue, is_wanted: Callable[[str], bool]
+        self,
+        futures: Futures,
+        trainer: TrainerLink,
+        queue: FairQueue,
+        saves: FairQueue,
+        is_wanted: Callable[[str], bool],
     ) -> None:
-        self._futures, self._trainer, self._queue, self._is_wanted = futures, trainer, queue, is_wanted
+        self._futures, self._trainer, self._queue, self._saves = futures, trainer, queue, saves
+        self._is_wanted = is_wanted
         # Seconds by owner and kind: per token for commands with a batch, per command otherwise.
         self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
         # By future and kind: the trainer instance that may have died in the command, and the number of deaths.
@@ -115,11 +124,19 @@ class TrainerQueue:
 
     @asynccontextmanager
     async def beside(self, pending: Pending, doing: str) -> AsyncIterator[None]:
-        """Admits a save at once, without a slot: the trainer only copies the weights, and computes while it writes."""
-        self._check_deaths(pending.submission, _MOST_DEATHS)
-        pending.progress.wait_on(doing)
-        async with self._watching(pending.submission):
-            yield
+        """Waits for the save's turn among saves. It needs no compute slot: the trainer copies the weights and computes
+        while it writes them.
+        """
+        submission = pending.submission
+        self._check_deaths(submission, _MOST_DEATHS)
+        turn = Turn(
+            submission.owner, 1000 * _FIRST_S, is_timed=True, is_wanted=lambda: self._is_wanted(submission.session_id)
+        )
+        pending.progress.queue(lambda: f"waiting to save: {self._saves.describe(turn)}", QueueState.PAUSED)
+        async with self._saves.place(turn):
+            pending.progress.wait_on(doing)
+            async with self._watching(submission):
+                yield
 
     @asynccontextmanager
     async def _watching(self, submission: Submission) -> AsyncIterator[None]:

@@ -49,6 +49,7 @@ class Fake:
         self.failures: dict[str, list[FoveaError]] = defaultdict(list)
         self.open = asyncio.Event()
         self.open.set()
+        self.gated: set[str] = set()  # the methods that wait at the gate; all, if empty
         self.waiting = 0
         self.model_files: dict[str, str] = {}
         self.server: grpc.aio.Server | None = None
@@ -72,6 +73,8 @@ class Fake:
         self.calls.append((name, request))
         if self.failures[name]:
             raise self.failures[name].pop(0)
+        if self.gated and name not in self.gated:
+            return
         self.waiting += 1
         try:
             await self.open.wait()

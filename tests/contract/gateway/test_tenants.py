@@ -306,18 +306,35 @@ async def test_every_command_takes_a_turn(stand: Stand, alice: Rest, bob: Rest, 
     stand.trainer.open.clear()
     hers = [(await alice.ok(kind, **body))["request_id"] for body in bodies]
     await eventually(lambda: stand.trainer.waiting > 0)
-    his = (await bob.forward_backward(quiet, 1)).json()["request_id"]
-    await eventually(lambda: waits_for(stand, his).startswith("waiting for the trainer"))
+    if kind.startswith("save"):  # Saves share the storage among themselves; a forward_backward does not wait for them.
+        his = (await bob.ok(kind, model_id=quiet, seq_id=1, path="y"))["request_id"]
+        await eventually(lambda: waits_for(stand, his).startswith("waiting to save"))
+    else:
+        his = (await bob.forward_backward(quiet, 1)).json()["request_id"]
+        await eventually(lambda: waits_for(stand, his).startswith("waiting for the trainer"))
     stand.trainer.open.set()
     for rest, ids in ((alice, hers), (bob, [his])):
         for request_id in ids:
             assert "error" not in await rest.result(request_id)
-    assert stand.trainer.names().index("ForwardBackward") <= 2, "one of hers was there; his is next, or hardly later"
+    served = [getattr(request, "model_id", "") or request[0].model_id for _, request in stand.trainer.calls]
+    assert served.index(quiet) <= 2, "one or two of hers were there; his is next"
+
+
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
+async def test_saves_delay_no_step(stand: Stand, alice: Rest, bob: Rest, kind: str) -> None:
+    hers, his = await alice.create_model(), await bob.create_model()
+    stand.trainer.gated = {"SaveState" if kind == "save_weights" else "TakeSnapshot"}
+    stand.trainer.open.clear()
+    saved = await alice.ok(kind, model_id=hers, seq_id=1, path="x")
+    await eventually(lambda: stand.trainer.waiting > 0)
+    assert "metrics" in await bob.result((await bob.forward_backward(his, 1)).json()["request_id"])
+    stand.trainer.open.set()
+    assert "path" in await alice.result(saved["request_id"])
 
 
 async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand: Stand, alice: Rest) -> None:
     await stand.stop()
-    await stand.start(max_pending=100, quiet_s=0.3, poll_hold_s=0.05)
+    await stand.start(max_pending=100, quiet_s=1.5, poll_hold_s=0.05)
     models = [await alice.create_model(number) for number in range(6)]
     sampling = await base_session(alice)
     stand.trainer.open.clear()
@@ -330,7 +347,8 @@ async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand:
         body = {"session_id": other.session_id, "base_model": MODEL, "lora_config": {"rank": 8}}
         created = await other.ok("create_model", model_seq_id=0, **body)
         session = await base_session(other)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.6)
+        await other.poll(created["request_id"])
         await eventually(lambda: waits_for(stand, created["request_id"]).startswith("waiting for the trainer"))
         sample = (await other.sample(session, 0)).json()["request_id"]
         await eventually(lambda: waits_for(stand, sample).startswith("waiting for a place"))
