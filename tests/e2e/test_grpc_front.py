@@ -136,7 +136,7 @@ async def test_leaving_a_stream_frees_the_engine(stack: Stack) -> None:
 async def running_requests(stack: Stack) -> float:
     import httpx
 
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         text = (await http.get(stack.state["services"]["sampler"]["metrics"])).text
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
     return sum(float(line.split()[-1]) for line in lines)

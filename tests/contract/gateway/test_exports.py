@@ -97,7 +97,7 @@ async def test_an_export_is_downloaded_without_a_key(keeping: Stand, client: Res
     assert timedelta(minutes=50) < expires - datetime.now(UTC) <= timedelta(hours=1)
     url = urlsplit((await client.http.get(links_of(model_id))).json()["urls"][WEIGHTS])
     assert url.netloc == f"127.0.0.1:{keeping.port}"
-    async with httpx.AsyncClient() as anybody:
+    async with httpx.AsyncClient(timeout=60) as anybody:
         got = await anybody.get(url.geturl())
         assert (got.status_code, got.content) == (200, weights(0))
         assert got.headers["content-length"] == str(WEIGHT_BYTES)

@@ -130,6 +130,8 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "/v1/models/{model:path}"): Answer(SAMPLE),  # a checkpoint of hers
     ("POST", "/v1/chat/completions"): Answer(SAMPLE, body="chat"),
     ("POST", "/v1/completions"): Answer(SAMPLE, body="completion"),
+    ("POST", "/v1/responses"): Answer(SAMPLE, body="response"),
+    ("POST", "/v1/messages"): Answer(SAMPLE, body="message"),
     ("GET", "/"): Answer(OPEN, other=200),  # the page, which is nobody's
     ("GET", "/page/{file}"): Answer(OPEN, own=404, other=404),  # no such file
     ("GET", "live/curves/{run}"): Answer(READ),
@@ -248,6 +250,8 @@ def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
         "expiry": {"expires_at": time.time() + 9},
         "chat": {"model": world.values["model"], "messages": [{"role": "user", "content": "hi"}]},
         "completion": {"model": world.values["model"], "prompt": "hi"},
+        "response": {"model": world.values["model"], "input": "hi"},
+        "message": {"model": world.values["model"], "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]},
         "report": {"model_id": world.made.model_id, "metrics": {"reward": 0.5}},
     }
     return {"method": method, "url": url, "json": ours.get(body) or (world.made.of(body) if body else {})}
@@ -258,12 +262,16 @@ def _headers(key: str | None, body: str) -> dict[str, str]:
     return kind | ({"X-API-Key": key} if key else {})
 
 
-_OPENAI_REASONS = {"invalid_api_key": "UNAUTHENTICATED", "permission_denied": "PERMISSION_DENIED"}
+_REASONS = {
+    "invalid_api_key": "UNAUTHENTICATED", "authentication_error": "UNAUTHENTICATED",
+    "permission_denied": "PERMISSION_DENIED", "permission_error": "PERMISSION_DENIED",
+}  # fmt: skip
+"""Reasons by the codes of OpenAI's errors and the types of Anthropic's."""
 
 
 def _reason(response: httpx.Response) -> str:
     body = response.json() if response.status_code >= 400 else {"reason": "OK"}
-    reason = str(body.get("reason") or _OPENAI_REASONS[body["error"]["code"]])
+    reason = str(body.get("reason") or _REASONS[body["error"].get("code") or body["error"]["type"]])
     assert response.status_code == {"UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403}.get(reason, response.status_code)
     return reason
 

@@ -176,7 +176,7 @@ async def test_unfinished_uploads_count_as_stored_bytes(stand: Stand, alice: Res
         return str(begun["urls"]["adapter_model.safetensors"])
 
     async def put(url: str, count: int) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=stand.url) as anybody:
+        async with httpx.AsyncClient(base_url=stand.url, timeout=60) as anybody:
             return await anybody.put(url, content=b"x" * count)
 
     first, second = await begin(), await begin()

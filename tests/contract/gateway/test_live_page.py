@@ -46,7 +46,7 @@ async def _step(rest: Rest, model_id: str, number: int) -> None:
 
 
 async def test_the_page_is_served_by_itself_and_lets_nothing_in(stand: Stand) -> None:
-    async with httpx.AsyncClient(base_url=stand.url) as http:
+    async with httpx.AsyncClient(base_url=stand.url, timeout=60) as http:
         page = await http.get("/")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         policy = page.headers["content-security-policy"]
@@ -69,7 +69,9 @@ async def test_the_page_is_served_by_itself_and_lets_nothing_in(stand: Stand) ->
 
 
 async def test_a_bearer_token_opens_the_stream_too(stand: Stand) -> None:
-    async with httpx.AsyncClient(base_url=f"{stand.url}/api/v1/", headers={"Authorization": f"Bearer {KEY}"}) as http:
+    async with httpx.AsyncClient(
+        timeout=60, base_url=f"{stand.url}/api/v1/", headers={"Authorization": f"Bearer {KEY}"}
+    ) as http:
         names = []
         async for name, _ in _events(http):
             names.append(name)
@@ -81,7 +83,7 @@ async def test_a_bearer_token_opens_the_stream_too(stand: Stand) -> None:
 async def test_behind_a_path_the_page_is_found_with_and_without_a_slash(stand: Stand) -> None:
     await stand.stop()
     await stand.start(base_path="/fovea")
-    async with httpx.AsyncClient(follow_redirects=True) as http:
+    async with httpx.AsyncClient(follow_redirects=True, timeout=60) as http:
         for url in (stand.url, f"{stand.url}/"):
             page = await http.get(url)
             assert (page.status_code, str(page.url)) == (200, f"{stand.url}/")

@@ -56,7 +56,7 @@ async def start(client: Rest, **lora: Any) -> dict[str, Any]:
 
 async def put(url: str, content: bytes) -> httpx.Response:
     """As the SDK sends a file: without a key."""
-    async with httpx.AsyncClient() as anybody:
+    async with httpx.AsyncClient(timeout=60) as anybody:
         return await anybody.put(url, content=content)
 
 
@@ -225,7 +225,7 @@ async def test_what_is_above_the_limit_is_refused_and_not_kept(stand: Stand, cli
         for _ in range(5):
             yield bytes(1024)
 
-    async with httpx.AsyncClient() as anybody:
+    async with httpx.AsyncClient(timeout=60) as anybody:
         refused = await anybody.put(begun["urls"][WEIGHTS], content=pieces())  # without a length beforehand
     assert refused.status_code == 413
     assert [name.rpartition("/")[2] for name in stored(stand)] == ["fovea_upload.json"]
@@ -240,7 +240,7 @@ async def test_a_client_that_goes_away_leaves_no_half_file(stand: Stand, client:
         yield bytes(16)
         raise ConnectionError("gone")
 
-    async with httpx.AsyncClient() as anybody:
+    async with httpx.AsyncClient(timeout=60) as anybody:
         with pytest.raises(ConnectionError):
             await anybody.put(begun["urls"][WEIGHTS], content=pieces())
     for _ in range(50):
