@@ -21,7 +21,7 @@ from fovea_trainer.model.target_logprobs import target_logprobs
 from tests.unit.trainer.losses import loss_references
 from tests.unit.trainer.losses.test_losses import Arrays, compute, make_loss
 
-T, V, R, NOISE = 48, 40, 4, 8
+T, V, R, NOISE = 24, 40, 4, 8
 TARGETS = 8
 """The first tokens of the vocabulary; the hidden states have a dimension of their own for each."""
 SCALE = 0.5
@@ -140,7 +140,7 @@ def given_for(name: str, logits: Tensor, targets: Tensor, seed: int) -> Arrays:
         "advantages": random.choice([-1.0, 1.0], T) * random.uniform(0.5, 2.0, T),
         "weights": random.uniform(0.5, 2.0, T),
         "sequence_ratio_mask": np.ones(T),
-    }
+    } | ({"sampled": np.ones(T)} if name == "stable_reinforce" else {})
 
 
 def loss_gradient(name: str, logits: Tensor, targets: Tensor, given: Arrays) -> Tensor:
