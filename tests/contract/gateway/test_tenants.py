@@ -334,7 +334,7 @@ async def test_saves_delay_no_step(stand: Stand, alice: Rest, bob: Rest, kind: s
 
 async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand: Stand, alice: Rest) -> None:
     await stand.stop()
-    await stand.start(max_pending=100, quiet_s=1.5, poll_hold_s=0.05)
+    await stand.start(max_pending=100, quiet_s=3, poll_hold_s=0.05)
     models = [await alice.create_model(number) for number in range(6)]
     sampling = await base_session(alice)
     stand.trainer.open.clear()
@@ -348,7 +348,7 @@ async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand:
         created = await other.ok("create_model", model_seq_id=0, **body)
         session = await base_session(other)
         creating = asyncio.create_task(other.result(created["request_id"]))  # polls, so this client is heard from
-        await asyncio.sleep(1.6)
+        await asyncio.sleep(3.2)
         await eventually(lambda: waits_for(stand, created["request_id"]).startswith("waiting for the trainer"))
         sample = (await other.sample(session, 0)).json()["request_id"]
         await eventually(lambda: waits_for(stand, sample).startswith("waiting for a place"))
