@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
@@ -23,7 +24,7 @@ from fovea_trainer.model.trained_model import AdapterModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder
 from fovea_trainer.recovery.recovery_keeper import RecoveryKeeper
-from fovea_trainer.recovery.recovery_writer import RecoveryWriter
+from fovea_trainer.recovery.recovery_writer import RecoveryWriter, StorageSpeed
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
 from tests.waiting import eventually
@@ -276,6 +277,53 @@ async def test_storage_that_fails_makes_no_snapshot_wait(trainer: Trainer, tmp_p
     assert trainer.keeper.waiting_bytes == 0
 
 
+async def test_storage_that_does_not_return_counts_as_failing_until_it_does(trainer: Trainer) -> None:
+    """Each model may change and be sampled meanwhile; a caller that asks for a durable point gets an error."""
+    state = trainer.engine.models["a"].state_bytes
+    await trainer.keeper.stored("a")  # the sweep at the start is over
+    trainer.keeper._speed.most_lag_s = trainer.keeper._speed.least_patience_s = 0.05  # 3 MB, until storage is measured
+    trainer.engine.adapters.max_bytes = trainer.engine.models["a"].snapshot_bytes
+    hangs = trainer.hold()
+    async with trainer.keeper.changing("a", 2**30):
+        trainer.change("a", 1)
+    with pytest.raises(StorageBehind):
+        async with trainer.keeper.changing("b", 2**30):
+            raise AssertionError("it was let in")
+    await eventually(lambda: "has not returned for" in trainer.keeper.failure)
+    async with trainer.keeper.changing("b", state):
+        trainer.change("b", 1)
+    for number in (1, 2, 3):
+        await trainer.take("b", f"b@{number}")
+    assert trainer.keeper.waiting_bytes == 0, "memory keeps no snapshot for storage that may never return"
+    assert trainer.keeper.lag_seconds > 0
+    with pytest.raises(Unavailable, match="has not returned for"):
+        await trainer.keeper.flush("b")
+    with pytest.raises(Unavailable, match="has not returned for"):
+        await trainer.keeper.stored("c")
+    await trainer.keeper.remove_model("c")  # it is removed later
+    trainer.keeper._speed.least_patience_s = 60.0
+    hangs.set()
+    await eventually(lambda: trainer.durable(a=1, b=1) and not trainer.keeper.failure)
+
+
+async def test_the_time_of_a_hang_is_not_the_speed_of_storage() -> None:
+    now = 0.0
+    speed = StorageSpeed(60.0, lambda: now)
+    late: list[str] = []
+    write: Future[str] = Future()
+
+    async def note(words: str) -> None:
+        nonlocal now
+        late.append(words)
+        now += 3600.0
+        write.set_result("written")
+
+    speed.least_patience_s = 0.0
+    before = speed.most_bytes(1.0)
+    assert await speed.written(write, 1, note) == "written"
+    assert (late, speed.most_bytes(1.0)) == (["a write of 0.0 MiB has not returned for 0 s"], before)
+
+
 async def test_a_state_waits_for_a_snapshot_that_is_being_taken_before_it(trainer: Trainer) -> None:
     async with trainer.keeper.snapshotting("a", "a@1", 1):
         trainer.change("a", 1)
@@ -328,7 +376,7 @@ async def test_a_state_that_has_outgrown_a_snapshot_comes_after_it(trainer: Trai
 async def test_a_model_whose_state_is_durable_waits_while_too_much_is_owed(trainer: Trainer) -> None:
     state = trainer.engine.models["a"].state_bytes
     trainer.create("c")
-    trainer.keeper._most_lag_s = 2.5 * state / 6e7  # until storage has been measured, 100 MB/s are assumed
+    trainer.keeper._speed.most_lag_s = 2.5 * state / 6e7  # until storage has been measured, 100 MB/s are assumed
     slow = trainer.hold()
     for step in (1, 2):
         for model_id in ("a", "b"):
@@ -354,7 +402,7 @@ async def test_states_that_are_put_off_make_no_model_wait(trainer: Trainer) -> N
             async with trainer.keeper.changing(model_id, state):
                 trainer.change(model_id, step)
             await eventually(lambda model_id=model_id: model_id in trainer.keeper.durable_seq_ids)
-    trainer.keeper._most_lag_s = 0.0
+    trainer.keeper._speed.most_lag_s = 0.0
     async with trainer.keeper.changing("c", state):
         trainer.change("c", 1)
     await eventually(lambda: trainer.durable(a=1, b=1, c=1))
