@@ -23,6 +23,7 @@ from fovea_gateway.database.schema import (
     recorded_sequences,
     recordings,
     sampling_sessions,
+    session_projects,
     sessions,
     snapshots,
 )
@@ -42,6 +43,7 @@ ROW_BYTES = 1024
 """The assumed size of a row besides its texts, including its share of the indexes."""
 _TEXTS: dict[sa.Table, tuple[str, ...]] = {
     sessions: ("tags", "user_metadata", "display_name", "request_key", "end_detail"),
+    session_projects: ("project_id",),
     models: ("user_metadata",),
     sampling_sessions: ("model_path",),
     checkpoints: ("user_metadata",),
@@ -190,6 +192,6 @@ def forget_over(connection: sa.Connection, before: float, owner: str | None) -> 
         connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
     recorded = sa.select(recordings.c.future_id).where(recordings.c.session_id.in_(gone))
     connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(recorded)))
-    for table in (recordings, sampling_sessions, sessions):
+    for table in (recordings, sampling_sessions, session_projects, sessions):
         connection.execute(sa.delete(table).where(table.c.session_id.in_(gone)))
     return model_ids, len(model_ids) + len(gone)

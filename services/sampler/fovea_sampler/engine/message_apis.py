@@ -16,6 +16,9 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 from vllm.renderers.online_renderer import ResponsesRenderResult
+from vllm.tool_parsers.abstract_tool_parser import ToolParserManager
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+from vllm.tool_parsers.utils import is_complete_json
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire.errors import FoveaError, InvalidInput, Unimplemented
@@ -27,6 +30,17 @@ _IMAGE_URL = f"fovea:{secrets.token_hex(16)}"
 _RESPONSES_PICTURE = {"type": "input_image", "image_url": _IMAGE_URL, "detail": "auto"}
 _MESSAGES_PICTURE = {"type": "image", "source": {"type": "url", "url": _IMAGE_URL}}
 _TEXTS = ("input_text", "output_text")
+
+_TOOL_PARSERS = {
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "<|tool_call>": "gemma4",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|tool_call_start|>": "lfm2",
+    "<|python_tag|>": "llama3_json",
+}
+"""vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
 
 _MESSAGES_WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "metadata": lambda value: isinstance(value, dict),  # the user's id
@@ -121,6 +135,26 @@ class ChatHandler(OpenAIServingChat):  # type: ignore[misc]
         return made
 
 
+class HermesParser(Hermes2ProToolParser):  # type: ignore[misc]
+    """vLLM's parser of tool calls in Hermes' format. It keeps the complete calls of an answer that ends within a call.
+
+    vLLM 0.32 then returns the whole answer as text. A required tool has a grammar that permits further calls, so an
+    answer may well end at `max_tokens` after its first call.
+    """
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        """Calls vLLM's method without the text of an incomplete call at the end."""
+        begun = model_output.rfind(self.tool_call_start_token)
+        is_first = begun == model_output.find(self.tool_call_start_token)
+        last = model_output[begun + len(self.tool_call_start_token) :]
+        if not is_first and self.tool_call_end_token not in last and not is_complete_json(last.strip()):
+            model_output = model_output[:begun]
+        return super().extract_tool_calls(model_output, request)
+
+
+ToolParserManager.register_module("hermes", module=HermesParser)
+
+
 class MessagesHandler(AnthropicServingMessages):  # type: ignore[misc]
     """vLLM's handler of Anthropic's Messages API, for a conversation that `read_messages` has converted."""
 
@@ -203,3 +237,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value
+
+
+def tool_parser_of(tokenizer: Any) -> str:
+    """Returns the name of the tool-call parser for the tokenizer's chat template."""
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template or ""]
+    return next((name for mark, name in _TOOL_PARSERS.items() if any(mark in text for text in texts)), "hermes")
