@@ -183,8 +183,11 @@ async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Grou
     client = await ground.trainer("--replicas", "2")
     restored = await client.restore_model("full", None)
     assert (restored.seq_id, restored.step) == (9, 3)
+    await gateways[1].train(client, 12)
     await client.park_model("full")
-    (shard,) = (ground.kept / "full" / "9" / "dcp").glob("*.distcp")
+    assert (await client.restore_model("full", None)).step == 4
+    await client.park_model("full")
+    shard = next((ground.kept / "full" / "12" / "dcp").glob("*.distcp"))
     flip(shard)
     with pytest.raises(NotFound, match=f"damaged, dcp/{shard.name} does not match the recorded checksum"):
         await client.restore_model("full", None)
