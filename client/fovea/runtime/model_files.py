@@ -5,27 +5,44 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fovea import vision
 from fovea.vision.vision_family import VisionFamily
 
-_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe")
+_TEXT_MODEL_TYPES = (
+    *("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral"),
+    *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+)
 
 MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 """Values of `model_type` that Fovea supports in all services, unless `check_supported` rejects the rest of the config.
 """
 
-STATE_LAYERS = {"qwen3_5_text": "linear_attention", "qwen3_5_moe_text": "linear_attention", "lfm2": "conv"}
+STATE_LAYERS = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), "linear_attention"),
+    "lfm2": "conv",
+}
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
-EXPERT_TYPES = ("qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
+EXPERT_TYPES = (
+    *("deepseek_v3", "gemma4", "glm4_moe", "glm4v_moe", "gpt_oss", "mixtral"),
+    *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
+)
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """Entries that change logits after the unembedding; capping is not among them."""
 _UNLIKE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Entries of config.json that describe how a checkpoint was written, not what it computes."""
+ROUTING_ENTRIES = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""By `model_type`: entries that vLLM reads, with the only values that transformers computes. It does not write them."""
+_FIXED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**ROUTING_ENTRIES["deepseek_v3"], "rope_interleave": True, "rms_norm_eps": 1e-6},
+    "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0, "hidden_act": "silu"},
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "attention_bias": True, "hidden_act": "silu"},
+}
+"""By `model_type`: entries that vLLM or transformers ignores, and the value that it assumes."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -79,7 +96,10 @@ def check_supported(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     if vision.choose(config) is None and model_type not in _TEXT_MODEL_TYPES:
         experts = f", which has experts ({found})," if (found := experts_of(config)) else ""
-        raise ValueError(f"model_type {model_type!r}{experts} is not supported; supported are {', '.join(MODEL_TYPES)}")
+        piece = vision.missing_piece(model_type)
+        raise ValueError(
+            f"model_type {model_type!r}{experts} is not supported{piece}; supported are {', '.join(MODEL_TYPES)}"
+        )
     check_variant(config)
 
 
@@ -104,6 +124,7 @@ def check_variant(config: Mapping[str, Any]) -> None:
             f"pad_token_id of {name} is {text['pad_token_id']}, must be 0: at the positions of images, transformers "
             "looks up this id in the per-layer embeddings, while vLLM looks up 0"
         )
+    _check_fixed(str(name), text)
     if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
         raise ValueError(
             f"{changed[0]} of {name} is not supported: logits must be the plain product with the unembedding"
@@ -122,10 +143,61 @@ def check_variant(config: Mapping[str, Any]) -> None:
             )
 
 
+def _check_fixed(name: str, text: Mapping[str, Any]) -> None:
+    """Raises ValueError for entries of the language model that vLLM would ignore, or that the trainer cannot read."""
+    fixed, kinds = _FIXED.get(name, {}), list(text.get("layer_types") or ())
+    if other := [entry for entry, value in fixed.items() if text.get(entry, value) != value]:
+        raise ValueError(
+            f"{other[0]} of {name} is {text[other[0]]!r}, which vLLM or transformers would ignore; supported is "
+            f"{fixed[other[0]]!r}"
+        )
+    in_turns = [("sliding_attention", "full_attention")[place % 2] for place in range(len(kinds))]
+    if name == "gpt_oss" and kinds != in_turns:
+        raise ValueError("layer_types of gpt_oss must alternate, first sliding_attention: vLLM ignores this entry")
+    if text.get("quantization_config"):
+        raise ValueError(
+            f"the weights of this {name} are quantised (quantization_config), which the trainer does not read: use a "
+            "checkpoint in bfloat16"
+        )
+
+
 def experts_of(config: Mapping[str, Any]) -> str:
     """Returns the config entry that gives the number of experts; empty for a dense model."""
     text = language_entries(config)
     return next((entry for entry in _EXPERT_COUNTS if text.get(entry)), "")
+
+
+class MixtureSizes(NamedTuple):
+    """The sizes of the experts of a layer.
+
+    Attributes:
+        count: The number of experts.
+        per_token: The number of experts that a token uses.
+        inner: The intermediate size of an expert.
+        shared: The intermediate size of the experts that all tokens use; 0 if there are none.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    shared: int
+
+
+def mixture_sizes(config: Mapping[str, Any]) -> MixtureSizes | None:
+    """Returns the sizes of a model's experts, or None for a dense model.
+
+    Args:
+        config: config.json as completed by transformers.
+    """
+    text = language_entries(config)
+    if not (entry := experts_of(config)):
+        return None
+    inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+    shared = text.get("shared_expert_intermediate_size") or inner * (text.get("n_shared_experts") or 0)
+    if text.get("enable_moe_block"):
+        shared = text["intermediate_size"]  # Gemma 4 has a whole MLP beside the experts
+    per_token = text.get("num_experts_per_tok") or text["top_k_experts"]
+    return MixtureSizes(int(text[entry]), int(per_token), inner, int(shared))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

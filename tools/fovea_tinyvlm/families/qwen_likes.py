@@ -6,9 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vImageProcessor,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
     Glm4vProcessor,
     Glm4vVideoProcessor,
     Glm46VImageProcessor,
@@ -26,6 +30,8 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
@@ -166,6 +172,14 @@ def _qwen3_5_moe(ids: TokenIds) -> Qwen3_5MoeConfig:
     )
 
 
+def _qwen3_next(ids: TokenIds) -> Qwen3NextConfig:
+    # 80B-A3B: 48 layers in Qwen3.5's pattern, each with 512 experts of 512 channels, of which a token uses 10, and one
+    # of 512 that all tokens use through a gate; no sections of positions.
+    shared = {"shared_expert_intermediate_size": EXPERTS["moe_intermediate_size"], "norm_topk_prob": True}
+    text = _qwen3_5_language(ids) | {"rope_parameters": rope(1e7, partial_rotary_factor=0.25)}
+    return Qwen3NextConfig(**text | EXPERTS | shared)
+
+
 def _qwen3_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
     half = [0.5, 0.5, 0.5]
     size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
@@ -174,12 +188,8 @@ def _qwen3_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
     return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 
 
-def _glm4v(ids: TokenIds) -> Glm4vConfig:
-    # 9B: 40 layers, 32 heads of 128 for 2, half of each rotary, sections [8, 12, 12], norms around both halves; tower
-    # of 24 blocks, 1536 channels; its learnt positions of a 24 x 24 grid are interpolated.
-    rotary = rope(1e4, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
-    text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
-    text["attention_bias"] = True  # in published files, and vLLM reads it; transformers has the biases whatever it says
+def _glm_parts(ids: TokenIds, **text: Any) -> dict[str, Any]:
+    """Returns the settings of a GLM with images around the language model with the settings `text`."""
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE}
     edges = {"begin": "start", "end": "end"}
     spans = {
@@ -187,14 +197,52 @@ def _glm4v(ids: TokenIds) -> Glm4vConfig:
         for kind in ("image", "video")
         for token, edge in edges.items()
     }
-    return Glm4vConfig(
-        text_config=text | {"rope_parameters": rotary, "tie_word_embeddings": False},
-        vision_config=vision | {"image_size": 336, "patch_size": 14},
-        image_token_id=ids["<|image|>"],
-        video_token_id=ids["<|video|>"],
-        tie_word_embeddings=False,
+    rotary = rope(1e4, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
+    base = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
+    return {
+        "text_config": base | {"rope_parameters": rotary, "tie_word_embeddings": False, "attention_bias": True} | text,
+        "vision_config": vision | {"image_size": 336, "patch_size": 14},
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "tie_word_embeddings": False,
         **{key: ids[token] for key, token in spans.items()},
-    )
+    }
+
+
+def _glm4v(ids: TokenIds) -> Glm4vConfig:
+    # 9B: 40 layers, 32 heads of 128 for 2, half of each rotary, sections [8, 12, 12], norms around both halves; tower
+    # of 24 blocks, 1536 channels; its learnt positions of a 24 x 24 grid are interpolated. The entry attention_bias is
+    # in published files, and vLLM reads it; transformers has the biases whatever it says.
+    return Glm4vConfig(**_glm_parts(ids))
+
+
+_GLM_MIXTURE = {
+    "n_routed_experts": EXPERTS["num_experts"],
+    "num_experts_per_tok": EXPERTS["num_experts_per_tok"],
+    "moe_intermediate_size": EXPERTS["moe_intermediate_size"],
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def _glm4_moe(ids: TokenIds) -> Glm4MoeConfig:
+    # 355B-A32B: 92 layers, the first three dense, 160 experts of 1,536 channels, of which a token uses 8, weighted by
+    # 2.5 times their sigmoids, and one that all tokens use; 96 heads of 128 for 8, half of each rotary, with norms.
+    text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
+    attention = {"head_dim": HEAD_DIM, "attention_bias": True, "use_qk_norm": True}
+    rotary = rope(1e6, partial_rotary_factor=0.5)
+    sparse = _GLM_MIXTURE | {"routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
+    return Glm4MoeConfig(**text | attention | sparse, rope_parameters=rotary, tie_word_embeddings=False)
+
+
+def _glm4v_moe(ids: TokenIds) -> Glm4vMoeConfig:
+    # 106B-A12B: the language model of GLM-4.5-Air, 46 layers, the first dense, without norms of queries and keys; the
+    # tower of GLM-4.1V. The entries head_dim and use_qk_norm are in published files, and vLLM reads them.
+    own = {"head_dim": HEAD_DIM, "use_qk_norm": False, "routed_scaling_factor": 1.0}
+    return Glm4vMoeConfig(**_glm_parts(ids, **_GLM_MIXTURE, **own))
 
 
 def _glm4v_processor(tokenizer: PreTrainedTokenizerBase) -> Glm4vProcessor:
@@ -222,6 +270,18 @@ _GLM4V = Family(
 )
 
 QWEN_LIKES = (
+    Family(
+        name="glm4_moe",
+        published="zai-org/GLM-4.5",
+        source="its config.json, quoted in public code",
+        architecture=Glm4MoeForCausalLM,
+        config=_glm4_moe,
+        tokens=_GLM_TOKENS,
+        plain_tokens=("<think>", "</think>"),
+        chat=replace(_GLM_CHAT, image=""),
+        end="<|endoftext|>",
+        pad="<|endoftext|>",
+    ),
     Family(
         name="qwen2_vl",
         published="Qwen/Qwen2-VL-2B-Instruct",
@@ -260,6 +320,18 @@ QWEN_LIKES = (
         pad="<|endoftext|>",
     ),
     Family(
+        name="qwen3_next",
+        published="Qwen/Qwen3-Next-80B-A3B-Instruct",
+        source="defaults of transformers 5.19, which are this checkpoint's",
+        architecture=Qwen3NextForCausalLM,
+        config=_qwen3_next,
+        tokens=QWEN_TOKENS,
+        plain_tokens=("<think>", "</think>"),
+        chat=CHATML,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    Family(
         name="qwen3_vl_moe",
         published="Qwen/Qwen3-VL-30B-A3B-Instruct",
         source="its config.json, quoted in public code; tower by the defaults of transformers 5.19",
@@ -290,4 +362,12 @@ QWEN_LIKES = (
     # The same model with a processor of its own; transformers' Glm46VForConditionalGeneration, which vLLM has not, is
     # no published checkpoint's.
     replace(_GLM4V, name="glm46v", published="zai-org/GLM-4.6V-Flash", processor=_glm46v_processor),
+    replace(
+        _GLM4V,
+        name="glm4v_moe",
+        published="zai-org/GLM-4.5V",
+        source="its config.json, quoted in public code; tower by the defaults of transformers 5.19",
+        architecture=Glm4vMoeForConditionalGeneration,
+        config=_glm4v_moe,
+    ),
 )

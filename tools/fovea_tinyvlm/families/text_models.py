@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
@@ -72,6 +78,25 @@ LLAMA_TOKENS = (
     "<|python_tag|>",
 )
 MISTRAL_TOKENS = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "<pad>")
+
+_DEEPSEEK_TOKENS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜▁pad▁｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+)
+_HARMONY_TOKENS = (
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|return|>",
+    "<|constrain|>",
+    "<|channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|call|>",
+)
 
 _CONFIG_SOURCE = "defaults of transformers 5.19"
 
@@ -137,6 +162,43 @@ def _llama(ids: TokenIds) -> LlamaConfig:
 def _mistral(ids: TokenIds) -> MistralConfig:
     # 7B v0.3: 32 layers, 32 heads of 128 for 8, theta 1,000,000, no sliding window since v0.2.
     return MistralConfig(**mistral_language(ids), rope_parameters=rope(1e6), tie_word_embeddings=False)
+
+
+def _mixtral(ids: TokenIds) -> MixtralConfig:
+    # 8x7B: 32 layers, all of them with 8 experts of 14,336 channels, of which a token uses 2; 32 heads of 128 for 8.
+    sparse = {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]}
+    text = mistral_language(ids) | {"intermediate_size": EXPERTS["moe_intermediate_size"]}
+    text.pop("model_type")
+    return MixtralConfig(**text | sparse, rope_parameters=rope(1e6), tie_word_embeddings=False)
+
+
+def _gpt_oss(ids: TokenIds) -> GptOssConfig:
+    # 20B: 24 layers, every other with a window, sinks and biases; 64 heads of 64 for 8; 32 experts of 2,880 channels,
+    # of which a token uses 4, with biases, clamped and interleaved gates.
+    sparse = {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]}
+    text = language(ids, begin=None, end="<|return|>", pad="<|endoftext|>", layers=4)
+    text |= {"intermediate_size": EXPERTS["moe_intermediate_size"], "head_dim": HEAD_DIM, "sliding_window": 32}
+    yarn = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    rotary = rope(1.5e5, rope_type="yarn", original_max_position_embeddings=MAX_LENGTH // 32, **yarn)
+    return GptOssConfig(**text | sparse, rope_parameters=rotary, tie_word_embeddings=False)
+
+
+def _deepseek_v3(ids: TokenIds) -> DeepseekV3Config:
+    # 671B-A37B: 61 layers, the first three dense, 256 experts of 2,048 channels in 8 groups, of which a token uses 8 of
+    # 4 groups, and one that all tokens use; 128 heads with latent keys and values. vLLM's CPU kernel needs the latent
+    # widths as published.
+    text = language(ids, begin="<｜begin▁of▁sentence｜>", end="<｜end▁of▁sentence｜>", pad="<｜▁pad▁｜>")
+    latent = {"q_lora_rank": 48, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24}
+    sparse = {"n_routed_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]}
+    sparse |= {"moe_intermediate_size": EXPERTS["moe_intermediate_size"], "n_group": 2, "topk_group": 1}
+    yarn = {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rotary = rope(1e4, rope_type="yarn", original_max_position_embeddings=MAX_LENGTH // 40, **yarn)
+    both = {
+        "num_key_value_heads": text["num_attention_heads"],
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    return DeepseekV3Config(**text | latent | sparse | both, rope_parameters=rotary, tie_word_embeddings=False)
 
 
 def gemma3_language(ids: TokenIds) -> dict[str, Any]:
@@ -207,6 +269,46 @@ TEXT_FAMILIES = (
         begin="<s>",
         end="</s>",
         pad="<pad>",
+    ),
+    Family(
+        name="mixtral",
+        published="mistralai/Mixtral-8x7B-Instruct-v0.1",
+        source=_CONFIG_SOURCE,
+        architecture=MixtralForCausalLM,
+        config=_mixtral,
+        tokens=MISTRAL_TOKENS,
+        chat=MISTRAL_CHAT,
+        begin="<s>",
+        end="</s>",
+        pad="<pad>",
+    ),
+    Family(
+        name="deepseek_v3",
+        published="deepseek-ai/DeepSeek-V3, converted to bfloat16",
+        source=_CONFIG_SOURCE,
+        architecture=DeepseekV3ForCausalLM,
+        config=_deepseek_v3,
+        tokens=_DEEPSEEK_TOKENS,
+        chat=ChatWords(
+            start="<｜begin▁of▁sentence｜>", user="<｜User｜>", assistant="<｜Assistant｜>", end="<｜end▁of▁sentence｜>"
+        ),
+        begin="<｜begin▁of▁sentence｜>",
+        end="<｜end▁of▁sentence｜>",
+        pad="<｜▁pad▁｜>",
+    ),
+    Family(
+        name="gpt_oss",
+        published="openai/gpt-oss-20b, converted to bfloat16",
+        source=_CONFIG_SOURCE,
+        architecture=GptOssForCausalLM,
+        config=_gpt_oss,
+        tokens=_HARMONY_TOKENS,
+        chat=ChatWords(
+            user="<|start|>user<|message|>", assistant="<|start|>assistant<|channel|>final<|message|>", end="<|end|>"
+        ),
+        end="<|return|>",
+        pad="<|endoftext|>",
+        experts="together",
     ),
     Family(
         name="gemma3_text",

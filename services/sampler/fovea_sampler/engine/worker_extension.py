@@ -18,7 +18,13 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.runtime.processes import die_with_parent
 from fovea_sampler import vllm_patches
 from fovea_sampler.engine import weight_loading
-from fovea_sampler.engine.manifest_check import ExpertSizes, ManifestChecker, check_biases, checkpoint_shapes
+from fovea_sampler.engine.manifest_check import (
+    ExpertSizes,
+    ManifestChecker,
+    check_biases,
+    checkpoint_shapes,
+    names_after,
+)
 from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from fovea_sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
 from fovea_sampler.engine.weight_loading import AdapterBank
@@ -159,9 +165,13 @@ def _rename_of(model: torch.nn.Module) -> Any:
 
 
 def _left_out(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """Returns the checkpoint's tensors that vLLM does not load, such as Qwen3.5's layers for multi-token prediction."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return {name for name in names if mapper is not None and mapper.map_name(name) is None}
+    """Returns the checkpoint's tensors that vLLM does not load: those of layers for multi-token prediction.
+
+    Qwen3.5's have a name of their own. GLM-4.5's are numbered after the model's last layer.
+    """
+    mapper, text = getattr(model, "hf_to_vllm_mapper", None), model.config.get_text_config()
+    named = {name for name in names if mapper is not None and mapper.map_name(name) is None}
+    return named | names_after(names, text.num_hidden_layers)
 
 
 def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:

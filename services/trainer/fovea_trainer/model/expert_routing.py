@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from fovea.runtime.model_files import experts_of
+from fovea.runtime.model_files import MixtureSizes, mixture_sizes
 from fovea_trainer.batches.datum_decoding import ExpertShape
 
 REPLICAS = "replicas"
@@ -312,32 +312,30 @@ class _Sums(torch.autograd.Function):
 def expert_shape(model: Any) -> ExpertShape | None:
     """Returns the shape of a model's experts, or None for a model without experts."""
     layers = sum(1 for _ in _routed_layers(model.get_decoder()))
-    if not layers:
-        return None
-    text = model.config.get_text_config()
-    return ExpertShape(layers, text.num_experts_per_tok, getattr(text, experts_of(text.to_dict())))
+    sizes = mixture_sizes(model.config.get_text_config().to_dict())
+    return ExpertShape(layers, sizes.per_token, sizes.count) if layers and sizes else None
 
 
 def has_experts(text: PretrainedConfig, index: int) -> bool:
-    """Returns True if a layer of the language model has experts in place of a dense MLP."""
+    """Returns True if a layer of a language model with experts has them in place of a dense MLP."""
     is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
     every = getattr(text, "decoder_sparse_step", None) or 1
-    return bool(getattr(text, "num_experts", 0)) and not is_dense and (index + 1) % every == 0
+    first = getattr(text, "first_k_dense_replace", None) or 0
+    return not is_dense and index >= first and (index + 1) % every == 0
 
 
-def routed_size(text: PretrainedConfig) -> int:
+def routed_size(experts: MixtureSizes) -> int:
     """Returns the width of a dense MLP that would retain as much as routed experts, shared expert and router."""
-    experts_size = text.num_experts_per_tok * text.moe_intermediate_size
-    shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
     # A dense MLP retains 3 values per unit. Experts retain 4, because they have the weighted product too. The router's
     # probabilities are float32, which is 2 16-bit values.
-    return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
+    routed = 4 * experts.per_token * experts.inner
+    return (routed + 3 * experts.shared + 2 * experts.count) // 3 + _ROUTING_SIZE
 
 
 def copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
     """Returns the bytes of one token's copies for the experts: inputs, outputs and the gradients of both."""
-    copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
-    return int(4 * copies * text.hidden_size * dtype.itemsize)
+    experts = mixture_sizes(text.to_dict())
+    return int(4 * (experts.per_token if experts else 0) * text.hidden_size * dtype.itemsize)
 
 
 def replay_routing(decoder: Any) -> None:
@@ -346,18 +344,24 @@ def replay_routing(decoder: Any) -> None:
     The experts are an argument of each layer. A layer that recomputes its activations in the backward pass therefore
     uses the same experts again.
     """
-    for index, layer in enumerate(_routed_layers(decoder)):
-        layer.forward = partial(_replayed, layer.forward, index)
+    for index, (layer, experts) in enumerate(_routed_layers(decoder)):
+        layer.forward = partial(_replayed, layer.forward, index, experts.num_experts)
 
 
-def _routed_layers(decoder: Any) -> Iterator[Any]:
-    return (layer for layer in decoder.layers if hasattr(getattr(layer, "mlp", None), "experts"))
+def _routed_layers(decoder: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the layers with experts, and their experts."""
+    return ((layer, module) for layer in decoder.layers for module in layer.modules() if is_experts(module))
 
 
 def _replayed(
-    forward: Callable[..., Any], index: int, *arguments: Any, routed_experts: Tensor | None = None, **options: Any
+    forward: Callable[..., Any],
+    index: int,
+    expert_count: int,
+    *arguments: Any,
+    routed_experts: Tensor | None = None,
+    **options: Any,
 ) -> Any:
-    given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, index])
+    given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, index], expert_count)
     with given:
         return forward(*arguments, **options)
 
@@ -366,18 +370,19 @@ class _GivenRouting(TorchFunctionMode):
     """A mode in which `torch.topk`, with which every router chooses experts, returns given indices.
 
     The router's own code computes the weights of these experts, with softmax before or after the choice, normalized or
-    not. Gradients therefore flow as if the router had chosen them.
+    not. Gradients therefore flow as if the router had chosen them. A router that first chooses groups of experts
+    (DeepSeek-V3) does so among fewer than all experts; that choice is left alone.
     """
 
-    def __init__(self, chosen_TK: Tensor) -> None:
+    def __init__(self, chosen_TK: Tensor, expert_count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._chosen_TK = chosen_TK.long()
+        self._chosen_TK, self._expert_count = chosen_TK.long(), expert_count
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is not torch.topk:
+        if func is not torch.topk or args[0].shape[-1] != self._expert_count:
             return found
         index_TK = torch.where(self._chosen_TK < 0, found.indices, self._chosen_TK)
         return torch.return_types.topk((args[0].gather(-1, index_TK), index_TK))

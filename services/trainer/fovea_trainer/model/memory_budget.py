@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from fovea.runtime.machine_memory import host_free_bytes
+from fovea.runtime.model_files import MixtureSizes, mixture_sizes
 from fovea.wire.errors import ResourceExhausted
 from fovea_trainer.model import linear_attention
 from fovea_trainer.model.expert_routing import copies_bytes, has_experts, routed_size
@@ -164,26 +165,30 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    delta_nets = kinds.count("linear_attention")
+    delta_nets, experts = kinds.count("linear_attention"), mixture_sizes(text.to_dict())
     retained_bytes = delta_nets * linear_attention.retained_bytes(text, dtype) if delta_nets else 0
     return (
         copies_bytes(text, dtype)
         + retained_bytes
-        + sum(_retained_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
+        + sum(_retained_bytes(text, index, kind, dtype, experts) for index, kind in enumerate(kinds))
     )
 
 
-def _retained_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
+def _retained_bytes(
+    text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype, experts: MixtureSizes | None
+) -> int:
     """Returns the bytes that one layer retains per token, without those of a gated delta net."""
     layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
-    head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_size = getattr(text, "qk_head_dim", None) or getattr(layer, "head_dim", None)  # latent heads are wider
+    head_size = head_size or text.hidden_size // text.num_attention_heads
     heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
-    mlp_size = 0 if has_experts(text, index) else text.intermediate_size * (2 if is_wide else 1)
-    inner_size = (mlp_size or routed_size(text)) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
+    is_routed = experts is not None and has_experts(text, index)  # Gemma 4's experts have norms of their own
+    inner_size = routed_size(experts) if experts and is_routed else text.intermediate_size * (2 if is_wide else 1)
+    inner_size += 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
-    norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
+    norm_size = (8 if is_routed else 4) * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
     retained_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
     return int(dtype.itemsize * retained_size + torch.float32.itemsize * norm_size)
 

@@ -124,12 +124,14 @@ class Family:
         tower_roles: Roles of the linear modules of the vision tower and its mergers that vLLM can adapt, keyed by the
             last component of the module path.
         sees_images_whole: True if the tokens of an image see each other in both directions in the language model.
+        adapts_experts: True if adapters can adapt experts. vLLM's kernels for gpt-oss do not.
     """
 
     model_type: str
     fuse_tower: Callable[[Any], None] | None = None
     tower_roles: Mapping[str, Role] = field(default_factory=dict)
     sees_images_whole: bool = False
+    adapts_experts: bool = True
 
     def build(self, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """Builds the model on the meta device, in training mode without dropout, with packed attention in all layers.
@@ -140,7 +142,9 @@ class Family:
         check_variant(config.to_dict())
         kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"), meta_device_safe_creation_ops():
-            model: Any = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            # Replaced below in language models. transformers refuses sdpa for gpt-oss, because of its sinks.
+            attention = "eager" if config.model_type == "gpt_oss" else "sdpa"
+            model: Any = kind.from_config(config, dtype=dtype, attn_implementation=attention)
         _pack_attention(model)
         if model.get_output_embeddings().bias is not None:
             raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")
@@ -175,7 +179,7 @@ class Family:
             role = (LANGUAGE_ROLES if is_language else self.tower_roles).get(name.rpartition(".")[2])
             if role is not None and isinstance(module, nn.Linear):
                 yield LoraTarget(name, module, role, vision=not is_language)
-            elif is_experts(module):
+            elif is_experts(module) and self.adapts_experts:
                 yield LoraTarget(name, module, Role.MLP, vision=False)
         head = model.get_output_embeddings()
         yield LoraTarget(_name_of(model, head), head, Role.UNEMBEDDING, vision=False)
@@ -337,8 +341,11 @@ LANGUAGE_ROLES = {
     "qkv_proj": Role.ATTENTION,
     "o_proj": Role.ATTENTION,
     "out_proj": Role.ATTENTION,
+    # DeepSeek-V3's, but kv_b_proj: vLLM multiplies it into other weights, without its adapter.
+    **dict.fromkeys(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"), Role.ATTENTION),
     # Short convolutions and gated delta nets replace attention.
     **dict.fromkeys(("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), Role.ATTENTION),
+    **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), Role.ATTENTION),
     "gate_proj": Role.MLP,
     "up_proj": Role.MLP,
     "gate_up_proj": Role.MLP,
@@ -349,37 +356,33 @@ LANGUAGE_ROLES = {
 
 _QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
 
+_GLM_ROLES = {"proj": Role.ATTENTION, "down_proj": Role.MLP}
+"""The other modules of the tower are omitted: vLLM fuses them differently or does not have them."""
+
+_PLAIN = (
+    *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
+    *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "mixtral"),
+    *("gemma3_text", "glm4_moe", "deepseek_v3"),
+)
+"""Values of `model_type` for which the general rules give everything."""
+
 FAMILIES = {
     family.model_type: family
     for family in (
+        *map(Family, _PLAIN),
         # Blocks, merger and deepstack mergers all call their linear modules linear_fc1 and linear_fc2.
         Family("qwen3_vl", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         # The merger is a Sequential with linear modules 0 and 2.
         Family("qwen2_5_vl", fuse_qwen_tower, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
         Family("qwen2_vl", fuse_qwen_tower, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
-        Family("internvl"),
-        Family("llava_next"),
-        Family("llava_onevision"),
-        Family("mistral3"),
         Family("gemma3", sees_images_whole=True),
-        Family("llava"),
-        # Modules that vLLM fuses differently or does not have are omitted, because vLLM cannot adapt them.
-        Family("glm4v", tower_roles={"proj": Role.ATTENTION, "down_proj": Role.MLP}),
-        Family("idefics3"),
-        Family("smolvlm"),
-        Family("lfm2_vl"),
-        Family("gemma4"),
+        Family("gpt_oss", adapts_experts=False),
+        Family("glm4v", tower_roles=_GLM_ROLES),
+        Family("glm4v_moe", tower_roles=_GLM_ROLES),
         # Towers like Qwen3-VL's, without its deepstack mergers.
         Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3_vl_moe", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3_5_moe", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
-        Family("qwen3"),
-        Family("qwen3_moe"),
-        Family("qwen2"),
-        Family("llama"),
-        Family("mistral"),
-        Family("gemma3_text"),
-        Family("qwen3_5_text"),
     )
 }
 """Families keyed by `model_type`."""

@@ -168,7 +168,10 @@ def packed_attention(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int, packing: Packing | None
 ) -> Tensor:
-    packing = packing or Packing(bounds, query.shape[2])
+    packing, width = packing or Packing(bounds, query.shape[2]), value.shape[-1]
+    if value.is_cuda and width < query.shape[-1]:  # DeepSeek-V3's values are narrower than its keys
+        padded = functional.pad(value, (0, query.shape[-1] - width))
+        return _attention(query, key, padded, scores, bounds, longest, packing)[..., :width]
     match kernel_for(query, scores, packing):
         case Kernel.FLASH_4:
             function, _ = flash_4()

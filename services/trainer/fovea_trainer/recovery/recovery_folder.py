@@ -28,8 +28,8 @@ POINT = "fovea_point.json"
 SNAPSHOTS = "snapshots"
 
 _ROUNDING = (
-    "threads", "head_dtype", "replicas", "expert_parallel", "token_budget", "patch_budget", "datum_ranks", "memory_limit_mib",
-    "recompute", "logit_chunk_mib", "keep_gathered",
+    "threads", "head_dtype", "replicas", "expert_parallel", "token_budget", "patch_budget", "datum_ranks",
+    "memory_limit_mib", "recompute", "logit_chunk_mib", "keep_gathered",
 )  # fmt: skip
 """Settings that decide which values are computed together, and so the order in which floats are added."""
 

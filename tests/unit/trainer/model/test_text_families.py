@@ -16,14 +16,19 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from fovea_trainer.batches.datum_decoding import Datum
@@ -66,6 +71,16 @@ DELTA_NET: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 3,
+    "topk_group": 2,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
@@ -83,7 +98,24 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen3_moe mixed": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[1], norm_topk_prob=False),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        **GROUPED,
+        **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10},
+    ),
+    "glm4_moe": Glm4MoeConfig(**SIZES, **GROUPED, use_qk_norm=True, attention_bias=True),
+    "gpt_oss": GptOssConfig(
+        **SIZES | {"max_position_embeddings": 8192, "sliding_window": 8},
+        **{"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "mixtral": MixtralConfig(**SIZES, head_dim=16, num_local_experts=6, num_experts_per_tok=2),
     "qwen3_5": Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 2}, **DELTA_NET, tie_word_embeddings=True),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES | {"num_hidden_layers": 2},
+        **DELTA_NET | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        **EXPERTS,
+        shared_expert_intermediate_size=20,
+    ),
 }
 LENGTHS = [5, 23, 11, 23]
 
@@ -186,9 +218,11 @@ def test_adapters_of_every_linear_module(name: str) -> None:
     """As merged into the weights, whose gradient d W gives those of A and B: s B' dW and s dW A'."""
     module, targets, injector = _packed(name)
     parts = dict(module.hf.named_modules())
-    adaptable = {name for name, part in parts.items() if isinstance(part, nn.Linear) or name.endswith(".experts")}
-    assert {target.name for target in targets} == adaptable
-    assert {target.role for target in targets} == set(Role)
+    left = ("expert_gate", "kv_b_proj")
+    linear = {name for name, part in parts.items() if isinstance(part, nn.Linear) and not name.endswith(left)}
+    experts = {part for part in parts if part.endswith(".experts") and name != "gpt_oss"}
+    assert {target.name for target in targets} == linear | experts
+    assert {target.role for target in targets} == set(Role) - ({Role.MLP} if name == "gpt_oss" else set())
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
     injector.activate(weights)
     reference = _reference(name)
@@ -256,6 +290,11 @@ def _assert_near(found: Tensor | None, expected: Tensor) -> None:
         ("gemma3", {"logit_scale": 30.0}, "logit_scale of gemma3_text is not supported"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention of gemma3_text"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
+        ("mixtral", {"sliding_window": 8}, "sliding_window of mixtral is 8, which vLLM or transformers would ignore"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit of gpt_oss is 5.0"),
+        ("gpt_oss", {"layer_types": 3 * ["full_attention"]}, "layer_types of gpt_oss must alternate"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave of deepseek_v3 is False"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "the weights of this qwen2 are quantised"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
     ],
 )
