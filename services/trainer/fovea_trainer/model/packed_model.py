@@ -96,8 +96,7 @@ class PackedModel(nn.Module):
     def expert_layouts(self) -> dict[str, ExpertLayout]:
         """Layout of the experts in checkpoint files, keyed by `file_names`. Known once the weights are read."""
         layout = _expert_layout(self.hf)
-        names = [name for name, _ in self.hf.named_parameters() if _is_of_experts(self.hf, name)]
-        return {self.file_names[name]: layout for name in names}
+        return {stored: layout for name, stored in self.file_names.items() if _is_of_experts(self.hf, name)}
 
     def forward(
         self,
@@ -361,10 +360,8 @@ def read_weights(model: Any, model_dir: Path, device: torch.device) -> None:
         found = model._finalize_model_loading(model, config, found)
         errors = [f"{name} is missing" for name in sorted(found.missing_keys)]
         # Tied parameters are sharded as one, so files with two different tensors cannot be represented.
-        errors += [
-            f"{name} differs from {tied[name]}, to which it is tied"
-            for name in tied.keys() - model.all_tied_weights_keys
-        ]
+        untied = tied.keys() - model.all_tied_weights_keys
+        errors += [f"{name} differs from {tied[name]}, to which it is tied" for name in untied]
     if errors:
         raise ValueError(f"the weights in {model_dir} do not match its config.json: {errors[0]}")
 
