@@ -19,6 +19,7 @@ from fovea.wire.errors import (
     ModelLost,
     ResourceExhausted,
     SessionEnded,
+    StorageBehind,
     Unavailable,
 )
 from fovea_gateway import gateway_metrics as metrics
@@ -236,7 +237,10 @@ class Residency:
         if isinstance(error, ModelLost) or not isinstance(error, Unavailable | ResourceExhausted):
             raise error
         if isinstance(error, ResourceExhausted):
-            self._doing[model.model_id] = f"the trainer has no room for this model now: {error.message}"
+            is_behind = isinstance(error, StorageBehind)
+            self._doing[model.model_id] = (
+                error.message if is_behind else f"the trainer has no room for this model now: {error.message}"
+            )
             await asyncio.sleep(_FULL_S)
             return
         await self._trainer.look_again()

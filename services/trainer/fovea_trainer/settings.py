@@ -121,7 +121,7 @@ class TrainerSettings(ServiceSettings):
         60.0,
         gt=0,
         description="Seconds in which storage must be able to write all that waits. Above it, the next optim_step of a "
-        "model with durable weights waits.",
+        "model with durable weights waits. Storage that does not return from a write for so long counts as failing.",
     )
     fetch_timeout_s: float = Field(
         60.0, gt=0, description="Deadline for fetching vision tensors from one renderer, in seconds."

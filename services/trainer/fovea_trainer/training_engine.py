@@ -26,8 +26,8 @@ from fovea_trainer.model.packed_model import build_model, read_weights
 from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel, optim_steps, unknown_model
 from fovea_trainer.ranks.control_group import ControlGroup
-from fovea_trainer.recovery.recovery_folder import RecoveryFolder
-from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel, numerics_of
+from fovea_trainer.recovery.recovery_folder import RecoveryFolder, numerics_of
+from fovea_trainer.recovery.recovery_writer import PendingState, RecoveryWriter, RestoredModel
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.shared_calls import SharedCalls
 from fovea_trainer.weights.checkpoint_folder import CheckpointRoots

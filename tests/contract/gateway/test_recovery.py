@@ -428,6 +428,29 @@ async def test_a_step_waits_for_storage_says_why_and_keeps_its_gradients(stand: 
     assert await answers(rest, ids) == expected
 
 
+async def test_a_replay_that_waits_for_storage_says_so(stand: RecoveringStand, rest: Rest) -> None:
+    expected = await undisturbed(stand, 2)
+    stand.trainer.is_disk_slow = True
+    words = "recovery storage is behind: 30000 MiB of states and snapshots wait to be written"
+    model_id = await rest.create_model()
+    ids = await submit(rest, model_id, 1, 1)
+    await answers(rest, ids)
+    stand.trainer.failures["OptimStep"] = [StorageBehind(words)] * 1000
+    await stand.kill_trainer()
+    ids += await submit(rest, model_id, 4, 1)
+    reasons: set[str] = set()
+
+    async def says_why() -> bool:
+        answer = (await rest.poll(ids[-2])).json()
+        reasons.add(answer.get("queue_state_reason", ""))
+        return answer.get("queue_state") == "paused_capacity" and words in answer["queue_state_reason"]
+
+    await eventually(says_why)
+    assert not any("no room" in reason for reason in reasons)
+    stand.trainer.failures["OptimStep"] = []
+    assert await answers(rest, ids) == expected
+
+
 async def test_what_failed_is_not_run_again(stand: RecoveringStand, rest: Rest) -> None:
     """A refused step drops the gradients, in the replay too; a bad loss adds nothing."""
     stand.trainer.is_disk_slow = True

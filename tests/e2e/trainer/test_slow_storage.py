@@ -117,6 +117,48 @@ async def test_every_model_gets_points_on_storage_that_takes_less_than_their_sna
         trainer.stop()
 
 
+async def test_models_train_on_and_are_durable_later_while_storage_does_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credit = tmp_path / "credit"
+    install(tmp_path / "packages", credit)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
+    credit.write_text("0")
+    (tmp_path / "trainer").mkdir()
+    arguments = ("--recovery", f"credit://{tmp_path}/recovery", "--recovery-most-lag-s", "0.02")
+    trainer = TrainerProcess(fovea_tinyvlm.ensure("qwen3"), tmp_path / "trainer" / "trainer.log", *arguments, ranks=1)
+    try:
+        client = await trainer.ready()
+        models = ("one", "two", "three")
+        for model_id in models:
+            await client.create_model(model_id, weights_pb2.LoraConfig(rank=32, train_attention=True, train_mlp=True))
+
+        async def stepped(model_id: str, seq_id: int) -> bool:
+            try:
+                return (await client.optim_step(model_id, adam(), None, seq_id)).step == seq_id
+            except StorageBehind:
+                return False
+
+        for model_id in models:
+            for seq_id in (1, 2, 3):
+                await eventually(lambda model_id=model_id, seq_id=seq_id: stepped(model_id, seq_id))
+            assert (await client.take_snapshot(model_id, f"{model_id}@3")).size_bytes
+        info = await client.info()
+        assert "has not returned for" in info.recovery_failure
+        assert not info.durable_seq_ids
+        credit.write_text(str(2**40))
+
+        async def is_durable() -> bool:
+            info = await client.info()
+            return dict(info.durable_seq_ids) == dict.fromkeys(models, 3) and not info.recovery_failure
+
+        await eventually(is_durable)
+        await client.close()
+    finally:
+        credit.write_text(str(2**40))
+        trainer.stop()
+
+
 async def test_others_train_while_a_state_and_a_snapshot_are_saved_on_slow_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,24 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
+import torch
+
+import fovea
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
+from fovea_trainer.model.packed_attention import kernel_of
+from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.checkpoint_folder import Checksums, Folder
 
 logger = logging.getLogger(__name__)
 
 POINT = "fovea_point.json"
 SNAPSHOTS = "snapshots"
+
+_ROUNDING = (
+    "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "datum_ranks", "memory_limit_mib",
+    "recompute", "logit_chunk_mib", "keep_gathered",
+)  # fmt: skip
+"""Settings that decide which values are computed together, and so the order in which floats are added."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,21 @@ class Point:
             logger.warning("%s is incomplete: found files and sizes %s, expected %s", folder.path, sizes, found.files)
             return None
         return found
+
+
+def numerics_of(settings: TrainerSettings, dtype: torch.dtype, device: torch.device, world_size: int) -> dict[str, str]:
+    """Returns the facts that affect the rounding of a trainer's results, keyed by setting."""
+    is_cpu = device.type == "cpu"
+    found = {
+        "fovea": fovea.__version__,
+        "torch": torch.__version__,
+        "ranks": world_size,
+        "device": torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device),
+        "dtype": dtype,
+        "attention": kernel_of(device, dtype)[0],
+        **{name: getattr(settings, name) for name in _ROUNDING},
+    }
+    return {name: str(value) for name, value in found.items()}
 
 
 class RecoveryFolder:

@@ -7,7 +7,8 @@ changed several times is written once. An unnamed snapshot of the newest state s
 Two bounds make clients wait instead of letting debts grow. Snapshots that wait to be written use at most
 `--snapshot-memory-mib`. A model may change only while all states and snapshots that are owed to storage can be written
 within `--recovery-most-lag-s`, at the speed of the last writes. While a state of a model is owed, it may change
-freely, because its next point includes all changes. Models wait in a `WaitingLine`.
+freely, because its next point includes all changes. Models wait in a `WaitingLine`. Storage that does not return from
+a write counts as failing until it does: then models change freely, and the gateway's journal keeps the commands.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from fovea_trainer.recovery.recovery_writer import (
     PendingSnapshot,
     PendingState,
     RecoveryWriter,
+    StorageSpeed,
     WaitingLine,
 )
 from fovea_trainer.settings import TrainerSettings
@@ -36,9 +38,6 @@ T = TypeVar("T")
 
 MAX_PAUSE_S = 60.0
 """Longest pause between two attempts to write to failing storage, in seconds."""
-_FIRST_BYTES_PER_S = 1e8  # until a write has been measured
-_NEWEST = 0.2
-"""Weight of the newest write in the measured speed of storage."""
 _STATES_SHARE, _SNAPSHOTS_SHARE = 0.6, 0.25
 """The shares of the longest lag in which all that is owed, and the snapshots in it, must be written. The rest is for
 writes that take longer than the last ones.
@@ -64,7 +63,7 @@ class RecoveryKeeper:
         writer: Callable[[], RecoveryWriter | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lag_s, self._most_lag_s = settings.recovery_lag_s, settings.recovery_most_lag_s
+        self._lag_s = settings.recovery_lag_s
         self._queue = queue
         self._find_writer = writer
         self._clock = clock
@@ -73,13 +72,13 @@ class RecoveryKeeper:
         bound = "--recovery-most-lag-s at the present speed"
         self._snapshot_line = WaitingLine(clock, "snapshots", f"--snapshot-memory-mib, or {bound}")
         self._change_line = WaitingLine(clock, "states and snapshots", bound)
-        self._written_bytes = self._written_s = 0.0  # of the last writes, the newest with the largest weight
+        self._speed = StorageSpeed(settings.recovery_most_lag_s, clock)
         self._being_written = 0
         self._work = asyncio.Event()
         self._tried = asyncio.Condition()
         self._failures = 0
         self.failure = ""
-        """The error of the last write, while storage fails; empty while it works."""
+        """The error of the last write, while storage fails or does not return; empty while it works."""
         self._pause_s = 0.0
         self._paused_until = 0.0
         trainer_metrics.DURABLE_LAG_COMMANDS.set_function(lambda: max(map(self._lag_of, list(self._models)), default=0))
@@ -120,7 +119,7 @@ class RecoveryKeeper:
         model = self._models.setdefault(model_id, Durability())
         model.state_bytes = state_bytes
         if not (self.failure or model.changing or self._changes_of(model_id) > model.copied_count):
-            most, is_first = self._most_bytes(_STATES_SHARE), model.durable is None
+            most, is_first = self._speed.most_bytes(_STATES_SHARE), model.durable is None
             self._change_line.admit(model_id, state_bytes, self._owed_bytes(), most, is_first)
         model.changing += 1
         try:
@@ -150,7 +149,7 @@ class RecoveryKeeper:
         """
         if not self.failure:
             held = self.waiting_bytes + sum(pending.size_bytes for pending in self._in_progress)
-            most = min(self._writer.adapters.max_bytes, self._most_bytes(_SNAPSHOTS_SHARE))
+            most = min(self._writer.adapters.max_bytes, self._speed.most_bytes(_SNAPSHOTS_SHARE))
             self._snapshot_line.admit(model_id, size_bytes, held, most)
         pending = PendingSnapshot(snapshot_id, size_bytes)
         self._in_progress.add(pending)
@@ -176,7 +175,7 @@ class RecoveryKeeper:
             `seq_id` of the last command in the point, and the size of the model's files in bytes.
 
         Raises:
-            Unavailable: Storage failed.
+            Unavailable: Storage failed, or did not return in time.
         """
         model = self._models.setdefault(model_id, Durability())
         failures = self._failures
@@ -246,8 +245,7 @@ class RecoveryKeeper:
         if not owed:
             return False
         # A snapshot that shares a file costs nothing, so it waits for no other model.
-        start_s = _HEAD_START * self._most_lag_s
-        model_id, model = min(owed, key=lambda one: one[1].place(start_s))
+        model_id, model = min(owed, key=lambda one: one[1].place(_HEAD_START * self._speed.most_lag_s))
         first = model.snapshots[0] if model.snapshots else None
         if first is not None and not (self._is_due(model_id, now) and first.change_count == self._changes_of(model_id)):
             await self._write_snapshot(model_id, model, first)
@@ -279,7 +277,7 @@ class RecoveryKeeper:
             model.copied_count, model.written_since = state.change_count, model.since
             model.since = self._clock() if self._changes_of(model_id) > state.change_count else math.inf
         try:
-            size_bytes = await self._timed(state.written, model.state_bytes)
+            size_bytes = await self._timed(state.written, state.size_bytes)
         except BaseException:
             model.copied_count, model.since = model.durable_count, min(model.since, model.written_since)
             model.written_since = math.inf
@@ -307,16 +305,12 @@ class RecoveryKeeper:
         self._succeeded("snapshot", size_bytes or 0)
 
     async def _timed(self, written: "Future[T]", owed_bytes: int) -> T:
-        """Waits for a write, and measures the speed of storage unless the write shares a file."""
-        began, self._being_written = self._clock(), owed_bytes
+        """Waits for a write of `owed_bytes`; 0 if it shares a file."""
+        self._being_written = owed_bytes
         try:
-            result = await asyncio.wrap_future(written)
+            return await self._speed.written(written, owed_bytes, self._note_failure)
         finally:
             self._being_written = 0
-        if owed_bytes:
-            self._written_bytes += _NEWEST * (owed_bytes - self._written_bytes)
-            self._written_s += _NEWEST * (self._clock() - began - self._written_s)
-        return result
 
     def _succeeded(self, kind: str, size_bytes: int) -> None:
         if self.failure:
@@ -325,18 +319,21 @@ class RecoveryKeeper:
         trainer_metrics.DURABLE_BYTES.labels(kind).inc(size_bytes)
 
     async def _failed(self, error: Exception) -> None:
-        self._failures += 1
-        self.failure = str(error) or type(error).__name__
         self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
         self._paused_until = self._clock() + self._pause_s
+        await self._note_failure(str(error) or type(error).__name__)
+        await self._wait()
+
+    async def _note_failure(self, words: str) -> None:
+        self._failures += 1
+        self.failure = words
         trainer_metrics.DURABLE_FAILURES.inc()
-        logger.warning("no writes to recovery storage for %.0f s, training continues: %s", self._pause_s, self.failure)
+        logger.warning("recovery storage fails, training continues without new durable points: %s", words)
         for model in self._models.values():  # while storage fails, possibly for long, memory may drop them
             for pending in model.snapshots:
                 self._unpin(pending)
         async with self._tried:
             self._tried.notify_all()
-        await self._wait()
 
     async def _wait(self) -> None:
         """Waits for new work, or until postponed work is due."""
@@ -359,11 +356,6 @@ class RecoveryKeeper:
     def _is_behind(self, model_id: str) -> bool:
         model = self._models.get(model_id)
         return model is not None and (bool(model.snapshots) or self._lag_of(model_id) > 0)
-
-    def _most_bytes(self, share: float) -> float:
-        """Returns the bytes that storage writes in a share of the longest lag, at the speed of the last writes."""
-        speed = self._written_bytes / self._written_s if self._written_s else _FIRST_BYTES_PER_S
-        return share * self._most_lag_s * speed
 
     def _owed_bytes(self) -> int:
         """Returns the bytes of all states and snapshots that storage should write now."""
@@ -390,7 +382,16 @@ class RecoveryKeeper:
             logger.warning("%s could not be removed: %s", what, error)
 
     async def _in_order(self, action: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._writer.in_order(action))
+        """Runs a file operation after all earlier writes. If storage does not return in time, it still runs later.
+
+        Raises:
+            Unavailable: Storage did not return in time.
+        """
+        waiting = asyncio.wrap_future(self._writer.in_order(action))
+        patience_s = self._speed.patience_s(self._being_written)
+        if not (await asyncio.wait([waiting], timeout=patience_s))[0]:
+            raise Unavailable(f"recovery storage has not returned for {patience_s:.0f} s: look at --recovery")
+        return waiting.result()
 
     @property
     def _writer(self) -> RecoveryWriter:

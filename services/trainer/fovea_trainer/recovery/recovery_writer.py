@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -19,13 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-import fovea
 from fovea.wire.errors import NotFound, StorageBehind
-from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.model.trained_model import TrainedModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import Point, RecoveryFolder
-from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.checkpoint_folder import Checksums, Folder
 from fovea_trainer.weights.host_memory import HostCopies
 from fovea_trainer.weights.snapshot_store import SnapshotStore
@@ -35,14 +32,11 @@ from fovea_trainer.weights.training_state import ModelState, StateStore, state_o
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_FIRST_BYTES_PER_S = 1e8  # until a write has been measured
+_NEWEST, _PATIENCE = 0.2, 4.0
+"""Weight of the newest write in the measured speed, and how many times as long the next one may take."""
 LINE_S = 20.0
 """Seconds after which a model that was refused, and has not asked again, loses its position in the line."""
-
-_ROUNDING = (
-    "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "datum_ranks", "memory_limit_mib",
-    "recompute", "logit_chunk_mib", "keep_gathered",
-)  # fmt: skip
-"""Settings that decide which values are computed together, and so the order in which floats are added."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +60,13 @@ class PendingState(NamedTuple):
     Args:
         seq_id: Number of the last command that the state includes.
         change_count: `Change.count` of the last change that the state includes.
+        size_bytes: Size of its tensors.
         written: Resolves to the size in bytes once the state is durable.
     """
 
     seq_id: int
     change_count: int
+    size_bytes: int
     written: "Future[int]"
 
 
@@ -137,6 +133,49 @@ class Durability:
     def shares_point(self, snapshot: PendingSnapshot) -> bool:
         """Returns True if a snapshot has the weights of the newest point."""
         return self.durable is not None and snapshot.change_count == self.durable_count
+
+
+class StorageSpeed:
+    """The speed of storage by its last writes, of which the newest has the largest weight.
+
+    Args:
+        most_lag_s: Seconds in which storage must be able to write all that is owed.
+        clock: Returns seconds since an arbitrary moment.
+    """
+
+    def __init__(self, most_lag_s: float, clock: Callable[[], float]) -> None:
+        self.most_lag_s = most_lag_s
+        self._clock = clock
+        self._bytes = self._seconds = 0.0
+
+    async def written(self, write: "Future[T]", size_bytes: int, late: Callable[[str], Awaitable[None]]) -> T:
+        """Waits for a write and measures it, unless its size is 0.
+
+        Args:
+            write: The write.
+            size_bytes: The bytes that it writes.
+            late: Called with a message each time the write has not returned for `patience_s`.
+        """
+        began, waiting, is_late = self._clock(), asyncio.wrap_future(write), False
+        while not (await asyncio.wait([waiting], timeout=self.patience_s(size_bytes)))[0]:
+            is_late, seconds = True, self._clock() - began
+            await late(f"a write of {size_bytes / 2**20:.1f} MiB has not returned for {seconds:.0f} s")
+        if size_bytes and not is_late:
+            self._bytes += _NEWEST * (size_bytes - self._bytes)
+            self._seconds += _NEWEST * (self._clock() - began - self._seconds)
+        return waiting.result()
+
+    def most_bytes(self, share: float) -> float:
+        """Returns the bytes that storage writes in a share of the longest lag."""
+        return share * self.most_lag_s * self._bytes_per_s
+
+    def patience_s(self, size_bytes: int) -> float:
+        """Returns the seconds after which storage that does not return from a write counts as failing."""
+        return max(self.most_lag_s, _PATIENCE * size_bytes / self._bytes_per_s)
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self._bytes / self._seconds if self._seconds else _FIRST_BYTES_PER_S
 
 
 class WaitingLine:
@@ -275,7 +314,8 @@ class RecoveryWriter:
             self._writing.exception()  # waits: rank 0 may have finished its write slightly earlier
         state = state_of(model, self._control.rank, lambda live: self._copied(live, model.model_id))
         self._writing = self._thread.submit(self._write, model.model_id, state, change)
-        return PendingState(change.seq_id, change.count, self._writing)
+        size_bytes = sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values())
+        return PendingState(change.seq_id, change.count, size_bytes, self._writing)
 
     def find(self, model_id: str) -> tuple[str, Point]:
         """Returns URL and description of the newest undamaged point of a model. Collective.
@@ -352,18 +392,3 @@ class RecoveryWriter:
         if self._control.rank == 0:
             self.folder.drop_older(model_id, change.seq_id)
         return size_bytes
-
-
-def numerics_of(settings: TrainerSettings, dtype: torch.dtype, device: torch.device, world_size: int) -> dict[str, str]:
-    """Returns the facts that affect the rounding of a trainer's results, keyed by setting."""
-    is_cpu = device.type == "cpu"
-    found = {
-        "fovea": fovea.__version__,
-        "torch": torch.__version__,
-        "ranks": world_size,
-        "device": torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device),
-        "dtype": dtype,
-        "attention": kernel_of(device, dtype)[0],
-        **{name: getattr(settings, name) for name in _ROUNDING},
-    }
-    return {name: str(value) for name, value in found.items()}

@@ -98,7 +98,7 @@ class Trainer:
             self.disk.order.append(model_id)
             self.check()
 
-        return PendingState(count, count, self.disk.write(STATE_BYTES, effect))
+        return PendingState(count, count, STATE_BYTES, self.disk.write(STATE_BYTES, effect))
 
     def write_snapshot(self, snapshot_id: str, point: int | None) -> "Future[Any]":
         model_id = snapshot_id.partition("@")[0]

@@ -276,6 +276,36 @@ async def test_storage_that_fails_makes_no_snapshot_wait(trainer: Trainer, tmp_p
     assert trainer.keeper.waiting_bytes == 0
 
 
+async def test_storage_that_does_not_return_counts_as_failing_until_it_does(trainer: Trainer) -> None:
+    """Each model may change and be sampled meanwhile; a caller that asks for a durable point gets an error."""
+    state = trainer.engine.models["a"].state_bytes
+    await trainer.keeper.stored("a")  # the sweep at the start is over
+    trainer.keeper._speed.most_lag_s = 0.05  # 3 MB, until storage has been measured
+    trainer.engine.adapters.max_bytes = trainer.engine.models["a"].snapshot_bytes
+    hangs = trainer.hold()
+    async with trainer.keeper.changing("a", 2**30):
+        trainer.change("a", 1)
+    with pytest.raises(StorageBehind):
+        async with trainer.keeper.changing("b", 2**30):
+            raise AssertionError("it was let in")
+    await eventually(lambda: "has not returned for" in trainer.keeper.failure)
+    async with trainer.keeper.changing("b", state):
+        trainer.change("b", 1)
+    for number in (1, 2, 3):
+        await trainer.take("b", f"b@{number}")
+    assert trainer.keeper.waiting_bytes == 0, "memory keeps no snapshot for storage that may never return"
+    assert trainer.keeper.lag_seconds > 0
+    with pytest.raises(Unavailable, match="has not returned for"):
+        await trainer.keeper.flush("b")
+    with pytest.raises(Unavailable, match="has not returned for"):
+        await trainer.keeper.stored("c")
+    await trainer.keeper.remove_model("c")  # it is removed later
+    hangs.set()
+    await eventually(lambda: trainer.durable(a=1, b=1))
+    assert trainer.keeper.failure == ""
+    assert trainer.keeper._speed.most_bytes(1.0) > 2**20, "the time of the hang is not the speed of storage"
+
+
 async def test_a_state_waits_for_a_snapshot_that_is_being_taken_before_it(trainer: Trainer) -> None:
     async with trainer.keeper.snapshotting("a", "a@1", 1):
         trainer.change("a", 1)
@@ -328,7 +358,7 @@ async def test_a_state_that_has_outgrown_a_snapshot_comes_after_it(trainer: Trai
 async def test_a_model_whose_state_is_durable_waits_while_too_much_is_owed(trainer: Trainer) -> None:
     state = trainer.engine.models["a"].state_bytes
     trainer.create("c")
-    trainer.keeper._most_lag_s = 2.5 * state / 6e7  # until storage has been measured, 100 MB/s are assumed
+    trainer.keeper._speed.most_lag_s = 2.5 * state / 6e7  # until storage has been measured, 100 MB/s are assumed
     slow = trainer.hold()
     for step in (1, 2):
         for model_id in ("a", "b"):
@@ -354,7 +384,7 @@ async def test_states_that_are_put_off_make_no_model_wait(trainer: Trainer) -> N
             async with trainer.keeper.changing(model_id, state):
                 trainer.change(model_id, step)
             await eventually(lambda model_id=model_id: model_id in trainer.keeper.durable_seq_ids)
-    trainer.keeper._most_lag_s = 0.0
+    trainer.keeper._speed.most_lag_s = 0.0
     async with trainer.keeper.changing("c", state):
         trainer.change("c", 1)
     await eventually(lambda: trainer.durable(a=1, b=1, c=1))
