@@ -5,15 +5,17 @@ conversations), so caching saves most of the tower's work. Models that train the
 """
 
 import logging
+import math
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 _MAX_NAMED = 512
 """Maximum number of datums that an error lists. The list travels in trailing gRPC metadata, which is limited in size.
 """
+
+
+_STAGED_S = 300.0
+"""Seconds for which the tensors of a failed call wait for the model's next call, outside the limit of the cache."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,16 @@ class TensorFetcher:
         vision: The family of a vision-language model; None for a text-only model.
         fetch_timeout_s: Deadline of a fetch from one renderer, in seconds.
         default_source: Renderer for images that name none; if empty, such images are rejected.
+        clock: Returns seconds since an arbitrary moment.
     """
 
     def __init__(
-        self, max_bytes: int, vision: VisionFamily | None, fetch_timeout_s: float, default_source: str
+        self,
+        max_bytes: int,
+        vision: VisionFamily | None,
+        fetch_timeout_s: float,
+        default_source: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = fetch_timeout_s
         self._fetcher, self._fetcher_ahead = FeatureFetcher(), FeatureFetcher()
@@ -67,13 +79,14 @@ class TensorFetcher:
         self._lock = threading.Lock()  # protects _kept and _ahead
         self._thread = ThreadPoolExecutor(1, "fetch-ahead")
         self._ahead: dict[str, _Ahead] = {}
-        self._staged: dict[str, dict[str, FeatureTensors]] = {}
+        self._staged: TTLCache[str, dict[str, FeatureTensors]] = TTLCache(math.inf, _STAGED_S, clock)
 
     def tensors_of(self, model_id: str, datums: Sequence[Datum], skip: Container[str]) -> dict[str, FeatureTensors]:
         """Returns the tensors of all images of the datums, keyed by digest, except for those in `skip`.
 
-        After FeatureEvicted this object retains the tensors that it has found for the model's next call. A client can
-        therefore send a batch larger than the renderers' caches: it renders the missing images again and retries.
+        After FeatureEvicted this object retains the tensors that it has found for the model's next call, for some
+        minutes. A client can therefore send a batch larger than the renderers' caches: it renders the missing images
+        again and retries.
 
         Args:
             model_id: The model of the call.
@@ -92,7 +105,7 @@ class TensorFetcher:
             if span.feature.digest not in skip
         ]
         wanted = {span.feature.digest: (span, field) for span, field in places}
-        staged = self._staged.pop(model_id, {})
+        staged = self._unstaged(model_id)
         self._await_prefetches(wanted)
         with self._lock:
             held = {
@@ -147,7 +160,15 @@ class TensorFetcher:
 
     def forget(self, model_id: str) -> None:
         """Drops the tensors retained for a model's next call."""
-        self._staged.pop(model_id, None)
+        self._unstaged(model_id)
+
+    def _unstaged(self, model_id: str) -> dict[str, FeatureTensors]:
+        """Removes and returns the tensors retained for a model. Frees those that other models left too long ago."""
+        self._staged.expire()
+        try:
+            return self._staged.pop(model_id)
+        except KeyError:
+            return {}
 
     def _fetch(self, missing: dict[str, tuple[ImageSpan, str]]) -> tuple[dict[str, FeatureTensors], FoveaError | None]:
         """Fetches all images at once. If some are missing, fetches them one by one and also returns the error."""

@@ -1,7 +1,9 @@
 """Images come from a renderer that holds few of them at once; its gRPC server is real."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent import futures
@@ -105,6 +107,19 @@ def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
     with pytest.raises(FeatureEvicted) as caught:
         cache.tensors_of("m", datums, {})
     assert caught.value.metadata["datums"] == "0,1,2"
+
+
+def test_what_waits_for_a_call_that_never_comes_is_freed_after_a_while(renderer: SmallRenderer) -> None:
+    now = 0.0
+    cache = TensorFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "", lambda: now)
+    with pytest.raises(FeatureEvicted):
+        cache.tensors_of("gone", [renderer.render(number) for number in range(3)], {})
+    staged = [weakref.ref(each["pixel_values"]) for each in cache._staged["gone"].values()]
+    assert len(staged) == HELD
+    now = 1000.0
+    cache.tensors_of("other", [renderer.render(9)], {})
+    gc.collect()
+    assert not [one for one in staged if one() is not None]
 
 
 def feature(datum: Datum) -> model_input_pb2.VisionFeature:
