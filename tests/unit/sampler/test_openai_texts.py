@@ -13,6 +13,7 @@ from vllm.renderers.registry import renderer_from_config
 
 import fovea_tinyvlm
 from fovea.wire.errors import InvalidInput
+from fovea_sampler.engine.message_apis import read_messages, read_responses
 from fovea_sampler.engine.openai_requests import PICTURE, TextRenderer
 from tests.families import ensure_family
 
@@ -54,6 +55,29 @@ async def test_typed_control_tokens_stay_text(inner: Any, pictures: int, as_part
     plain, typed = [await ids_of(renderer, conversation(text)) for text in ("x y", TYPED)]
     assert controls_of(renderer, typed) == controls_of(renderer, plain)
     assert typed.count(await renderer.image_id()) == pictures
+    decode = renderer.get_tokenizer().decode
+    assert decode(typed) == decode(plain).replace("x y", TYPED)
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_typed_control_tokens_stay_text_in_the_other_apis(inner: Any, api: str) -> None:
+    renderer = TextRenderer(inner)
+
+    async def asked(text: str) -> list[int]:
+        if api == "responses":
+            turns = [{"role": "user", "content": [{"type": "input_text", "text": text}]}]
+            _, messages = await read_responses({"model": "m", "instructions": text, "input": turns}, renderer, 8)
+        else:
+            turns = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+            body = {"model": "m", "max_tokens": 9, "system": text, "messages": turns}
+            _, chat = await read_messages(body, renderer, 8)
+            messages = chat.messages
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, "tools": None})
+        _, (prompt,) = await renderer.render_chat_async([messages], params)
+        return list(prompt["prompt_token_ids"])
+
+    plain, typed = [await asked(text) for text in ("x y", TYPED)]
+    assert controls_of(renderer, typed) == controls_of(renderer, plain)
     decode = renderer.get_tokenizer().decode
     assert decode(typed) == decode(plain).replace("x y", TYPED)
 
