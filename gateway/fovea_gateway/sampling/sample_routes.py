@@ -124,13 +124,17 @@ class RetrieveFutures(Body):
 def loadable_name(name: str, tokenizer_id: str) -> str:
     """Returns a name for a base model with which `SamplingClient.get_tokenizer` of SDK 0.38 finds the tokenizer.
 
-    The SDK passes the name to transformers, so the tokenizer's own name replaces a name that the hub cannot have. The
-    SDK also cuts the last component off a name with two slashes (`org/model/variant`), so a path with two slashes gets
-    a third one: it is still the same path.
+    The SDK passes the name to transformers, so the tokenizer's own name replaces it, unless only the name can be on the
+    hub: a folder of the tokenizer may not exist on the client's machine. The SDK also cuts the last component off a
+    name with two slashes (`org/model/variant`), so a path with two slashes gets a third one: it is still the same path.
     """
-    if name.count("/") == 1 and not name.startswith("/"):
+    if _may_be_on_hub(name) and not _may_be_on_hub(tokenizer_id):
         return name
     return tokenizer_id.replace("/", "//", 1) if tokenizer_id.count("/") == 2 else tokenizer_id
+
+
+def _may_be_on_hub(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
 
 
 class SamplingRoutes:

@@ -15,6 +15,8 @@ from fovea_gateway.sampling.sample_routes import loadable_name
     [
         ("Qwen/Qwen3-VL-4B-Instruct", "/models/qwen", "Qwen/Qwen3-VL-4B-Instruct"),
         ("mine", "Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"),
+        ("mine/qwen", "Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"),
+        ("./qwen", "/data/models/qwen", "/data/models/qwen"),
         ("mine", "/data/models/qwen", "/data/models/qwen"),
         ("/models/foo", "/models/foo", "//models/foo"),
         ("/foo", "/foo", "/foo"),
