@@ -441,7 +441,7 @@ async def test_a_replay_that_waits_for_storage_says_so(stand: RecoveringStand, r
     reasons: set[str] = set()
 
     async def says_why() -> bool:
-        answer = (await rest.poll(ids[-2])).json()
+        answer = (await rest.poll(ids[3])).json()
         reasons.add(answer.get("queue_state_reason", ""))
         return answer.get("queue_state") == "paused_capacity" and words in answer["queue_state_reason"]
 

@@ -144,7 +144,7 @@ class StorageSpeed:
     """
 
     def __init__(self, most_lag_s: float, clock: Callable[[], float]) -> None:
-        self.most_lag_s = most_lag_s
+        self.most_lag_s = self.least_patience_s = most_lag_s
         self._clock = clock
         self._bytes = self._seconds = 0.0
 
@@ -171,7 +171,7 @@ class StorageSpeed:
 
     def patience_s(self, size_bytes: int) -> float:
         """Returns the seconds after which storage that does not return from a write counts as failing."""
-        return max(self.most_lag_s, _PATIENCE * size_bytes / self._bytes_per_s)
+        return max(self.least_patience_s, _PATIENCE * size_bytes / self._bytes_per_s)
 
     @property
     def _bytes_per_s(self) -> float:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
@@ -23,7 +24,7 @@ from fovea_trainer.model.trained_model import AdapterModel
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder
 from fovea_trainer.recovery.recovery_keeper import RecoveryKeeper
-from fovea_trainer.recovery.recovery_writer import RecoveryWriter
+from fovea_trainer.recovery.recovery_writer import RecoveryWriter, StorageSpeed
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.snapshot_store import PACKED, SnapshotStore, StoredSnapshot, packed, specs_of
 from tests.waiting import eventually
@@ -280,7 +281,7 @@ async def test_storage_that_does_not_return_counts_as_failing_until_it_does(trai
     """Each model may change and be sampled meanwhile; a caller that asks for a durable point gets an error."""
     state = trainer.engine.models["a"].state_bytes
     await trainer.keeper.stored("a")  # the sweep at the start is over
-    trainer.keeper._speed.most_lag_s = 0.05  # 3 MB, until storage has been measured
+    trainer.keeper._speed.most_lag_s = trainer.keeper._speed.least_patience_s = 0.05  # 3 MB, until storage is measured
     trainer.engine.adapters.max_bytes = trainer.engine.models["a"].snapshot_bytes
     hangs = trainer.hold()
     async with trainer.keeper.changing("a", 2**30):
@@ -300,10 +301,27 @@ async def test_storage_that_does_not_return_counts_as_failing_until_it_does(trai
     with pytest.raises(Unavailable, match="has not returned for"):
         await trainer.keeper.stored("c")
     await trainer.keeper.remove_model("c")  # it is removed later
+    trainer.keeper._speed.least_patience_s = 60.0
     hangs.set()
-    await eventually(lambda: trainer.durable(a=1, b=1))
-    assert trainer.keeper.failure == ""
-    assert trainer.keeper._speed.most_bytes(1.0) > 2**20, "the time of the hang is not the speed of storage"
+    await eventually(lambda: trainer.durable(a=1, b=1) and not trainer.keeper.failure)
+
+
+async def test_the_time_of_a_hang_is_not_the_speed_of_storage() -> None:
+    now = 0.0
+    speed = StorageSpeed(60.0, lambda: now)
+    late: list[str] = []
+    write: Future[str] = Future()
+
+    async def note(words: str) -> None:
+        nonlocal now
+        late.append(words)
+        now += 3600.0
+        write.set_result("written")
+
+    speed.least_patience_s = 0.0
+    before = speed.most_bytes(1.0)
+    assert await speed.written(write, 1, note) == "written"
+    assert (late, speed.most_bytes(1.0)) == (["a write of 0.0 MiB has not returned for 0 s"], before)
 
 
 async def test_a_state_waits_for_a_snapshot_that_is_being_taken_before_it(trainer: Trainer) -> None:
