@@ -63,6 +63,7 @@ class Turn:
             a third beside an owner that floods the queue, not a half.
         is_wanted: Returns whether a client waits for the request. A request without a waiting client gives way to those
             that have one.
+        estimate: Returns the newest estimate of `cost` while the request waits, if that may change.
         gives_way: Whether the request is giving way now.
         seconds: The request's share, by tokens, of the time in which it shared the slots with others. The `seconds` of
             all turns add up to the time in which at least one slot was in use.
@@ -76,6 +77,7 @@ class Turn:
     size: int = 1
     is_timed: bool = False
     is_wanted: Callable[[], bool] = lambda: True
+    estimate: Callable[[], float] | None = None
     gives_way: bool = False
     seconds: float = 0.0
     measured: float | None = None
@@ -86,6 +88,12 @@ class Turn:
 
     def __post_init__(self) -> None:
         self.cost = max(self.cost, 1.0)
+
+    def price(self) -> float:
+        """Returns the cost of a waiting turn by its newest estimate."""
+        if self.estimate is not None:
+            self.cost = max(self.estimate(), 1.0)
+        return self.cost
 
     def settle(self, tokens: float) -> None:
         """Records the cost that the request really had."""
@@ -313,7 +321,7 @@ class FairQueue:
         return whole, max(whole // owners, 1)
 
     def _share(self, turn: Turn) -> float:
-        return turn.cost / self._weight_of(turn.owner)
+        return turn.price() / self._weight_of(turn.owner)
 
     def _let_in(self, owner: str) -> None:
         flow = self._flows[owner]
@@ -349,7 +357,7 @@ class FairQueue:
         last = turn.cost if turn.used is None else turn.used
         if turn.is_followed():
             patience_s, lead = _PATIENCE_S, _LEAD * last
-        elif turn.is_timed and self._flows[first[2]].waiting[0].cost > _LONG * 1000 * _BRIEF_S:
+        elif turn.is_timed and self._flows[first[2]].waiting[0].price() > _LONG * 1000 * _BRIEF_S:
             patience_s, lead = _BRIEF_S, 0.0
         else:
             return

@@ -94,10 +94,11 @@ class TrainerQueue:
         submission = pending.submission
         self._check_deaths(submission, _MOST_DEATHS_AGAIN if is_again else _MOST_DEATHS)
         key, units = (submission.owner, submission.kind), max(tokens, 1)
-        pace = self._paces.get(key, _FIRST_TOKEN_S if tokens else _FIRST_S)
+        first = _FIRST_TOKEN_S if tokens else _FIRST_S
         following = future_id(submission.scope, submission.seq_id + 1)
         turn = Turn(
-            submission.owner, 1000 * pace * units, size=self._size(units) if shares else TRAINER_SLOTS, is_timed=True,
+            submission.owner, estimate=lambda: 1000 * units * self._paces.get(key, first),
+            size=self._size(units) if shares else TRAINER_SLOTS, is_timed=True,
             is_followed=lambda: self._futures.unfinished_kind(following) is not None,
             is_wanted=lambda: is_again or self._is_wanted(submission.session_id),
         )  # fmt: skip
@@ -113,7 +114,7 @@ class TrainerQueue:
                         yield turn
         finally:
             if turn.used is not None and turn.seconds:
-                self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * pace
+                self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * self._paces.get(key, first)
             devices = self._trainer.info.world_size if self._trainer.info is not None else 1
             pending.usage.gpu_seconds += turn.seconds * max(devices, 1)
 

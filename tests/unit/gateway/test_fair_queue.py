@@ -342,6 +342,35 @@ def test_a_flood_gets_all_places_when_nobody_is_expected_back_though_nothing_has
         runner.run(flood())
 
 
+async def test_a_flood_is_judged_by_its_newest_price_also_what_was_sent_before_it_was_known() -> None:
+    """Many models of one owner send at once; each call takes 5 s, as the first one shows."""
+    queue, known, begun, is_here = FairQueue(1, lambda owner: 1.0), 1.0, list[str](), asyncio.Event()
+
+    async def flood() -> None:
+        nonlocal known
+        turn = Turn("flood", is_timed=True, estimate=lambda: known)
+        async with queue.place(turn):
+            begun.append("flood")
+            await is_here.wait()
+            turn.measured = 5.0
+        known = 5000.0
+
+    async def other() -> None:
+        for _ in range(6):
+            turn = Turn("other", is_timed=True)
+            async with queue.place(turn):
+                begun.append("other")
+                turn.measured = 0.01
+
+    floods = [asyncio.create_task(flood()) for _ in range(5)]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(other())
+    await asyncio.sleep(0)
+    is_here.set()
+    await asyncio.gather(waiting, *floods)
+    assert begun == ["flood", *["other"] * 6, *["flood"] * 4]
+
+
 async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> None:
     line = Line(places=20, beside=8)
     await line.send("b", 1)
