@@ -40,6 +40,7 @@ def _rank(rank: int, size: int, directory: Path, given: dict[str, Any], folder: 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     settings = TrainerSettings(model=str(directory), device="cpu", recovery="", **given)
     engine = TrainingEngine(settings, directory, ControlGroup(), torch.device("cpu"), None)
+    engine.warm_up()
     found = {"base": _size(local_of(shard) for _, shard in engine._sharded.named_shards())}
     for kind, lora in (("adapter", LORA), ("full", None)):
         engine.execute(CreateModel(kind, lora))
