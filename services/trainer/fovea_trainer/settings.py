@@ -25,6 +25,12 @@ class TrainerSettings(ServiceSettings):
         "number of experts. With 1 every rank computes all experts.",
     )
     nodes: int = Field(1, ge=1, description="Machines or pods that train together. Each runs this command.")
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="Copies of the base, each sharded over consecutive ranks. Must divide the ranks of all nodes. With "
+        "as many as nodes, only gradients cross the network, once per step; memory of full parameters grows.",
+    )
     node_rank: int = Field(0, ge=0, description="Index of this node. Node 0 serves requests, all nodes compute.")
     master_addr: str = Field(
         "", validate_default=True, description="Address of node 0 for the other nodes. Node 0 listens only on it."
@@ -167,6 +173,22 @@ class TrainerSettings(ServiceSettings):
         """Returns a rank's index among the senders, or None. Senders are spread over the nodes; rank 0 is the first."""
         sender, offset = divmod(rank, self.ranks * self.nodes // self.sender_count)
         return sender if offset == 0 and sender < self.sender_count else None
+
+    def check_replicas(self, world_size: int) -> None:
+        """Checks that the copies of the base have equal numbers of ranks.
+
+        Args:
+            world_size: Number of ranks of all nodes.
+
+        Raises:
+            ValueError: They have not.
+        """
+        if world_size % self.replicas:
+            fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
+            raise ValueError(
+                f"--replicas is {self.replicas}, which does not divide the {world_size} ranks of all nodes: use one of "
+                f"{fitting}, or other --ranks"
+            )
 
     def _reached_at(self) -> str:
         if self.nodes > 1 and not is_loopback(self.master_addr):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.api.v1 import model_input_pb2, weights_pb2
 from fovea.runtime.model_files import context_length, fingerprints
@@ -23,7 +22,7 @@ from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.model.packed_model import build_model, read_weights
-from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes
+from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes, rank_mesh
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel, optim_steps, unknown_model
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder
@@ -98,11 +97,12 @@ class TrainingEngine:
         keep = settings.keep_gathered == "always" or (
             settings.keep_gathered == "auto" and size_bytes <= keep_gathered_bytes(self._device)
         )
-        mesh = init_device_mesh(self._device.type, (self._control.world_size,))
+        mesh = rank_mesh(self._device.type, self._control.world_size, settings.replicas)
         experts = expert_shape(module.hf)
         spread = expert_mesh(
-            self._device.type, self._control.world_size, settings.expert_parallel, experts.count if experts else 0
-        )
+            self._device.type, self._control.world_size, settings.expert_parallel, experts.count if experts else 0,
+            settings.replicas,
+        )  # fmt: skip
         self._sharded = ShardedModel(module, mesh, keep, spread)
         read_weights(module.hf, model_dir, self._device)
         module.requires_grad_(False)  # again, because transformers has replaced a single rank's parameters
@@ -134,7 +134,7 @@ class TrainingEngine:
             sum(p.numel() for p in module.parameters()) / 1e6,
             self.dtype,
             self._device,
-            "whole" if mesh.size() == 1 else "gathered" if keep else "sharded",
+            "whole" if self._sharded.mesh.size() == 1 else "gathered" if keep else "sharded",
             *kernel_of(self._device, self.dtype),
         )
 

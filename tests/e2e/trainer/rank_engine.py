@@ -74,7 +74,7 @@ def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
     metrics, losses = [], []
     for _ in range(call.steps):
         losses.append(engine.execute(command).metrics.get("loss:sum"))
-        gradients = gradients or dict(_whole(model, model.gradients()))
+        gradients = gradients or dict(_summed(model))
         metrics.append(engine.execute(OptimStep(MODEL, call.adam))[0])
     optimized = list(model.masters.values()) if isinstance(model, FullModel) else [model.weights.flat]  # type: ignore[attr-defined]
     found = {"gradients": gradients, "losses": losses, "metrics": metrics, "weights": dict(_whole(model, optimized))}
@@ -82,15 +82,23 @@ def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
     return found
 
 
+def _summed(model: TrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The whole gradients: copies, summed as the step would sum them."""
+    copies = [gradient.detach().clone() for gradient in model.gradients()]
+    if isinstance(model, FullModel):
+        model._sharded.sum_over_replicas(copies)
+    else:
+        model.weights.sum_over_ranks(*copies)  # type: ignore[attr-defined]
+    return _whole(model, copies)
+
+
 def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each rank's parts put together; of an adapter, whose gradients are not summed before the step, their sum."""
+    """Each rank's parts put together."""
     if isinstance(model, FullModel):
         for name, local in zip(model.masters, tensors, strict=True):
             yield name, full_of(local.clone(), model.shards[name])
     else:
         (flat,) = (tensor.detach().clone() for tensor in tensors)
-        if flat.data_ptr() and tensors[0] is model.weights.flat_grad:  # type: ignore[attr-defined]
-            model.weights.sum_over_ranks(flat)  # type: ignore[attr-defined]
         yield from model.weights.named(model.weights.whole(flat))  # type: ignore[attr-defined]
 
 

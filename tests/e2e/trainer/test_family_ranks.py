@@ -1,6 +1,7 @@
-"""Families whose layers differ, with images, on two ranks: sharded, recomputed, and gradients as on one.
+"""Families whose layers differ, with images, on several ranks: sharded, recomputed, and gradients as on one.
 
-Qwen3.5 mixes layers with attention and with a state, Qwen3-VL's mixture shards its experts, or spreads them over ranks.
+Qwen3.5 mixes layers with attention and with a state, Qwen3-VL's mixture shards its experts, or spreads them over ranks,
+of two replicas too.
 Mistral 3's tower is called once for each shape of images, so not equally often for the images of each rank.
 Gemma 4 (`gemma4_e2b`: windows, shared keys, embeddings of each layer, constants that nobody trains) was run the same
 way, and takes another minute.
@@ -49,9 +50,10 @@ def test_two_ranks_are_one(name: str, tmp_path: Path) -> None:
             for lora in (LoraSettings(4, 32.0, 7, True, True, True, True), None)
         ]
         alone = run_ranks(directory, SETTINGS, calls, 1, tmp_path / "1")
-        for spread, most in [(1, 1e-3), (2, 1e-5)] if name == "qwen3_vl_moe" else [(1, 1e-3)]:
-            settings = {**SETTINGS, "ranks": 2, "expert_parallel": spread}
-            together = run_ranks(directory, settings, calls, 2, tmp_path / f"2-{spread}")
+        spread = [(2, 2, 1, 1e-5), (4, 2, 2, 1e-5)] if name == "qwen3_vl_moe" else []
+        for ranks, experts, replicas, most in [(2, 1, 1, 1e-3), *spread]:
+            settings = {**SETTINGS, "ranks": ranks, "expert_parallel": experts, "replicas": replicas}
+            together = run_ranks(directory, settings, calls, ranks, tmp_path / f"{ranks}-{experts}-{replicas}")
             for one, two in zip(alone, together, strict=True):
                 assert one["losses"] == pytest.approx(two["losses"], rel=most)
                 norms = [[step["grad_norm:mean"] for step in each["metrics"]] for each in (one, two)]

@@ -1,4 +1,7 @@
-"""Datums above the token budget, which ranks compute together: results and gradients are those of one rank."""
+"""Datums above the token budget, which ranks compute together: results and gradients are those of one rank.
+
+So are those of several replicas, with short datums and long ones, text and pictures.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,8 +60,11 @@ def run(datums: list[bytes], ranks: int, budget: int, scratch: Path, **more: Any
         (2, {"keep_gathered": "never", "recompute": "always"}),
         (2, {"keep_gathered": "always"}),
         (4, {"keep_gathered": "never"}),
+        (4, {"keep_gathered": "never", "replicas": 2}),
+        (4, {"keep_gathered": "always", "replicas": 2}),
+        (4, {"replicas": 4}),
     ],
-    ids=["two sharded", "two gathered", "four"],
+    ids=["two sharded", "two gathered", "four", "two replicas sharded", "two replicas gathered", "four replicas"],
 )
 def test_ranks_together_are_one(
     datums: list[bytes], alone: list[dict[str, Any]], ranks: int, more: dict[str, Any], tmp_path: Path
@@ -66,5 +72,7 @@ def test_ranks_together_are_one(
     together = run(datums, ranks, BUDGET, tmp_path / "ranks", **more)
     for kind, one, found in zip(LORAS, alone, together, strict=True):
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-5), kind
+        norms = [[step["grad_norm:mean"] for step in each["metrics"]] for each in (one, found)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-5), kind
         for name, exact in one["gradients"].items():
             assert relative(found["gradients"][name], exact) < 1e-5, (kind, name)

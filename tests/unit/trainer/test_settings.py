@@ -22,6 +22,14 @@ def test_wrong_nodes_are_refused_by_name(arguments: str, said: str) -> None:
         TrainerSettings.from_command_line("trainer", ["--model", "m", *arguments.split()])
 
 
+def test_replicas_divide_the_ranks_of_all_nodes() -> None:
+    settings = TrainerSettings(model="m", ranks=2, replicas=3)
+    settings.check_replicas(6)  # of three nodes
+    said = "--replicas is 3, which does not divide the 4 ranks of all nodes: use one of 1, 2, 4, or other --ranks"
+    with pytest.raises(ValueError, match=said):
+        settings.check_replicas(4)
+
+
 def test_one_node_is_the_default() -> None:
     settings = TrainerSettings.from_command_line("trainer", ["--model", "m"])
     assert (settings.nodes, settings.node_rank, settings.master_addr) == (1, 0, "")

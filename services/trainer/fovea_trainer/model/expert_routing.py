@@ -34,20 +34,24 @@ from torch.overrides import TorchFunctionMode
 from fovea.runtime.model_files import experts_of
 from fovea_trainer.batches.datum_decoding import ExpertShape
 
+REPLICAS = "replicas"
 DATA = "data"
 EXPERTS = "experts"
 
 
-def expert_mesh(device_type: str, world_size: int, spread: int, expert_count: int) -> DeviceMesh | None:
-    """Returns the mesh [DATA, EXPERTS] of all ranks, or None if experts are not distributed. Collective.
+def expert_mesh(
+    device_type: str, world_size: int, spread: int, expert_count: int, replicas: int = 1
+) -> DeviceMesh | None:
+    """Returns the mesh [REPLICAS, DATA, EXPERTS] of all ranks, or None if experts are not distributed. Collective.
 
-    Neighbouring ranks hold different experts.
+    Neighbouring ranks hold different experts. With one replica the mesh is [DATA, EXPERTS].
 
     Args:
         device_type: `cuda` or `cpu`.
         world_size: Number of ranks.
         spread: Number of ranks over which experts are distributed.
         expert_count: Experts per layer; 0 for a model without experts.
+        replicas: Number of copies of the base; divides the ranks.
 
     Raises:
         ValueError: The experts cannot be distributed this way.
@@ -58,12 +62,20 @@ def expert_mesh(device_type: str, world_size: int, spread: int, expert_count: in
         raise ValueError(f"--expert-parallel is {spread}, but the model has no experts; set it to 1")
     if expert_count % spread:
         raise ValueError(f"--expert-parallel is {spread}, which does not divide the model's {expert_count} experts")
-    if expert_count % world_size:
+    shards = world_size // replicas
+    if shards % spread:
+        raise ValueError(
+            f"--expert-parallel is {spread}, which does not divide the {shards} ranks of each of --replicas {replicas}"
+        )
+    if expert_count % shards:
         raise ValueError(
             f"--expert-parallel is {spread}: {expert_count // spread} experts of each rank cannot be sharded evenly "
-            f"over the {world_size // spread} ranks that hold them; use a number of ranks that divides {expert_count}"
+            f"over the {shards // spread} ranks that hold them; use a number of ranks that divides {expert_count}"
         )
-    return init_device_mesh(device_type, (world_size // spread, spread), mesh_dim_names=(DATA, EXPERTS))
+    sizes, names = (shards // spread, spread), (DATA, EXPERTS)
+    if replicas > 1:
+        return init_device_mesh(device_type, (replicas, *sizes), mesh_dim_names=(REPLICAS, *names))
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def spread_parameters(experts: nn.Module, mesh: DeviceMesh) -> None:

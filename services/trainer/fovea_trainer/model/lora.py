@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
-from fovea_trainer.model.expert_routing import DATA, EXPERTS, gather_from_experts
+from fovea_trainer.model.expert_routing import EXPERTS, gather_from_experts
 from fovea_trainer.model.experts import ExpertAdapter, ExpertMasters, Factor
 from fovea_trainer.model.lora_linear import LoraPair, StackedPair, Trained, shared_products
 from fovea_trainer.model.model_family import LoraTarget, Role
@@ -244,13 +244,15 @@ class LoraWeights:
             The squared norm of the whole, a float32 scalar.
         """
         # Shared tensors are summed over all ranks. Ranks along EXPERTS hold factors of different experts, so these are
-        # summed over DATA only. Their squared norms are then summed over EXPERTS.
+        # summed over the other dimensions only. Their squared norms are then summed over EXPERTS.
         shared, own = flat.tensor_split([self._shared_size])
         dist.all_reduce(shared)
         squares: Tensor = torch.linalg.vector_norm(shared).square()
         if self._mesh is None:
             return squares
-        dist.all_reduce(own, group=self._mesh.get_group(DATA))
+        for name in self._mesh.mesh_dim_names or ():
+            if name != EXPERTS:
+                dist.all_reduce(own, group=self._mesh.get_group(name))
         own_squares: Tensor = torch.linalg.vector_norm(own).square()
         dist.all_reduce(own_squares, group=self._mesh.get_group(EXPERTS))
         return squares + own_squares

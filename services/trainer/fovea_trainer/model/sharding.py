@@ -1,35 +1,56 @@
 """FSDP2 around the model: the modules that are gathered together, and access to whole parameters.
 
-A single rank does not use FSDP, which would copy each parameter for computing. These copies would need the memory of a
-second model. To copy again for each micro-batch would take a tenth of the time of a mixture of experts.
+A rank that has a copy of the base by itself does not use FSDP, which would copy each parameter for computing. These
+copies would need the memory of a second model. To copy again for each micro-batch would take a tenth of the time of a
+mixture of experts.
+
+With several replicas each shards a copy of the base. FSDP knows only the ranks of one replica, so weights, and the
+gradients of a micro-batch, stay within it. Gradients are summed over the replicas once, before the optimizer step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from fovea_trainer.model.expert_routing import DATA, EXPERTS, is_experts, spread_parameters
+from fovea_trainer.model.expert_routing import DATA, EXPERTS, REPLICAS, is_experts, spread_parameters
 from fovea_trainer.model.packed_model import HF_PREFIX, PackedModel, constants
+
+SHARDS = "shards"
+
+
+def rank_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
+    """Returns the mesh [REPLICAS, SHARDS] of all ranks; with one replica it has one dimension. Collective.
+
+    Consecutive ranks shard one copy of the base. Ranks along REPLICAS have equal shards.
+    """
+    if replicas == 1:  # the group of all ranks, so no further communicator takes memory
+        return init_device_mesh(device_type, (world_size,))
+    return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=(REPLICAS, SHARDS))
 
 
 class ShardedModel:
-    """A PackedModel with parameters sharded over all ranks. With one rank it stays as it is.
+    """A PackedModel with parameters sharded over the ranks of each replica. With one rank it stays as it is.
 
     Methods that gather are collective: all ranks must call them in the same order.
 
     Args:
         module: The model on the meta device. Each rank then reads its shards with `read_weights`.
-        mesh: One dimension over all ranks.
+        mesh: Mesh of all ranks, as made by `rank_mesh`.
         keep_gathered: True to leave parameters gathered between micro-batches and calls. Frozen parameters then need no
             communication. The whole model must fit into each rank's memory.
         experts: Mesh over which experts are distributed, as made by `expert_mesh`; None if every rank computes all
             experts.
+
+    Attributes:
+        mesh: The ranks that shard this rank's copy of the base, one dimension.
+        replicas: Number of copies.
     """
 
     def __init__(
@@ -37,11 +58,13 @@ class ShardedModel:
     ) -> None:
         module.requires_grad_(False)
         self.module = module
-        self.mesh = mesh
+        self._copies = mesh[REPLICAS] if mesh.ndim > 1 else None
+        self.mesh = mesh[SHARDS] if mesh.ndim > 1 else mesh
+        self.replicas = mesh.size() // self.mesh.size()
         self.experts = experts
         self._keeps_gathered = keep_gathered
         self._fsdp_modules: list[FSDPModule] = []
-        if mesh.size() > 1:
+        if self.mesh.size() > 1:
             self._shard()
 
     def _shard(self) -> None:
@@ -98,6 +121,13 @@ class ShardedModel:
                 group._training_state = TrainingState.IDLE
                 group._all_gather_result = None
                 group._post_forward_indices.clear()
+
+    def sum_over_replicas(self, gradients: Iterable[Tensor]) -> None:
+        """Sums each tensor over the ranks with equal shards, in place. Collective."""
+        if self._copies is not None:
+            for gradient in gradients:
+                if gradient.numel():
+                    dist.all_reduce(gradient, group=self._copies.get_group())
 
     def release(self) -> None:
         """Drops gathered copies, so that the next forward pass uses the current shards."""

@@ -246,12 +246,13 @@ class AdapterModel(TrainedModel):
 class FullModel(TrainedModel):
     """All parameters of the base.
 
-    Each rank optimizes its shards. It keeps a copy of its shards of the base, to restore the base later.
+    Each rank optimizes its shards, and ranks of different replicas take equal steps. Each rank keeps a copy of its
+    shards of the base, to restore the base later.
 
     The optimized tensors are `masters`, float32. The shards that compute are updated from them, in the model's dtype. A
-    float32 model has one set of tensors for both. Constants have no masters and never change. With one rank, linear
-    modules add their gradients directly to those of the masters. All other gradients go through FSDP, which copies them
-    three times. In both cases gradients are float32 from the first product on.
+    float32 model has one set of tensors for both. Constants have no masters and never change. With one rank per
+    replica, linear modules add their gradients directly to those of the masters. All other gradients go through FSDP,
+    which copies them three times. In both cases gradients are float32 from the first product on.
     """
 
     trains_vision = True
@@ -282,7 +283,7 @@ class FullModel(TrainedModel):
         locals_ = [local_of(shard) for _, shard in sharded.named_shards()]
         count = sum(local.numel() for local in locals_)
         masters = sum(local.numel() for local in locals_ if local.dtype != torch.float32)
-        # With one rank, most gradients are added directly to the gradients of the masters.
+        # Without FSDP, most gradients are added directly to the gradients of the masters.
         passing = count if sharded.mesh.size() > 1 else max(local.numel() for local in locals_)
         return torch.float32.itemsize * (masters + (len(MOMENTS) + 1) * count + passing)
 
@@ -327,9 +328,11 @@ class FullModel(TrainedModel):
         return [master.grad for master in self.masters.values() if master.grad is not None]
 
     def reduce_gradients(self) -> Tensor:
-        squares = torch.stack(torch._foreach_norm(self.gradients())).square().sum()
-        dist.all_reduce(squares)
-        return squares
+        gradients = self.gradients()
+        self._sharded.sum_over_replicas(gradients)
+        squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        dist.all_reduce(squares)  # over all ranks, so that the norm has the same bits on all
+        return squares / self._sharded.replicas
 
     def _clear_gradients(self) -> None:
         for name, master in self.masters.items():

@@ -109,28 +109,33 @@ def launch(settings: TrainerSettings) -> int:
 
     SIGTERM and SIGINT are forwarded to the ranks. Rank 0, which may be on another node, finishes the running commands,
     and then all ranks exit. The status is 0 on a node that received the signal, if its ranks then ended without an
-    error. It is 1 if a rank failed, if the ranks ended without a signal, or if the nodes did not meet. A supervisor
-    then restarts the trainer.
+    error. It is 1 if a rank failed, if the ranks ended without a signal, if the nodes did not meet, or if their ranks
+    do not fit `--replicas`. A supervisor then restarts the trainer.
     """
     # These handlers apply until the ranks start. Without a handler, the first process of a container ignores signals.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
     name = f"trainer: node {settings.node_rank}"
-    if settings.nodes == 1:
-        with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # accessible to this user only
-            return asyncio.run(_Node(settings, name, folder, Rendezvous([settings.ranks], "127.0.0.1", 0)).run())
     try:
-        print(
-            f"{name}: waiting for {settings.nodes - 1} other nodes at {settings.master_addr}",
-            file=sys.stderr,
-            flush=True,
-        )
-        found = rendezvous(settings)
-    except RendezvousFailed as error:
+        found = _meet(settings, name)
+        settings.check_replicas(sum(found.ranks))
+    except (RendezvousFailed, ValueError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    if settings.nodes == 1:
+        with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # accessible to this user only
+            return asyncio.run(_Node(settings, name, folder, found).run())
     store = f"{settings.master_addr}:{found.store_port}"
     return asyncio.run(_Node(settings, name, store, found).run())
+
+
+def _meet(settings: TrainerSettings, name: str) -> Rendezvous:
+    if settings.nodes == 1:
+        return Rendezvous([settings.ranks], "127.0.0.1", 0)
+    print(
+        f"{name}: waiting for {settings.nodes - 1} other nodes at {settings.master_addr}", file=sys.stderr, flush=True
+    )
+    return rendezvous(settings)
 
 
 def check_checkpoint(model: str) -> None:

@@ -39,8 +39,8 @@ LINE_S = 20.0
 """Seconds after which a model that was refused, and has not asked again, loses its position in the line."""
 
 _ROUNDING = (
-    "threads", "head_dtype", "expert_parallel", "token_budget", "patch_budget", "datum_ranks", "memory_limit_mib",
-    "recompute", "logit_chunk_mib", "keep_gathered",
+    "threads", "head_dtype", "replicas", "expert_parallel", "token_budget", "patch_budget", "datum_ranks",
+    "memory_limit_mib", "recompute", "logit_chunk_mib", "keep_gathered",
 )  # fmt: skip
 """Settings that decide which values are computed together, and so the order in which floats are added."""
 

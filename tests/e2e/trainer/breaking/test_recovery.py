@@ -29,6 +29,8 @@ LORA = weights_pb2.LoraConfig(rank=4, seed=3, train_attention=True, train_mlp=Tr
 KINDS = {"adapter": LORA, "full": None}
 SHARED = ("--token-budget", "28")
 """With these options both ranks compute each datum of more than 28 tokens together, half of all."""
+REPLICAS = ("--ranks", "4", "--replicas", "2", "--keep-gathered", "never", *SHARED)
+"""Two replicas, each sharded over two ranks; up to four ranks compute a datum together."""
 
 
 @dataclass
@@ -104,8 +106,12 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "victims", "options"),
-    [("adapter", (1, None), ()), ("full", (0,), ()), ("adapter", (0,), SHARED), ("full", (1,), SHARED)],
-    ids=["adapter", "full", "adapter-shared", "full-shared"],
+    [
+        *(("adapter", (1, None), ()), ("full", (0,), ())),
+        *(("adapter", (0,), SHARED), ("full", (1,), SHARED)),
+        *(("adapter", (2,), REPLICAS), ("full", (3,), REPLICAS)),
+    ],
+    ids=["adapter", "full", "adapter-shared", "full-shared", "adapter-replicas", "full-replicas"],
 )
 async def test_killed_at_any_moment_it_comes_back_as_it_was(
     ground: Ground, kind: str, victims: tuple[int | None, ...], options: tuple[str, ...]
@@ -141,16 +147,22 @@ async def test_killed_at_any_moment_it_comes_back_as_it_was(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Ground) -> None:
-    client = await ground.trainer()
+async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Ground, sampler: ReceivingSampler) -> None:
+    """First two replicas of two ranks, which also push all parameters, then one rank, then two replicas of one."""
+    client = await ground.trainer(*REPLICAS)
     gateways = [Gateway(ground.images, model_id, lora) for model_id, lora in KINDS.items()]
     before = {}
     for gateway in gateways:  # one after the other: all parameters need the trainer for themselves
         await gateway.create(client)
         await gateway.train(client, 6)
         before[gateway.model_id] = await ground.weights(gateway.model_id)
+        pushed = await client.push_snapshot(f"{gateway.model_id}@end-{ground.count}", [sampler.address])
+        assert [result.error for result in pushed.results] == [""]
+        for name, tensor in sampler.received[pushed.snapshot.snapshot_id].items() if gateway.lora is None else ():
+            assert torch.equal(tensor, before["full"][f"model-00001.safetensors/{name}"])
         assert (await client.park_model(gateway.model_id)).seq_id == 6
-    assert (await client.info()).numerics["ranks"] == "2"
+    numerics = (await client.info()).numerics
+    assert (numerics["ranks"], numerics["replicas"]) == ("4", "2")
     await ground.stop()
 
     client = await ground.trainer("--ranks", "1")
@@ -164,11 +176,21 @@ async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Grou
         assert all(torch.equal(after[name], tensor) for name, tensor in before[gateway.model_id].items())
         await gateway.train(client, 9)
         await client.park_model(gateway.model_id)
-    (shard,) = (ground.kept / "full" / "9" / "dcp").glob("*.distcp")
+    said = "different numerics than before: ranks 1 instead of 4, replicas 1 instead of 2"
+    assert ground.running.log.read_text().count(said) == 2
+    await ground.stop()
+
+    client = await ground.trainer("--replicas", "2")
+    restored = await client.restore_model("full", None)
+    assert (restored.seq_id, restored.step) == (9, 3)
+    await gateways[1].train(client, 12)
+    await client.park_model("full")
+    assert (await client.restore_model("full", None)).step == 4
+    await client.park_model("full")
+    shard = next((ground.kept / "full" / "12" / "dcp").glob("*.distcp"))
     flip(shard)
     with pytest.raises(NotFound, match=f"damaged, dcp/{shard.name} does not match the recorded checksum"):
         await client.restore_model("full", None)
-    assert ground.running.log.read_text().count("different numerics than before: ranks 1 instead of 2") == 2
 
 
 async def test_storage_that_fails_parking_snapshots_and_damage(

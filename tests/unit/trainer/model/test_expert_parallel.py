@@ -146,16 +146,18 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "spread", "experts", "said"),
+    ("world_size", "replicas", "spread", "experts", "said"),
     [
-        (2, 2, 0, "--expert-parallel is 2, but the model has no experts; set it to 1"),
-        (3, 3, 8, "--expert-parallel is 3, which does not divide the model's 8 experts"),
-        (6, 2, 8, "--expert-parallel is 2: 4 experts of each rank cannot be sharded evenly over the 3 ranks that hold"),
+        (2, 1, 2, 0, "--expert-parallel is 2, but the model has no experts; set it to 1"),
+        (3, 1, 3, 8, "--expert-parallel is 3, which does not divide the model's 8 experts"),
+        (6, 1, 2, 8, "--expert-parallel is 2: 4 experts of each rank cannot be sharded evenly over the 3 ranks that"),
+        (4, 4, 2, 8, "--expert-parallel is 2, which does not divide the 1 ranks of each of --replicas 4"),
+        (12, 2, 2, 8, "4 experts of each rank cannot be sharded evenly over the 3 ranks that hold them"),
     ],
 )
-def test_what_cannot_be_spread_is_refused(world_size: int, spread: int, experts: int, said: str) -> None:
+def test_what_cannot_be_spread_is_refused(world_size: int, replicas: int, spread: int, experts: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        expert_mesh("cpu", world_size, spread, experts)
+        expert_mesh("cpu", world_size, spread, experts, replicas)
 
 
 def test_one_is_none() -> None:

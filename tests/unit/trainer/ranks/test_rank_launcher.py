@@ -96,5 +96,12 @@ def test_it_does_without_torch(tmp_path: Path) -> None:
     assert launcher.end() == (0, "")
 
 
+def test_ranks_that_replicas_do_not_divide_are_not_started(tmp_path: Path) -> None:
+    code = START.format(folder=str(tmp_path), ranks="", count="4, replicas=3")
+    ended = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    said = "--replicas is 3, which does not divide the 4 ranks of all nodes: use one of 1, 2, 4, or other --ranks"
+    assert (ended.returncode, ended.stderr) == (1, f"trainer: node 0: {said}\n")
+
+
 def test_ranks_that_all_leave(tmp_path: Path) -> None:
     assert Launcher(tmp_path, "0=0,1=0").end() == (0, "")

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
 
 from fovea.wire.errors import InvalidInput
 from fovea_tinyvlm.families import ensure_families
 from fovea_trainer.model.expert_routing import expert_mesh
 from fovea_trainer.model.packed_model import build_model, read_weights
-from fovea_trainer.model.sharding import ShardedModel, local_of
+from fovea_trainer.model.sharding import ShardedModel, local_of, rank_mesh
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights import weight_files
@@ -24,12 +23,15 @@ NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 CPU = torch.device("cpu")
 
 
-def _rank(rank: int, size: int, spreads: tuple[int, ...], folder: str, directories: dict[str, Path]) -> None:
+def _rank(
+    rank: int, size: int, replicas: int, spreads: tuple[int, ...], folder: str, directories: dict[str, Path]
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     for spread, (name, directory) in itertools.product(spreads, directories.items()):
         _, _, module = build_model(TrainerSettings(model=str(directory), dtype="float32"), directory, CPU)
-        sharded = ShardedModel(module, init_device_mesh("cpu", (size,)), False, expert_mesh("cpu", size, spread, 8))
+        experts = expert_mesh("cpu", size, spread, 8, replicas)
+        sharded = ShardedModel(module, rank_mesh("cpu", size, replicas), False, experts)
         read_weights(module.hf, directory, CPU)
         like = dict(sharded.named_shards())
         locals_ = {key: local_of(shard).clone() for key, shard in like.items()}
@@ -47,9 +49,11 @@ def _rank(rank: int, size: int, spreads: tuple[int, ...], folder: str, directori
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("ranks", "spreads"), [(1, (1,)), (2, (1, 2)), (4, (2,))])
-def test_files_are_laid_out_as_the_base_s(ranks: int, spreads: tuple[int, ...], tmp_path: Path) -> None:
-    run_ranks(_rank, ranks, ranks, spreads, str(tmp_path), ensure_families(NAMES))
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "spreads"), [(1, 1, (1,)), (2, 1, (1, 2)), (4, 1, (2,)), (4, 2, (1, 2)), (2, 2, (1,))]
+)
+def test_files_are_laid_out_as_the_base_s(ranks: int, replicas: int, spreads: tuple[int, ...], tmp_path: Path) -> None:
+    run_ranks(_rank, ranks, ranks, replicas, spreads, str(tmp_path), ensure_families(NAMES))
 
 
 def test_adapters_of_experts_come_back_together() -> None:
