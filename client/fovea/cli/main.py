@@ -57,6 +57,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fovea usage": ("fovea_gateway.access.owners_command", ("usage",)),
     "fovea downgrade": ("fovea_gateway.database.migrations", ()),
     "fovea models check": ("fovea_parity", ()),
+    "fovea plan": ("fovea_plan", ()),
     "fovea conformance": ("fovea_conformance", ()),
     "fovea evaluate": ("fovea_data.evaluate", ()),
     "fovea export": ("fovea_data.model_export", ()),
@@ -66,6 +67,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 _NEEDS = {
     "fovea_gateway": ("sqlalchemy", "gateway"),
     "fovea_parity": ("vllm", "cpu"),
+    "fovea_plan": ("torch", "cpu"),
     "fovea_conformance": ("torch", "cpu"),
     "fovea_demo": ("sklearn", "demo"),
 }
@@ -283,6 +285,12 @@ def downgrade(context: typer.Context) -> None:
 def check(context: typer.Context) -> None:
     """Check a model checkpoint on the CPU, component by component."""
     _run_program("fovea models check", *context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
+def plan(context: typer.Context) -> None:
+    """Count what fits on GPUs, before anything is loaded."""
+    _run_program("fovea plan", *context.args)
 
 
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)

@@ -112,7 +112,7 @@ class LossComputer:
             self._module, injector, most_tokens, records, memory.has_room_to_record, memory.has_room_to_share,
             memory.set_aside,
         )  # fmt: skip
-        self._groups = DatumGroups(_group_sizes(settings, self._module))
+        self._groups = DatumGroups(group_sizes(settings, self._module))
 
     def warm_up(self, model: TrainedModel) -> None:
         """Runs one pass without and one with gradients, so that the first call need not compile kernels. Collective."""
@@ -347,7 +347,7 @@ class LossComputer:
         return left_us >= 0
 
 
-def _group_sizes(settings: TrainerSettings, module: PackedModel) -> list[int]:
+def group_sizes(settings: TrainerSettings, module: PackedModel) -> list[int]:
     """Returns the numbers of ranks that can share a datum. Groups lie within a node."""
     if not module.family.can_share_datums(module.hf):
         return []

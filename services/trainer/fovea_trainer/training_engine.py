@@ -17,12 +17,12 @@ from fovea_trainer.batches.micro_batch import BatchLayout
 from fovea_trainer.batches.vision_cache import TensorFetcher, VisionOutputCache
 from fovea_trainer.forward_backward import LossComputer
 from fovea_trainer.losses import Sandbox
-from fovea_trainer.model.expert_routing import expert_mesh, expert_shape
+from fovea_trainer.model.expert_routing import expert_shape
 from fovea_trainer.model.lora import LoraInjector, LoraSettings
 from fovea_trainer.model.memory_budget import DeviceMemory, MemoryBudget
 from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.model.packed_model import build_model, read_weights
-from fovea_trainer.model.sharding import ShardedModel, keep_gathered_bytes, rank_mesh
+from fovea_trainer.model.sharding import sharded_model
 from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedModel, optim_steps, unknown_model
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.recovery.recovery_folder import RecoveryFolder
@@ -93,17 +93,8 @@ class TrainingEngine:
         config = module.hf.config
         self.targets = list(self.family.lora_targets(module.hf))
         self._injector = LoraInjector(self.targets)
-        size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-        keep = settings.keep_gathered == "always" or (
-            settings.keep_gathered == "auto" and size_bytes <= keep_gathered_bytes(self._device)
-        )
-        mesh = rank_mesh(self._device.type, self._control.world_size, settings.replicas)
-        experts = expert_shape(module.hf)
-        spread = expert_mesh(
-            self._device.type, self._control.world_size, settings.expert_parallel, experts.count if experts else 0,
-            settings.replicas,
-        )  # fmt: skip
-        self._sharded = ShardedModel(module, mesh, keep, spread)
+        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
+        self._sharded = sharded_model(module, settings, self._device.type, self.world_size, memory.total_bytes)
         read_weights(module.hf, model_dir, self._device)
         module.requires_grad_(False)  # again, because transformers has replaced a single rank's parameters
         text = config.get_text_config()
@@ -112,13 +103,12 @@ class TrainingEngine:
             text.vocab_size,
             min(settings.max_context_length or context, context),
             module.vision,
-            experts,
+            expert_shape(module.hf),
         )
         layout = BatchLayout(module.vision, self._device)
         features = TensorFetcher(
             settings.feature_cache_mib * MIB, module.vision, settings.fetch_timeout_s, settings.renderer
         )
-        memory = DeviceMemory(self._device, settings.memory_limit_mib * MIB)
         self._residence = ModelResidence(self._device, settings.model_memory_mib * MIB, memory.free_bytes)
         self._memory_budget = MemoryBudget(settings, config, self.dtype, memory, self._control, self._spill)
         vision = VisionOutputCache(settings.vision_memory_mib * MIB)
@@ -134,7 +124,7 @@ class TrainingEngine:
             sum(p.numel() for p in module.parameters()) / 1e6,
             self.dtype,
             self._device,
-            "whole" if self._sharded.mesh.size() == 1 else "gathered" if keep else "sharded",
+            "whole" if self._sharded.mesh.size() == 1 else "gathered" if self._sharded.keeps_gathered else "sharded",
             *kernel_of(self._device, self.dtype),
         )
 

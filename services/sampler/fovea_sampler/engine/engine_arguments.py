@@ -39,6 +39,8 @@ SETTING_OF = {
 
 # Memory that kernels and torch's allocator may still request while a snapshot waits on the GPU.
 WORKING_BYTES = 2 * 2**30
+# The fraction of a GPU's memory for adapter slots, taken from the KV cache.
+_SLOT_SHARE = 1 / 6
 # The largest fraction of the KV cache's memory that "auto" reserves for a snapshot.
 _MOST_OF_CACHE = 1 / 3
 
@@ -163,6 +165,11 @@ def start_steps(config: "VllmConfig") -> str:
     if sizes := compilation.cudagraph_capture_sizes:
         steps.append(f"captures CUDA graphs of {len(sizes)} batch sizes, the largest {max(sizes)}")
     return ", ".join(steps)
+
+
+def slot_room(settings: SamplerSettings, device_bytes: int) -> int:
+    """Returns the default size in bytes of the adapter slots on a GPU with this much memory."""
+    return int(device_bytes * settings.gpu_memory_fraction * _SLOT_SHARE)
 
 
 def room_for_pushes(

@@ -34,9 +34,7 @@ SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
 _MISCOUNTED_TOWERS = ("gemma4",)
 """Models of which the vision tower gets no adapters. vLLM sizes its buffers for one image and dies of two in a step."""
 _CPU_BLOCK_SIZE = 32  # with vLLM's 128, prefixes shorter than 128 tokens would not be shared
-# The fractions of the device's memory for adapter slots, taken from the KV cache, and of the host's for held adapters.
-_SLOT_SHARE = 1 / 6
-_HOST_SHARE = 1 / 4
+_HOST_SHARE = 1 / 4  # the fraction of the host's memory for held adapters
 # On a CPU, other services share the memory. Slots and KV cache each get as much as the weights, but at most a sixteenth
 # of the free memory and at least these sizes.
 _CPU_SHARE = 1 / 16
@@ -129,7 +127,7 @@ def measure_adapter_capacity(settings: SamplerSettings) -> AdapterCapacity:
     if runs_on_cpu(settings):
         slot_bytes = cpu_room(_CPU_SLOTS_BYTES, _weights_bytes(settings), host_free_bytes())
     else:
-        slot_bytes = int(_device_bytes() * settings.gpu_memory_fraction * _SLOT_SHARE)
+        slot_bytes = engine_arguments.slot_room(settings, _device_bytes())
     return capacity_for(settings, shapes, _item_bytes(settings), slot_bytes, host_bytes)
 
 

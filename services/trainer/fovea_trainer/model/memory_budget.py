@@ -8,6 +8,7 @@ import ctypes
 import gc
 import logging
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,6 @@ retain float32 copies.
 _ROUTING_SIZE = 32
 """The routing indices of a token, expressed as a number of 16-bit values."""
 
-_PAGE_BYTES = 4096
-
 
 class DeviceMemory:
     """The memory of one rank's device.
@@ -74,6 +73,11 @@ class DeviceMemory:
     def is_known(self) -> bool:
         """True if the free memory is known: always on a GPU, and on a CPU if there is a limit."""
         return self.device.type != "cpu" or self._limit_bytes > 0
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory of the GPU in bytes; 0 on a CPU."""
+        return 0 if self.device.type == "cpu" else int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def set_aside(self, size_bytes: int) -> None:
         """Counts memory that recorded passes keep."""
@@ -106,7 +110,7 @@ def mib(size_bytes: int) -> str:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -139,14 +143,14 @@ def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype
     return Budgets(max(_MIN_TOKENS, min(MAX_TOKENS, tokens // 1024 * 1024)), patches)
 
 
-def min_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, trains_vision: bool) -> int:
-    """Returns the bytes that the smallest micro-batch needs.
+def pass_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, tokens: int, patches: int) -> int:
+    """Returns the bytes that a micro-batch needs.
 
-    They are its activations, its logits with their gradient and float32 copy, and the activations of a trained tower.
+    They are its activations, its logits with their gradient and float32 copy, and those of a trained tower's patches.
     """
-    logit_bytes = min(logit_chunk_bytes, _MIN_TOKENS * config.get_text_config().vocab_size * dtype.itemsize)
-    tower_bytes = _MIN_PATCHES * patch_bytes(config, dtype) if trains_vision else 0
-    return int(_MIN_TOKENS * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
+    logit_bytes = min(logit_chunk_bytes, tokens * config.get_text_config().vocab_size * dtype.itemsize)
+    tower_bytes = patches * patch_bytes(config, dtype) if patches else 0
+    return int(tokens * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
 
 
 def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -283,7 +287,11 @@ class MemoryBudget:
 
         Not collective.
         """
-        self._free(min(token_count, MAX_TOKENS) * self._activation_bytes + _WORKING_BYTES)
+        self._free(self.wanted_bytes(token_count))
+
+    def wanted_bytes(self, token_count: int) -> int:
+        """Returns the free memory for which idle models leave the device when a call has this many tokens."""
+        return min(token_count, MAX_TOKENS) * self._activation_bytes + _WORKING_BYTES
 
     def recompute_above(self, budgets: Budgets) -> float:
         """Returns the token count above which a micro-batch recomputes its activations instead of retaining them."""
@@ -301,7 +309,8 @@ class MemoryBudget:
             ResourceExhausted: It does not fit; raised on all ranks.
         """
         logit_bytes = self._settings.logit_chunk_mib * 2**20
-        reserve_bytes = min_bytes(self._config, self._dtype, logit_bytes, trains_vision and self._has_vision)
+        patches = _MIN_PATCHES if trains_vision and self._has_vision else 0
+        reserve_bytes = pass_bytes(self._config, self._dtype, logit_bytes, _MIN_TOKENS, patches)
         room_bytes = self._control.minimum(self._free(size_bytes + reserve_bytes) - reserve_bytes)
         if size_bytes > room_bytes:
             raise ResourceExhausted(
@@ -314,7 +323,7 @@ class MemoryBudget:
         if self._memory.device.type != "cuda":
             return False
         size_bytes = token_count * activation_bytes(self._config, self._dtype)
-        most_bytes = _RECORDED_SHARE * torch.cuda.get_device_properties(self._memory.device).total_memory
+        most_bytes = _RECORDED_SHARE * self._memory.total_bytes
         # Recorded passes share one pool, so a pass allocates only the memory that the pool does not have yet.
         needed_bytes = size_bytes - self._memory.set_aside_bytes
         return size_bytes <= most_bytes and self._memory.free_bytes() > needed_bytes + _WORKING_BYTES
@@ -323,7 +332,7 @@ class MemoryBudget:
         """Returns True if shared passes may keep buffers of this size permanently. Not collective."""
         if self._memory.device.type != "cuda":
             return self.has_room(self._memory.device, size_bytes)
-        most_bytes = _SHARED_PART * torch.cuda.get_device_properties(self._memory.device).total_memory
+        most_bytes = _SHARED_PART * self._memory.total_bytes
         return size_bytes <= most_bytes and self._memory.free_bytes() > size_bytes + _WORKING_BYTES
 
     def set_aside(self, size_bytes: int) -> None:

@@ -19,8 +19,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from fovea_trainer.model.expert_routing import DATA, EXPERTS, REPLICAS, is_experts, spread_parameters
+from fovea_trainer.model.expert_routing import (
+    DATA,
+    EXPERTS,
+    REPLICAS,
+    expert_mesh,
+    expert_shape,
+    is_experts,
+    spread_parameters,
+)
 from fovea_trainer.model.packed_model import HF_PREFIX, PackedModel, constants
+from fovea_trainer.settings import TrainerSettings
 
 SHARDS = "shards"
 
@@ -51,6 +60,7 @@ class ShardedModel:
     Attributes:
         mesh: The ranks that shard this rank's copy of the base, one dimension.
         replicas: Number of copies.
+        keeps_gathered: The argument `keep_gathered`.
     """
 
     def __init__(
@@ -62,13 +72,13 @@ class ShardedModel:
         self.mesh = mesh[SHARDS] if mesh.ndim > 1 else mesh
         self.replicas = mesh.size() // self.mesh.size()
         self.experts = experts
-        self._keeps_gathered = keep_gathered
+        self.keeps_gathered = keep_gathered
         self._fsdp_modules: list[FSDPModule] = []
         if self.mesh.size() > 1:
             self._shard()
 
     def _shard(self) -> None:
-        module, mesh, experts, keep_gathered = self.module, self.mesh, self.experts, self._keeps_gathered
+        module, mesh, experts, keep_gathered = self.module, self.mesh, self.experts, self.keeps_gathered
         if experts is not None:
             for layer in filter(is_experts, module.modules()):
                 spread_parameters(layer, experts[EXPERTS])
@@ -90,14 +100,14 @@ class ShardedModel:
 
     def computes_alone(self, trains_base: bool) -> bool:
         """Returns True if a rank's passes need no other rank after a call of `gather`."""
-        return self.mesh.size() == 1 or (self._keeps_gathered and not trains_base and self.experts is None)
+        return self.mesh.size() == 1 or (self.keeps_gathered and not trains_base and self.experts is None)
 
     def gather(self) -> None:
         """Gathers all parameters if this model keeps parameters gathered. Collective.
 
         Parameters must be frozen: `unshard` would forget that the gradients of trained ones are float32.
         """
-        if self._keeps_gathered:
+        if self.keeps_gathered:
             for part in self._fsdp_modules:
                 part.unshard()
 
@@ -190,8 +200,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def keep_gathered_bytes(device: torch.device) -> int:
-    """Returns the largest model size in bytes for which every rank keeps the whole model in memory."""
-    if device.type == "cpu":
-        return 2**30
-    return torch.cuda.get_device_properties(device).total_memory // 6
+def sharded_model(
+    module: PackedModel, settings: TrainerSettings, device_type: str, world_size: int, gpu_bytes: int
+) -> ShardedModel:
+    """Shards a model on the meta device as the settings say. Collective.
+
+    Args:
+        module: The model.
+        settings: Settings of the trainer.
+        device_type: `cuda` or `cpu`.
+        world_size: Number of ranks.
+        gpu_bytes: Memory of a rank's GPU; 0 on a CPU.
+
+    Raises:
+        ValueError: The experts cannot be distributed this way.
+    """
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    kept_bytes = gpu_bytes // 6 if gpu_bytes else 2**30
+    keep = {"always": True, "never": False, "auto": size_bytes <= kept_bytes}[settings.keep_gathered]
+    shape = expert_shape(module.hf)
+    experts = expert_mesh(
+        device_type, world_size, settings.expert_parallel, shape.count if shape else 0, settings.replicas
+    )
+    return ShardedModel(module, rank_mesh(device_type, world_size, settings.replicas), keep, experts)

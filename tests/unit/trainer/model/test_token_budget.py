@@ -17,7 +17,7 @@ from fovea_trainer.model.memory_budget import (
     MAX_TOKENS,
     activation_bytes,
     budgets_within,
-    min_bytes,
+    pass_bytes,
     patch_bytes,
 )
 from fovea_trainer.model.packed_model import PackedModel, load_model
@@ -94,8 +94,8 @@ def test_delta_nets_are_counted_by_their_own_sizes() -> None:
 
 
 def test_what_is_kept_for_computing_holds_the_smallest_micro_batches() -> None:
-    reserve_bytes = min_bytes(VL_CONFIG, torch.bfloat16, 512 * 2**20, True)
     found = budgets_within(0, VL_CONFIG, torch.bfloat16, True)
+    reserve_bytes = pass_bytes(VL_CONFIG, torch.bfloat16, 512 * 2**20, found.tokens, found.patches)
     text = found.tokens * activation_bytes(VL_CONFIG, torch.bfloat16)
     tower = found.patches * patch_bytes(VL_CONFIG, torch.bfloat16)
     assert text + tower < reserve_bytes < 1.3 * (text + tower)
