@@ -252,7 +252,7 @@ def test_a_vision_model_follows_what_documents_with_images_were_given() -> None:
     for layer in model.hf.get_decoder().layers:
         layer.mlp.gate.register_forward_hook(lambda _, inputs, outputs: taken.append(outputs[2]))
 
-    def run(some: list[Datum], recompute: bool = False) -> torch.Tensor:
+    def run(some: list[Datum], recompute: float = 0.0) -> torch.Tensor:
         taken.clear()
         return model(BatchLayout(maker.family, CPU).pack(some, images, True, None), None, None, recompute)
 
@@ -264,13 +264,13 @@ def test_a_vision_model_follows_what_documents_with_images_were_given() -> None:
     assert torch.equal(run(own).detach(), free)
     others = [replace(datum, experts=np.sort((datum.experts + 1) % 8, -1)) for datum in own]
     # The second document alone is given other experts: the first and the third stay as they were.
-    mixed = run([own[0], others[1], datums[2]], recompute=True)
+    mixed = run([own[0], others[1], datums[2]], recompute=1.0)
     changed = (mixed.detach() - free).abs().amax(-1) > 1e-3
     assert changed[slice(*spans[1])].any()
     assert not changed[slice(*spans[0])].any()
     assert not changed[slice(*spans[2])].any()
     model.hf.get_decoder().layers[0].mlp.gate.weight.requires_grad_(True)
-    again = run([own[0], others[1], datums[2]], recompute=True)
+    again = run([own[0], others[1], datums[2]], recompute=1.0)
     first = [one.clone() for one in taken]
     again.sum().backward()
     assert len(taken) == 2 * len(first)

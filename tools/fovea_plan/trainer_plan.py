@@ -1,7 +1,7 @@
 """Counts the memory of a trainer's rank, with the trainer's own functions, on GPUs that need not exist.
 
 The base is built and sharded on the meta device. Its ranks are those of torch's fake process group, which sends
-nothing. The counted rank is rank 0, whose shards are the largest.
+nothing. Rank 0 is counted, because its shards are the largest.
 """
 
 import math
@@ -63,7 +63,7 @@ class PlannedMemory(DeviceMemory):
 
 
 class _OneRank:
-    """The control group of a rank whose peers have as much memory."""
+    """The control group of a rank. All other ranks have as much memory."""
 
     def minimum(self, value: int) -> int:
         return value

@@ -150,13 +150,13 @@ class LossComputer:
         call = self._control.agree(lambda: self._prepare(command, model, schedule, budgets))
         seconds_left = call.loss.seconds_left
         try:
-            own = self._attempt(call, schedule, self._memory.recompute_above(budgets))
+            own = self._attempt(call, schedule, partial(self._memory.recomputed_share, budgets=budgets))
             if own.out_of_memory and (not command.backward or model.restore_gradients()):
                 reason = own.failure or "another rank ran out of memory"
                 logger.warning("%s; retrying with the smallest micro-batches and recomputation", reason)
                 schedule = plan(command.sizes, self._control.world_size, 1, 1)
                 call.loss.limit_time(seconds_left)
-                own = self._attempt(call, schedule, 0)
+                own = self._attempt(call, schedule, lambda _: 1.0)
             self._control.agree(own.check)
         except FoveaError:
             if command.backward:
@@ -205,7 +205,7 @@ class LossComputer:
         share = self._share(command, step)
         return own if share is None else [share.with_own_images(datum) for datum in own]
 
-    def _attempt(self, call: PreparedCall, schedule: Plan, recompute_above: float) -> RankResult:
+    def _attempt(self, call: PreparedCall, schedule: Plan, share_of: Callable[[int], float]) -> RankResult:
         """Computes all micro-batches once.
 
         If memory ran out on any rank, `out_of_memory` is set on all ranks, and all are ready for another attempt.
@@ -215,7 +215,7 @@ class LossComputer:
         if call.alone:
             self._sharded.gather()
         result = RankResult()
-        self._compute(call, schedule, towers, recompute_above, result)
+        self._compute(call, schedule, towers, share_of, result)
         if call.alone and any(self._control.any_each([result.out_of_memory])):
             result.run_out()
             self._sharded.abandon_pass()
@@ -285,13 +285,18 @@ class LossComputer:
         return counts if call.alone else self._control.most_each(counts)
 
     def _compute(
-        self, call: PreparedCall, schedule: Plan, towers: list[int], recompute_above: float, result: RankResult
+        self,
+        call: PreparedCall,
+        schedule: Plan,
+        towers: list[int],
+        share_of: Callable[[int], float],
+        result: RankResult,
     ) -> None:
         batches: list[MicroBatchResult] = []
 
         def compute(step: Step, call_count: int) -> None:
             own = [call.datums[index] for index in step.datums[self._control.rank]]
-            recompute = self._max_tokens(call, step) > recompute_above
+            recompute = share_of(self._max_tokens(call, step))
             share = self._share(call.command, step)
             if share is None:
                 batch = self._layout.pack(own, call.images, call_count, call.cached)
@@ -322,7 +327,7 @@ class LossComputer:
         # next micro-batch.
         _guard(call.alone, result, bring_to_host)
 
-    def _logprobs(self, call: PreparedCall, batch: Batch, recompute: bool) -> Tensor:
+    def _logprobs(self, call: PreparedCall, batch: Batch, recompute: float) -> Tensor:
         """Returns the log-probabilities of a micro-batch's targets, float32 [T, K], with gradients."""
         temperature = call.loss.temperature
         if (

@@ -78,7 +78,7 @@ class TrainerSettings(ServiceSettings):
     recompute: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Recompute activations in backward passes instead of retaining them, a third more work; auto does "
-        "so for datums above the token budget.",
+        "so for datums above the token budget, in as many layers as their memory needs.",
     )
     recorded_tokens: int = Field(
         8192,

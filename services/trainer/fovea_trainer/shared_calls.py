@@ -150,7 +150,7 @@ class SharedCalls:
         self._sharded.gather()
         self._memory.make_room(sum(size.token_count for member in members for size in member.command.sizes))
         budgets = self._memory.budgets(0, False)
-        most_tokens = int(min(budgets.tokens, self._memory.recompute_above(budgets)))
+        most_tokens = 0 if self._memory.recomputed_share(1, budgets) else budgets.tokens
         found: Outcomes = {}
         try:
             for own, place in self._passes(members, most_tokens):

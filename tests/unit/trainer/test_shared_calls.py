@@ -105,8 +105,8 @@ class _Trainer:
     def budgets(self, pending_bytes: int, trains_vision: bool) -> Budgets:
         return Budgets(self.most_tokens, 0)
 
-    def recompute_above(self, budgets: Budgets) -> float:
-        return budgets.tokens
+    def recomputed_share(self, token_count: int, budgets: Budgets) -> float:
+        return 0.0
 
 
 def _places(found: list[ForwardBackwardResult | FoveaError]) -> list[str]:

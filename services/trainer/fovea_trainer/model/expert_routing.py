@@ -30,6 +30,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
 
 from fovea.runtime.model_files import experts_of
 from fovea_trainer.batches.datum_decoding import ExpertShape
@@ -37,6 +38,8 @@ from fovea_trainer.batches.datum_decoding import ExpertShape
 REPLICAS = "replicas"
 DATA = "data"
 EXPERTS = "experts"
+_ROUTING_SIZE = 32
+"""The routing indices of a token, expressed as a number of 16-bit values."""
 
 
 def expert_mesh(
@@ -313,6 +316,28 @@ def expert_shape(model: Any) -> ExpertShape | None:
         return None
     text = model.config.get_text_config()
     return ExpertShape(layers, text.num_experts_per_tok, getattr(text, experts_of(text.to_dict())))
+
+
+def has_experts(text: PretrainedConfig, index: int) -> bool:
+    """Returns True if a layer of the language model has experts in place of a dense MLP."""
+    is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
+    every = getattr(text, "decoder_sparse_step", None) or 1
+    return bool(getattr(text, "num_experts", 0)) and not is_dense and (index + 1) % every == 0
+
+
+def routed_size(text: PretrainedConfig) -> int:
+    """Returns the width of a dense MLP that would retain as much as routed experts, shared expert and router."""
+    experts_size = text.num_experts_per_tok * text.moe_intermediate_size
+    shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
+    # A dense MLP retains 3 values per unit. Experts retain 4, because they have the weighted product too. The router's
+    # probabilities are float32, which is 2 16-bit values.
+    return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
+
+
+def copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of one token's copies for the experts: inputs, outputs and the gradients of both."""
+    copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
+    return int(4 * copies * text.hidden_size * dtype.itemsize)
 
 
 def replay_routing(decoder: Any) -> None:

@@ -7,7 +7,6 @@ Collective decisions are the same on all ranks and follow the rank with the leas
 import ctypes
 import gc
 import logging
-import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from transformers import PretrainedConfig
 from fovea.runtime.machine_memory import host_free_bytes
 from fovea.wire.errors import ResourceExhausted
 from fovea_trainer.model import linear_attention
+from fovea_trainer.model.expert_routing import copies_bytes, has_experts, routed_size
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.settings import TrainerSettings
 
@@ -41,6 +41,7 @@ _SHARED_PART = 1 / 12
 """The largest part of a GPU that the adapters of shared passes occupy."""
 _RECORDED_SHARE = 0.25
 """The share of a GPU's memory that recorded passes may keep for good."""
+_SMALLEST_SHARE = 1e-9
 _HOST_RESERVE_BYTES = 128 * 2**20
 UNLIMITED = 2**62
 """Bytes, where no limit is known."""
@@ -49,9 +50,6 @@ _FLOAT32_NORMS = ("gemma3_text", "gemma4_text")
 """Model types of language models that have norms around both halves of a layer and on queries and keys. Such norms
 retain float32 copies.
 """
-
-_ROUTING_SIZE = 32
-"""The routing indices of a token, expressed as a number of 16-bit values."""
 
 
 class DeviceMemory:
@@ -115,10 +113,15 @@ def _resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class Budgets:
-    """The maximum number of tokens and of patches in one rank's micro-batch."""
+    """The maximum number of tokens and of patches in one rank's micro-batch.
+
+    Attributes:
+        retained: Number of tokens for which all activations fit beside a reserve; 0 if unknown.
+    """
 
     tokens: int
     patches: int
+    retained: int = 0
 
 
 CPU_BUDGETS = Budgets(8192, MAX_PATCHES)
@@ -139,8 +142,9 @@ def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype
         tower_bytes = int(_TOWER_SHARE * size_bytes)
         patches = min(MAX_PATCHES, max(_MIN_PATCHES, tower_bytes // patch_bytes(config, dtype)))
         size_bytes -= tower_bytes
-    tokens = size_bytes // activation_bytes(config, dtype)
-    return Budgets(max(_MIN_TOKENS, min(MAX_TOKENS, tokens // 1024 * 1024)), patches)
+    token_bytes = activation_bytes(config, dtype)
+    retained = max(size_bytes - _WORKING_BYTES, 0) // token_bytes
+    return Budgets(max(_MIN_TOKENS, min(MAX_TOKENS, size_bytes // token_bytes // 1024 * 1024)), patches, retained)
 
 
 def pass_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, tokens: int, patches: int) -> int:
@@ -163,7 +167,7 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     delta_nets = kinds.count("linear_attention")
     retained_bytes = delta_nets * linear_attention.retained_bytes(text, dtype) if delta_nets else 0
     return (
-        _copies_bytes(text, dtype)
+        copies_bytes(text, dtype)
         + retained_bytes
         + sum(_retained_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
     )
@@ -176,45 +180,26 @@ def _retained_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.
     heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
-    mlp_size = 0 if _has_experts(text, index) else text.intermediate_size * (2 if is_wide else 1)
-    inner_size = (mlp_size or _routed_size(text)) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
+    mlp_size = 0 if has_experts(text, index) else text.intermediate_size * (2 if is_wide else 1)
+    inner_size = (mlp_size or routed_size(text)) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
     norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
     retained_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
     return int(dtype.itemsize * retained_size + torch.float32.itemsize * norm_size)
 
 
-def _has_experts(text: PretrainedConfig, index: int) -> bool:
-    is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
-    every = getattr(text, "decoder_sparse_step", None) or 1
-    return bool(getattr(text, "num_experts", 0)) and not is_dense and (index + 1) % every == 0
+def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype, share: float = 1.0) -> int:
+    """Returns the bytes per token if a share of the layers recomputes its activations.
 
-
-def _routed_size(text: PretrainedConfig) -> int:
-    """Returns the width of a dense MLP that would retain as much as routed experts, shared expert and router."""
-    experts_size = text.num_experts_per_tok * text.moe_intermediate_size
-    shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
-    # A dense MLP retains 3 values per unit. Experts retain 4, because they have the weighted product too. The router's
-    # probabilities are float32, which is 2 16-bit values.
-    return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
-
-
-def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of one token's copies for the experts: inputs, outputs and the gradients of both."""
-    copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
-    return int(4 * copies * text.hidden_size * dtype.itemsize)
-
-
-def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes per token with recomputation of activations.
-
-    They are the input of each layer, the copies for the experts, and twice the other activations of an average layer.
+    They are the inputs of these layers, the activations of the others, the copies for the experts, and twice the
+    activations of an average layer, which is recomputed while its gradients are computed.
     """
     text = config.get_text_config()
     inputs_bytes = text.num_hidden_layers * text.hidden_size * dtype.itemsize
-    copies_bytes = _copies_bytes(text, dtype)
-    layers_bytes = activation_bytes(config, dtype) - copies_bytes
-    return int(inputs_bytes + copies_bytes + 2 * layers_bytes // text.num_hidden_layers)
+    outer_bytes = copies_bytes(text, dtype)
+    layers_bytes = activation_bytes(config, dtype) - outer_bytes
+    working_bytes = 2 * layers_bytes // text.num_hidden_layers if share else 0
+    return int(outer_bytes + (1 - share) * layers_bytes + share * inputs_bytes + working_bytes)
 
 
 def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -259,7 +244,7 @@ class MemoryBudget:
         self._spill = spill
         self._has_vision = hasattr(config, "vision_config")
         self._activation_bytes = activation_bytes(config, dtype)
-        self._logged: Budgets | None = None
+        self._logged: tuple[int, int] | None = None
 
     def budgets(self, pending_bytes: int, trains_vision: bool) -> Budgets:
         """Returns the budgets for the micro-batches of one call.
@@ -276,9 +261,10 @@ class MemoryBudget:
         found = Budgets(
             self._control.minimum(settings.token_budget or fitting.tokens),
             self._control.minimum(settings.patch_budget or fitting.patches),
+            self._control.minimum(fitting.retained),
         )
-        if found != self._logged:
-            self._logged = found
+        if self._logged != (found.tokens, found.patches):
+            self._logged = found.tokens, found.patches
             logger.info("micro-batches have up to %d tokens and %d patches", found.tokens, found.patches)
         return found
 
@@ -293,9 +279,18 @@ class MemoryBudget:
         """Returns the free memory for which idle models leave the device when a call has this many tokens."""
         return min(token_count, MAX_TOKENS) * self._activation_bytes + _WORKING_BYTES
 
-    def recompute_above(self, budgets: Budgets) -> float:
-        """Returns the token count above which a micro-batch recomputes its activations instead of retaining them."""
-        return {"auto": budgets.tokens, "always": 0, "never": math.inf}[self._settings.recompute]
+    def recomputed_share(self, token_count: int, budgets: Budgets) -> float:
+        """Returns the share of layers of which a micro-batch recomputes the activations instead of retaining them.
+
+        It is as small as memory allows: 0 up to the token budget, and above it while all activations fit.
+        """
+        if self._settings.recompute != "auto":
+            return float(self._settings.recompute == "always")
+        if token_count <= max(budgets.tokens, budgets.retained):
+            return 0.0
+        least, most = (recomputed_bytes(self._config, self._dtype, share) for share in (1.0, _SMALLEST_SHARE))
+        fitting = budgets.retained * self._activation_bytes / token_count
+        return min(1.0, max(most - fitting, 0.0) / (most - least))
 
     def admit(self, size_bytes: int, trains_vision: bool, what: str) -> None:
         """Checks that a new allocation fits into the free memory, less the reserve for computing.

@@ -6,6 +6,7 @@ Shapes: T packed tokens, K targets per position, D hidden size, M placeholder to
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -78,6 +79,7 @@ class PackedModel(nn.Module):
         self.family = family
         self.vision = vision
         self.hf = hf
+        self._layers = list(family.blocks(hf.get_decoder()))
         self._blocks = list(family.blocks(hf))
         self.expert_loads = ExpertLoads(hf.get_decoder())
         self._normalizer = normalizer
@@ -101,7 +103,7 @@ class PackedModel(nn.Module):
         batch: Batch,
         unembedding: LoraPair | Tensor | None,
         cached: dict[str, VisionOutput] | None,
-        recompute: bool = False,
+        recompute: float = 0.0,
         temperature: float = 1.0,
     ) -> Tensor:
         """Returns the log-probabilities of the targets, float32 [T, K], with gradients.
@@ -112,8 +114,7 @@ class PackedModel(nn.Module):
             batch: The micro-batch.
             unembedding: Trained tensor of the unembedding, as for `target_logprobs`.
             cached: Outputs of a frozen tower, keyed by image digest; new ones are added. None if the tower is trained.
-            recompute: True to retain only the input of each block and recompute activations. Must be equal on ranks
-                that run a pass together.
+            recompute: As for `set_recompute`. Must be equal on ranks that run a pass together.
             temperature: Divisor of the logits.
         """
         self.set_recompute(recompute)
@@ -125,10 +126,12 @@ class PackedModel(nn.Module):
         share = batch.documents.share
         return logprobs_TK if share is None else share.whole(logprobs_TK)
 
-    def set_recompute(self, recompute: bool) -> None:
-        """Sets whether following passes retain only the input of each block and recompute activations."""
+    def set_recompute(self, share: float) -> None:
+        """Sets the share of layers, the first ones, that retain only their input; if it is not 0, so does the tower."""
         for block in self._blocks:
-            block.gradient_checkpointing = recompute  # type: ignore[assignment]
+            block.gradient_checkpointing = share > 0  # type: ignore[assignment]
+        for layer in self._layers[math.ceil(share * len(self._layers)) :]:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
 
     @cached_property
     def can_be_recorded(self) -> bool:

@@ -217,7 +217,7 @@ class SmallPasses:
         self._stream: torch.cuda.Stream | None = None
         self._may_record = self._records = records
 
-    def takes(self, batch: Batch, recompute: bool) -> bool:
+    def takes(self, batch: Batch, recompute: float) -> bool:
         """Returns True if `logprobs` can compute a micro-batch. Earlier passes have no effect on the answer.
 
         On a CPU these are all that may share a pass: padded, a call has the same bits whether it shares one or not.
@@ -318,7 +318,7 @@ class SmallPasses:
         temperature: float,
         after: Callable[[], object],
     ) -> Tensor:
-        self._module.set_recompute(False)  # an earlier pass may have set it
+        self._module.set_recompute(0.0)  # an earlier pass may have set it
         with torch.no_grad():
             embeddings_TD, vision, index_M = self._module.embed(batch, cached)
         with_images = vision is not None and bool(vision.deepstack)

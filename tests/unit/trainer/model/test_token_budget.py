@@ -1,6 +1,7 @@
 """The size of a micro-batch."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,10 +16,13 @@ from fovea_trainer.model.lora import LoraInjector
 from fovea_trainer.model.memory_budget import (
     MAX_PATCHES,
     MAX_TOKENS,
+    DeviceMemory,
+    MemoryBudget,
     activation_bytes,
     budgets_within,
     pass_bytes,
     patch_bytes,
+    recomputed_bytes,
 )
 from fovea_trainer.model.packed_model import PackedModel, load_model
 from fovea_trainer.settings import TrainerSettings
@@ -58,14 +62,61 @@ def test_no_family_keeps_more_than_is_counted(name: str) -> None:
     assert 1.0 < activation_bytes(module.hf.config, torch.bfloat16) / per_token < 1.6
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_layers_that_are_recomputed_keep_their_inputs_alone(name: str) -> None:
+    """And the gradients have the same bits."""
+    directory = ensure_family(name)
+    family, _, module = load_model(TrainerSettings(model=str(directory), dtype="bfloat16"), directory, CPU)
+    LoraInjector(list(family.lora_targets(module.requires_grad_(False).hf)))
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    embeddings = module.hf.get_input_embeddings().requires_grad_(True).weight
+    kept, gradients = [], []
+    for share in (0.0, 0.25, 0.5, 1.0):
+        kept.append((_retained_bytes(module, own, 512, share) - _retained_bytes(module, own, 256, share)) / 256)
+        embeddings.grad = None
+        _pass(module, 64, share).sum().backward()
+        gradients.append(embeddings.grad)
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 2 * kept[-1]
+    assert all(torch.equal(one, gradients[0]) for one in gradients)
+
+
+def test_no_more_layers_are_recomputed_than_memory_needs() -> None:
+    """Just above what fits one layer or two are recomputed, where all were."""
+    memory = SimpleNamespace(is_known=True, free_bytes=lambda: 100 * GIB)
+    control: Any = SimpleNamespace(minimum=lambda value: value)
+    settings = TrainerSettings(model="m")
+    budget = MemoryBudget(settings, VL_CONFIG, torch.bfloat16, cast(DeviceMemory, memory), control, lambda _: False)
+    budgets = budget.budgets(0, False)
+    assert MAX_TOKENS == budgets.tokens < budgets.retained < 20000
+    room = budgets.retained * activation_bytes(VL_CONFIG, torch.bfloat16)
+    shares = [
+        budget.recomputed_share(tokens, budgets) for tokens in range(budgets.retained, 10 * budgets.retained, 500)
+    ]
+    assert shares[0] == 0.0
+    assert 0.0 < budget.recomputed_share(budgets.retained + 1, budgets) < 3 / 36
+    assert shares == sorted(shares)
+    for tokens, share in zip(range(budgets.retained, 10 * budgets.retained, 500), shares, strict=True):
+        assert share == 1.0 or tokens * recomputed_bytes(VL_CONFIG, torch.bfloat16, share) <= room + tokens
+    for wanted, share in (("always", 1.0), ("never", 0.0)):
+        one = settings.model_copy(update={"recompute": wanted})
+        budget = MemoryBudget(one, VL_CONFIG, torch.bfloat16, cast(DeviceMemory, memory), control, lambda _: False)
+        assert {budget.recomputed_share(tokens, budgets) for tokens in (1, 10**6)} == {share}
+
+
 def _want_gradients(_: torch.nn.Module, __: tuple[()], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """As if an adapter stood before the first layer: all that follows is kept."""
     return (), given | {"inputs_embeds": given["inputs_embeds"].detach().requires_grad_()}
 
 
-def _retained_bytes(module: PackedModel, own: set[int], length: int) -> int:
+def _pass(module: PackedModel, length: int, share: float) -> torch.Tensor:
     tokens = np.random.default_rng(0).integers(10, 900, length)
     datum = Datum(0, tokens, None, (), 0, tokens[:, None], {}, True)
+    found: torch.Tensor = module(BatchLayout(None, CPU).pack([datum], {}, False, None), None, None, share)
+    return found
+
+
+def _retained_bytes(module: PackedModel, own: set[int], length: int, share: float = 0.0) -> int:
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +124,7 @@ def _retained_bytes(module: PackedModel, own: set[int], length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(BatchLayout(None, CPU).pack([datum], {}, False, None), None, None)
+        _pass(module, length, share)
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
 
 
