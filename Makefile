@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The packages: cpu, or gpu after `make setup LOCK=gpu`.
+LOCK ?= $(if $(wildcard $(VENV)/ready-gpu),gpu,cpu)
+READY := $(VENV)/ready$(if $(filter gpu,$(LOCK)),-gpu)
 # Two processes, with tests divided by tests/lanes.py. Each runs its own Fovea, which needs about 4 GB.
 LANES := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # Bytecode is compiled at installation. Without it, every process of the platform starts three times slower.
@@ -20,14 +23,15 @@ SOURCES := $(CURDIR):$(CURDIR)/client:$(CURDIR)/gateway:$(CURDIR)/services/rende
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-setup: $(VENV)/ready ## Install all dependencies into .venv, pinned and hash-checked
+setup: $(READY) ## Install all dependencies into .venv, pinned and hash-checked (LOCK=gpu: for GPUs)
 
-$(VENV)/ready: requirements/cpu.txt requirements/uv.txt pyproject.toml
+$(READY): requirements/$(LOCK).txt requirements/uv.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Fovea needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make setup PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/uv.txt
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode requirements/cpu.txt
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode requirements/$(LOCK).txt
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
+	rm -f $(VENV)/ready $(VENV)/ready-gpu
 	touch $@
 
 demo: setup ## Train a tiny VLM on real digits; writes demo/report.html and demo/result.json

@@ -29,6 +29,7 @@ from fovea_rollout import (
     TinkerPolicy,
     Trajectory,
     WarmUpSettings,
+    connect,
     evaluate,
     train,
     warm_up,
@@ -115,7 +116,7 @@ class Experiment:
     @classmethod
     async def begin(cls, name: str, arguments: argparse.Namespace, rollout: RolloutSettings) -> Experiment:
         """Connects to the server, and creates a LoRA to train."""
-        service = tinker.ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key)
+        service = connect(arguments.base_url, arguments.api_key)
         model = arguments.model or await first_model(arguments.base_url, arguments.api_key)
         training = await service.create_lora_training_client(base_model=model, rank=32, seed=arguments.seed)
         experiment = cls(name, arguments, rollout, training)

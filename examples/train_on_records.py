@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import pathlib
-
-import tinker
+import sys
 
 from examples.experiment import first_model
 from fovea_rollout import (
@@ -23,6 +22,7 @@ from fovea_rollout import (
     SamplingSettings,
     StepReport,
     TinkerPolicy,
+    connect,
     evaluate,
     load_records,
     resumed_training_client,
@@ -78,7 +78,7 @@ async def main(arguments: argparse.Namespace) -> None:
         rollout=rollout,
         seed=arguments.seed,
     )
-    service = tinker.ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key)
+    service = connect(arguments.base_url, arguments.api_key)
     training = await resumed_training_client(service, arguments.out)
     is_new = training is None
     if training is None:
@@ -95,10 +95,12 @@ async def main(arguments: argparse.Namespace) -> None:
 
 def show(report: StepReport) -> None:
     """Prints one line per step."""
-    held_out = f", held out {report.evaluation.reward_mean:.3f}" if report.evaluation else ""
-    failed = f", {len(report.failures)} rollouts failed: {report.failures[0][1].error}" if report.failures else ""
-    print(f"step {report.step + 1}: reward {report.reward_mean:.3f}{held_out}{failed}", flush=True)
+    print(report, flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_arguments()))
+    arguments = read_arguments()
+    try:
+        asyncio.run(main(arguments))
+    except KeyboardInterrupt:
+        sys.exit(f"stopped: the same command goes on after the last evaluation, from {arguments.out}/state.json")

@@ -250,6 +250,8 @@ class GatewaySettings(ServiceSettings):
     def _has_a_use(cls, value: str, info: ValidationInfo) -> str:
         if not value and info.data.get("sampler") == []:
             raise ValueError("the model has neither --trainer nor --sampler; set at least one of them")
+        if "," in value or value.startswith("["):
+            raise ValueError(f"{value!r} names several trainers; a base model has one: give one host:port")
         return value
 
     @field_validator("default_limits")

@@ -87,6 +87,7 @@ class Connection:
         rank: int,
         seed: int,
         train_unembed: bool | None = None,
+        name: str = "",
     ) -> Connection:
         """Creates a LoRA of a model, or continues from a saved state. Raises what the SDK raises.
 
@@ -98,23 +99,25 @@ class Connection:
             seed: Seed of a new LoRA.
             train_unembed: Whether a new LoRA adapts the unembedding. None adapts it unless the model ties it to its
                 embeddings.
+            name: Name of the run, which a live page shows.
 
         The tokens of pictures are computed from the checkpoint's small files, which are beside the tokenizer. For model
         families without a formula, the server counts them; the client for that is created for the first picture.
         """
-        service, name = server.service, str(model.model_name)
+        service, base = server.service, str(model.model_name)
+        metadata = {"name": name} if name else None
         if state:
-            training = service.create_training_client_from_state_with_optimizer(state).result()
+            training = service.create_training_client_from_state_with_optimizer(state, user_metadata=metadata).result()
         else:
             if train_unembed is None:
-                train_unembed = rank == 0 or not _ties_embeddings(server.limits(model).tokenizer_id or name)
+                train_unembed = rank == 0 or not _ties_embeddings(server.limits(model).tokenizer_id or base)
             training = service.create_lora_training_client(
-                base_model=name, rank=rank, seed=seed, train_unembed=train_unembed
+                base_model=base, rank=rank, seed=seed, train_unembed=train_unembed, user_metadata=metadata
             ).result()
         tokenizer = training.get_tokenizer()
         files = checkpoint_directory(str(tokenizer.name_or_path))
         text = language_entries(read_json(files / "config.json"))
-        sampling = cache(lambda: service.create_sampling_client(base_model=name).result())
+        sampling = cache(lambda: service.create_sampling_client(base_model=base).result())
         tokens = PictureTokens(checkpoint_formula(files), lambda picture: ask_server(sampling(), picture))
         encoder = Encoder(tokenizer, tokens, vocabulary=text.get("vocab_size"), max_tokens=model.max_context_length)
         return cls(server, training, encoder, rate_at(text["hidden_size"], FINE_TUNING_RATE))

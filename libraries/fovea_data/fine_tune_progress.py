@@ -12,7 +12,7 @@ class CheckProgress(ProgressLines):
 
     Args:
         rows: The total number of rows.
-        is_shown: Whether to show the line; None shows it on a terminal only.
+        is_shown: Whether to show the line; see `ProgressLines` for None.
     """
 
     def __init__(self, rows: int, is_shown: bool | None) -> None:
@@ -30,12 +30,14 @@ class FineTuneProgress(ProgressLines):
     Args:
         steps: The total number of steps.
         done: The number of earlier steps.
-        is_shown: Whether to show the line; None shows it on a terminal only.
+        is_shown: Whether to show the line; see `ProgressLines` for None.
     """
 
     def __init__(self, steps: int, done: int, is_shown: bool | None) -> None:
         super().__init__(is_shown)
-        self._task = self._bar.add_task("steps", total=steps, completed=done, words="")
+        self._task = self._bar.add_task(
+            "steps", total=steps, completed=done, words=f"resumed after step {done}" if done else ""
+        )
         self._loss, self._evaluation = "", ""
 
     def count_step(self, step: int, loss: float) -> None:

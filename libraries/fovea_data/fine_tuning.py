@@ -26,6 +26,7 @@ from fovea_data.fine_tune_state import FineTuneState
 from fovea_data.row_check import BrokenRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers, exact_match
+from fovea_rollout.loop.live_reports import LiveReports
 from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def fine_tune(
         api_key: API key; None reads TINKER_API_KEY.
         loggers: Names of installed packages, or own objects, to log to besides `metrics.jsonl`.
         score: Scores the answer to a held-out row, 0 to 1. The mean is `accuracy`.
-        progress: Whether to show a line of progress; None shows it on a terminal only.
+        progress: Whether to show a line of progress. None shows it on a terminal, and elsewhere every half minute.
 
     Returns:
         The model. Close it, or use it as a context manager. Until then the server keeps it in training.
@@ -164,6 +165,7 @@ def fine_tune(
                 rank=settings.rank,
                 seed=settings.seed,
                 train_unembed=settings.train_unembed,
+                name=folder.resolve().name,
             )
             encoder = RowEncoder(connection.encoder, limits)
             train, held_out = _checked(train, held_out, encoder, settings, state, state_file, progress)
@@ -259,6 +261,8 @@ class _Run:
         self._peak = connection.learning_rate if settings.learning_rate is None else settings.learning_rate
         side = train.max_side
         self._metadata = {MAX_PICTURE_SIDE: str(0 if side is None else side)}
+        server, model_id = connection.server, connection.training.model_id
+        self._live = LiveReports.from_environment(model_id, server.base_url, server.api_key)
 
     def run(self, shown: FineTuneProgress) -> tinker.SamplingClient | None:
         """Trains to the end; returns a client that samples from the best weights."""
@@ -351,6 +355,8 @@ class _Run:
                 figures["accuracy"] = self._accuracy(self._held_out, self._connection.sampling(weights), self._score)
             self._log(step, figures)
             shown.count_evaluation(figures)
+            if self._live is not None:
+                self._live.send_metrics(figures)
         loss = figures.get("held_out_loss")
         dropped = state.weights
         if loss is None or state.best_loss is None or loss < state.best_loss:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import tinker
 
+from fovea.runtime.hosts import check_server
 from fovea.wire import conventions
 from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_rollout.messages import Picture
@@ -92,13 +93,12 @@ def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, Served
     url, key = base_url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")
     if not url:
         return {}
+    check_server(url)
     try:
         answer = httpx.get(f"{url.rstrip('/')}/{_PATH}", headers={"X-API-Key": key or ""}, timeout=_TIMEOUT)
-    except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
+    except httpx.TransportError as error:
         raise FailedPrecondition(
-            f"no server responds at {url} ({error or type(error).__name__}): start one with `fovea up`, or give the"
-            " address of a running one (base_url, --base-url or TINKER_BASE_URL)",
-            field="base_url",
+            f"the server at {url} no longer responds ({error or type(error).__name__}): see its log", field="base_url"
         ) from None
     if answer.status_code != 200:
         return {}  # the SDK reports this error better

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fovea_rollout.connection import connect as connect
     from fovea_rollout.environments.environment import Answer as Answer
     from fovea_rollout.environments.environment import Environment as Environment
     from fovea_rollout.environments.environment import Step as Step
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from fovea_rollout.viewer import write_viewer as write_viewer
 
 _PUBLIC = {
+    "connection": ("connect",),
     "environments.environment": ("Answer", "Environment", "Step", "ToolCall", "register", "unregister"),
     "evaluation": ("Evaluation", "evaluate"),
     "policies.experts_client": ("EXPERTS_HEADERS", "expert_source"),

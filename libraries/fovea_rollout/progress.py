@@ -1,7 +1,9 @@
-"""Shows the progress of a batch of rollouts on the terminal, in one line."""
+"""Shows progress on standard error: bars on a terminal, and elsewhere a plain line every half minute."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -13,16 +15,23 @@ from fovea_rollout.messages import Picture
 from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings
 from fovea_rollout.trajectory import Trajectory
 
+_PLAIN_S = 30.0
+"""Seconds between two plain lines, so that the log of a job shows that it lives, and where."""
+
 
 class ProgressLines:
     """Lines with a bar and text on standard error. A context manager.
 
     Args:
-        is_shown: Whether to show the lines; None shows them on a terminal only.
+        is_shown: Whether to show bars. None shows them on a terminal; elsewhere it prints a plain line of each bar
+            every half minute, and nothing in a shorter run.
     """
 
     def __init__(self, is_shown: bool | None) -> None:
         console = Console(stderr=True)
+        self._is_plain = is_shown is None and not console.is_terminal
+        self._is_over, self._has_said = threading.Event(), False
+        self._saying = threading.Thread(target=self._say_regularly, name="progress", daemon=True)
         self._bar = progress.Progress(
             progress.TextColumn("{task.description:<8}"),
             progress.BarColumn(),
@@ -35,12 +44,30 @@ class ProgressLines:
 
     def __enter__(self) -> Self:
         self._bar.start()
+        if self._is_plain:
+            self._saying.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+        if self._is_plain:
+            self._is_over.set()
+            self._saying.join()
+            if self._has_said:
+                self._say()  # where it ended
+
+    def _say_regularly(self) -> None:
+        while not self._is_over.wait(_PLAIN_S):
+            self._say()
+
+    def _say(self) -> None:
+        self._has_said = True
+        for task in self._bar.tasks:
+            words = f", {task.fields['words']}" if task.fields["words"] else ""
+            line = f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}{words}, {task.elapsed or 0:.0f} s"
+            print(line, file=sys.stderr, flush=True)
 
 
 class BatchProgress(ProgressLines):
@@ -49,7 +76,7 @@ class BatchProgress(ProgressLines):
     Args:
         policy: The policy that samples.
         total: The number of rollouts.
-        is_shown: Whether to show the line; None shows it on a terminal only.
+        is_shown: Whether to show the line; see `ProgressLines` for None.
     """
 
     def __init__(self, policy: Policy, total: int, is_shown: bool | None) -> None:

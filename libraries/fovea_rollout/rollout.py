@@ -99,7 +99,7 @@ async def run_rollouts(
         factories: Each makes the environment of one episode.
         settings: Settings of the episodes.
         concurrency: The most episodes that run at once.
-        progress: Whether to show a line of progress; None shows it on a terminal only.
+        progress: Whether to show a line of progress; see `ProgressLines` for None.
         name: Prefix of the ids, `<name>/<index>`. Seeds are derived from ids, so name each batch of a run differently.
 
     Returns:

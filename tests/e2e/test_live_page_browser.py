@@ -90,7 +90,7 @@ def test_what_happens_appears_without_a_reload(
     training = service.create_lora_training_client(stack.model_name, rank=Recipe().rank, user_metadata={"name": name})
     training = training.result()
     browser.click(f"#models button[title='{training.model_id}']")
-    browser.wait_text("#run", name, "Loss per token")
+    browser.wait_text("#run", name, "The first optim_step brings the first curves.")
     learning = _Training(service, training, rest)
     learning.run(stack.model_name)
 

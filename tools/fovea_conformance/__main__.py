@@ -14,6 +14,8 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import typer
 from rich.console import Console
 
+from fovea.runtime.hosts import check_server
+from fovea.wire.errors import FailedPrecondition
 from fovea_conformance import checks as check_modules
 from fovea_conformance.check import REGISTER, Check, Status
 from fovea_conformance.report import summary, table, write_html, write_json
@@ -78,6 +80,11 @@ def main(
     left_out = {one.check_id for one in select(load(), skip)} if skip else set()
     chosen = [one for one in select(load(), only or []) if one.check_id not in left_out]
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    try:
+        check_server(base_url)
+    except FailedPrecondition as error:
+        console.print(f"--base-url: {error.message}")
+        raise typer.Exit(2) from None
     name = model or _first_model(base_url, api_key, console)
     options = Options(base_url, api_key, name, vlm, restart_command, session_ttl_s, long_job_s, checkpoint, cookbook)
     verdicts = _run(chosen, options, console)

@@ -18,7 +18,9 @@ from fovea.cli.state_folder import (
     print_error,
     read_state,
 )
+from fovea.runtime.hosts import check_server
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from fovea.wire.errors import FailedPrecondition
 
 app = typer.Typer(help="Manage checkpoints: saved training states and sampling weights.", no_args_is_help=True)
 
@@ -45,6 +47,10 @@ class Gateway:
 
     def __init__(self, base_url: str, state_dir: pathlib.Path, api_key: str) -> None:
         self._root = (base_url or read_state(folder_in_use(state_dir))["base_url"]).rstrip("/")
+        try:
+            check_server(self._root)
+        except FailedPrecondition as error:
+            raise typer.Exit(print_error(f"--base-url: {error.message}")) from None
         self._api_key = api_key
         # A single client, because each one loads all CA certificates of the machine.
         self._http = httpx.Client(timeout=_TIMEOUT_S)
@@ -62,8 +68,8 @@ class Gateway:
     def _answer(self, method: str, url: str, **request: Any) -> httpx.Response:
         try:
             answer = self._http.request(method, url, **request)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise typer.Exit(print_error(f"--base-url: no answer from {self._root} ({error})")) from None
+        except httpx.TransportError as error:
+            raise typer.Exit(print_error(f"no answer from {self._root} ({error}); see fovea logs gateway")) from None
         if answer.is_error:
             raise typer.Exit(print_error(_reason(answer)))
         return answer

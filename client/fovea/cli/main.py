@@ -21,6 +21,7 @@ from typer.exceptions import TyperException
 
 import fovea
 from fovea.cli import checkpoints_command, state_folder, status_report
+from fovea.cli.service import KILL_NAMES, SAFE_PATH
 from fovea.cli.state_folder import (
     DEFAULT_STATE_DIR,
     MISUSED,
@@ -189,14 +190,20 @@ def restart(
         raise typer.BadParameter(
             f"{service!r} is not a service; choose from {', '.join(state['services'])}", param_hint="SERVICE"
         )
-    pid = state["services"][service]["pid"]
+    pid, restarts = (state["services"][service][name] for name in ("pid", "restarts"))
     if pid is None:
         raise typer.Exit(print_error(f"{service} is not running now; `fovea status` shows when it serves again"))
     os.kill(pid, signal.SIGKILL)
     begun = time.monotonic()
-    while not _is_back(read_state(state_dir), service, pid):
+    while not _is_back(state := read_state(state_dir), service, pid):
+        item = state["services"][service]
+        if item["restarts"] > restarts and item["last_end"] not in KILL_NAMES:
+            words = f"{service} cannot start: {item['last_end']}. Fovea keeps trying; see fovea logs {service}"
+            raise typer.Exit(print_error(words))
         if time.monotonic() - begun > timeout_s:
-            raise typer.Exit(print_error(f"{service} does not serve {timeout_s:.0f} s after it was killed"))
+            raise typer.Exit(
+                print_error(f"{service} does not serve {timeout_s:.0f} s after it was killed; see fovea logs {service}")
+            )
         time.sleep(0.1)
     typer.echo(f"{service} serves again after {time.monotonic() - begun:.1f} s")
 
@@ -261,6 +268,9 @@ def _ask(
     address: str, state_dir: pathlib.Path, api_key: str, ask: Callable[[GatewayClient], Coroutine[Any, Any, T]]
 ) -> T:
     """Calls the gateway at `address`, or the one of `fovea up`. Prints errors and ends the command."""
+    if "://" in address:
+        words = f"--gateway: {address!r} is a URL; give host:port of the gRPC server, by default 127.0.0.1:8001"
+        raise typer.Exit(print_error(words, MISUSED))
 
     async def call() -> T:
         place = address or read_state(folder_in_use(state_dir))["services"]["gateway"]["address"]
@@ -323,7 +333,10 @@ def _run_program(command: str, *arguments: str) -> NoReturn:
         raise typer.Exit(print_error(words, MISUSED))
     if module.startswith("fovea_gateway.") and not any(word.startswith("--state-dir") for word in arguments):
         name_database()
-    raise typer.Exit(subprocess.run([sys.executable, "-m", module, *first, *arguments], check=False).returncode)
+    # Records may name environments in the user's folder.
+    environment = os.environ if module == "fovea_data.evaluate" else os.environ | SAFE_PATH
+    program = [sys.executable, "-m", module, *first, *arguments]
+    raise typer.Exit(subprocess.run(program, check=False, env=environment).returncode)
 
 
 def main() -> NoReturn:

@@ -41,6 +41,9 @@ KILL_NAMES = frozenset(end.name for end in _EXTERNAL_SIGNALS)
 """Names of these signals, as `Service.run` reports them."""
 
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Environment of Fovea's own processes. `python -m` would import a `random.py` of the user's folder as Python's own."""
+
 MODEL_SEPARATOR = "-"
 """Separates the kind of a service from its base model in the name of the service, except for the default model."""
 
@@ -193,7 +196,8 @@ class Service:
         return _TIME_AND_LEVEL.sub("", found).strip()[:_LONGEST_CAUSE]
 
     async def _start(self) -> asyncio.subprocess.Process:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | self.spec.environment
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | SAFE_PATH
+        environment |= self.spec.environment
         if self.spec.temporary_dir:
             await self._remove_temporary_dir()
             self._make_temporary_dir()

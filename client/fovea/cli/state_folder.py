@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from fovea.cli.service import kind_of
+from fovea.cli.service import SAFE_PATH, kind_of
 
 PUBLISHED_KEY = "tml-local"
 DEFAULT_STATE_DIR = pathlib.Path(".fovea")
@@ -280,7 +280,8 @@ def name_database(find: Callable[[], list[pathlib.Path]] = running_folders) -> N
 def make_first_key(state_dir: pathlib.Path) -> None:
     """Creates and prints an API key of scope admin, for a gateway that needs its first one; or ends the command."""
     options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
-    made = subprocess.run([sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options], check=False)
+    command = [sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options]
+    made = subprocess.run(command, check=False, env=os.environ | SAFE_PATH)
     if made.returncode:
         raise typer.Exit(
             print_error(

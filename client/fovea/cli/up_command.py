@@ -19,6 +19,7 @@ from rich.console import Console
 import fovea
 from fovea.cli import gpu_layout, preflight
 from fovea.cli.preflight import StartRefused
+from fovea.cli.service import SAFE_PATH
 from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
 from fovea.cli.state_folder import DEFAULT_STATE_DIR, MISUSED, StateDir, make_first_key, may_have_keys, print_error
 from fovea.cli.supervisor import Supervisor
@@ -228,7 +229,8 @@ def _prepare_access(options: UpOptions, tls_dir: pathlib.Path | None, own_tls: b
 
 def _with_tiny_model(options: UpOptions, model_name: str | None, console: Console) -> UpOptions:
     console.print("No --model given; using the tiny Qwen3-VL (built on first use, about a minute).")
-    built = subprocess.run([sys.executable, "-m", "fovea_tinyvlm"], stdout=subprocess.PIPE, text=True, check=True)
+    program = [sys.executable, "-m", "fovea_tinyvlm"]
+    built = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | SAFE_PATH)
     path = built.stdout.strip().splitlines()[-1]
     return replace(options, model=path, model_name=model_name or path)
 

@@ -4,7 +4,8 @@ Unknown names are rejected.
 """
 
 import os
-from typing import ClassVar, Self
+import sys
+from typing import ClassVar, Self, get_origin
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -79,6 +80,9 @@ class ServiceSettings(BaseSettings):
         from pydantic import ValidationError
         from pydantic_settings import CliApp, SettingsError
 
+        if twice := cls._given_twice(sys.argv[1:] if arguments is None else arguments):
+            print(f"{program}: {_line((twice,), _TWICE)}", file=sys.stderr)
+            raise SystemExit(2)
         try:
             # CliApp reads sys.argv if `arguments` is None. pydantic-settings reads the program's name from there too.
             return CliApp.run(cls, cli_args=arguments, cli_exit_on_error=True)
@@ -97,6 +101,8 @@ class ServiceSettings(BaseSettings):
         from pydantic import ValidationError
         from pydantic_settings import CliApp, SettingsError
 
+        if twice := cls._given_twice(arguments):
+            return twice, _TWICE
         try:
             CliApp.run(cls, cli_args=arguments, cli_exit_on_error=False)
         except ValidationError as error:
@@ -105,6 +111,18 @@ class ServiceSettings(BaseSettings):
         except SettingsError as error:
             return "", str(error)
         return None
+
+    @classmethod
+    def _given_twice(cls, arguments: list[str]) -> str:
+        """Returns the first setting of one value that a command line gives twice; empty if there is none."""
+        given = [word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
+        lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) in (list, dict)}
+        known = cls.model_fields.keys() - lists
+        return next((name for at, name in enumerate(given) if name in known and name in given[:at]), "")
+
+
+_TWICE = "it is given twice, but takes one value; remove one"
+"""Without this error, the last value would replace the others silently."""
 
 
 def _line(place: tuple[int | str, ...], message: str) -> str:

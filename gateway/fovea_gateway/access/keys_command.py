@@ -5,6 +5,7 @@ seconds.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +35,7 @@ def _create(arguments: argparse.Namespace) -> None:
     expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
     scope = Scope(arguments.scope)
     text, key = random_key(arguments.owner, name=arguments.name, scope=scope, expires_at=expires_at)
-    run(arguments, lambda connection: insert_key(connection, key))
+    run(arguments, lambda connection: insert_key(connection, key), may_create=True)
     print(f"key {key.key_id} of {key.owner}, scope {scope}; it is shown only this once:", file=sys.stderr)
     print(text)
 
@@ -67,15 +68,20 @@ def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
     return key
 
 
-def run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
+def run(arguments: argparse.Namespace, job: Job[Result], *, may_create: bool = False) -> Result:
     """Runs a job in a committed transaction and returns its result.
+
+    Args:
+        may_create: Whether to create a database in a folder that the command line or the environment names.
 
     Raises:
         FailedPrecondition: The database has another schema version.
         NotFound: There is no database.
     """
-    engine = make_engine(command_url(arguments.state_dir), 1)
-    print(f"{describe(engine.url)}:", file=sys.stderr)
+    url = command_url(arguments.state_dir, may_create=may_create)
+    is_new = url.get_backend_name() == "sqlite" and not os.path.exists(url.database or "")
+    engine = make_engine(url, 1)
+    print(f"{describe(url)}{', a new database' if is_new else ''}:", file=sys.stderr)
     with engine.begin() as connection:
         found = find_revision(connection)
         if found not in (None, REVISION):

@@ -43,7 +43,7 @@ def _set(arguments: argparse.Namespace) -> None:
         put_owner(connection, changed)
         return changed
 
-    changed = run(arguments, change)
+    changed = run(arguments, change, may_create=True)
     print_table(_HEAD, [_row(changed)])
     print("a running gateway applies this within a second", file=sys.stderr)
 

@@ -108,7 +108,7 @@ def main() -> None:
     """Runs the command line."""
     arguments = _parse()
     try:
-        url = command_url(arguments.state_dir, may_create=False)
+        url = command_url(arguments.state_dir)
         downgrade_database(url.render_as_string(hide_password=False), arguments.to)
     except (FoveaError, sa.exc.DBAPIError) as error:
         raise SystemExit(f"fovea downgrade: {error}") from None

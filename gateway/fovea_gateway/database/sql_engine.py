@@ -91,7 +91,7 @@ def add_state_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dir", type=Path, help=words)
 
 
-def command_url(state_dir: Path | None, *, may_create: bool = True) -> sa.URL:
+def command_url(state_dir: Path | None, *, may_create: bool = False) -> sa.URL:
     """Returns the URL of the database that a command works on.
 
     Args:
@@ -99,8 +99,7 @@ def command_url(state_dir: Path | None, *, may_create: bool = True) -> sa.URL:
         may_create: Whether a new database may be created in a folder that the command line or the environment names.
 
     Raises:
-        NotFound: The folder has no database, and a new one would be useless there, because no gateway would read its
-            keys.
+        NotFound: There is no database. A new one would be useless without a name, because no gateway would read it.
         InvalidInput: The URL in the environment cannot be parsed.
     """
     if url := os.environ.get(_URL_VARIABLE):

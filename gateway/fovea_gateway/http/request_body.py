@@ -200,6 +200,11 @@ async def parse_forward_backward(
     Raises InvalidInput, PayloadTooLarge and ResourceExhausted, and what `convert` raises.
     """
     kind = tinker_pb2.ForwardBackwardRequest
+    if body.startswith(b"{"):
+        raise InvalidInput(
+            "the body is JSON, which the SDK sent here before version 0.38; this route reads protobuf: install"
+            " tinker>=0.38"
+        )
     count = await off_loop(check_protobuf_elements, body, kind.DESCRIPTOR, _FORWARD_BACKWARD_ELEMENTS)
     request.state.incoming.memory.take(len(body) + count * ELEMENT_BYTES)
 

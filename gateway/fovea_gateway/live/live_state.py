@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from fovea.api.v1 import gateway_pb2
 from fovea.wire.errors import FoveaError, NotFound
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import live_curves
+from fovea_gateway.database.schema import checkpoints, live_curves
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
@@ -159,8 +159,9 @@ class LiveState:
             if kind is Kind.OPTIM_STEP:
                 self._since.pop(model_id, None)
             return
-        if kind is Kind.LOAD_STATE:
+        if kind in (Kind.CREATE_MODEL, Kind.LOAD_STATE):
             self._since.pop(model_id, None)
+            await self._continue(submission.owner, model_id, outcome.result)
         if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP):
             metrics = _metrics_of(outcome.result)
             if kind is Kind.FORWARD_BACKWARD:
@@ -176,6 +177,17 @@ class LiveState:
                 since = self._since.pop(model_id, ())
                 curves.add(curves.last_step + 1, summed(since) | _of_step(metrics))
             self._save_soon(model_id, curves)
+
+    async def _continue(self, owner: str, model_id: str, result: bytes) -> None:
+        """Gives a new model that continues from a checkpoint with its optimizer the curves until then."""
+        loaded = next((one.state_loaded for one in _messages(result) if one.HasField("state_loaded")), None)
+        own = await self.curves(model_id)
+        if loaded is None or not loaded.step or own.names:
+            return
+        source = await self._database.read(lambda connection: _saved_by(connection, owner, loaded.path))
+        curves = (await self.curves(source) if source else StepCurves()).continued(loaded.path, loaded.step)
+        self._curves[model_id] = curves
+        self._save_soon(model_id, curves)
 
     async def _add_sample(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
@@ -273,8 +285,12 @@ def _plain(name: str) -> str:
 
 def _metrics_of(result: bytes) -> dict[str, float]:
     """Returns the metrics of a stored result, which are in its last message."""
-    records = split_messages(gateway_pb2.WaitFutureResponse, result)
+    records = _messages(result)
     return dict(records[-1].metrics.values) if records else {}
+
+
+def _messages(result: bytes) -> list[gateway_pb2.WaitFutureResponse]:
+    return split_messages(gateway_pb2.WaitFutureResponse, result)
 
 
 def _from_blob(model_id: str, blob: bytes | None) -> StepCurves:
@@ -285,6 +301,13 @@ def _from_blob(model_id: str, blob: bytes | None) -> StepCurves:
     except Exception:
         logger.exception("the curves of %s cannot be read and start again", model_id)
         return StepCurves()
+
+
+def _saved_by(connection: sa.Connection, owner: str, path: str) -> str | None:
+    """Returns the model that saved a checkpoint of an owner. Curves of others stay theirs, also of a public one."""
+    found = sa.select(checkpoints.c.model_id).where(checkpoints.c.path == path, checkpoints.c.owner == owner)
+    source: str | None = connection.scalar(found)
+    return source
 
 
 def read_curves(connection: sa.Connection, model_id: str) -> bytes | None:

@@ -154,14 +154,16 @@ class LiveView:
                 "step": curves.last_step,
                 "last": {name: _finite(value) for name, value in curves.last.items()},
                 "spark": {"name": spark, "values": values},
+                "resumed": curves.resumed and {"path": curves.resumed[0], "step": curves.resumed[1]},
             }
             known = self._drawn[row["id"]] = curves, curves.version, drawn
         return row | known[2] | {"unfinished": unfinished}
 
     def _queue(self, owner: str | None) -> Section:
+        """Returns the unfinished requests. Each row joins those of one model and kind; `reason` is the oldest one's."""
         kinds: Counter[str] = Counter()
         of_model: Counter[str] = Counter()
-        rows: list[Section] = []
+        rows: dict[tuple[object, ...], Section] = {}
         for pending in self._futures.unfinished():
             submission, progress = pending.submission, pending.progress
             if owner not in (None, submission.owner):
@@ -169,22 +171,26 @@ class LiveView:
             is_running = progress.begun_at is not None
             kinds[f"{submission.kind.value} {'running' if is_running else 'waiting'}"] += 1
             of_model[pending.model] += 1
-            if len(rows) < _WAITING:
-                rows.append(
-                    {
-                        "id": submission.future_id,
-                        "owner": submission.owner,
-                        "key_id": submission.key_id,
-                        "kind": submission.kind.value,
-                        "model": pending.model or submission.scope,
-                        "is_running": is_running,
-                        "queue_state": progress.queue_state.value,
-                        "reason": progress.waiting_for,
-                        "since": submission.created_at,
-                        "tokens": submission.token_count,
-                    }
-                )
-        return {"total": kinds.total(), "kinds": dict(kinds), "rows": rows, "of_model": of_model}
+            model = pending.model or submission.scope
+            alike = submission.owner, model, submission.kind, is_running, progress.queue_state
+            if alike not in rows and len(rows) < _WAITING:
+                rows[alike] = {
+                    "id": submission.future_id,
+                    "owner": submission.owner,
+                    "key_id": submission.key_id,
+                    "kind": submission.kind.value,
+                    "model": model,
+                    "is_running": is_running,
+                    "queue_state": progress.queue_state.value,
+                    "reason": progress.waiting_for,
+                    "since": submission.created_at,
+                    "count": 0,
+                    "tokens": 0,
+                }
+            if alike in rows:
+                rows[alike]["count"] += 1
+                rows[alike]["tokens"] += submission.token_count
+        return {"total": kinds.total(), "kinds": dict(kinds), "rows": list(rows.values()), "of_model": of_model}
 
     def _services(self, is_admin: bool) -> Section:
         shown = [self._base_model(base, is_admin) for base in self._base_models]

@@ -34,12 +34,20 @@ class StepCurves:
         last_step: The last step with a value.
         last: The newest value of each metric, finite or not.
         version: Changes with each recorded value.
+        resumed: The checkpoint's path, and its step, if the model continues another model's run; else None.
         is_stored: Whether the database has a version of the curves, possibly without the newest steps.
     """
 
-    def __init__(self, stride: int = 1, last_step: int = 0, last: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        stride: int = 1,
+        last_step: int = 0,
+        last: Mapping[str, float] | None = None,
+        resumed: tuple[str, int] | None = None,
+    ) -> None:
         self.stride, self.last_step, self.version, self.is_stored = stride, last_step, 0, False
         self.last = dict(last or {})
+        self.resumed = None if resumed is None else (str(resumed[0]), int(resumed[1]))
         self._rows: dict[str, int] = {}
         self._columns: dict[str, Array] = {name: np.empty((0, BUCKETS)) for name in _COLUMNS}
 
@@ -67,6 +75,26 @@ class StepCurves:
             columns["high"][row, bucket] = max(columns["high"][row, bucket], value)
         self.last_step = max(self.last_step, step)
         self.version += 1
+
+    def continued(self, path: str, step: int) -> "StepCurves":
+        """Returns the curves of a new model that continues from a checkpoint: a copy of the steps up to `step`.
+
+        Steps that share a bucket with a later one are left out.
+        """
+        found = StepCurves(self.stride, resumed=(path, step))
+        while step // found.stride >= BUCKETS:
+            found._halve()
+        found.last_step, used = step, min((step + 1) // self.stride, BUCKETS)
+        for name, row in self._rows.items() if found.stride == self.stride else ():
+            there = np.flatnonzero(self._columns["count"][row, :used])
+            if not len(there):
+                continue
+            own = found._row(name)
+            for column, values in self._columns.items():
+                found._columns[column][own, :used] = values[row, :used]
+            found.last[name] = float(self._columns["total"][row, there[-1]] / self._columns["count"][row, there[-1]])
+        found.version = 1
+        return found
 
     def means(self, name: str, most: int) -> list[float]:
         """Returns only the `mean` that `points` returns, with less work."""
@@ -101,7 +129,8 @@ class StepCurves:
     def to_blob(self) -> bytes:
         """Returns the bytes for the database."""
         used = self.last_step // self.stride + 1
-        head = json.dumps([self.stride, self.last_step, self.last, list(self._rows)]).encode()
+        resumed = [] if self.resumed is None else [self.resumed]
+        head = json.dumps([self.stride, self.last_step, self.last, *resumed, list(self._rows)]).encode()
         columns = [self._columns[column][:, :used].tobytes() for column in _COLUMNS]
         return zstandard.compress(b"".join([len(head).to_bytes(_HEAD_BYTES, "little"), head, *columns]), 1)
 

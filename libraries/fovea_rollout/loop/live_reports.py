@@ -1,4 +1,4 @@
-"""Reports to the live page of a Fovea server what only the training client knows: rewards, KL and right answers."""
+"""Reports to the live page of a Fovea server what only the client knows: rewards, KL, right answers, accuracies."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ class LiveReports:
         self._is_over = False
 
     @classmethod
-    def from_environment(cls, model_id: str) -> LiveReports | None:
-        """Reads TINKER_BASE_URL and TINKER_API_KEY, as the SDK does; returns None without them."""
-        base_url, api_key = os.environ.get("TINKER_BASE_URL"), os.environ.get("TINKER_API_KEY")
+    def from_environment(
+        cls, model_id: str, base_url: str | None = None, api_key: str | None = None
+    ) -> LiveReports | None:
+        """Reads TINKER_BASE_URL and TINKER_API_KEY for what is None, as the SDK does; returns None without them."""
+        base_url, api_key = base_url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")
         return cls(base_url, api_key, model_id) if base_url and api_key else None
 
     async def send(self, report: StepReport, truths: Mapping[str, str]) -> None:
@@ -56,8 +58,23 @@ class LiveReports:
                 answer = await client.post(self._url, json=_body(self._model_id, report, truths))
             answer.raise_for_status()
         except httpx.HTTPError as error:
-            self._is_over = True
-            logger.info("rewards are no longer reported to the live page: %s", error)
+            self._stop(error)
+
+    def send_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Reports metrics of the model's last step. Blocks until the server has answered."""
+        known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if self._is_over or not known:
+            return
+        body = {"model_id": self._model_id, "metrics": known}
+        try:
+            answer = httpx.post(self._url, json=body, headers={"X-API-Key": self._api_key}, timeout=_TIMEOUT_S)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            self._stop(error)
+
+    def _stop(self, error: httpx.HTTPError) -> None:
+        self._is_over = True
+        logger.info("metrics are no longer reported to the live page: %s", error)
 
 
 def _body(model_id: str, report: StepReport, truths: Mapping[str, str]) -> dict[str, Any]:

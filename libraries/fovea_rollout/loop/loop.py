@@ -27,7 +27,14 @@ from fovea_rollout.loop.loop_folder import LoopFolder
 from fovea_rollout.loop.loop_progress import LoopProgress
 from fovea_rollout.loop.step_report import StepReport, step_report
 from fovea_rollout.loop.substeps import Outputs, Substeps
-from fovea_rollout.loop.training_batch import Groups, TrainingBatch, fail_rollouts, penalised_batch, training_batch
+from fovea_rollout.loop.training_batch import (
+    Groups,
+    TrainingBatch,
+    check_some_scored,
+    fail_rollouts,
+    penalised_batch,
+    training_batch,
+)
 from fovea_rollout.policies.experts_client import ExpertSource
 from fovea_rollout.policies.policy import Policy
 from fovea_rollout.policies.tinker_policy import WeightPublisher
@@ -180,9 +187,10 @@ async def train(
 ) -> Policy:
     """Trains a model by reinforcement learning.
 
-    Rollouts that fail are reported and left out. Cancelling the task (Ctrl-C in `asyncio.run`) cancels running
-    requests, on the server too, and closes the environments. A run that was killed resumes at its last evaluation: call
-    `train` again with the same folder and the client from `resumed_training_client`.
+    Rollouts that fail are reported and left out; training stops if all of a step fail. Cancelling the task (Ctrl-C in
+    `asyncio.run`) cancels running requests, on the server too, and closes the environments. A run that was killed
+    resumes at its last evaluation: call `train` again with the same folder and the client from
+    `resumed_training_client`.
 
     Args:
         training_client: Client of the model to train.
@@ -197,14 +205,14 @@ async def train(
         base: Model from which the KL penalty is measured. None takes the model in training as it is at the beginning.
         experts: Source of the experts that computed each sample, for training to follow: an `expert_source`.
         live: Reporter to a live page of Fovea. None uses the server that TINKER_BASE_URL names.
-        progress: Whether to show two lines of progress; None shows them on a terminal only.
+        progress: Whether to show two lines of progress; see `ProgressLines` for None.
 
     Returns:
         A policy that samples with the last weights.
 
     Raises:
         InvalidInput: A setting is wrong, or `out` belongs to a run with other settings or data. The message names it.
-        FailedPrecondition: A logger's package is not installed.
+        FailedPrecondition: All rollouts of a step failed, or a logger's package is not installed.
         tinker.TinkerError: The server refuses a request.
     """
     if not sources:
@@ -303,6 +311,7 @@ class _Loop:
             ahead = 0 if settings.mode == "on_policy" else settings.groups_per_step
             self.pool.fill(self.policy, step, settings.groups_per_step + ahead)
             groups = await self.pool.take(settings.groups_per_step, step - settings.allowed_lag)
+        check_some_scored(groups, step)
         with self._timed("batch"):
             batch = await self._batch(groups)
         with self._timed("train"):

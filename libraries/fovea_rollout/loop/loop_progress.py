@@ -15,7 +15,7 @@ class LoopProgress(ProgressLines):
     Args:
         steps: The total number of steps.
         rollouts: The number of rollouts of one step.
-        is_shown: Whether to show the lines; None shows them on a terminal only.
+        is_shown: Whether to show the lines; see `ProgressLines` for None.
         taken: The number of steps that a resumed run has already taken.
     """
 
@@ -52,3 +52,20 @@ class LoopProgress(ProgressLines):
     def _show_rollouts(self) -> None:
         words = f"{len(self._failed)} failed"
         self._bar.update(self._rollouts_task, completed=min(self._finished, self._rollouts), words=words)
+
+
+class WarmUpProgress(ProgressLines):
+    """The line of the steps of a warm-up. A context manager.
+
+    Args:
+        steps: The total number of steps.
+        is_shown: Whether to show the line; see `ProgressLines` for None.
+    """
+
+    def __init__(self, steps: int, is_shown: bool | None) -> None:
+        super().__init__(is_shown)
+        self._task = self._bar.add_task("warm-up", total=steps, words="")
+
+    def count_step(self) -> None:
+        """Shows one more step."""
+        self._bar.advance(self._task)

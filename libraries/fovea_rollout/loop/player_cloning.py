@@ -16,6 +16,7 @@ import tinker
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.environment import Environment
 from fovea_rollout.loop.learning_rate import REINFORCING_RATE, learning_rate_of
+from fovea_rollout.loop.loop_progress import WarmUpProgress
 from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Picture
 from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions
@@ -87,6 +88,8 @@ async def warm_up(
     sources: Sequence[Callable[[], Environment]],
     player: Policy,
     settings: WarmUpSettings,
+    *,
+    progress: bool | None = None,
 ) -> float:
     """Trains a model on a player's answers. All answers count the same, whatever their reward.
 
@@ -98,6 +101,7 @@ async def warm_up(
         sources: Environment factories to play.
         player: The policy to clone, such as a `ScriptedPlayer` or a teacher's `TinkerPolicy`.
         settings: Settings of the warm-up.
+        progress: Whether to show the episodes and then the steps; see `ProgressLines` for None.
 
     Returns:
         The mean reward of the player, which is also the reward of a perfect clone.
@@ -107,7 +111,7 @@ async def warm_up(
         tinker.TinkerError: The server refuses a request.
     """
     most = min(settings.episodes, settings.answers_per_step * settings.steps)
-    played = await run_rollouts(player, template, sources[:most], settings.rollout, name="cloned", progress=False)
+    played = await run_rollouts(player, template, sources[:most], settings.rollout, name="cloned", progress=progress)
     learnt = [trajectory for trajectory in played if trajectory.is_scored]
     data = [datum for trajectory in learnt for datum in await _datums(trajectory, player)]
     if not data:
@@ -120,15 +124,18 @@ async def warm_up(
         rate = await learning_rate_of(training_client, REINFORCING_RATE)
     rng = np.random.default_rng(settings.seed)
     asked: deque[Awaitable[object]] = deque()
-    for _ in range(settings.steps):
-        batch = [data[index] for index in rng.choice(len(data), size)]
-        # The next step is submitted before the last one is awaited, so that the server never waits for this client.
-        asked.append(training_client.forward_backward(batch, "cross_entropy"))
-        asked.append(training_client.optim_step(tinker.AdamParams(learning_rate=rate, **settings.adam)))
-        while len(asked) > 2 * _AHEAD:
+    with WarmUpProgress(settings.steps, progress) as shown:
+        for _ in range(settings.steps):
+            batch = [data[index] for index in rng.choice(len(data), size)]
+            # The next step is submitted before the last one is awaited, so that the server never waits for the client.
+            asked.append(training_client.forward_backward(batch, "cross_entropy"))
+            asked.append(training_client.optim_step(tinker.AdamParams(learning_rate=rate, **settings.adam)))
+            while len(asked) > 2 * _AHEAD:
+                await asked.popleft()
+                await asked.popleft()
+                shown.count_step()
+        while asked:
             await asked.popleft()
-    while asked:
-        await asked.popleft()
     return reward_mean(played)
 
 

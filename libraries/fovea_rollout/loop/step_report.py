@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import tinker
@@ -71,10 +71,23 @@ class StepReport:
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
     failures: tuple[tuple[str, Failure], ...]
-    trajectories: tuple[tuple[Trajectory, ...], ...]
-    data: tuple[TrainingDatum, ...]
-    policy: Policy
-    evaluation: Evaluation | None = None
+    trajectories: tuple[tuple[Trajectory, ...], ...] = field(repr=False)
+    data: tuple[TrainingDatum, ...] = field(repr=False)
+    policy: Policy = field(repr=False)
+    evaluation: Evaluation | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        """Returns the step in one line, for `on_step=print`."""
+        parts = [f"step {self.step + 1}: reward {self.reward_mean:.3f}"]
+        if self.evaluation is not None:
+            parts.append(f"held out {self.evaluation.reward_mean:.3f}")
+        kl = "nothing to train on" if self.agreement is None else f"kl {self.agreement.kl:.1e}"
+        parts += [f"signal {self.signal_share:.0%}", f"lag {self.lag}", kl, f"{sum(self.seconds.values()):.0f} s"]
+        if self.failures:
+            played = sum(len(group) for group in self.trajectories)
+            first = self.failures[0][1]
+            parts.append(f"{len(self.failures)} of {played} rollouts failed, the first in {first.stage}: {first.error}")
+        return " ".join(", ".join(parts).split())
 
 
 def step_report(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import tinker
 from tinker.types import ImageChunk
 
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_rollout.loop.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
 from fovea_rollout.loop.kl_penalty import base_logprobs, kl_penalty
 from fovea_rollout.policies.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
@@ -185,6 +185,31 @@ class TrainingBatch:
             for datum, term in zip(self.data, penalty.terms, strict=True)
         ]
         return TrainingBatch(data, penalty.kl)
+
+
+def check_some_scored(groups: Groups, step: int) -> None:
+    """Checks that a rollout of a step counts. A fault in all of them would otherwise cost every later step too.
+
+    Args:
+        groups: All rollouts of the step.
+        step: Number of the step, from 0.
+
+    Raises:
+        FailedPrecondition: None counts. The message contains the stage and the error of the first, its note the
+            traceback.
+    """
+    trajectories = [one for group in groups for one in group]
+    if any(one.is_scored for one in trajectories):
+        return
+    failure = next((one.failure for one in trajectories if one.failure), None)
+    if failure is None:
+        seen = "without a turn: the first prompt and max_tokens do not fit into max_context"
+    else:
+        seen = f"the first in stage {failure.stage!r}: {failure.error}"
+    error = FailedPrecondition(f"all {len(trajectories)} rollouts of step {step + 1} failed, {seen}", field="sources")
+    if failure is not None and failure.traceback:
+        error.add_note(failure.traceback)
+    raise error
 
 
 def rewards_of(groups: Groups) -> Rewards:

@@ -85,7 +85,7 @@ async def test_a_server_that_takes_no_reports_is_asked_once(stand: Stand, caplog
     await live.send(report(), {})
     await live.send(report(), {})
     (record,) = caplog.records
-    assert "rewards are no longer reported to the live page" in record.getMessage()
+    assert "metrics are no longer reported to the live page" in record.getMessage()
     assert "404" in record.getMessage()
 
 

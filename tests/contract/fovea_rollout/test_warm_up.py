@@ -1,4 +1,4 @@
-"""The warm-up trains on the rollouts that its player finished, and on no other."""
+"""The warm-up trains on the rollouts that its player finished, and on no other; a loop stops if all of a step fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tinker
 
-from fovea.wire.errors import InvalidInput
-from fovea_rollout import Answer, Message, Step, WarmUpSettings, warm_up
+from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea_rollout import Answer, LoopSettings, Message, Step, WarmUpSettings, connect, train, warm_up
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy, ids_of
@@ -52,3 +52,21 @@ async def test_turns_of_failed_rollouts_are_not_cloned(tmp_path: Path) -> None:
         assert {len(datum.input.tokens) // 4 for datum in datums} == {whole}
         with pytest.raises(InvalidInput, match=r"all episodes of the player failed; .*the simulator is gone"):
             await asyncio.to_thread(use, True, True)
+
+
+async def test_a_loop_stops_at_the_first_step_of_which_all_rollouts_fail(tmp_path: Path) -> None:
+    template: Any = LetterTemplate()
+    settings = LoopSettings(3, 1, 2, learning_rate=1e-3, kl_coefficient=0.0)
+
+    def use() -> None:
+        with connect(stand.url, KEY) as service:
+            training = service.create_lora_training_client(base_model=MODEL).result()
+            sources = [lambda: Asking("bad?", is_broken=True)]
+            asyncio.run(train(training, template, sources, settings, print, progress=False))
+
+    async with running(Stand(tmp_path)) as stand:
+        said = r"all 2 rollouts of step 1 failed, the first in stage 'step': OSError: the simulator is gone"
+        with pytest.raises(FailedPrecondition, match=said) as stopped:
+            await asyncio.to_thread(use)
+        assert "in step\n" in stopped.value.__notes__[0], "the traceback of the environment"
+        assert stand.trainer.of("ForwardBackward") == []

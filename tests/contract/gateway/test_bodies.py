@@ -91,6 +91,14 @@ async def test_a_loss_is_counted_before_it_is_built(rest: Rest, made: Bodies, fi
     assert failed["reason"] == "PAYLOAD_TOO_LARGE", "the number is used up: later commands do not wait for it"
 
 
+async def test_a_loss_of_an_old_sdk_is_refused_with_the_version_to_install(rest: Rest, made: Bodies) -> None:
+    body = {"model_id": made.model_id, "seq_id": 1, "forward_backward_input": {"data": [], "loss_fn": "cross_entropy"}}
+    for headers in ({}, {"Content-Type": PROTOBUF}):
+        response = await rest.http.post("forward_backward", json=body, headers=headers)
+        assert response.status_code == 400
+        assert response.json()["detail"].endswith("install tinker>=0.38")
+
+
 @pytest.mark.parametrize("tag", [b"", b"\x0a", b"\x10"], ids=["a key", "a length", "a number"])
 async def test_a_number_of_any_length_costs_ten_bytes(rest: Rest, made: Bodies, tag: bytes) -> None:
     """Each further byte had cost more than the one before: 200 kB took four seconds, and a body may have 128 MiB."""

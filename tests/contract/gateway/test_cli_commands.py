@@ -62,7 +62,7 @@ async def test_what_is_refused_is_said_in_the_gateways_words(stand: Stand, rest:
     stand_down = await asyncio.to_thread(
         CliRunner().invoke, app, ["checkpoints", "list", "--base-url", "http://127.0.0.1:1"]
     )
-    assert stand_down.output.startswith("--base-url: no answer from http://127.0.0.1:1 (")
+    assert stand_down.output.startswith("--base-url: no server responds at http://127.0.0.1:1 (")
 
 
 async def test_an_adapter_is_uploaded(stand: Stand, tmp_path: Path) -> None:

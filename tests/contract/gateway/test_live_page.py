@@ -171,6 +171,43 @@ async def test_curves_outlive_the_gateway_and_an_open_page_does_not_hold_it_up(s
     assert curves["learning_rate"]["mean"] == [0.5]
 
 
+async def test_a_resumed_run_continues_its_curve_and_is_known_as_resumed(stand: Stand, rest: Rest) -> None:
+    first = await rest.create_model()
+    for number in (1, 2):
+        await _step(rest, first, number)
+    saved = await rest.ok("save_weights", model_id=first, seq_id=5, path="kept")
+    path = (await rest.result(saved["request_id"]))["path"]
+    # A step after the checkpoint, which the resumed run takes again.
+    await rest.result((await rest.forward_backward(first, 6)).json()["request_id"])
+    await rest.result((await rest.optim_step(first, 7, learning_rate=0.125))["request_id"])
+    resumed = await rest.create_model(1)
+    loaded = await rest.ok("load_weights", model_id=resumed, seq_id=1, path=path, optimizer=True)
+    await rest.result(loaded["request_id"])
+    await rest.result((await rest.forward_backward(resumed, 2)).json()["request_id"])
+    await rest.result((await rest.optim_step(resumed, 3, learning_rate=0.25))["request_id"])
+    assert (await rest.post("live/reports", model_id=resumed, metrics={"accuracy": 0.5})).json()["step"] == 3
+    for _ in range(2):  # before and after a restart of the gateway
+        curves = (await rest.http.get(f"live/curves/{resumed}")).json()
+        assert curves["last_step"] == 3
+        assert curves["curves"]["learning_rate"] == {"step": [1, 2, 3], "mean": [0.5, 0.5, 0.25]}
+        told = await _until(rest.http, "models", lambda told: told["changed"])
+        known = {model["id"]: model["resumed"] for model in told["changed"]}
+        assert known == {first: None, resumed: {"path": path, "step": 2}}
+        await stand.stop()
+        await stand.start()
+
+
+async def test_weights_without_their_optimizer_begin_a_new_curve(rest: Rest) -> None:
+    first = await rest.create_model()
+    await _step(rest, first, 1)
+    saved = await rest.ok("save_weights", model_id=first, seq_id=3, path="kept")
+    path = (await rest.result(saved["request_id"]))["path"]
+    fresh = await rest.create_model(1)
+    loaded = await rest.ok("load_weights", model_id=fresh, seq_id=1, path=path, optimizer=False)
+    await rest.result(loaded["request_id"])
+    assert (await rest.post("live/reports", model_id=fresh, metrics={"reward": 0.5})).json()["step"] == 0
+
+
 async def test_a_model_has_its_curves_in_the_database_from_its_first_step_on(stand: Stand, rest: Rest) -> None:
     assert stand.gateway is not None
     parts = stand.gateway.components

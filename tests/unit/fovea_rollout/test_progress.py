@@ -2,6 +2,8 @@
 
 import pytest
 
+from fovea_data.fine_tune_progress import FineTuneProgress
+from fovea_rollout import progress
 from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.loop.loop_progress import LoopProgress
 from fovea_rollout.loop.step_report import step_report
@@ -33,7 +35,21 @@ def test_a_resumed_loop_and_an_evaluation(capsys: pytest.CaptureFixture[str], mo
     assert "6/9 reward 0.500, held out 0.750, signal" in " ".join(said.split()), "until there is another one"
 
 
-def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_plain_lines_come_regularly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_PLAIN_S", 0.01)
+    with FineTuneProgress(9, 4, None) as shown:
+        said = ""
+        while "resumed after step 4" not in said:  # it waits for the server, and says so
+            said += capsys.readouterr().err
+        shown.count_step(5, 0.25)
+        shown.count_evaluation({"held_out_loss": 0.5})
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("steps 5/9, loss 0.250, held out loss 0.500, ")
+
+
+def test_a_short_run_without_a_terminal_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with LoopProgress(2, 2, None) as shown:
         shown.count_rollout(rollout())
     assert capsys.readouterr().err == ""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tinker
 
+from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.loop.step_report import step_report
-from fovea_rollout.loop.training_batch import training_batch
+from fovea_rollout.loop.training_batch import TrainingBatch, training_batch
 from fovea_rollout.policies.policy import WeightVersions
 from fovea_rollout.trajectory import Failure
 from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
@@ -65,3 +66,15 @@ async def test_a_step_without_signal() -> None:
     assert math.isnan(report.reward_mean)
     assert (report.agreement, report.moved_kl, report.lag, report.signal_share) == (None, None, 0, 0.0)
     assert len(report.failures) == 2
+
+
+def test_a_report_is_printed_in_one_line() -> None:
+    groups = [[rollout(turn([1], [2], [-1.0], 0.5)), rollout(failure=Failure("step", "OSError: no\ndisplay"))]]
+    seen = Evaluation(0.75, {}, (), ())
+    seconds = {"rollout": 1.4, "train": 2.0}
+    report = step_report(6, groups, TrainingBatch([]), [], seconds, FourTokenPictures(), 1.0, seen)
+    assert str(report) == (
+        "step 7: reward 0.500, held out 0.750, signal 0%, lag 0, nothing to train on, 3 s, "
+        "1 of 2 rollouts failed, the first in step: OSError: no display"
+    )
+    assert len(repr(report)) < 1000, "without the tokens of all rollouts"

@@ -54,3 +54,16 @@ def test_base_models_have_names_of_their_own() -> None:
     ]  # fmt: skip
     with pytest.raises(ValidationError, match="two base models have the name 'n'"):
         GatewaySettings(**own, trainer="t:1", further_models=[own])
+
+
+def test_a_second_trainer_is_refused_and_does_not_replace_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model-name", "n", "--model", "/m", "--renderer", "r:1", "--renderer", "r:2", "--sampler", "[]"]
+    assert GatewaySettings.from_command_line("gateway", [*own, "--trainer", "t:1"]).trainer == "t:1"
+    twice = [*own, "--trainer", "t:1", "--trainer=t:2"]
+    with pytest.raises(SystemExit):
+        GatewaySettings.from_command_line("gateway", twice)
+    assert "gateway: --trainer: it is given twice, but takes one value" in capsys.readouterr().err
+    assert GatewaySettings.find_problem(twice) == ("trainer", "it is given twice, but takes one value; remove one")
+    for several in ("t:1,t:2", '["t:1", "t:2"]'):
+        with pytest.raises(ValidationError, match="names several trainers; a base model has one: give one host:port"):
+            GatewaySettings(model_name="n", model="/m", renderer=["r:1"], sampler=[], trainer=several)

@@ -31,13 +31,17 @@ export function spark(values) {
   return svg;
 }
 
+const nearest = (steps, wanted) => steps.reduce((near, step, index) => (Math.abs(step - wanted) < Math.abs(steps[near] - wanted) ? index : near), 0);
+
 // Draws one metric by step. The band spans the minimum and maximum of the steps that share a point.
-export function chart(title, curve, latest, lastStep, width, tip, fromZero = false) {
+// `beside`: a second curve in the same chart, {name, curve, latest}. `resumed`: the step at which the run was resumed.
+export function chart({ title, curve, latest, lastStep, width, tip, fromZero = false, beside = null, resumed = null }) {
   const figure = make("figure", { class: "curve" });
   const steps = curve.step, means = curve.mean;
-  figure.append(make("figcaption", {}, make("span", {}, title), make("b", {}, means.length > 1 ? `${short(means[0])} → ${short(latest)}` : short(latest))));
+  figure.append(make("figcaption", {}, make("span", {}, title), make("b", {}, means.length > 1 ? `${short(means[0])} → ${short(latest)}` : short(latest)),
+    beside ? make("span", { class: "beside" }, `${beside.name} `, make("b", {}, short(beside.latest))) : null));
   const low = curve.low || means, high = curve.high || means;
-  const marks = ticks(...range([...low, ...high], fromZero), 3);
+  const marks = ticks(...range([...low, ...high, ...(beside ? beside.curve.mean : [])], fromZero), 3);
   const bottom = marks[0], top = marks.at(-1);
   const first = Math.min(1, steps[0]), last = Math.max(lastStep, first + 1);
   const x = (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
@@ -50,28 +54,35 @@ export function chart(title, curve, latest, lastStep, width, tip, fromZero = fal
   }
   const whole = ticks(first, last, Math.max(3, Math.floor(width / 100))).filter((step) => step >= first && step <= last && Number.isInteger(step));
   for (const step of whole) svg.append(draw("text", { x: x(step), y: HEIGHT - 4, "text-anchor": x(step) > width - 30 ? "end" : "middle" }, step.toLocaleString("en")));
+  if (resumed !== null && resumed >= first && resumed <= last) {
+    svg.append(draw("line", { class: "resumed", x1: x(resumed), x2: x(resumed), y1: TOP, y2: HEIGHT - BOTTOM }, draw("title", {}, `resumed at step ${resumed}`)));
+  }
   if (curve.low) {
     const there = steps.map((step, index) => at(step, high[index])), back = steps.map((step, index) => at(step, low[index])).reverse();
     svg.append(draw("path", { class: "band", d: `M${[...there, ...back].join("L")}Z` }));
   }
   if (steps.length > 1) svg.append(draw("path", { class: "path", d: `M${steps.map((step, index) => at(step, means[index])).join("L")}` }));
   if (steps.length) svg.append(draw("circle", { class: "dot-last", cx: x(steps.at(-1)), cy: y(means.at(-1)), r: 2.8 }));
+  if (beside) {
+    const own = beside.curve;
+    if (own.step.length > 1) svg.append(draw("path", { class: "path beside", d: `M${own.step.map((step, index) => at(step, own.mean[index])).join("L")}` }));
+    own.step.forEach((step, index) => { if (own.step.length < 40) svg.append(draw("circle", { class: "dot-beside", cx: x(step), cy: y(own.mean[index]), r: 2.4 })); });
+  }
   const cross = draw("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cross);
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), wanted = first + (((event.clientX - box.left) * width / box.width - LEFT) / (width - LEFT - RIGHT)) * (last - first);
-    let near = 0;
-    for (let index = 1; index < steps.length; index += 1) if (Math.abs(steps[index] - wanted) < Math.abs(steps[near] - wanted)) near = index;
+    const near = nearest(steps, wanted);
     cross.setAttribute("x1", x(steps[near])); cross.setAttribute("x2", x(steps[near])); cross.setAttribute("visibility", "visible");
     const lines = [`step ${(+steps[near].toFixed(0)).toLocaleString("en")}: ${short(means[near], 5)}`];
     if (curve.low) lines.push(`${short(low[near], 4)} to ${short(high[near], 4)}`);
+    if (beside?.curve.step.length) {
+      const other = nearest(beside.curve.step, steps[near]);
+      lines.push(`${beside.name}, step ${(+beside.curve.step[other].toFixed(0)).toLocaleString("en")}: ${short(beside.curve.mean[other], 5)}`);
+    }
     tip(event, lines);
   });
   svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip(null); });
   figure.append(svg);
   return figure;
-}
-
-export function missing(title, hint) {
-  return make("figure", { class: "curve none" }, make("figcaption", {}, make("span", {}, title), make("b", {}, "–")), make("div", { class: "hint" }, hint));
 }

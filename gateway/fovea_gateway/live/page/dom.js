@@ -11,6 +11,16 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+// Replaces the children of an element that is drawn again. The focus stays on the control with the same place and name.
+export function swap(container, ...children) {
+  const active = document.activeElement, isWithin = active !== container && container.contains(active);
+  const [label, nth] = isWithin ? [labelOf(active), controls(container, labelOf(active)).indexOf(active)] : [];
+  container.replaceChildren(...children.flat().filter((child) => child !== null && child !== false));
+  if (isWithin) controls(container, label)[Math.max(0, nth)]?.focus({ preventScroll: true });
+}
+const labelOf = (one) => one.tagName === "SUMMARY" ? one.tagName : `${one.closest("[data-path]")?.dataset.path ?? ""} ${one.title || one.textContent}`;
+const controls = (container, label) => [...container.querySelectorAll("button, summary, a, input, select")].filter((one) => labelOf(one) === label);
+
 const SVG = "http://www.w3.org/2000/svg";
 export function draw(tag, attributes = {}, ...children) {
   const element = document.createElementNS(SVG, tag);

@@ -1,23 +1,21 @@
-import { $, count, make, short, shortId } from "./dom.js";
-import { chart, missing, spark } from "./charts.js";
-import { isAdmin, loadCheckpoints, loadUsage, setCaller, showErrors, showQueue, showServices } from "./panels.js";
+import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
+import { chart, spark } from "./charts.js";
+import { isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
 import { prefer, takeSamples } from "./samples.js";
-import { Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
+import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
 
-const PUBLISHED = "tml-local";  // accepted only on this machine, so tried first there
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
-const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", held_out_reward: "Held-out reward", kl: "KL, nats per token", learning_rate: "Learning rate",
+const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", held_out_reward: "Held-out reward", held_out_loss: "Held-out loss per token",
+  forward_loss_per_token: "Held-out loss per token", forward_loss_sum: "Held-out loss, sum", accuracy: "Held-out accuracy", kl: "KL, nats per token", learning_rate: "Learning rate",
   grad_norm: "Gradient norm", tokens: "Tokens of the step", clipped_share: "Clipped share", ratio_max: "Greatest ratio" };
-const FIRST = [["loss_per_token", "loss_sum"], ["reward"], ["kl"], ["learning_rate"]];
-const HINTS = {
-  reward: "Only the client knows it: fovea_rollout sends it by itself, any other one with POST live/reports.",
-  kl: "Only the client knows it: fovea_rollout sends it by itself, any other one with POST live/reports.",
-  learning_rate: "The first optim_step brings it.", loss_per_token: "The first forward_backward with its optim_step brings it.",
-};
+// The main charts: names of the metric, of which the first known one is drawn, and names of the held-out one beside it.
+const FIRST = [[["loss_per_token", "loss_sum"], ["held_out_loss", "forward_loss_per_token", "forward_loss_sum"]],
+  [["reward"], ["held_out_reward"]], [["accuracy"], []], [["kl"], []], [["learning_rate"], []]];
 
 const models = new Map(), items = new Map();
 let order = [], selected = decodeURIComponent(location.hash.slice(1)) || null, curves = null, curvesOf = "", moreOpen = false;
 let pending = {}, drawing = false, fetching = false, stale = false, stop = null, samplesTold = null, isWide = false;
+let isDead = false, toldAt = Date.now();
 
 function tip(event, lines) {
   const box = $("tip");
@@ -33,19 +31,24 @@ document.addEventListener("pointermove", (event) => {
   else if (!event.target.closest?.(".curve svg")) tip(null);
 });
 
-const nameOf = (model) => model.name || model.metadata.name || model.metadata.run_name || shortId(model.id);
-const nameOfSource = (one) => {
-  const model = models.get(one.source);
-  return (model ? nameOf(model) : one.source) + (isAdmin() ? ` · ${one.owner}` : "");
-};
+// A run without a name is known by its base model and its beginning; models of one session also by their number.
+const lastPart = (path) => path.replace(/\/+$/, "").split("/").at(-1);
+const began = (model) => new Date(model.created).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+const numberOf = (id) => { const number = +(/:train:(\d+)$/.exec(id)?.[1] ?? 0); return number ? ` (${number + 1})` : ""; };
+const nameOf = (model) => model.name || model.metadata.name || model.metadata.run_name || `${lastPart(model.base_model)}, ${began(model)}${numberOf(model.id)}`;
+const nameOfId = (id) => (models.has(id) ? nameOf(models.get(id)) : id.startsWith("sess-") ? shortId(id) : lastPart(id));
+const runOf = (path) => path.replace("tinker://", "").split("/")[0];
+const stateOf = (model) => (isDead ? "unknown" : model.state);
+const nameOfSource = (one) => nameOfId(one.source) + (isAdmin() ? ` · ${ownerName(one.owner)}` : "");
+setNames(nameOfId);
 const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
 function item(model) {
   const metric = mainMetric(model);
-  const what = [model.step ? `step ${count(model.step)}` : "no step yet", metric ? words(metric) : null, isAdmin() ? model.owner : null].filter(Boolean).join(" · ");
+  const what = [model.step ? `step ${count(model.step)}` : "no step yet", model.resumed ? `resumed at ${count(model.resumed.step)}` : null, metric ? words(metric) : null, isAdmin() ? ownerName(model.owner) : null].filter(Boolean).join(" · ");
   const button = make("button", { type: "button", "aria-current": model.id === selected, title: model.id, onclick: () => select(model.id) },
-    make("span", { class: `dot ${stateDot[model.state] ?? ""}`, title: model.state }), make("span", { class: "name" }, nameOf(model)),
+    make("span", { class: `dot ${stateDot[model.state] ?? ""}`, title: stateOf(model) }), make("span", { class: "name" }, nameOf(model)),
     make("span", { class: "value number" }, metric ? short(model.last[metric]) : ""), make("span", { class: "what" }, what), spark(model.spark.values));
   return button;
 }
@@ -54,12 +57,12 @@ const words = (name) => (TITLES[name] ?? name.replaceAll("_", " ")).toLowerCase(
 function showModels(changed) {
   for (const model of changed) {
     const fresh = item(model), entry = items.get(model.id);
-    if (entry) entry.replaceChildren(fresh);
+    if (entry) swap(entry, fresh);
     else items.set(model.id, make("li", {}, fresh));
   }
   for (const id of [...items.keys()]) if (!models.has(id)) { items.get(id).remove(); items.delete(id); }
   const list = $("models"), wanted = order.map((id) => items.get(id)).filter(Boolean);
-  if (wanted.some((entry, at) => list.children[at] !== entry)) list.replaceChildren(...wanted);
+  if (wanted.some((entry, at) => list.children[at] !== entry)) swap(list, wanted);
   const running = [...models.values()].filter((model) => model.state === "ready").length;
   $("models-count").textContent = models.size ? `${count(running)} in training, ${count(models.size)} shown` : "";
   if (!models.size) list.replaceChildren(make("li", { class: "empty" }, "None yet."));
@@ -103,30 +106,36 @@ function figure(value, name) { return make("div", { class: "figure" }, make("b",
 function showRun() {
   const run = $("run"), model = models.get(selected);
   if (!model) { curvesOf = ""; return run.replaceChildren(...introduction()); }
-  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, isAdmin() ? `of ${model.owner}` : null];
-  const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${model.state}` }, model.state),
+  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, isAdmin() ? `of ${ownerName(model.owner)}` : null];
+  const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${stateOf(model)}` }, stateOf(model)),
+    model.resumed ? make("span", { class: "state", title: model.resumed.path }, `resumed at step ${count(model.resumed.step)} of ${nameOfId(runOf(model.resumed.path))}`) : null,
     make("span", { class: "id mono" }, model.id)), make("p", { class: "note head-note" }, facts.filter(Boolean).join(" · "), model.state_reason ? ` · ${model.state_reason}` : "")];
   const metadata = Object.entries(model.metadata).filter(([, value]) => value !== nameOf(model));
   if (metadata.length) head.push(make("p", { class: "note" }, metadata.map(([name, value]) => `${name} ${value}`).join(" · ")));
   const figures = make("div", { class: "figures" }, figure(count(model.step), "steps"),
-    ...FIRST.map((names) => names.find((name) => name in model.last)).filter(Boolean).map((name) => figure(short(model.last[name]), TITLES[name])),
+    ...FIRST.flatMap((groups) => groups.map((names) => names.find((name) => name in model.last))).filter(Boolean).map((name) => figure(short(model.last[name]), TITLES[name])),
     figure(count(model.unfinished), "requests unfinished"));
   const known = curves && curves.model_id === model.id ? curves : null;
   const width = Math.max(220, Math.floor((run.clientWidth - 36 - (isWide ? 29 : 0)) / (isWide ? 2 : 1)));
-  const one = (name) => chart(TITLES[name] ?? name, known.curves[name], model.last[name] ?? known.curves[name].mean.at(-1), known.last_step, width, tip, name === "learning_rate");
+  const latest = (name) => model.last[name] ?? known.curves[name].mean.at(-1);
+  const one = (name, other) => chart({ title: TITLES[name] ?? name, curve: known.curves[name], latest: latest(name), lastStep: known.last_step, width, tip,
+    fromZero: ["learning_rate", "accuracy"].includes(name), resumed: model.resumed?.step ?? null,
+    beside: other ? { name: "held out", curve: known.curves[other], latest: latest(other) } : null });
   const has = (name) => known && known.curves[name]?.step.length;
-  const shown = FIRST.map((names) => { const name = names.find(has); return name ? one(name) : missing(TITLES[names[0]], known ? HINTS[names[0]] : "…"); });
-  const others = known ? Object.keys(known.curves).filter((name) => !FIRST.flat().includes(name) && has(name)) : [];
-  const more = others.length ? make("details", { class: "more", open: moreOpen }, make("summary", {}, `${count(others.length)} further curves`), make("div", { class: "curves" }, moreOpen ? others.map(one) : [])) : null;
+  const drawn = FIRST.map((groups) => groups.map((names) => names.find(has)).filter(Boolean)).filter((names) => names.length);
+  const shown = drawn.map(([name, other]) => one(name, other));
+  const others = known ? Object.keys(known.curves).filter((name) => !FIRST.flat(2).includes(name) && has(name)) : [];
+  const more = others.length ? make("details", { class: "more", open: moreOpen }, make("summary", {}, many(others.length, "further curve")), make("div", { class: "curves" }, moreOpen ? others.map((name) => one(name)) : [])) : null;
   more?.addEventListener("toggle", () => { if (more.open !== moreOpen) { moreOpen = more.open; showRun(); } });
-  run.replaceChildren(...head, figures, make("div", { class: "curves" }, shown), ...(more ? [more] : []));
+  const curvesBox = shown.length ? make("div", { class: "curves" }, shown) : make("p", { class: "empty" }, known ? "The first optim_step brings the first curves." : "…");
+  swap(run, head, figures, curvesBox, more);
   run.dataset.model = model.id;
 }
 
 function take(name, told) {
   if (name === "caller") {
     setCaller(told);
-    $("caller").textContent = `${told.owner} · ${told.scope}`;
+    $("caller").textContent = `${ownerName(told.owner)} · ${told.scope}`;
     $("wrong").textContent = ""; $("ask").hidden = true; $("app").hidden = false; $("forget").hidden = false;
     loadUsage(true);
   } else if (name === "refused") {
@@ -138,6 +147,7 @@ function take(name, told) {
     order = told.order;
     pending.models = [...(pending.models ?? []), ...told.changed];
   } else if (name !== "alive") pending[name] = told;
+  toldAt = Date.now();
   setLink("live", "live");
   // Events may arrive faster than frames are drawn, so only the last one of each section is drawn.
   if (!drawing) { drawing = true; requestAnimationFrame(render); }
@@ -162,7 +172,19 @@ function render() {
   loadUsage();
 }
 
-function setLink(kind, text) { $("link").className = `link ${kind}`; $("link").textContent = text; }
+function setLink(kind, text) {
+  const age = kind === "lost" && models.size && Date.now() - toldAt > 2000 ? `; data of ${ago(toldAt / 1000)} ago` : "";
+  if ($("link").className !== `link ${kind}` || $("link").textContent !== text + age) { $("link").className = `link ${kind}`; $("link").textContent = text + age; }
+  if (isDead === (kind === "lost")) return;
+  isDead = kind === "lost";  // nothing on the page is known to be true any more
+  document.body.classList.toggle("dead", isDead);
+  showModels([...models.values()]);
+  showRun();
+}
+// The stream says something every 15 s, so a longer silence means that the gateway or the network is gone.
+const DEAD = "the gateway does not answer";
+let reason = DEAD;
+setInterval(() => { if (isDead || ($("link").classList.contains("live") && Date.now() - toldAt > 25000)) setLink("lost", reason); }, 1000);
 
 function askKey(wrong) {
   stop?.abort();
@@ -177,6 +199,7 @@ async function connect() {
   stop?.abort();
   const mine = stop = new AbortController();
   for (let pause = 500; !mine.signal.aborted; pause = Math.min(pause * 2, 8000)) {
+    reason = DEAD;
     try {
       const begun = performance.now();
       await listen(take, mine.signal);
@@ -184,10 +207,10 @@ async function connect() {
     } catch (error) {
       if (mine.signal.aborted) return;
       if (error instanceof Refused && error.status === 401) return askKey(error.message);
-      if (error instanceof Refused) setLink("lost", error.message);
+      reason = error instanceof Refused ? error.message : reason;
     }
     if (mine.signal.aborted) return;
-    if (!$("link").classList.contains("lost")) setLink("lost", "the gateway does not answer; trying again");
+    setLink("lost", reason);
     await new Promise((done) => setTimeout(done, pause));
   }
 }

@@ -1,25 +1,33 @@
-import { $, ago, bytes, copy, count, make, many, short, shortId, table } from "./dom.js";
-import { get, remove } from "./stream.js";
+import { $, ago, bytes, copy, count, make, many, short, swap, table } from "./dom.js";
+import { get, hasPublishedKey, remove } from "./stream.js";
 
 const words = (name) => name.replaceAll("_", " ");
 const empty = (...children) => make("p", { class: "empty" }, ...children);
 let caller = { owner: "", scope: "read" };
-let usageAt = 0;
+let usageAt = 0, nameOfId = (id) => id;
+const confirming = new Set();  // paths of checkpoints for which "Delete" has been clicked
 
 export function setCaller(told) { caller = told; }
+export function setNames(name) { nameOfId = name; }
+// The settings may give a key without an owner; its owner's name is then made of the key's hash.
+export function ownerName(owner) {
+  const nameless = /^key-([0-9a-f]{6})[0-9a-f]{6}$/.exec(owner);
+  if (!nameless) return owner;
+  return owner === caller.owner ? (hasPublishedKey() ? "tml-local" : "you") : `unnamed key ${nameless[1]}`;
+}
 export const isAdmin = () => caller.scope === "admin";
 
 export function showQueue(queue) {
   $("queue-count").textContent = queue.total ? `${count(queue.total)} unfinished` : "";
   if (!queue.total) return $("queue").replaceChildren(empty("Nothing waits, nothing runs."));
   const rows = queue.rows.map((one) => make("tr", {},
-    make("td", { class: "nowrap" }, make("span", { class: `dot ${one.is_running ? "up" : "wait"}` }), ` ${words(one.kind)}`, make("br"),
-      make("span", { class: "soft" }, shortId(one.model), isAdmin() ? ` · ${one.owner}` : "")),
+    make("td", { class: "long" }, make("span", { class: `dot ${one.is_running ? "up" : "wait"}` }), ` ${one.count > 1 ? `${count(one.count)} × ` : ""}${words(one.kind)}`, make("br"),
+      make("span", { class: "soft" }, nameOfId(one.model), isAdmin() ? ` · ${ownerName(one.owner)}` : "")),
     make("td", { class: "long" }, one.reason, one.queue_state === "active" ? null : make("span", { class: "soft" }, ` (${words(one.queue_state)})`)),
     make("td", { class: "number nowrap" }, ago(one.since))));
-  const more = queue.total - queue.rows.length;
+  const more = queue.total - queue.rows.reduce((total, one) => total + one.count, 0);
   const kinds = Object.entries(queue.kinds).map(([kind, number]) => `${count(number)} ${words(kind)}`).join(", ");
-  $("queue").replaceChildren(make("p", { class: "note" }, `${kinds}.${more > 0 ? ` The oldest ${queue.rows.length}:` : ""}`),
+  $("queue").replaceChildren(make("p", { class: "note" }, `${kinds}.${more > 0 ? ` ${count(more)} of them are not listed.` : ""}`),
     table([["Request"], ["What it waits for"], ["For", "number"]], rows));
 }
 
@@ -60,7 +68,7 @@ export function showErrors(told) {
   if (!told.errors.length) return $("errors").replaceChildren(empty("None since the gateway started."));
   $("errors").replaceChildren(make("ul", { class: "errors" }, told.errors.map((one) => make("li", {},
     make("div", { class: "meta" }, make("span", { class: "number" }, new Date(one.at * 1000).toLocaleTimeString("en-GB")), make("span", {}, words(one.what)),
-      one.subject ? make("span", {}, shortId(one.subject)) : null, make("span", {}, one.reason), one.count > 1 ? make("span", {}, `${count(one.count)} times`) : null, isAdmin() ? make("span", {}, one.owner) : null),
+      one.subject ? make("span", {}, nameOfId(one.subject)) : null, make("span", {}, one.reason), one.count > 1 ? make("span", {}, `${count(one.count)} times`) : null, isAdmin() ? make("span", {}, ownerName(one.owner)) : null),
     one.field ? make("span", { class: "field" }, one.field) : null, one.field ? " " : null, one.message))));
 }
 
@@ -101,13 +109,14 @@ function download(one, place) {
 
 function deletion(one) {
   const box = make("span");
-  const ask = make("button", { class: "quiet", type: "button", onclick: () => box.replaceChildren(sure, keep) }, "Delete");
-  const keep = make("button", { class: "quiet", type: "button", onclick: () => box.replaceChildren(ask) }, "Keep");
+  const ask = make("button", { class: "quiet", type: "button", onclick: () => { confirming.add(one.tinker_path); box.replaceChildren(sure, keep); keep.focus(); } }, "Delete");
+  const keep = make("button", { class: "quiet", type: "button", onclick: () => { confirming.delete(one.tinker_path); box.replaceChildren(ask); ask.focus(); } }, "Keep");
   const sure = make("button", { class: "quiet bad", type: "button", onclick: async () => {
     sure.disabled = true;
+    confirming.delete(one.tinker_path);
     try { await remove(path(one).url); await loadCheckpoints(); } catch (error) { box.replaceChildren(error.message); }
   } }, "Delete for good");
-  box.append(ask);
+  box.append(...(confirming.has(one.tinker_path) ? [sure, keep] : [ask]));
   return box;
 }
 
@@ -121,7 +130,7 @@ function showCheckpoints({ checkpoints, cursor }) {
     const { run, name } = path(one), place = make("div", { class: "links" }), own = !one.owner || one.owner === caller.owner;
     const line = resume[one.checkpoint_type]?.(one);
     return make("tr", { "data-path": one.tinker_path },
-      make("td", { class: "long" }, make("b", {}, name), make("br"), make("span", { class: "soft" }, shortId(run), one.owner ? ` · ${one.owner}` : "", one.public ? " · public" : ""), place),
+      make("td", { class: "long" }, make("b", {}, name), make("br"), make("span", { class: "soft" }, nameOfId(run), one.owner ? ` · ${ownerName(one.owner)}` : "", one.public ? " · public" : ""), place),
       make("td", {}, one.checkpoint_type === "external" ? "export" : one.checkpoint_type),
       make("td", { class: "number nowrap" }, one.size_bytes ? bytes(one.size_bytes) : "–"),
       make("td", { class: "nowrap number hide-small" }, new Date(one.time).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }),
@@ -130,7 +139,7 @@ function showCheckpoints({ checkpoints, cursor }) {
         line ? make("button", { class: "quiet", type: "button", title: line[1], onclick: (event) => copy(line[1], event.target) }, line[0]) : null,
         own ? download(one, place) : null, own && mayChange ? deletion(one) : null)));
   });
-  $("checkpoints").replaceChildren(table([["Name"], ["Kind"], ["Size", "number"], ["Saved", "number hide-small"], [""]], rows));
+  swap($("checkpoints"), table([["Name"], ["Kind"], ["Size", "number"], ["Saved", "number hide-small"], [""]], rows));
 }
 
 export async function loadUsage(force = false) {
@@ -153,7 +162,7 @@ function showUsage(found, names) {
   }
   if (!sums.size) return $("usage").replaceChildren(empty("Nothing was trained or sampled in the last 30 days."));
   const rows = [...sums.values()].map((row) => make("tr", {},
-    make("td", { class: "long" }, isAdmin() ? row.owner : names.get(row.key_id) || "key", make("br"), make("span", { class: "soft mono" }, row.key_id || "–")),
+    make("td", { class: "long" }, isAdmin() ? ownerName(row.owner) : names.get(row.key_id) || ownerName(row.owner), make("br"), make("span", { class: "soft mono" }, row.key_id || "–")),
     ...["trained_tokens", "prompt_tokens", "sampled_tokens"].map((name) => make("td", { class: "number" }, count(row[name]))),
     make("td", { class: "number" }, short(row.gpu_seconds))));
   const stored = Object.values(found.stored_bytes).reduce((total, size) => total + size, 0);

@@ -118,7 +118,9 @@ export function takeSamples(told, name) {
   if (!current()) choose();
   $("source").hidden = !sources.length;
   const options = sources.map((one) => make("option", { value: named(one), selected: named(one) === chosen }, name(one)));
-  $("source").replaceChildren(...options);
+  const own = $("source"), drawn = options.map((one) => one.textContent).join("\n");
+  if (own.dataset.drawn !== drawn) { own.replaceChildren(...options); own.dataset.drawn = drawn; }  // an open list stays open
+  own.value = chosen ?? "";
   settle();
   refresh();
 }

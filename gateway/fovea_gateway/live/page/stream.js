@@ -3,7 +3,9 @@
 const STORED = "fovea-key";
 let key = sessionStorage.getItem(STORED);
 
+export const PUBLISHED = "tml-local";  // accepted only on this machine
 export const hasKey = () => key !== null;
+export const hasPublishedKey = () => key === PUBLISHED;
 export function setKey(text) { key = text; sessionStorage.setItem(STORED, text); }
 export function forgetKey() { key = null; sessionStorage.removeItem(STORED); }
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -151,15 +152,53 @@ def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Pat
         "fovea_gateway.database.migrations": ["--to", "4"],
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOVEA_GATEWAY_")}
-    for module, arguments in programs.items():
+
+    def run(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", module, *arguments]
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    for module, arguments in programs.items():
+        ended = run(module, *arguments)
         assert ended.returncode == 1
         assert f"{tmp_path / '.fovea'} contains no gateway database: name the gateway's folder" in ended.stderr
-    assert list(tmp_path.iterdir()) == []
-    named = [sys.executable, "-m", "fovea_gateway.access.keys_command", "list", "--state-dir", "named"]
-    subprocess.run(named, cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "named" / "gateway.db").exists()
+    keys, owners, _ = programs
+    for module, *words in ((keys, "list"), (owners, "usage")):
+        looked = run(module, *words, "--state-dir", "named")
+        assert looked.returncode == 1
+        assert "named contains no gateway database: name another folder" in looked.stderr
+    assert list(tmp_path.iterdir()) == [], "a look at the wrong folder makes none"
+    for is_new in (True, False):
+        made = run(keys, "create", "--owner", "alice", "--state-dir", "named")
+        assert made.returncode == 0
+        assert ("a new database" in made.stderr) is is_new
+
+
+def test_a_restart_names_the_cause_if_the_service_cannot_start(tmp_path: pathlib.Path) -> None:
+    service = subprocess.Popen(["sleep", "600"])
+    item = {"pid": service.pid, "address": "127.0.0.1:1", "restarts": 2, "last_end": "code 7 (OSError: earlier)"}
+    folder = StateFolder(tmp_path)
+
+    def write(**changes: object) -> None:
+        folder.write({"services": {"gateway": item | changes}, "tls_dir": ""})
+
+    def supervise() -> None:
+        service.wait()
+        write(pid=None, last_end="SIGKILL")
+        write(pid=None, restarts=3, last_end="code 1 (ModuleNotFoundError: No module named 'click')")
+
+    folder.hold("http://127.0.0.1:1")
+    supervisor = threading.Thread(target=supervise)
+    try:
+        write()
+        supervisor.start()
+        ended = CliRunner().invoke(app, ["restart", "gateway", "--state-dir", str(tmp_path)])
+    finally:
+        service.kill()
+        supervisor.join()
+        folder.release()
+    assert ended.exit_code == 1
+    said = "gateway cannot start: code 1 (ModuleNotFoundError: No module named 'click'). Fovea keeps trying"
+    assert ended.output.startswith(said)
 
 
 def test_where_nobody_has_a_key_the_first_one_is_made_and_shown_once(

@@ -189,3 +189,10 @@ async def test_a_temporary_folder_of_another_user_is_not_taken(tmp_path: Path, m
     with pytest.raises(InterruptedError):
         await Service(spec, lambda *_: None).run(note, ignore)
     assert hows == [f"a failed start ({tmp_path} belongs to another user; set TMPDIR to a folder of your own)"]
+
+
+async def test_files_of_the_users_folder_do_not_shadow_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    _, _, lines = await ends("import random, sys; print('it is', random.__name__); sys.exit(3)", 1)
+    assert lines[0] == "it is random"

@@ -101,3 +101,23 @@ def test_no_numbers_of_a_step_end_what_is_noted_of_others(name: str, values: tup
     curves.add(1, found)
     points = [curves.points(one, 10) for one in curves.names]
     assert json.loads(to_text(points)) == points, "browsers read it"
+
+
+def test_a_run_continues_from_a_step_with_what_was_known_by_then() -> None:
+    curves = StepCurves()
+    for step in range(1, 3 * BUCKETS + 1):
+        curves.add(step, {"loss": float(step)})
+    assert curves.stride == 4
+    resumed = curves.continued("tinker://a/weights/b", 1001)
+    resumed.add(1002, {"loss": 7.0})
+    again = StepCurves.from_blob(resumed.to_blob())
+    assert (again.resumed, again.last_step, again.stride) == (("tinker://a/weights/b", 1001), 1002, 4)
+    points = again.points("loss", BUCKETS)
+    assert points["step"][-2:] == [997.5, 1001.0], "the part of a bucket before the step is not known by itself"
+    assert points["mean"][-2:] == [997.5, 7.0]
+
+
+def test_a_run_of_which_nothing_is_known_continues_at_its_step() -> None:
+    resumed = StepCurves().continued("tinker://a/weights/b", 5 * BUCKETS)
+    resumed.add(5 * BUCKETS + 1, {"loss": 1.0})
+    assert (resumed.last_step, resumed.points("loss", 9)["mean"]) == (5 * BUCKETS + 1, [1.0])

@@ -1,0 +1,125 @@
+"""The live page in a real browser, before fakes: names, held-out figures, a resumed run, groups of the queue, the
+keyboard focus, and a gateway that is gone.
+
+`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of it.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.gateway.conftest import Stand, running
+from tests.contract.gateway.fakes import MODEL
+from tests.contract.gateway.requests import Rest
+from tests.e2e.browser import Browser, running_browser, why_no_browser
+
+pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
+
+PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
+_FOCUS = "return [document.activeElement.tagName, document.activeElement.title || document.activeElement.textContent]"
+_TITLES = (
+    "return [...document.querySelectorAll('#run .curve figcaption span:first-child')].map((one) => one.textContent)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
+
+
+async def _step(rest: Rest, model_id: str, number: int) -> None:
+    await rest.result((await rest.forward_backward(model_id, 2 * number - 1)).json()["request_id"])
+    await rest.result((await rest.optim_step(model_id, 2 * number, learning_rate=1e-3 / number))["request_id"])
+
+
+async def _run(rest: Rest) -> tuple[str, str, str]:
+    """Trains a named run with held-out figures and resumes it. Returns the ids of both models and the checkpoint."""
+    first = await rest.create_model(user_metadata={"name": "birds"})
+    for number in range(1, 9):
+        await _step(rest, first, number)
+        await rest.ok("live/reports", model_id=first, metrics={"held_out_loss": 2.0 / number, "accuracy": number / 9})
+    saved = await rest.ok("save_weights", model_id=first, seq_id=17, path="kept")
+    path = str((await rest.result(saved["request_id"]))["path"])
+    resumed = await rest.create_model(1, user_metadata={"name": "birds"})
+    loaded = await rest.ok("load_weights", model_id=resumed, seq_id=1, path=path, optimizer=True)
+    await rest.result(loaded["request_id"])
+    for number in range(2, 5):
+        backward = await rest.forward_backward(resumed, 2 * number - 2)
+        await rest.result(backward.json()["request_id"])
+        step = await rest.optim_step(resumed, 2 * number - 1, learning_rate=1e-4)
+        await rest.result(step["request_id"])
+    return first, resumed, path
+
+
+async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path: Path, browser: Browser) -> None:
+    async def see(look: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.to_thread(look, *arguments)
+
+    def open_page() -> None:
+        browser.show(1280, dark=False)
+        browser.open(f"{stand.url}/")
+        browser.wait_text("#link", "live")
+
+    async with running(Stand(tmp_path)) as stand, stand.http() as http:
+        rest = Rest(http)
+        _, resumed, path = await _run(rest)
+        nameless = await rest.create_model(2)
+        await see(open_page)
+        await see(browser.wait_text, "#models", "birds", "step 11", "resumed at 8")
+        assert f"{MODEL.rpartition('/')[2]}, " in await see(
+            browser.text, f"#models button[title='{nameless}'] .name"
+        ), "its base model"
+        assert await see(browser.text, "#caller") == "tml-local · train"
+
+        await see(browser.click, f"#models button[title='{resumed}']")
+        await see(browser.wait_text, "#run", "birds", "resumed at step 8 of birds", "11\nsteps")
+        await see(browser.wait, "return document.querySelectorAll('#run .curve .path.beside').length === 1")
+        await see(browser.wait, "return document.querySelectorAll('#run .curve line.resumed').length >= 3")
+        assert await see(browser.run, _TITLES) == ["Loss, sum of the step", "Held-out accuracy", "Learning rate"]
+        if PICTURES:
+            await see(browser.pictures, Path(PICTURES), "contract", 1500)
+        await see(browser.show, 390, True)
+        assert await see(browser.too_wide, ".scroll, .models, svg") == []
+        await see(browser.show, 1280, False)
+
+        # The focus stays where it is while the model's figures and its place in the list change.
+        focused = f"document.querySelector(\"#models button[title='{nameless}']\").focus();"
+        await see(browser.run, focused)
+        assert await see(browser.run, _FOCUS) == ["BUTTON", nameless]
+        await rest.ok("live/reports", model_id=nameless, metrics={"reward": 0.5})
+        await see(browser.wait_text, f"#models button[title='{nameless}']", "reward", "0.5")
+        assert await see(browser.run, _FOCUS) == ["BUTTON", nameless]
+        await see(browser.click, f"[data-path='{path}'] button", "Delete")
+        assert await see(browser.run, _FOCUS) == ["BUTTON", "Keep"]
+        await rest.result((await rest.ok("save_weights", model_id=nameless, seq_id=1, path="more"))["request_id"])
+        await see(browser.wait_text, "#checkpoints", "more", "Delete for good")
+        assert await see(browser.run, _FOCUS) == ["BUTTON", "Keep"]
+
+        # Requests of one kind and model are one row of the queue.
+        stand.trainer.open.clear()
+        for number in range(2, 22):
+            await rest.forward_backward(nameless, number)
+        await see(browser.wait_text, "#queue", "× forward backward")
+        await see(browser.wait_text, "#queue-count", "20 unfinished")
+        assert await see(browser.run, "return document.querySelectorAll('#queue tbody tr').length") <= 2
+        stand.trainer.open.set()
+        await see(browser.wait_text, "#queue", "Nothing waits")
+
+        green = "return [...document.querySelectorAll('.dot')].map((one) => getComputedStyle(one).backgroundColor)"
+        before = set(await see(browser.run, green))
+        await stand.stop()
+        await see(browser.wait_text, "#link", "the gateway does not answer", "data of", "ago")
+        (dead,) = set(await see(browser.run, green))
+        assert dead not in before, "all dots are red"
+        assert await see(browser.text, "#run .state") == "unknown"
+        if PICTURES:
+            await see(browser.pictures, Path(PICTURES), "contract-dead", 1500)
+        await see(browser.show, 1280, False)
+        await stand.start()
+        await see(browser.wait_text, "#link", "live")
+        await see(browser.wait_text, "#run .state", "ready")
