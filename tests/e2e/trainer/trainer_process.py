@@ -27,10 +27,11 @@ class TrainerProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "fovea_trainer", "--model", str(model_dir), "--port", str(self.port)]
+        most = () if "--ranks" in arguments else ("--ranks", str(ranks))
         recovery = () if "--recovery" in arguments else ("--recovery", str(log.parent / "recovery"))
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--ranks", str(ranks), *checkpoints(log.parent.parent), *recovery, *arguments],
+                [*command, *most, *checkpoints(log.parent.parent), *recovery, *arguments],
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -214,6 +214,11 @@ def test_where_nobody_has_a_key_the_first_one_is_made_and_shown_once(
     assert may_have_keys(tmp_path)
 
 
+def test_a_url_is_no_grpc_address() -> None:
+    ended = CliRunner().invoke(app, ["sessions", "list", "--gateway", "http://127.0.0.1:8000"])
+    assert (ended.exit_code, "give host:port of the gRPC server" in ended.output) == (2, True)
+
+
 def test_help_names_every_command() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
     for command in ("up", "down", "status", "logs", "keys", "checkpoints", "models", "demo", "version"):
