@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import tinker
 
-from fovea.runtime.hosts import check_server
+from fovea.client.gateway import check_server
 from fovea.wire import conventions
 from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_rollout.messages import Picture

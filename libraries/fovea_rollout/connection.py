@@ -7,7 +7,7 @@ from typing import Any
 
 import tinker
 
-from fovea.runtime.hosts import check_server
+from fovea.client.gateway import check_server
 
 
 def connect(base_url: str | None = None, api_key: str | None = None, **options: Any) -> tinker.ServiceClient:

@@ -14,7 +14,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import typer
 from rich.console import Console
 
-from fovea.runtime.hosts import check_server
+from fovea.client.gateway import check_server
 from fovea.wire.errors import FailedPrecondition
 from fovea_conformance import checks as check_modules
 from fovea_conformance.check import REGISTER, Check, Status

@@ -18,7 +18,7 @@ from fovea.cli.state_folder import (
     print_error,
     read_state,
 )
-from fovea.runtime.hosts import check_server
+from fovea.client.gateway import check_server
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import FailedPrecondition
 

@@ -1,17 +1,29 @@
-"""Client of the gateway's gRPC API: sessions, models, training commands as futures, streamed samples."""
+"""Client of the gateway's gRPC API: sessions, models, training commands as futures, streamed samples.
+
+`check_server` checks the base URL of its REST API.
+"""
 
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2, gateway_pb2_grpc, trainer_pb2, weights_pb2
 from fovea.client.channel import ServiceClient
 from fovea.client.trainer import ForwardBackwardResult
+from fovea.runtime.hosts import host_of
 from fovea.wire.conventions import GATEWAY_SERVICE, PIECE_BYTES
-from fovea.wire.errors import Internal
+from fovea.wire.errors import FailedPrecondition, Internal
 
 SUBMIT_TIMEOUT_S = 120.0
 WAIT_S = 30.0
+
+_API = "/api/v1"
+_ANSWER_S, _GUESS_S = 10.0, 2.0
+_REST_PORT = 8000
+_NOT_FOUND = (404, 405)
+_NOT_SERVED = (301, 302, 307, 308, *_NOT_FOUND, 502, 503, 504)
+"""Statuses of another program, of another path, or of a proxy without a server behind it."""
 
 
 class GatewayClient(ServiceClient):
@@ -159,3 +171,62 @@ class GatewayClient(ServiceClient):
                     pending = True
                 else:
                     yield record
+
+
+def check_server(base_url: str) -> None:
+    """Checks in seconds that a Tinker server answers at a base URL. The SDK would retry for minutes without a word.
+
+    Raises:
+        FailedPrecondition: No Tinker server answers there. The message says what to change.
+    """
+    url = base_url.rstrip("/")
+    if host_of(url) == "" or not url.startswith(("http://", "https://")):
+        meant = (base_url.partition("://")[2] if "://" in base_url else base_url).strip("/")
+        raise FailedPrecondition(
+            f"base_url is {base_url!r}, which is no http:// or https:// address: write"
+            f" http://{meant if host_of(meant) else f'127.0.0.1:{_REST_PORT}'}",
+            field="base_url",
+        )
+    seen = _unserved(url, _ANSWER_S)
+    if not seen:
+        return
+    better = "" if "timed out" in seen else next((one for one in _variants(url) if not _unserved(one, _GUESS_S)), "")
+    if better:
+        fix = f"; one responds at {better}: use that address"
+    elif "CERTIFICATE_VERIFY" in seen:
+        fix = ": set SSL_CERT_FILE to the certificate of the authority that signed the server's"
+    else:
+        fix = ": start one with `fovea up`, or give the address of a running one"
+    raise FailedPrecondition(
+        f"no server responds at {url} ({seen}){fix} (base_url, --base-url or TINKER_BASE_URL)", field="base_url"
+    )
+
+
+def _variants(url: str) -> list[str]:
+    """Returns addresses that were probably meant: without the path, with the other scheme, with the REST port."""
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    found = [
+        f"{scheme}://{authority}{path}"
+        for authority in (parts.netloc, f"{host}:{_REST_PORT}")
+        for scheme in (parts.scheme, "http" if parts.scheme == "https" else "https")
+        for path in (parts.path, parts.path.removesuffix("/v1").removesuffix("/api"), "")
+    ]
+    return list(dict.fromkeys(found))[1:]
+
+
+def _unserved(url: str, timeout_s: float) -> str:
+    """Returns the reason why no Tinker server is at a base URL; empty if one answers, even with a refusal."""
+    import httpx
+
+    try:
+        answer = httpx.get(f"{url}{_API}/healthz", timeout=timeout_s)
+        if answer.status_code in _NOT_FOUND:  # some servers have no health check
+            answer = httpx.get(f"{url}{_API}/get_server_capabilities", timeout=timeout_s)
+    except httpx.RemoteProtocolError:
+        return "the port does not speak HTTP/1.1; a gRPC port does not"
+    except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
+        return f"{error or type(error).__name__}"
+    if answer.status_code in _NOT_SERVED:
+        return f"it answers {answer.status_code}, so it is no Tinker server or none is behind it"
+    return ""

@@ -1,4 +1,4 @@
-"""Addresses and ports: those that servers listen on, and the base URL of the server that a program uses."""
+"""Addresses and ports for servers to listen on."""
 
 import fcntl
 import ipaddress
@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fovea.wire.errors import FailedPrecondition
-
 WILDCARDS = ("0.0.0.0", "::")
 """Addresses that stand for all addresses of a machine; clients cannot connect to them."""
 
@@ -21,13 +19,6 @@ _LOWEST_PORT = 10_000
 _LEAST_PORTS = 1_000
 _draw = random.SystemRandom()  # two processes with the same `random` seed must not find the same ports
 _claims: dict[int, socket.socket] = {}
-
-_API = "/api/v1"
-_ANSWER_S, _GUESS_S = 10.0, 2.0
-_REST_PORT = 8000
-_NOT_FOUND = (404, 405)
-_NOT_SERVED = (301, 302, 307, 308, *_NOT_FOUND, 502, 503, 504)
-"""Statuses of another program, of another path, or of a proxy without a server behind it."""
 
 
 def is_loopback(host: str) -> bool:
@@ -131,62 +122,3 @@ def _given_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-def check_server(base_url: str) -> None:
-    """Checks in seconds that a Tinker server answers at a base URL. The SDK would retry for minutes without a word.
-
-    Raises:
-        FailedPrecondition: No Tinker server answers there. The message says what to change.
-    """
-    url = base_url.rstrip("/")
-    if host_of(url) == "" or not url.startswith(("http://", "https://")):
-        meant = (base_url.partition("://")[2] if "://" in base_url else base_url).strip("/")
-        raise FailedPrecondition(
-            f"base_url is {base_url!r}, which is no http:// or https:// address: write"
-            f" http://{meant if host_of(meant) else f'127.0.0.1:{_REST_PORT}'}",
-            field="base_url",
-        )
-    seen = _unserved(url, _ANSWER_S)
-    if not seen:
-        return
-    better = "" if "timed out" in seen else next((one for one in _variants(url) if not _unserved(one, _GUESS_S)), "")
-    if better:
-        fix = f"; one responds at {better}: use that address"
-    elif "CERTIFICATE_VERIFY" in seen:
-        fix = ": set SSL_CERT_FILE to the certificate of the authority that signed the server's"
-    else:
-        fix = ": start one with `fovea up`, or give the address of a running one"
-    raise FailedPrecondition(
-        f"no server responds at {url} ({seen}){fix} (base_url, --base-url or TINKER_BASE_URL)", field="base_url"
-    )
-
-
-def _variants(url: str) -> list[str]:
-    """Returns addresses that were probably meant: without the path, with the other scheme, with the REST port."""
-    parts = urlsplit(url)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    found = [
-        f"{scheme}://{authority}{path}"
-        for authority in (parts.netloc, f"{host}:{_REST_PORT}")
-        for scheme in (parts.scheme, "http" if parts.scheme == "https" else "https")
-        for path in (parts.path, parts.path.removesuffix("/v1").removesuffix("/api"), "")
-    ]
-    return list(dict.fromkeys(found))[1:]
-
-
-def _unserved(url: str, timeout_s: float) -> str:
-    """Returns the reason why no Tinker server is at a base URL; empty if one answers, even with a refusal."""
-    import httpx
-
-    try:
-        answer = httpx.get(f"{url}{_API}/healthz", timeout=timeout_s)
-        if answer.status_code in _NOT_FOUND:  # some servers have no health check
-            answer = httpx.get(f"{url}{_API}/get_server_capabilities", timeout=timeout_s)
-    except httpx.RemoteProtocolError:
-        return "the port does not speak HTTP/1.1; a gRPC port does not"
-    except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
-        return f"{error or type(error).__name__}"
-    if answer.status_code in _NOT_SERVED:
-        return f"it answers {answer.status_code}, so it is no Tinker server or none is behind it"
-    return ""
