@@ -4,6 +4,9 @@
 """
 
 import hashlib
+import http.client
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +25,7 @@ _API = "/api/v1"
 _ANSWER_S, _GUESS_S = 10.0, 2.0
 _REST_PORT = 8000
 _NOT_FOUND = (404, 405)
-_NOT_SERVED = (301, 302, 307, 308, *_NOT_FOUND, 502, 503, 504)
+_NOT_SERVED = (*_NOT_FOUND, 502, 503, 504)
 """Statuses of another program, of another path, or of a proxy without a server behind it."""
 
 
@@ -217,16 +220,19 @@ def _variants(url: str) -> list[str]:
 
 def _unserved(url: str, timeout_s: float) -> str:
     """Returns the reason why no Tinker server is at a base URL; empty if one answers, even with a refusal."""
-    import httpx
-
-    try:
-        answer = httpx.get(f"{url}{_API}/healthz", timeout=timeout_s)
-        if answer.status_code in _NOT_FOUND:  # some servers have no health check
-            answer = httpx.get(f"{url}{_API}/get_server_capabilities", timeout=timeout_s)
-    except httpx.RemoteProtocolError:
-        return "the port does not speak HTTP/1.1; a gRPC port does not"
-    except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
-        return f"{error or type(error).__name__}"
-    if answer.status_code in _NOT_SERVED:
-        return f"it answers {answer.status_code}, so it is no Tinker server or none is behind it"
-    return ""
+    status = 0
+    for path in ("healthz", "get_server_capabilities"):  # some servers have no health check
+        try:
+            with urllib.request.urlopen(f"{url}{_API}/{path}", timeout=timeout_s):
+                return ""
+        except urllib.error.HTTPError as error:
+            error.close()
+            status = error.code
+        except http.client.HTTPException:
+            return "the port does not speak HTTP/1.1; a gRPC port does not"
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            return str(reason) or type(reason).__name__
+        if status not in _NOT_FOUND:
+            break
+    return f"it answers {status}, so it is no Tinker server or none is behind it" if status in _NOT_SERVED else ""
