@@ -80,11 +80,6 @@ def main(
     left_out = {one.check_id for one in select(load(), skip)} if skip else set()
     chosen = [one for one in select(load(), only or []) if one.check_id not in left_out]
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-    try:
-        check_server(base_url)
-    except FailedPrecondition as error:
-        console.print(f"--base-url: {error.message}")
-        raise typer.Exit(2) from None
     name = model or _first_model(base_url, api_key, console)
     options = Options(base_url, api_key, name, vlm, restart_command, session_ttl_s, long_job_s, checkpoint, cookbook)
     verdicts = _run(chosen, options, console)
@@ -118,6 +113,11 @@ def _run(chosen: list[Check], options: Options, console: Console) -> list[Verdic
 def _first_model(base_url: str, api_key: str, console: Console) -> str:
     import httpx
 
+    try:
+        check_server(base_url)
+    except FailedPrecondition as error:
+        console.print(f"--base-url: {error.message}")
+        raise typer.Exit(2) from None
     url = f"{base_url.rstrip('/')}/api/v1/get_server_capabilities"
     try:
         answer = httpx.get(url, headers={"X-API-Key": api_key}, timeout=30).raise_for_status()
