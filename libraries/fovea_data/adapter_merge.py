@@ -40,7 +40,7 @@ SHARD_BYTES = 4 * 2**30
 
 _PREFIX = "base_model.model."
 _SUFFIX = ".weight"
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _SHARED_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -298,7 +298,7 @@ class _Base:
         if (stacked := _STACKED.fullmatch(place)) is not None:
             parent, projection = stacked[1], stacked[2]
             if alone is not None:
-                module = f"{parent}.{alone[2]}.{alone[3]}"
+                module = f"{parent}.{alone[2]}.{_SHARED_NAMES.get(alone[3], alone[3])}"
                 return self._whole(name, module, factors) if factors.has(module) else None
             return self._of_experts(name, parent, _HALVES[projection], factors)
         module = place.removesuffix(_SUFFIX)

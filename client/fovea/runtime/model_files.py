@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fovea import vision
 from fovea.vision.vision_family import VisionFamily
 
-_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe")
+_TEXT_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe")
 
 MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 """Values of `model_type` that Fovea supports in all services, unless `check_supported` rejects the rest of the config.
@@ -19,13 +19,15 @@ MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 STATE_LAYERS = {"qwen3_5_text": "linear_attention", "qwen3_5_moe_text": "linear_attention", "lfm2": "conv"}
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
-EXPERT_TYPES = ("qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
+EXPERT_TYPES = ("mixtral", "qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """Entries that change logits after the unembedding; capping is not among them."""
 _UNLIKE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Entries of config.json that describe how a checkpoint was written, not what it computes."""
+_FIXED = {"mixtral": {"sliding_window": None, "router_jitter_noise": 0.0, "hidden_act": "silu"}}
+"""By `model_type`: entries that vLLM ignores, and the value that it assumes."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -104,6 +106,11 @@ def check_variant(config: Mapping[str, Any]) -> None:
             f"pad_token_id of {name} is {text['pad_token_id']}, must be 0: at the positions of images, transformers "
             "looks up this id in the per-layer embeddings, while vLLM looks up 0"
         )
+    fixed = _FIXED.get(str(name), {})
+    if other := [entry for entry, value in fixed.items() if text.get(entry, value) != value]:
+        raise ValueError(
+            f"{other[0]} of {name} is {text[other[0]]!r}, which vLLM would ignore; supported is {fixed[other[0]]!r}"
+        )
     if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
         raise ValueError(
             f"{changed[0]} of {name} is not supported: logits must be the plain product with the unembedding"
@@ -126,6 +133,36 @@ def experts_of(config: Mapping[str, Any]) -> str:
     """Returns the config entry that gives the number of experts; empty for a dense model."""
     text = language_entries(config)
     return next((entry for entry in _EXPERT_COUNTS if text.get(entry)), "")
+
+
+class MixtureSizes(NamedTuple):
+    """The sizes of the experts of a layer.
+
+    Attributes:
+        count: The number of experts.
+        per_token: The number of experts that a token uses.
+        inner: The intermediate size of an expert.
+        shared: The intermediate size of the experts that all tokens use; 0 if there are none.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    shared: int
+
+
+def mixture_sizes(config: Mapping[str, Any]) -> MixtureSizes | None:
+    """Returns the sizes of a model's experts, or None for a dense model.
+
+    Args:
+        config: config.json as completed by transformers.
+    """
+    text = language_entries(config)
+    if not (entry := experts_of(config)):
+        return None
+    inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+    shared = text.get("shared_expert_intermediate_size") or inner * (text.get("n_shared_experts") or 0)
+    return MixtureSizes(int(text[entry]), int(text["num_experts_per_tok"]), inner, int(shared))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

@@ -11,6 +11,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
@@ -139,6 +141,14 @@ def _mistral(ids: TokenIds) -> MistralConfig:
     return MistralConfig(**mistral_language(ids), rope_parameters=rope(1e6), tie_word_embeddings=False)
 
 
+def _mixtral(ids: TokenIds) -> MixtralConfig:
+    # 8x7B: 32 layers, all of them with 8 experts of 14,336 channels, of which a token uses 2; 32 heads of 128 for 8.
+    sparse = {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]}
+    text = mistral_language(ids) | {"intermediate_size": EXPERTS["moe_intermediate_size"]}
+    text.pop("model_type")
+    return MixtralConfig(**text | sparse, rope_parameters=rope(1e6), tie_word_embeddings=False)
+
+
 def gemma3_language(ids: TokenIds) -> dict[str, Any]:
     """Returns settings like Gemma 3 4B's: five layers with a window, one without; norms around both halves; tied."""
     return language(ids, begin="<bos>", end="<end_of_turn>", pad="<pad>", layers=6) | {
@@ -202,6 +212,18 @@ TEXT_FAMILIES = (
         source=_CONFIG_SOURCE,
         architecture=MistralForCausalLM,
         config=_mistral,
+        tokens=MISTRAL_TOKENS,
+        chat=MISTRAL_CHAT,
+        begin="<s>",
+        end="</s>",
+        pad="<pad>",
+    ),
+    Family(
+        name="mixtral",
+        published="mistralai/Mixtral-8x7B-Instruct-v0.1",
+        source=_CONFIG_SOURCE,
+        architecture=MixtralForCausalLM,
+        config=_mixtral,
         tokens=MISTRAL_TOKENS,
         chat=MISTRAL_CHAT,
         begin="<s>",

@@ -6,7 +6,8 @@ experts, and names in checkpoints map to parameters that vLLM would otherwise no
 Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManager._get_punica_wrapper` there,
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
     `Qwen3VLMoeForConditionalGeneration`, and `can_replace_layer` of `vllm.lora.layers.FusedMoEWithLoRA`.
-    For names: `hf_to_vllm_mapper` of the classes in `TOWERS` and of `Lfm2VLForConditionalGeneration`, adds
+    For names: `hf_to_vllm_mapper` of the classes in `TOWERS`, of `Lfm2VLForConditionalGeneration` and of
+    `MixtralForCausalLM`, adds
     `named_parameters` to `PixtralHFVisionModel`, and keeps `lora_base_layer_prefix` of `RoutedExperts` empty.
 Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding only if the model's class lists it in
     `embedding_modules`. Qwen3 lists `lm_head`; Qwen2, and with it Qwen2.5-VL, does not, although its layers are the
@@ -32,6 +33,8 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     LFM2's short convolutions are called `conv` in checkpoints and `short_conv` in vLLM. LFM2-VL's mapper lacks that
     entry. Weights load, because the language model inside has a mapper of its own, but adapters do not find their
     module. The patch adds the entry.
+    Mixtral's experts are below `block_sparse_moe` in checkpoints and vLLM, and below `mlp` in transformers and
+    adapters. The patch adds an entry for that.
 Upstream: vllm-project/vllm issue 21500, closed without a change; none known for the others.
 Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `lm_head` in their `embedding_modules`,
     `Idefics3ForConditionalGeneration` and `Glm4vForConditionalGeneration` have it among the parts of `get_mm_mapping`,
@@ -39,7 +42,7 @@ Delete when: `Qwen2ForCausalLM` and `Qwen2_5_VLForConditionalGeneration` have `l
     `Qwen3VLMoeForConditionalGeneration` has `qkv` in its mapping, and `can_replace_layer` asks the kernel;
     and vLLM maps `vision_tower.embeddings` of each class to a parameter that its model has, `PixtralHFVisionModel`
     loads weights with `AutoWeightsLoader`, `RoutedExperts.get_expert_mapping` also maps checkpoint names when LoRA
-    wraps the experts, and LFM2-VL's mapper has the entries of LFM2's.
+    wraps the experts, LFM2-VL's mapper has the entries of LFM2's, and Mixtral's maps `.mlp.`.
 """
 
 import re
@@ -57,6 +60,7 @@ from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
+from vllm.model_executor.models.mixtral import MixtralForCausalLM
 from vllm.model_executor.models.pixtral import PixtralHFVisionModel
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 from vllm.model_executor.models.utils import WeightsMapper
@@ -78,6 +82,7 @@ _LEVEL = WeightsMapper(
 )
 # Only the projections, which adapters can change; the language model's own mapper does not touch these names again.
 _CONVOLUTION = WeightsMapper(orig_to_new_regex={re.compile(r"\.conv\.(in_proj|out_proj)\."): r".short_conv.\1."})
+_MIXTURE = WeightsMapper(orig_to_new_regex={re.compile(r"\.mlp\."): ".block_sparse_moe."})
 
 
 def _named_parameters(self: Any, *arguments: Any, **how: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -94,7 +99,8 @@ def apply() -> None:
 def _correct_names() -> None:
     PixtralHFVisionModel.named_parameters = _named_parameters
     RoutedExperts.lora_base_layer_prefix = property(lambda _: "", lambda _, prefix: None)
-    missing = [(model, _LEVEL) for model in TOWERS] + [(Lfm2VLForConditionalGeneration, _CONVOLUTION)]
+    missing = [(model, _LEVEL) for model in TOWERS]
+    missing += [(Lfm2VLForConditionalGeneration, _CONVOLUTION), (MixtralForCausalLM, _MIXTURE)]
     for model, more in missing:
         if not more.orig_to_new_regex.keys() <= model.hf_to_vllm_mapper.orig_to_new_regex.keys():
             model.hf_to_vllm_mapper = model.hf_to_vllm_mapper | more

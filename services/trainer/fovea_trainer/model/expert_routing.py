@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
-from fovea.runtime.model_files import experts_of
+from fovea.runtime.model_files import mixture_sizes
 from fovea_trainer.batches.datum_decoding import ExpertShape
 
 DATA = "data"
@@ -297,10 +297,8 @@ class _Sums(torch.autograd.Function):
 def expert_shape(model: Any) -> ExpertShape | None:
     """Returns the shape of a model's experts, or None for a model without experts."""
     layers = sum(1 for _ in _routed_layers(model.get_decoder()))
-    if not layers:
-        return None
-    text = model.config.get_text_config()
-    return ExpertShape(layers, text.num_experts_per_tok, getattr(text, experts_of(text.to_dict())))
+    sizes = mixture_sizes(model.config.get_text_config().to_dict())
+    return ExpertShape(layers, sizes.per_token, sizes.count) if layers and sizes else None
 
 
 def replay_routing(decoder: Any) -> None:

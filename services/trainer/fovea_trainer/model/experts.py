@@ -41,6 +41,8 @@ class ExpertLayout(StrEnum):
 
     ONE_BY_ONE = "one by one"
     """One matrix [O, N] per expert and projection, for example `experts.7.gate_proj.weight`."""
+    NUMBERED = "one by one, as w1, w2, w3"
+    """The same with Mixtral's names, for example `experts.7.w1.weight`."""
     TRANSPOSED = "transposed"
     """[E, N, O]."""
     AS_IN_MODULE = "as in the module"

@@ -47,7 +47,7 @@ def fused(function: Callable[..., Result]) -> Callable[..., Result]:
 
 LLAMA_LIKE = (
     *("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text"),
-    *("qwen3_moe", "qwen3_vl_moe_text"),
+    *("mixtral", "qwen3_moe", "qwen3_vl_moe_text"),
 )
 """Model types of language models with Llama's layers, on their own or within a vision model.
 

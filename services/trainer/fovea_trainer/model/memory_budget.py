@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from fovea.runtime.machine_memory import host_free_bytes
+from fovea.runtime.model_files import MixtureSizes, mixture_sizes
 from fovea.wire.errors import ResourceExhausted
 from fovea_trainer.model import linear_attention
 from fovea_trainer.ranks.control_group import ControlGroup
@@ -156,24 +157,29 @@ def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    delta_nets = kinds.count("linear_attention")
+    delta_nets, experts = kinds.count("linear_attention"), mixture_sizes(text.to_dict())
     retained_bytes = delta_nets * linear_attention.retained_bytes(text, dtype) if delta_nets else 0
     return (
         _copies_bytes(text, dtype)
         + retained_bytes
-        + sum(_retained_bytes(text, index, kind, dtype) for index, kind in enumerate(kinds))
+        + sum(_retained_bytes(text, index, kind, dtype, experts) for index, kind in enumerate(kinds))
     )
 
 
-def _retained_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype) -> int:
+def _retained_bytes(
+    text: PretrainedConfig, index: int, kind: str, dtype: torch.dtype, experts: MixtureSizes | None
+) -> int:
     """Returns the bytes that one layer retains per token, without those of a gated delta net."""
     layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
     head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
-    mlp_size = 0 if _has_experts(text, index) else text.intermediate_size * (2 if is_wide else 1)
-    inner_size = (mlp_size or _routed_size(text)) + 2 * getattr(text, "hidden_size_per_layer_input", 0)
+    has_experts = experts is not None and _has_experts(text, index)
+    inner_size = 0 if has_experts else text.intermediate_size * (2 if is_wide else 1)
+    if experts is not None and has_experts:
+        inner_size += _routed_size(experts)
+    inner_size += 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
     norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
     retained_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
@@ -183,22 +189,21 @@ def _retained_bytes(text: PretrainedConfig, index: int, kind: str, dtype: torch.
 def _has_experts(text: PretrainedConfig, index: int) -> bool:
     is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
     every = getattr(text, "decoder_sparse_step", None) or 1
-    return bool(getattr(text, "num_experts", 0)) and not is_dense and (index + 1) % every == 0
+    return not is_dense and (index + 1) % every == 0
 
 
-def _routed_size(text: PretrainedConfig) -> int:
+def _routed_size(experts: MixtureSizes) -> int:
     """Returns the width of a dense MLP that would retain as much as routed experts, shared expert and router."""
-    experts_size = text.num_experts_per_tok * text.moe_intermediate_size
-    shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
     # A dense MLP retains 3 values per unit. Experts retain 4, because they have the weighted product too. The router's
     # probabilities are float32, which is 2 16-bit values.
-    return int(4 * experts_size + 3 * shared_size + 2 * text.num_experts) // 3 + _ROUTING_SIZE
+    routed_size = 4 * experts.per_token * experts.inner
+    return (routed_size + 3 * experts.shared + 2 * experts.count) // 3 + _ROUTING_SIZE
 
 
 def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
     """Returns the bytes of one token's copies for the experts: inputs, outputs and the gradients of both."""
-    copies = text.num_experts_per_tok if getattr(text, "num_experts", 0) else 0
-    return int(4 * copies * text.hidden_size * dtype.itemsize)
+    experts = mixture_sizes(text.to_dict())
+    return int(4 * (experts.per_token if experts else 0) * text.hidden_size * dtype.itemsize)
 
 
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:

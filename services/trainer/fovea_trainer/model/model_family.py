@@ -349,37 +349,28 @@ LANGUAGE_ROLES = {
 
 _QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
 
+_PLAIN = (
+    *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
+    *("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "llama", "mistral", "mixtral", "gemma3_text"),
+)
+"""Values of `model_type` for which the general rules give everything."""
+
 FAMILIES = {
     family.model_type: family
     for family in (
+        *map(Family, _PLAIN),
         # Blocks, merger and deepstack mergers all call their linear modules linear_fc1 and linear_fc2.
         Family("qwen3_vl", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         # The merger is a Sequential with linear modules 0 and 2.
         Family("qwen2_5_vl", fuse_qwen_tower, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
         Family("qwen2_vl", fuse_qwen_tower, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
-        Family("internvl"),
-        Family("llava_next"),
-        Family("llava_onevision"),
-        Family("mistral3"),
         Family("gemma3", sees_images_whole=True),
-        Family("llava"),
         # Modules that vLLM fuses differently or does not have are omitted, because vLLM cannot adapt them.
         Family("glm4v", tower_roles={"proj": Role.ATTENTION, "down_proj": Role.MLP}),
-        Family("idefics3"),
-        Family("smolvlm"),
-        Family("lfm2_vl"),
-        Family("gemma4"),
         # Towers like Qwen3-VL's, without its deepstack mergers.
         Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3_vl_moe", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3_5_moe", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
-        Family("qwen3"),
-        Family("qwen3_moe"),
-        Family("qwen2"),
-        Family("llama"),
-        Family("mistral"),
-        Family("gemma3_text"),
-        Family("qwen3_5_text"),
     )
 }
 """Families keyed by `model_type`."""

@@ -92,9 +92,10 @@ class PackedModel(nn.Module):
 
     @cached_property
     def expert_layouts(self) -> dict[str, ExpertLayout]:
-        """Layout of the experts in checkpoint files, keyed by parameter name. Known once the weights are read."""
+        """Layout of the experts in checkpoint files, keyed by `file_names`. Known once the weights are read."""
         layout = _expert_layout(self.hf)
-        return {name: layout for name, _ in self.hf.named_parameters() if _is_of_experts(self.hf, name)}
+        names = [name for name, _ in self.hf.named_parameters() if _is_of_experts(self.hf, name)]
+        return {self.file_names[name]: layout for name in names}
 
     def forward(
         self,
@@ -244,18 +245,21 @@ def file_names(model: PreTrainedModel) -> dict[str, str]:
     """Returns the names of parameters and constants in the files of the checkpoint, keyed by their names in the model.
 
     On loading, transformers renames modules of some models. vLLM, like other programs that load an exported model,
-    expects the names of the files. Experts keep their names in the model, for any layout in the files.
+    expects the names of the files. Stacked experts keep their own name, below the name of their layer in the files.
 
     Raises:
         ValueError: The files store a parameter other than experts in another shape.
     """
     every = [name for name, _ in (*model.named_parameters(), *constants(model))]
-    experts = {name: name for name in every if _is_of_experts(model, name)}
+    experts = {name: name.rpartition(".") for name in every if _is_of_experts(model, name)}
     alone = {name: torch.empty(0) for name in every if name not in experts}
+    alone |= {f"{parent}.weight": torch.empty(0) for parent, _, _ in experts.values()}
     names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(alone)).items()}
     if changed := [name for name, tensor in alone.items() if id(tensor) not in names]:
         raise ValueError(f"{changed[0]} of {model.config.model_type} has another shape in checkpoints: not supported")
-    return {name: experts.get(name) or names[id(alone[name])] for name in every}
+    found = {name: names[id(tensor)] for name, tensor in alone.items()}
+    parents = {name: found[f"{parent}.weight"].removesuffix("weight") for name, (parent, _, _) in experts.items()}
+    return {name: parents[name] + experts[name][2] if name in experts else found[name] for name in every}
 
 
 def _is_of_experts(model: PreTrainedModel, name: str) -> bool:
@@ -268,7 +272,8 @@ def _expert_layout(model: Any) -> ExpertLayout:
     own = [one for one in converters if any(".experts." in name for name in one.target_patterns)]
     steps = {type(step) for one in own for step in one.operations}
     if MergeModulelist in steps:
-        return ExpertLayout.ONE_BY_ONE
+        is_numbered = any("w1" in pattern for one in own for pattern in one.source_patterns)
+        return ExpertLayout.NUMBERED if is_numbered else ExpertLayout.ONE_BY_ONE
     return ExpertLayout.TRANSPOSED if Transpose in steps else ExpertLayout.AS_IN_MODULE
 
 

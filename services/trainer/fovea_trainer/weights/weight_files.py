@@ -28,6 +28,7 @@ from fovea_trainer.weights.checkpoint_folder import Chunks, Folder
 SHARD_BYTES = 4 * 2**30
 EXPERT_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Maps the projection names of expert adapters to the names in checkpoint files."""
+_SEPARATE = (ExpertLayout.ONE_BY_ONE, ExpertLayout.NUMBERED)
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 64 * 2**20
 """Limit on the header of a safetensors file, in bytes; enough for an adapter of 300,000 experts."""
@@ -42,17 +43,18 @@ def file_tensors(name: str, tensor: Tensor, layout: ExpertLayout | None) -> Iter
         tensor: The parameter; for stacked experts [experts, out, in].
         layout: How the files store the experts of a layer; None for any other parameter.
     """
-    if layout is ExpertLayout.ONE_BY_ONE:
+    if layout in _SEPARATE:
         parent, _, projection = name.rpartition(".")
         for index, expert in enumerate(tensor):
             halves = expert.chunk(2) if projection == "gate_up_proj" else (expert,)
-            yield from zip(_expert_files(parent, projection, index), halves, strict=True)
+            yield from zip(_expert_files(parent, projection, index, layout), halves, strict=True)
     else:
         yield name, tensor.mT if layout is ExpertLayout.TRANSPOSED else tensor
 
 
-def _expert_files(parent: str, projection: str, index: int) -> list[str]:
-    names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+def _expert_files(parent: str, projection: str, index: int, layout: ExpertLayout) -> list[str]:
+    parts = ("w1", "w3") if projection == "gate_up_proj" else ("w2",)
+    names = parts if layout is ExpertLayout.NUMBERED else [EXPERT_PROJECTIONS[part] for part in parts]
     return [f"{parent}.{index}.{name}.weight" for name in names]
 
 
@@ -168,11 +170,10 @@ def _read_shard(sources: Mapping[str, Any], name: str, like: Tensor, layout: Exp
     if isinstance(like, DTensor):
         (count, *_), (first, *_) = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     rows = slice(first, first + count)
-    if layout is ExpertLayout.ONE_BY_ONE:
+    if layout in _SEPARATE:
         parent, _, projection = name.rpartition(".")
-        experts = [
-            [sources[file][...] for file in _expert_files(parent, projection, i)] for i in range(like.shape[0])[rows]
-        ]
+        named = (_expert_files(parent, projection, i, layout) for i in range(like.shape[0])[rows])
+        experts = [[sources[file][...] for file in files] for files in named]
         part = torch.stack([torch.cat(halves) for halves in experts]) if experts else like.new_empty(0, *like.shape[1:])
     elif layout is ExpertLayout.TRANSPOSED:
         part = sources[name][rows].mT.contiguous()
