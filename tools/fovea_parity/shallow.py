@@ -18,6 +18,7 @@ def layers_needed(text: Any) -> int:
     """Returns the number of first layers that include each kind of layer, at least two."""
     kinds = list(getattr(text, "layer_types", None) or [])
     firsts = [kinds.index(kind) + 1 for kind in set(kinds)]
+    firsts.append((getattr(text, "first_k_dense_replace", None) or 0) + 1)  # the first layer with experts
     count: int = min(text.num_hidden_layers, max([LEAST_LAYERS, *firsts]))
     return count
 

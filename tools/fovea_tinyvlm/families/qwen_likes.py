@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vImageProcessor,
@@ -197,6 +199,28 @@ def _glm4v(ids: TokenIds) -> Glm4vConfig:
     )
 
 
+GLM_MIXTURE = {
+    "n_routed_experts": EXPERTS["num_experts"],
+    "num_experts_per_tok": EXPERTS["num_experts_per_tok"],
+    "moe_intermediate_size": EXPERTS["moe_intermediate_size"],
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def _glm4_moe(ids: TokenIds) -> Glm4MoeConfig:
+    # 355B-A32B: 92 layers, the first three dense, 160 experts of 1,536 channels, of which a token uses 8, weighted by
+    # 2.5 times their sigmoids, and one that all tokens use; 96 heads of 128 for 8, half of each rotary, with norms.
+    text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
+    attention = {"head_dim": HEAD_DIM, "attention_bias": True, "use_qk_norm": True}
+    rotary = rope(1e6, partial_rotary_factor=0.5)
+    sparse = GLM_MIXTURE | {"routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
+    return Glm4MoeConfig(**text | attention | sparse, rope_parameters=rotary, tie_word_embeddings=False)
+
+
 def _glm4v_processor(tokenizer: PreTrainedTokenizerBase) -> Glm4vProcessor:
     image, video = Glm4vImageProcessor(), Glm4vVideoProcessor()
     return Glm4vProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
@@ -222,6 +246,18 @@ _GLM4V = Family(
 )
 
 QWEN_LIKES = (
+    Family(
+        name="glm4_moe",
+        published="zai-org/GLM-4.5",
+        source="its config.json, quoted in public code",
+        architecture=Glm4MoeForCausalLM,
+        config=_glm4_moe,
+        tokens=_GLM_TOKENS,
+        plain_tokens=("<think>", "</think>"),
+        chat=replace(_GLM_CHAT, image=""),
+        end="<|endoftext|>",
+        pad="<|endoftext|>",
+    ),
     Family(
         name="qwen2_vl",
         published="Qwen/Qwen2-VL-2B-Instruct",

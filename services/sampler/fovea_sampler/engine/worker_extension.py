@@ -5,6 +5,7 @@ vLLM imports this module in the worker's process before it creates the worker, a
 
 import contextlib
 import os
+import re
 import select
 import signal
 import threading
@@ -55,6 +56,9 @@ def _end_engine_after(service: int, engine: int) -> None:
 _end_with_service()
 weight_loading.register()
 vllm_patches.before_model()
+
+
+_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
 class WorkerExtension:
@@ -159,9 +163,14 @@ def _rename_of(model: torch.nn.Module) -> Any:
 
 
 def _left_out(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """Returns the checkpoint's tensors that vLLM does not load, such as Qwen3.5's layers for multi-token prediction."""
+    """Returns the checkpoint's tensors that vLLM does not load: those of layers for multi-token prediction.
+
+    Qwen3.5's have a name of their own. GLM-4.5's are numbered after the model's last layer.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return {name for name in names if mapper is not None and mapper.map_name(name) is None}
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    after = {name for name in names if (found := _LAYER.match(name)) is not None and int(found[1]) >= count}
+    return after | {name for name in names if mapper is not None and mapper.map_name(name) is None}
 
 
 def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:

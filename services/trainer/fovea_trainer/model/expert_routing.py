@@ -308,7 +308,7 @@ def replay_routing(decoder: Any) -> None:
     uses the same experts again.
     """
     for index, layer in enumerate(_routed_layers(decoder)):
-        layer.forward = partial(_replayed, layer.forward, index)
+        layer.forward = partial(_replayed, layer.forward, index, layer.mlp.experts.num_experts)
 
 
 def _routed_layers(decoder: Any) -> Iterator[Any]:
@@ -316,9 +316,14 @@ def _routed_layers(decoder: Any) -> Iterator[Any]:
 
 
 def _replayed(
-    forward: Callable[..., Any], index: int, *arguments: Any, routed_experts: Tensor | None = None, **options: Any
+    forward: Callable[..., Any],
+    index: int,
+    expert_count: int,
+    *arguments: Any,
+    routed_experts: Tensor | None = None,
+    **options: Any,
 ) -> Any:
-    given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, index])
+    given = nullcontext() if routed_experts is None else _GivenRouting(routed_experts[:, index], expert_count)
     with given:
         return forward(*arguments, **options)
 
@@ -327,18 +332,19 @@ class _GivenRouting(TorchFunctionMode):
     """A mode in which `torch.topk`, with which every router chooses experts, returns given indices.
 
     The router's own code computes the weights of these experts, with softmax before or after the choice, normalized or
-    not. Gradients therefore flow as if the router had chosen them.
+    not. Gradients therefore flow as if the router had chosen them. A router that first chooses groups of experts
+    (DeepSeek-V3) does so among fewer than all experts; that choice is left alone.
     """
 
-    def __init__(self, chosen_TK: Tensor) -> None:
+    def __init__(self, chosen_TK: Tensor, expert_count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._chosen_TK = chosen_TK.long()
+        self._chosen_TK, self._expert_count = chosen_TK.long(), expert_count
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is not torch.topk:
+        if func is not torch.topk or args[0].shape[-1] != self._expert_count:
             return found
         index_TK = torch.where(self._chosen_TK < 0, found.indices, self._chosen_TK)
         return torch.return_types.topk((args[0].gather(-1, index_TK), index_TK))

@@ -189,7 +189,8 @@ def _retained_bytes(
 def _has_experts(text: PretrainedConfig, index: int) -> bool:
     is_dense = index in (getattr(text, "mlp_only_layers", None) or ())
     every = getattr(text, "decoder_sparse_step", None) or 1
-    return not is_dense and (index + 1) % every == 0
+    first = getattr(text, "first_k_dense_replace", None) or 0
+    return not is_dense and index >= first and (index + 1) % every == 0
 
 
 def _routed_size(experts: MixtureSizes) -> int:

@@ -351,7 +351,7 @@ _QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
 
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
-    *("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "llama", "mistral", "mixtral", "gemma3_text"),
+    *("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "llama", "mistral", "mixtral", "gemma3_text", "glm4_moe"),
 )
 """Values of `model_type` for which the general rules give everything."""
 

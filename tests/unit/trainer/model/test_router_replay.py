@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
 from fovea_trainer.batches.datum_decoding import ExpertShape
 from fovea_trainer.model.expert_routing import ROUTED_EXPERTS, expert_shape, replay_routing
@@ -28,6 +28,7 @@ CONFIGS = {
     "qwen3_5_moe": Qwen3_5MoeTextConfig(
         **SIZES, num_experts=COUNT, shared_expert_intermediate_size=48, layer_types=3 * ["full_attention"]
     ),
+    "glm4_moe": Glm4MoeConfig(**SIZES, n_routed_experts=COUNT, n_group=2, topk_group=1, first_k_dense_replace=1),
     "gpt_oss": GptOssConfig(**SIZES, num_local_experts=COUNT),
 }
 

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -67,6 +68,16 @@ DELTA_NET: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 3,
+    "topk_group": 2,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
@@ -84,6 +95,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen3_moe mixed": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[1], norm_topk_prob=False),
+    "glm4_moe": Glm4MoeConfig(**SIZES, **GROUPED, use_qk_norm=True, attention_bias=True),
     "mixtral": MixtralConfig(**SIZES, head_dim=16, num_local_experts=6, num_experts_per_tok=2),
     "qwen3_5": Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 2}, **DELTA_NET, tie_word_embeddings=True),
 }
