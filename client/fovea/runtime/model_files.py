@@ -12,17 +12,20 @@ from fovea.vision.vision_family import VisionFamily
 
 _TEXT_MODEL_TYPES = (
     *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral"),
-    *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"),
+    *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
 
 MODEL_TYPES = tuple(sorted({*vision.MODEL_TYPES, *_TEXT_MODEL_TYPES}))
 """Values of `model_type` that Fovea supports in all services, unless `check_supported` rejects the rest of the config.
 """
 
-STATE_LAYERS = {"qwen3_5_text": "linear_attention", "qwen3_5_moe_text": "linear_attention", "lfm2": "conv"}
+STATE_LAYERS = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), "linear_attention"),
+    "lfm2": "conv",
+}
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
-EXPERT_TYPES = ("glm4_moe", "mixtral", "qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
+EXPERT_TYPES = ("glm4_moe", "mixtral", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe")
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")

@@ -28,6 +28,8 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
@@ -168,6 +170,14 @@ def _qwen3_5_moe(ids: TokenIds) -> Qwen3_5MoeConfig:
     )
 
 
+def _qwen3_next(ids: TokenIds) -> Qwen3NextConfig:
+    # 80B-A3B: 48 layers in Qwen3.5's pattern, each with 512 experts of 512 channels, of which a token uses 10, and one
+    # of 512 that all tokens use through a gate; no sections of positions.
+    shared = {"shared_expert_intermediate_size": EXPERTS["moe_intermediate_size"], "norm_topk_prob": True}
+    text = _qwen3_5_language(ids) | {"rope_parameters": rope(1e7, partial_rotary_factor=0.25)}
+    return Qwen3NextConfig(**text | EXPERTS | shared)
+
+
 def _qwen3_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
     half = [0.5, 0.5, 0.5]
     size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
@@ -289,6 +299,18 @@ QWEN_LIKES = (
         source="as qwen3_5",
         architecture=Qwen3_5ForCausalLM,
         config=_qwen3_5_text,
+        tokens=QWEN_TOKENS,
+        plain_tokens=("<think>", "</think>"),
+        chat=CHATML,
+        end="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    Family(
+        name="qwen3_next",
+        published="Qwen/Qwen3-Next-80B-A3B-Instruct",
+        source="defaults of transformers 5.19, which are this checkpoint's",
+        architecture=Qwen3NextForCausalLM,
+        config=_qwen3_next,
         tokens=QWEN_TOKENS,
         plain_tokens=("<think>", "</think>"),
         chat=CHATML,

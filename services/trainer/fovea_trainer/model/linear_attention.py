@@ -1,9 +1,9 @@
 """Layers with a recurrent state, on packed documents. The state is reset at the start of each document.
 
-They are gated delta nets (Yang et al., 2024) as in Qwen3.5, and the gated short convolutions of LFM2. On a GPU,
-flash-linear-attention computes the delta rule if it is installed. Otherwise transformers' version does. It ignores
-document bounds, so the documents are passed to it as separate rows. A short convolution is a few products, fused on a
-GPU.
+They are gated delta nets (Yang et al., 2024) as in Qwen3-Next and Qwen3.5, and the gated short convolutions of LFM2.
+On a GPU, flash-linear-attention computes the delta rule if it is installed. Otherwise transformers' version does. It
+ignores document bounds, so the documents are passed to it as separate rows. A short convolution is a few products,
+fused on a GPU.
 
 Shapes: T tokens of all documents, D channels, K taps of a convolution, H heads, N documents of L tokens.
 """
@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from fovea_trainer.model.fused_layers import fused
@@ -88,7 +89,7 @@ def _gated_delta_net(
     seq_idx: Tensor,
     **others: Any,
 ) -> Tensor:
-    """Computes Qwen3_5GatedDeltaNet's forward pass per document, [1, T, D].
+    """Computes the forward pass of a module of `_FORWARDS` per document, [1, T, D].
 
     All steps are the module's own, except the two that mix tokens: the convolution and the delta rule.
 
@@ -100,20 +101,35 @@ def _gated_delta_net(
         others: Options of transformers' models that have no effect here.
     """
     _refuse_unknown(module, others)
-    mixed_1TD = _convolve(module.in_proj_qkv(hidden_states), module.conv1d.weight, module.conv1d.bias, seq_idx, True)
+    mixed_1TD, gate_1TD, steps_1TH, decay_steps_1TH = _projected(module, hidden_states)
+    mixed_1TD = _convolve(mixed_1TD, module.conv1d.weight, module.conv1d.bias, seq_idx, True)
     query_1TD, key_1TD, value_1TD = torch.split(mixed_1TD, [module.key_dim, module.key_dim, module.value_dim], dim=2)
     rows_1T = mixed_1TD.shape[:2]
     query_1THD, key_1THD = (each.reshape(*rows_1T, -1, module.head_k_dim) for each in (query_1TD, key_1TD))
     value_1THD = value_1TD.reshape(*rows_1T, -1, module.head_v_dim)
-    beta_1TH = module.in_proj_b(hidden_states).sigmoid()
-    decay_1TH = _decay(module.in_proj_a(hidden_states), module.A_log, module.dt_bias)
+    beta_1TH, decay_1TH = steps_1TH.sigmoid(), _decay(decay_steps_1TH, module.A_log, module.dt_bias)
     packed = (query_1THD, key_1THD, value_1THD, decay_1TH, beta_1TH)
     rule = _delta_rule_kernel if hidden_states.is_cuda and _HAS_KERNELS else _delta_rule
     output_THD = rule(packed, cu_seq_lens_q)
-    gate_1TD = module.in_proj_z(hidden_states)
     normed = module.norm(output_THD.flatten(0, 1), gate_1TD.reshape(-1, module.head_v_dim))
     projected_1TD: Tensor = module.out_proj(normed.view_as(gate_1TD))
     return projected_1TD
+
+
+def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values [1, T, 3 D]; the gate [1, T, D]; and the inputs of beta and decay [1, T, H]."""
+    if not hasattr(module, "in_proj_qkvz"):
+        return (
+            module.in_proj_qkv(hidden),
+            module.in_proj_z(hidden),
+            module.in_proj_b(hidden),
+            module.in_proj_a(hidden),
+        )
+    # Qwen3-Next's weights are in groups, one per head of keys.
+    products = (module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
+    *mixed, gate_1THD, steps_1TH, decay_steps_1TH = module.fix_query_key_value_ordering(*products)
+    mixed_1TD = torch.cat([part_1THD.flatten(2) for part_1THD in mixed], dim=-1)
+    return mixed_1TD, gate_1THD.flatten(2), steps_1TH, decay_steps_1TH
 
 
 @fused
@@ -230,5 +246,6 @@ def _refuse_unknown(module: nn.Module, others: Mapping[str, Any]) -> None:
 _FORWARDS = {
     Qwen3_5GatedDeltaNet: _gated_delta_net,
     Qwen3_5MoeGatedDeltaNet: _gated_delta_net,
+    Qwen3NextGatedDeltaNet: _gated_delta_net,
     Lfm2ShortConv: _short_convolution,
 }

@@ -339,6 +339,7 @@ LANGUAGE_ROLES = {
     "out_proj": Role.ATTENTION,
     # Short convolutions and gated delta nets replace attention.
     **dict.fromkeys(("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), Role.ATTENTION),
+    **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), Role.ATTENTION),
     "gate_proj": Role.MLP,
     "up_proj": Role.MLP,
     "gate_up_proj": Role.MLP,
@@ -351,7 +352,18 @@ _QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
 
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
-    *("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "llama", "mistral", "mixtral", "gemma3_text", "glm4_moe"),
+    *(
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_text",
+        "llama",
+        "mistral",
+        "mixtral",
+        "gemma3_text",
+        "glm4_moe",
+    ),
 )
 """Values of `model_type` for which the general rules give everything."""
 

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from fovea_trainer.batches.datum_decoding import Datum
@@ -98,6 +99,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "glm4_moe": Glm4MoeConfig(**SIZES, **GROUPED, use_qk_norm=True, attention_bias=True),
     "mixtral": MixtralConfig(**SIZES, head_dim=16, num_local_experts=6, num_experts_per_tok=2),
     "qwen3_5": Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 2}, **DELTA_NET, tie_word_embeddings=True),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES | {"num_hidden_layers": 2},
+        **DELTA_NET | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        **EXPERTS,
+        shared_expert_intermediate_size=20,
+    ),
 }
 LENGTHS = [5, 23, 11, 23]
 
@@ -200,8 +207,8 @@ def test_adapters_of_every_linear_module(name: str) -> None:
     """As merged into the weights, whose gradient d W gives those of A and B: s B' dW and s dW A'."""
     module, targets, injector = _packed(name)
     parts = dict(module.hf.named_modules())
-    adaptable = {name for name, part in parts.items() if isinstance(part, nn.Linear) or name.endswith(".experts")}
-    assert {target.name for target in targets} == adaptable
+    linear = {name for name, part in parts.items() if isinstance(part, nn.Linear) and not name.endswith("expert_gate")}
+    assert {target.name for target in targets} == linear | {name for name in parts if name.endswith(".experts")}
     assert {target.role for target in targets} == set(Role)
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
     injector.activate(weights)
