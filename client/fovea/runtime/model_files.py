@@ -25,7 +25,10 @@ STATE_LAYERS = {
 }
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
-EXPERT_TYPES = ("glm4_moe", "mixtral", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe")
+EXPERT_TYPES = (
+    *("glm4_moe", "glm4v_moe", "mixtral"),
+    *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
+)
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling")

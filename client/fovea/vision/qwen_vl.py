@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-4.1V: smart resizing, one id per merged patch, and MRoPE.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.1V and GLM-4.5V: smart resizing, one id per merged patch, and MRoPE.
 
 They differ only in numbers from the checkpoint (patch size 14 or 16). Qwen2.5-VL's time scaling (`tokens_per_second`)
 applies to videos only. Qwen3-VL's interleaved MRoPE concerns the model, not the position ids.
@@ -120,7 +120,7 @@ class QwenVL(VisionFamily):
 class Glm4v(QwenVL):
     """QwenVL with a different resizing, which counts frames."""
 
-    model_types = ("glm4v",)
+    model_types = ("glm4v", "glm4v_moe")
     opener = "<|begin_of_image|>"
     placeholders = ("<|image|>", "<|video|>")
 

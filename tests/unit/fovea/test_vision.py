@@ -31,7 +31,7 @@ def qwen3_vl() -> VisionFamily:
 
 
 def test_the_model_type_chooses_the_family() -> None:
-    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"}
+    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
     assert set(vision.MODEL_TYPES) == qwen | set(PROCESSED)
     assert [vision.choose(config(kind)) for kind in KINDS] == [QwenVL, QwenVL]
     assert vision.choose({"model_type": "qwen3"}) is vision.choose({"model_type": "llama"}) is None

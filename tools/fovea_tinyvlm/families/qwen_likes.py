@@ -11,6 +11,8 @@ from transformers import (
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vImageProcessor,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
     Glm4vProcessor,
     Glm4vVideoProcessor,
     Glm46VImageProcessor,
@@ -186,12 +188,8 @@ def _qwen3_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
     return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 
 
-def _glm4v(ids: TokenIds) -> Glm4vConfig:
-    # 9B: 40 layers, 32 heads of 128 for 2, half of each rotary, sections [8, 12, 12], norms around both halves; tower
-    # of 24 blocks, 1536 channels; its learnt positions of a 24 x 24 grid are interpolated.
-    rotary = rope(1e4, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
-    text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
-    text["attention_bias"] = True  # in published files, and vLLM reads it; transformers has the biases whatever it says
+def _glm_parts(ids: TokenIds, **text: Any) -> dict[str, Any]:
+    """Returns the settings of a GLM with images around the language model with the settings `text`."""
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE}
     edges = {"begin": "start", "end": "end"}
     spans = {
@@ -199,17 +197,26 @@ def _glm4v(ids: TokenIds) -> Glm4vConfig:
         for kind in ("image", "video")
         for token, edge in edges.items()
     }
-    return Glm4vConfig(
-        text_config=text | {"rope_parameters": rotary, "tie_word_embeddings": False},
-        vision_config=vision | {"image_size": 336, "patch_size": 14},
-        image_token_id=ids["<|image|>"],
-        video_token_id=ids["<|video|>"],
-        tie_word_embeddings=False,
+    rotary = rope(1e4, mrope_section=[2, 3, 3], partial_rotary_factor=0.5)
+    base = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
+    return {
+        "text_config": base | {"rope_parameters": rotary, "tie_word_embeddings": False, "attention_bias": True} | text,
+        "vision_config": vision | {"image_size": 336, "patch_size": 14},
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "tie_word_embeddings": False,
         **{key: ids[token] for key, token in spans.items()},
-    )
+    }
 
 
-GLM_MIXTURE = {
+def _glm4v(ids: TokenIds) -> Glm4vConfig:
+    # 9B: 40 layers, 32 heads of 128 for 2, half of each rotary, sections [8, 12, 12], norms around both halves; tower
+    # of 24 blocks, 1536 channels; its learnt positions of a 24 x 24 grid are interpolated. The entry attention_bias is
+    # in published files, and vLLM reads it; transformers has the biases whatever it says.
+    return Glm4vConfig(**_glm_parts(ids))
+
+
+_GLM_MIXTURE = {
     "n_routed_experts": EXPERTS["num_experts"],
     "num_experts_per_tok": EXPERTS["num_experts_per_tok"],
     "moe_intermediate_size": EXPERTS["moe_intermediate_size"],
@@ -227,8 +234,15 @@ def _glm4_moe(ids: TokenIds) -> Glm4MoeConfig:
     text = language(ids, begin=None, end="<|endoftext|>", pad="<|endoftext|>") | {"rms_norm_eps": 1e-5}
     attention = {"head_dim": HEAD_DIM, "attention_bias": True, "use_qk_norm": True}
     rotary = rope(1e6, partial_rotary_factor=0.5)
-    sparse = GLM_MIXTURE | {"routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
+    sparse = _GLM_MIXTURE | {"routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
     return Glm4MoeConfig(**text | attention | sparse, rope_parameters=rotary, tie_word_embeddings=False)
+
+
+def _glm4v_moe(ids: TokenIds) -> Glm4vMoeConfig:
+    # 106B-A12B: the language model of GLM-4.5-Air, 46 layers, the first dense, without norms of queries and keys; the
+    # tower of GLM-4.1V. The entries head_dim and use_qk_norm are in published files, and vLLM reads them.
+    own = {"head_dim": HEAD_DIM, "use_qk_norm": False, "routed_scaling_factor": 1.0}
+    return Glm4vMoeConfig(**_glm_parts(ids, **_GLM_MIXTURE, **own))
 
 
 def _glm4v_processor(tokenizer: PreTrainedTokenizerBase) -> Glm4vProcessor:
@@ -348,4 +362,12 @@ QWEN_LIKES = (
     # The same model with a processor of its own; transformers' Glm46VForConditionalGeneration, which vLLM has not, is
     # no published checkpoint's.
     replace(_GLM4V, name="glm46v", published="zai-org/GLM-4.6V-Flash", processor=_glm46v_processor),
+    replace(
+        _GLM4V,
+        name="glm4v_moe",
+        published="zai-org/GLM-4.5V",
+        source="its config.json, quoted in public code; tower by the defaults of transformers 5.19",
+        architecture=Glm4vMoeForConditionalGeneration,
+        config=_glm4v_moe,
+    ),
 )

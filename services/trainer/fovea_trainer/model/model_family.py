@@ -350,20 +350,13 @@ LANGUAGE_ROLES = {
 
 _QWEN_ROLES = {"qkv": Role.ATTENTION, "proj": Role.ATTENTION}
 
+_GLM_ROLES = {"proj": Role.ATTENTION, "down_proj": Role.MLP}
+"""The other modules of the tower are omitted: vLLM fuses them differently or does not have them."""
+
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
-    *(
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_5_text",
-        "llama",
-        "mistral",
-        "mixtral",
-        "gemma3_text",
-        "glm4_moe",
-    ),
+    *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "mixtral"),
+    *("gemma3_text", "glm4_moe"),
 )
 """Values of `model_type` for which the general rules give everything."""
 
@@ -377,8 +370,8 @@ FAMILIES = {
         Family("qwen2_5_vl", fuse_qwen_tower, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
         Family("qwen2_vl", fuse_qwen_tower, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
         Family("gemma3", sees_images_whole=True),
-        # Modules that vLLM fuses differently or does not have are omitted, because vLLM cannot adapt them.
-        Family("glm4v", tower_roles={"proj": Role.ATTENTION, "down_proj": Role.MLP}),
+        Family("glm4v", tower_roles=_GLM_ROLES),
+        Family("glm4v_moe", tower_roles=_GLM_ROLES),
         # Towers like Qwen3-VL's, without its deepstack mergers.
         Family("qwen3_5", tower_roles={**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
         Family("qwen3_vl_moe", fuse_qwen_tower, {**_QWEN_ROLES, "linear_fc1": Role.MLP, "linear_fc2": Role.MLP}),
