@@ -26,7 +26,7 @@ STATE_LAYERS = {
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
 EXPERT_TYPES = (
-    *("glm4_moe", "glm4v_moe", "mixtral"),
+    *("gemma4", "glm4_moe", "glm4v_moe", "mixtral"),
     *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
 )
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
@@ -171,7 +171,10 @@ def mixture_sizes(config: Mapping[str, Any]) -> MixtureSizes | None:
         return None
     inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
     shared = text.get("shared_expert_intermediate_size") or inner * (text.get("n_shared_experts") or 0)
-    return MixtureSizes(int(text[entry]), int(text["num_experts_per_tok"]), inner, int(shared))
+    if text.get("enable_moe_block"):
+        shared = text["intermediate_size"]  # Gemma 4 has a whole MLP beside the experts
+    per_token = text.get("num_experts_per_tok") or text["top_k_experts"]
+    return MixtureSizes(int(text[entry]), int(per_token), inner, int(shared))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

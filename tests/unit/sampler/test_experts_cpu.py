@@ -56,9 +56,10 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slot: int, ex
     return weight + one_b @ one_a
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.GELU_TANH, MoEActivation.SWIGLUOAI])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_one_pair_at_a_time(factors: SimpleNamespace, in_turns: bool, adapted: bool) -> None:
+def test_one_pair_at_a_time(factors: SimpleNamespace, activation: MoEActivation, adapted: bool) -> None:
+    in_turns = activation is MoEActivation.SWIGLUOAI
     x, gate, up = random(TOKENS, WIDTH), random(EXPERTS, INNER, WIDTH), random(EXPERTS, INNER, WIDTH)
     down, b_gate, b_up, b_down = random(EXPERTS, WIDTH, INNER), *(random(EXPERTS, n) for n in (INNER, INNER, WIDTH))
     weights, ids = random(TOKENS, TOP).softmax(1), torch.rand(TOKENS, EXPERTS).topk(TOP).indices.int()
@@ -81,7 +82,9 @@ def test_one_pair_at_a_time(factors: SimpleNamespace, in_turns: bool, adapted: b
             g, u = own[0] @ x[token] + b_gate[expert], own[1] @ x[token] + b_up[expert]
             if in_turns:
                 g, u = g.clamp(max=7.0), u.clamp(-7.0, 7.0) + 1
-            inner = g * torch.sigmoid((1.702 if in_turns else 1.0) * g) * u
+            is_gelu = activation is MoEActivation.GELU_TANH
+            silu = g * torch.sigmoid((1.702 if in_turns else 1.0) * g)
+            inner = (functional.gelu(g, approximate="tanh") if is_gelu else silu) * u
             expected[token] += weight * (own[2] @ inner + b_down[expert])
     made = experts(factors if adapted else None, (joined(b_gate, b_up), b_down))
     output = torch.empty(TOKENS, WIDTH)
@@ -92,7 +95,7 @@ def test_one_pair_at_a_time(factors: SimpleNamespace, in_turns: bool, adapted: b
         down,
         weights,
         ids,
-        MoEActivation.SWIGLUOAI if in_turns else MoEActivation.SILU,
+        activation,
     )
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
 

@@ -27,6 +27,7 @@ from transformers import (
 
 from fovea_tinyvlm.families.declaration import ChatWords, Family, TokenIds
 from fovea_tinyvlm.families.text_models import (
+    EXPERTS,
     GEMMA_CHAT,
     GEMMA_NEWLINES,
     GEMMA_TOKENS,
@@ -130,16 +131,25 @@ def _gemma4_e2b(ids: TokenIds) -> Gemma4Config:
     return _gemma4(ids, text | {"hidden_size_per_layer_input": 16}, {"use_clipped_linears": True})
 
 
+_GEMMA4_LARGE = {
+    "layer_types": 5 * ["sliding_attention"] + ["full_attention"],
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
+    "hidden_size_per_layer_input": 0,
+}
+
+
 def _gemma4_31b(ids: TokenIds) -> Gemma4Config:
     # 60 layers, five with a window and one without; its keys are its values; image tokens attend in both directions.
-    text = {
-        "layer_types": 5 * ["sliding_attention"] + ["full_attention"],
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "use_bidirectional_attention": "vision",
-        "hidden_size_per_layer_input": 0,
-    }
-    return _gemma4(ids, text, {"standardize": True})
+    return _gemma4(ids, _GEMMA4_LARGE, {"standardize": True})
+
+
+def _gemma4_26b(ids: TokenIds) -> Gemma4Config:
+    # 30 layers like those of 31B, each with an MLP of 2,112 channels and 128 experts of 704, of which a token uses 8.
+    sizes = {key: EXPERTS[key] for key in ("num_experts", "moe_intermediate_size")}
+    sparse = {"enable_moe_block": True, "top_k_experts": EXPERTS["num_experts_per_tok"], **sizes}
+    return _gemma4(ids, _GEMMA4_LARGE | sparse, {"standardize": True})
 
 
 def _gemma4_processor(tokenizer: PreTrainedTokenizerBase) -> Gemma4Processor:
@@ -243,6 +253,7 @@ WHOLE_IMAGES = (
     ),
     _gemma4_family("gemma4_e2b", "google/gemma-4-E2B-it", _gemma4_e2b),
     _gemma4_family("gemma4_31b", "google/gemma-4-31B-it", _gemma4_31b),
+    replace(_gemma4_family("gemma4_26b", "google/gemma-4-26B-A4B-it", _gemma4_26b), experts="together"),
     Family(
         name="mistral3",
         published="mistralai/Mistral-Small-3.1-24B-Instruct-2503",

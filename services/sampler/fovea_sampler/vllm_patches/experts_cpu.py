@@ -34,12 +34,20 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def _geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate = gate.clamp(max=7.0)  # constants of gpt-oss (`swiglu_limit` and alpha); vLLM's kernel fixes them too
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
 
 
-_ACTIVATIONS = {MoEActivation.SILU: _swiglu, MoEActivation.SWIGLUOAI: _clamped_swiglu}
+_ACTIVATIONS = {
+    MoEActivation.SILU: _swiglu,
+    MoEActivation.GELU_TANH: _geglu,
+    MoEActivation.SWIGLUOAI: _clamped_swiglu,
+}
 
 
 def apply() -> None:

@@ -307,12 +307,13 @@ def replay_routing(decoder: Any) -> None:
     The experts are an argument of each layer. A layer that recomputes its activations in the backward pass therefore
     uses the same experts again.
     """
-    for index, layer in enumerate(_routed_layers(decoder)):
-        layer.forward = partial(_replayed, layer.forward, index, layer.mlp.experts.num_experts)
+    for index, (layer, experts) in enumerate(_routed_layers(decoder)):
+        layer.forward = partial(_replayed, layer.forward, index, experts.num_experts)
 
 
-def _routed_layers(decoder: Any) -> Iterator[Any]:
-    return (layer for layer in decoder.layers if hasattr(getattr(layer, "mlp", None), "experts"))
+def _routed_layers(decoder: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the layers with experts, and their experts."""
+    return ((layer, module) for layer in decoder.layers for module in layer.modules() if is_experts(module))
 
 
 def _replayed(

@@ -16,9 +16,10 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fovea_trainer.model.expert_routing import (
@@ -151,7 +152,7 @@ def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tens
     weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
     inner_SG = _product(routing.copies(hidden_TD), experts.gate_up_proj, routing.ends_E, totals[0])
     lows_TR = [] if adapter is None else [adapter.low(f"{part}.lora_A", hidden_TD, None) for part in ("w1", "w3")]
-    gated_SI, low_SR = gated(inner_SG, weight_S1, lows_TR, routing, adapter)
+    gated_SI, low_SR = gated(inner_SG, weight_S1, lows_TR, routing, adapter, experts.act_fn)
     outer_TD = routing.sums(_product(gated_SI, experts.down_proj, routing.ends_E, totals[1]))
     if adapter is None or low_SR is None:
         return outer_TD
@@ -159,9 +160,14 @@ def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tens
 
 
 def gated(
-    inner_SG: Tensor, weight_S1: Tensor, lows_TR: Sequence[Tensor], routing: Routing, adapter: ExpertAdapter | None
+    inner_SG: Tensor,
+    weight_S1: Tensor,
+    lows_TR: Sequence[Tensor],
+    routing: Routing,
+    adapter: ExpertAdapter | None,
+    activation: nn.Module,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns silu(gate) * up * weight, [S, I], and x A' of the down projection, [S, R], or None without an adapter.
+    """Returns f(gate) * up * weight, [S, I], and x A' of the down projection, [S, R], or None without an adapter.
 
     The router weight is applied here instead of to the output of the last product, which is as wide as the model. This
     is equivalent, because that product is linear.
@@ -172,15 +178,18 @@ def gated(
         lows_TR: x A' of gate and up; empty without an adapter.
         routing: Positions of the copies.
         adapter: The adapter, or None.
+        activation: f. The kernels compute SiLU only.
     """
-    if kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= kernels().MAX_RANK):
+    is_silu = isinstance(activation, SiLUActivation | nn.SiLU)
+    if is_silu and kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= kernels().MAX_RANK):
         apply: Any = _Gated.apply
         found: tuple[Tensor, Tensor | None] = apply(inner_SG, weight_S1, routing, adapter, *lows_TR)
         return found
     if adapter is not None:
         lows = [routing.copies(low_TR) for low_TR in lows_TR]
         inner_SG = adapter.add(inner_SG, ("w1.lora_B", "w3.lora_B"), lows, routing.ends_E)
-    gated_SI = weighted_swiglu(*inner_SG.chunk(2, dim=-1), weight_S1)
+    gate_SI, up_SI = inner_SG.chunk(2, dim=-1)
+    gated_SI = weighted_swiglu(gate_SI, up_SI, weight_S1) if is_silu else activation(gate_SI) * up_SI * weight_S1
     return gated_SI, None if adapter is None else adapter.low("w2.lora_A", gated_SI, routing.ends_E)
 
 

@@ -45,7 +45,11 @@ def test_activations_are_those_measured_and_a_quarter_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_vl", "gemma3", "gemma4_31b", "qwen3_5", "glm4v", "lfm2_vl", "qwen3_moe", "qwen3_5_moe"]
+    "name",
+    [
+        *("qwen3_vl", "gemma3", "gemma4_31b", "qwen3_5", "glm4v", "lfm2_vl", "qwen3_moe", "qwen3_5_moe"),
+        *("mixtral", "glm4_moe", "qwen3_next", "gemma4_26b"),
+    ],
 )
 def test_no_family_keeps_more_than_is_counted(name: str) -> None:
     """Gemma 3 4B ran out of memory on an H200: what its norms keep in float32 was not counted."""

@@ -155,6 +155,10 @@ _31B: dict[str, Any] = {
     **{"attention_k_eq_v": True, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
 }
 
+_26B: dict[str, Any] = {
+    **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+}
+
 
 def _idefics(kind: type[PretrainedConfig]) -> PretrainedConfig:
     tower = {**TOWER, "image_size": 28, "patch_size": 7}
@@ -245,6 +249,7 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], Callable[[np.random.Ge
     ),
     "gemma4 e2b": (lambda: _gemma4(_E2B, {"use_clipped_linears": True}), _placed_patches),
     "gemma4 31b": (lambda: _gemma4(_31B, {"standardize": True}), _placed_patches),
+    "gemma4 26b": (lambda: _gemma4(_31B | _26B, {"standardize": True}), _placed_patches),
     "lfm2_vl": (
         lambda: Lfm2VlConfig(
             text_config={
@@ -432,7 +437,13 @@ def test_adapters_of_the_language_model(name: str) -> None:
     module, (datums, _) = _packed(name), _documents(name)
     targets = list(module.family.lora_targets(module.hf))
     language = [target for target in targets if not target.vision]
-    odd = {"gemma3": 6 * 7, "gemma4 e2b": 2 * 7 + 2 * 5, "gemma4 31b": 2 * 7 + 6, "lfm2_vl": 3 * 3 + 4 + 2 * 2}
+    odd = {
+        "gemma3": 6 * 7,
+        "gemma4 e2b": 2 * 7 + 2 * 5,
+        "gemma4 31b": 2 * 7 + 6,
+        "gemma4 26b": 2 * 7 + 6 + 3,
+        "lfm2_vl": 3 * 3 + 4 + 2 * 2,
+    }
     linears = (odd | {"qwen3_5": 2 * 3 + 5 + 4}).get(name, 2 * 7)
     assert len(language) == linears + 1
     injector = LoraInjector(targets)
