@@ -11,7 +11,7 @@ from fovea import vision
 from fovea.vision.vision_family import VisionFamily
 
 _TEXT_MODEL_TYPES = (
-    *("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral"),
+    *("gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral"),
     *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
 
@@ -26,7 +26,7 @@ STATE_LAYERS = {
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
 EXPERT_TYPES = (
-    *("gemma4", "glm4_moe", "glm4v_moe", "mixtral"),
+    *("gemma4", "glm4_moe", "glm4v_moe", "gpt_oss", "mixtral"),
     *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
 )
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
@@ -35,7 +35,10 @@ _LOGIT_CHANGES = ("logit_scale", "logits_scaling")
 """Entries that change logits after the unembedding; capping is not among them."""
 _UNLIKE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Entries of config.json that describe how a checkpoint was written, not what it computes."""
-_FIXED = {"mixtral": {"sliding_window": None, "router_jitter_noise": 0.0, "hidden_act": "silu"}}
+_FIXED: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0, "hidden_act": "silu"},
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "attention_bias": True, "hidden_act": "silu"},
+}
 """By `model_type`: entries that vLLM ignores, and the value that it assumes."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -115,11 +118,7 @@ def check_variant(config: Mapping[str, Any]) -> None:
             f"pad_token_id of {name} is {text['pad_token_id']}, must be 0: at the positions of images, transformers "
             "looks up this id in the per-layer embeddings, while vLLM looks up 0"
         )
-    fixed = _FIXED.get(str(name), {})
-    if other := [entry for entry, value in fixed.items() if text.get(entry, value) != value]:
-        raise ValueError(
-            f"{other[0]} of {name} is {text[other[0]]!r}, which vLLM would ignore; supported is {fixed[other[0]]!r}"
-        )
+    _check_fixed(str(name), text)
     if changed := [entry for entry in _LOGIT_CHANGES if text.get(entry) not in (None, 1.0)]:
         raise ValueError(
             f"{changed[0]} of {name} is not supported: logits must be the plain product with the unembedding"
@@ -136,6 +135,23 @@ def check_variant(config: Mapping[str, Any]) -> None:
                 "of a micro-batch, so the result of a document would depend on the others. Use one with fixed "
                 "frequencies: default, linear, llama3 or yarn"
             )
+
+
+def _check_fixed(name: str, text: Mapping[str, Any]) -> None:
+    """Raises ValueError for entries of the language model that vLLM would ignore, or that the trainer cannot read."""
+    fixed, kinds = _FIXED.get(name, {}), list(text.get("layer_types") or ())
+    if other := [entry for entry, value in fixed.items() if text.get(entry, value) != value]:
+        raise ValueError(
+            f"{other[0]} of {name} is {text[other[0]]!r}, which vLLM would ignore; supported is {fixed[other[0]]!r}"
+        )
+    in_turns = [("sliding_attention", "full_attention")[place % 2] for place in range(len(kinds))]
+    if name == "gpt_oss" and kinds != in_turns:
+        raise ValueError("layer_types of gpt_oss must alternate, first sliding_attention: vLLM ignores this entry")
+    if text.get("quantization_config"):
+        raise ValueError(
+            f"the weights of this {name} are quantised (quantization_config), which the trainer does not read: use a "
+            "checkpoint in bfloat16"
+        )
 
 
 def experts_of(config: Mapping[str, Any]) -> str:
