@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -77,6 +79,13 @@ LLAMA_TOKENS = (
 )
 MISTRAL_TOKENS = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "<pad>")
 
+_DEEPSEEK_TOKENS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜▁pad▁｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+)
 _HARMONY_TOKENS = (
     "<|startoftext|>",
     "<|endoftext|>",
@@ -174,6 +183,24 @@ def _gpt_oss(ids: TokenIds) -> GptOssConfig:
     return GptOssConfig(**text | sparse, rope_parameters=rotary, tie_word_embeddings=False)
 
 
+def _deepseek_v3(ids: TokenIds) -> DeepseekV3Config:
+    # 671B-A37B: 61 layers, the first three dense, 256 experts of 2,048 channels in 8 groups, of which a token uses 8 of
+    # 4 groups, and one that all tokens use; 128 heads with latent keys and values. vLLM's CPU kernel needs the latent
+    # widths as published.
+    text = language(ids, begin="<｜begin▁of▁sentence｜>", end="<｜end▁of▁sentence｜>", pad="<｜▁pad▁｜>")
+    latent = {"q_lora_rank": 48, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24}
+    sparse = {"n_routed_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]}
+    sparse |= {"moe_intermediate_size": EXPERTS["moe_intermediate_size"], "n_group": 2, "topk_group": 1}
+    yarn = {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rotary = rope(1e4, rope_type="yarn", original_max_position_embeddings=MAX_LENGTH // 40, **yarn)
+    both = {
+        "num_key_value_heads": text["num_attention_heads"],
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    return DeepseekV3Config(**text | latent | sparse | both, rope_parameters=rotary, tie_word_embeddings=False)
+
+
 def gemma3_language(ids: TokenIds) -> dict[str, Any]:
     """Returns settings like Gemma 3 4B's: five layers with a window, one without; norms around both halves; tied."""
     return language(ids, begin="<bos>", end="<end_of_turn>", pad="<pad>", layers=6) | {
@@ -254,6 +281,20 @@ TEXT_FAMILIES = (
         begin="<s>",
         end="</s>",
         pad="<pad>",
+    ),
+    Family(
+        name="deepseek_v3",
+        published="deepseek-ai/DeepSeek-V3, converted to bfloat16",
+        source=_CONFIG_SOURCE,
+        architecture=DeepseekV3ForCausalLM,
+        config=_deepseek_v3,
+        tokens=_DEEPSEEK_TOKENS,
+        chat=ChatWords(
+            start="<｜begin▁of▁sentence｜>", user="<｜User｜>", assistant="<｜Assistant｜>", end="<｜end▁of▁sentence｜>"
+        ),
+        begin="<｜begin▁of▁sentence｜>",
+        end="<｜end▁of▁sentence｜>",
+        pad="<｜▁pad▁｜>",
     ),
     Family(
         name="gpt_oss",

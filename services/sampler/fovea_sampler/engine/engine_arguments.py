@@ -196,6 +196,8 @@ def missing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config", config)
     known = _SAME_AS.get(text.get("model_type"), {})
     missing = {name: text[other] for name, other in known.items() if name not in text}
+    routing = model_files.ROUTING_ENTRIES.get(str(text.get("model_type")), {})
+    missing |= {name: value for name, value in routing.items() if name not in text}
     if not missing:
         return {}
     return {"text_config": missing} if "text_config" in config else missing

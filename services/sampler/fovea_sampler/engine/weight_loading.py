@@ -80,9 +80,9 @@ class ArrivalWeightTransferEngine(WeightTransferEngine[ArrivalInitInfo, ArrivalU
         """True if the kernels read weights in checkpoint form, so that new ones can be written over the old in place.
 
         Otherwise vLLM's layerwise reload restores each layer to its unprocessed form and processes it again, which
-        pauses sampling for a second for 8 GB.
+        pauses sampling for a second for 8 GB. Latent attention (DeepSeek-V3) also reads products made of its weights.
         """
-        plain = self.model_config.quantization is None and not _repacked(self.model)
+        plain = self.model_config.quantization is None and not self.model_config.use_mla and not _repacked(self.model)
         return self.device.type == "cuda" and plain
 
     def start_weight_update(self) -> None:

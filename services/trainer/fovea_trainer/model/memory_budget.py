@@ -171,14 +171,13 @@ def _retained_bytes(
 ) -> int:
     """Returns the bytes that one layer retains per token, without those of a gated delta net."""
     layer = text.per_layer_config[index]  # in Gemma 4 layers differ in head size
-    head_size = getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_size = getattr(text, "qk_head_dim", None) or getattr(layer, "head_dim", None)  # latent heads are wider
+    head_size = head_size or text.hidden_size // text.num_attention_heads
     heads = text.num_attention_heads + layer.num_key_value_heads
     first_wide = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     is_wide = getattr(text, "use_double_wide_mlp", False) and index >= first_wide
-    has_experts = experts is not None and _has_experts(text, index)
-    inner_size = 0 if has_experts else text.intermediate_size * (2 if is_wide else 1)
-    if experts is not None and has_experts:
-        inner_size += _routed_size(experts)
+    is_routed = experts is not None and _has_experts(text, index)
+    inner_size = _routed_size(experts) if experts and is_routed else text.intermediate_size * (2 if is_wide else 1)
     inner_size += 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
     norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0

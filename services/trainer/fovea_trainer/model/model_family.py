@@ -341,6 +341,8 @@ LANGUAGE_ROLES = {
     "qkv_proj": Role.ATTENTION,
     "o_proj": Role.ATTENTION,
     "out_proj": Role.ATTENTION,
+    # DeepSeek-V3's, but kv_b_proj: vLLM multiplies it into other weights, without its adapter.
+    **dict.fromkeys(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"), Role.ATTENTION),
     # Short convolutions and gated delta nets replace attention.
     **dict.fromkeys(("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), Role.ATTENTION),
     **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), Role.ATTENTION),
@@ -360,7 +362,7 @@ _GLM_ROLES = {"proj": Role.ATTENTION, "down_proj": Role.MLP}
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
     *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "mixtral"),
-    *("gemma3_text", "gemma4_unified", "glm4_moe"),
+    *("gemma3_text", "gemma4_unified", "glm4_moe", "deepseek_v3"),
 )
 """Values of `model_type` for which the general rules give everything."""
 

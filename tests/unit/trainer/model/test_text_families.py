@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
@@ -97,6 +98,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen3_moe mixed": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[1], norm_topk_prob=False),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        **GROUPED,
+        **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10},
+    ),
     "glm4_moe": Glm4MoeConfig(**SIZES, **GROUPED, use_qk_norm=True, attention_bias=True),
     "gpt_oss": GptOssConfig(
         **SIZES | {"max_position_embeddings": 8192, "sliding_window": 8},
@@ -212,7 +218,8 @@ def test_adapters_of_every_linear_module(name: str) -> None:
     """As merged into the weights, whose gradient d W gives those of A and B: s B' dW and s dW A'."""
     module, targets, injector = _packed(name)
     parts = dict(module.hf.named_modules())
-    linear = {name for name, part in parts.items() if isinstance(part, nn.Linear) and not name.endswith("expert_gate")}
+    left = ("expert_gate", "kv_b_proj")
+    linear = {name for name, part in parts.items() if isinstance(part, nn.Linear) and not name.endswith(left)}
     experts = {part for part in parts if part.endswith(".experts") and name != "gpt_oss"}
     assert {target.name for target in targets} == linear | experts
     assert {target.role for target in targets} == set(Role) - ({Role.MLP} if name == "gpt_oss" else set())
