@@ -282,22 +282,17 @@ class PaddedTilesVL(ProcessorVL):
 
 
 class PlacedPatchesVL(ProcessorVL):
-    """Patches with their positions, padded with patches at position -1. Squares of patches are pooled.
+    """Patches with their positions, padded with patches at position -1. Squares of patches are pooled."""
 
-    In `gemma4_unified` the processor itself joins the patches of a square into a larger one.
-    """
-
-    model_types = ("gemma4", "gemma4_unified")
+    model_types = ("gemma4",)
 
     def patch_count(self, embedding_count: int) -> int:
         return embedding_count * self._pooled**2
 
     def _declare(self, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Declared]:
-        self._pooled, side = int(vision["pooling_kernel_size"]), _first(vision["patch_size"])
-        self._places = int(vision.get("mm_posemb_size") or vision["position_embedding_size"])
-        if config["model_type"] == "gemma4_unified":
-            self._pooled, side = 1, side * self._pooled
-        patch = 3 * side**2
+        self._pooled = int(vision["pooling_kernel_size"])
+        self._places = int(vision["position_embedding_size"])
+        patch = 3 * _first(vision["patch_size"]) ** 2
         return {
             "pixel_values": Declared("float32", (1, "patches", patch)),
             "image_position_ids": Declared("int64", (1, "patches", 2)),

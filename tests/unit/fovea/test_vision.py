@@ -212,11 +212,6 @@ PROCESSED: dict[str, dict[str, Any]] = {
         "boi_token_id": START,
         "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 32},
     },
-    "gemma4_unified": {
-        "image_token_id": IMAGE,
-        "boi_token_id": START,
-        "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "mm_posemb_size": 32},
-    },
 }
 
 
@@ -233,7 +228,7 @@ def test_what_a_processor_made_is_checked(model_type: str) -> None:
     tensors = bound.blank_image()
     assert not bound.tensors_problem(tensors)
     assert bound.replacement(tensors).ids.tolist() == [IMAGE] * 4
-    assert bound.patch_count(4) == (4 if model_type.startswith(("llava", "gemma4_unified")) else 16)
+    assert bound.patch_count(4) == (4 if model_type.startswith("llava") else 16)
     assert bound.token_counter({}) is None
     assert bound.positions(4, [ImageAt(0, tensors)]) is None
     pixels = tensors["pixel_values"]

@@ -15,12 +15,6 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Gemma4ImageProcessor,
     Gemma4Processor,
-    Gemma4UnifiedAudioFeatureExtractor,
-    Gemma4UnifiedConfig,
-    Gemma4UnifiedForConditionalGeneration,
-    Gemma4UnifiedImageProcessor,
-    Gemma4UnifiedProcessor,
-    Gemma4UnifiedVideoProcessor,
     Gemma4VideoProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -38,7 +32,6 @@ from fovea_tinyvlm.families.text_models import (
     GEMMA_NEWLINES,
     GEMMA_TOKENS,
     HEAD_DIM,
-    HIDDEN_SIZE,
     MISTRAL_CHAT,
     MISTRAL_TOKENS,
     SMALL_TOWER,
@@ -91,23 +84,7 @@ def _gemma3_processor(tokenizer: PreTrainedTokenizerBase) -> Gemma3Processor:
 
 
 def _gemma4(ids: TokenIds, text: dict[str, Any], vision: dict[str, Any]) -> Gemma4Config:
-    tower = SMALL_TOWER | {
-        "num_key_value_heads": 2,
-        "head_dim": HEAD_DIM,
-        "pooling_kernel_size": 3,
-        "position_embedding_size": 1024,
-        "default_output_length": 70,  # in published files, and vLLM reads it; transformers does not
-    }
-    own = {"vocab_size_per_layer_input": max(ids.values()) + 1}
-    return Gemma4Config(
-        text_config=_gemma4_language(ids, own | text),
-        vision_config=tower | vision,
-        vision_soft_tokens_per_image=70,
-        **_gemma4_ids(ids),
-    )
-
-
-def _gemma4_language(ids: TokenIds, text: dict[str, Any]) -> dict[str, Any]:
+    # No audio tower: Fovea takes text and images.
     both = {
         "sliding_attention": rope(1e4),
         "full_attention": rope(1e6, rope_type="proportional", partial_rotary_factor=0.25),
@@ -121,23 +98,29 @@ def _gemma4_language(ids: TokenIds, text: dict[str, Any]) -> dict[str, Any]:
         "rope_parameters": both,
         "tie_word_embeddings": True,
     }
-    base = language(ids, begin="<bos>", end="<turn|>", pad="<pad>", layers=len(text["layer_types"]))
-    return base | shared | text
-
-
-def _gemma4_ids(ids: TokenIds) -> dict[str, Any]:
-    # No audio tower: Fovea takes text and images.
-    return {
-        "audio_config": None,
-        "boi_token_id": ids["<|image>"],
-        "eoi_token_id": ids["<image|>"],
-        "image_token_id": ids["<|image|>"],
-        "video_token_id": ids["<|video|>"],
-        "boa_token_id": ids["<|audio>"],
-        "eoa_token_index": ids["<audio|>"],
-        "audio_token_id": ids["<|audio|>"],
-        "tie_word_embeddings": True,
+    tower = SMALL_TOWER | {
+        "num_key_value_heads": 2,
+        "head_dim": HEAD_DIM,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 1024,
+        "default_output_length": 70,  # in published files, and vLLM reads it; transformers does not
     }
+    layer_count = len(text["layer_types"])
+    base = language(ids, begin="<bos>", end="<turn|>", pad="<pad>", layers=layer_count)
+    return Gemma4Config(
+        text_config=base | shared | {"vocab_size_per_layer_input": base["vocab_size"]} | text,
+        vision_config=tower | vision,
+        audio_config=None,
+        boi_token_id=ids["<|image>"],
+        eoi_token_id=ids["<image|>"],
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        boa_token_id=ids["<|audio>"],
+        eoa_token_index=ids["<audio|>"],
+        audio_token_id=ids["<|audio|>"],
+        vision_soft_tokens_per_image=70,
+        tie_word_embeddings=True,
+    )
 
 
 def _gemma4_e2b(ids: TokenIds) -> Gemma4Config:
@@ -167,28 +150,6 @@ def _gemma4_26b(ids: TokenIds) -> Gemma4Config:
     sizes = {key: EXPERTS[key] for key in ("num_experts", "moe_intermediate_size")}
     sparse = {"enable_moe_block": True, "top_k_experts": EXPERTS["num_experts_per_tok"], **sizes}
     return _gemma4(ids, _GEMMA4_LARGE | sparse, {"standardize": True})
-
-
-def _gemma4_unified(ids: TokenIds) -> Gemma4UnifiedConfig:
-    # 12B: a language model like that of 31B. No tower: squares of 3 x 3 patches are projected, between norms.
-    text = {key: value for key, value in _GEMMA4_LARGE.items() if key != "hidden_size_per_layer_input"}
-    vision = {"mm_embed_dim": HIDDEN_SIZE, "output_proj_dims": HIDDEN_SIZE, "mm_posemb_size": 128}
-    return Gemma4UnifiedConfig(
-        text_config=_gemma4_language(ids, text),
-        vision_config=vision | {"patch_size": 16, "pooling_kernel_size": 3, "num_soft_tokens": 70},
-        **_gemma4_ids(ids),
-    )
-
-
-def _gemma4_unified_processor(tokenizer: PreTrainedTokenizerBase) -> Gemma4UnifiedProcessor:
-    return Gemma4UnifiedProcessor(
-        Gemma4UnifiedAudioFeatureExtractor(),
-        Gemma4UnifiedImageProcessor(max_soft_tokens=70),
-        tokenizer,
-        Gemma4UnifiedVideoProcessor(),
-        image_seq_length=70,
-        chat_template=tokenizer.chat_template,
-    )
 
 
 def _gemma4_processor(tokenizer: PreTrainedTokenizerBase) -> Gemma4Processor:
@@ -293,12 +254,6 @@ WHOLE_IMAGES = (
     _gemma4_family("gemma4_e2b", "google/gemma-4-E2B-it", _gemma4_e2b),
     _gemma4_family("gemma4_31b", "google/gemma-4-31B-it", _gemma4_31b),
     replace(_gemma4_family("gemma4_26b", "google/gemma-4-26B-A4B-it", _gemma4_26b), experts="together"),
-    replace(
-        _gemma4_family("gemma4_unified", "google/gemma-4-12B-it", _gemma4_unified),
-        source="defaults of transformers 5.19",
-        architecture=Gemma4UnifiedForConditionalGeneration,
-        processor=_gemma4_unified_processor,
-    ),
     Family(
         name="mistral3",
         published="mistralai/Mistral-Small-3.1-24B-Instruct-2503",

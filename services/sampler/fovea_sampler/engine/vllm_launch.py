@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 SERVICE_PID_VARIABLE = "FOVEA_SAMPLER_PARENT_PID"
 """The environment variable with the process id of the service, which the engine's workers read."""
 
-_MISCOUNTED_TOWERS = ("gemma4", "gemma4_unified")
+_MISCOUNTED_TOWERS = ("gemma4",)
 """Models of which the vision tower gets no adapters. vLLM sizes its buffers for one image and dies of two in a step."""
 _CPU_BLOCK_SIZE = 32  # with vLLM's 128, prefixes shorter than 128 tokens would not be shared
 # The fractions of the device's memory for adapter slots, taken from the KV cache, and of the host's for held adapters.

@@ -45,7 +45,7 @@ _HOST_RESERVE_BYTES = 128 * 2**20
 UNLIMITED = 2**62
 """Bytes, where no limit is known."""
 
-_FLOAT32_NORMS = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
+_FLOAT32_NORMS = ("gemma3_text", "gemma4_text")
 """Model types of language models that have norms around both halves of a layer and on queries and keys. Such norms
 retain float32 copies.
 """
@@ -221,9 +221,6 @@ def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 def patch_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Returns the bytes that the vision tower retains per patch for the backward pass, counted and not measured."""
     vision = config.vision_config.to_dict()
-    if "mm_embed_dim" in vision:  # no tower: a projection between norms
-        patch_size = 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2
-        return int((6 * vision["mm_embed_dim"] + 2 * patch_size) * dtype.itemsize)
     # Qwen's towers use other names. In Qwen2-VL `hidden_size` is that of the language model.
     hidden_size = vision.get("embed_dim") or vision["hidden_size"]
     inner_size = vision.get("intermediate_size") or vision["mlp_ratio"] * hidden_size

@@ -362,7 +362,7 @@ _GLM_ROLES = {"proj": Role.ATTENTION, "down_proj": Role.MLP}
 _PLAIN = (
     *("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "gemma4"),
     *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "mixtral"),
-    *("gemma3_text", "gemma4_unified", "glm4_moe", "deepseek_v3"),
+    *("gemma3_text", "glm4_moe", "deepseek_v3"),
 )
 """Values of `model_type` for which the general rules give everything."""
 
