@@ -20,7 +20,10 @@ from fovea_trainer.weights import weight_files
 from fovea_trainer.weights.checkpoint_folder import Folder
 from tests.ranks import run_ranks
 
-NAMES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
+NAMES = [
+    *("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "mixtral", "glm4_moe", "glm4v_moe"),
+    *("qwen3_next", "gemma4_26b", "gpt_oss", "deepseek_v3"),
+]
 CPU = torch.device("cpu")
 
 
