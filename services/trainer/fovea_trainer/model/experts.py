@@ -132,8 +132,9 @@ def experts_forward(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK
         experts: transformers' experts module. A LoraInjector sets its `trained` to the trained tensors.
         hidden_TD: Hidden states.
         index_TK: int64, the experts of each token.
-        weight_TK: Router weights in the model's dtype.
+        weight_TK: Router weights. Some routers return float32 for any dtype of the model.
     """
+    weight_TK = weight_TK.to(hidden_TD.dtype)
     if not isinstance(experts.gate_up_proj, DTensor):
         return _computed(experts, hidden_TD, index_TK, weight_TK)
     routing = Routing.of(index_TK, experts.num_experts)
