@@ -180,7 +180,8 @@ def _retained_bytes(
     inner_size = _routed_size(experts) if experts and is_routed else text.intermediate_size * (2 if is_wide else 1)
     inner_size += 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
-    norm_size = 4 * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
+    norms = 8 if is_routed else 4  # Gemma 4's experts have norms of their own
+    norm_size = norms * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
     retained_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
     return int(dtype.itemsize * retained_size + torch.float32.itemsize * norm_size)
 
