@@ -23,7 +23,18 @@ from tests.families import ensure_family
 CPU = torch.device("cpu")
 # Tied, renamed by transformers, with experts in each of the three layouts, with layers that carry a state.
 NAMES = ["qwen3_vl", "gemma3", "qwen3_vl_moe"]
-MORE = ["qwen2_vl", "llava_next", "glm4v", "qwen3_5", "qwen3_moe", "qwen3_5_moe"]
+MORE = [
+    "qwen2_vl",
+    "llava_next",
+    "glm4v",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_5_moe",
+    "mixtral",
+    "glm4_moe",
+    "gemma4_26b",
+    "deepseek_v3",
+]
 HALVES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from fovea.api.v1 import weights_pb2
-from fovea_sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes
+from fovea_sampler.engine.manifest_check import ManifestChecker, check_biases, checkpoint_shapes, names_after
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.up.weight": (6, 4), "model.norm.weight": (4,)}
 PREFIX = "base_model.model."
@@ -82,6 +82,11 @@ def experts(rank: int = 2, **changes: tuple[int, ...] | None) -> dict[str, tuple
     return {
         f"{PREFIX}model.experts.{name}.weight": shape for name, shape in (shapes | changes).items() if shape is not None
     }
+
+
+def test_layers_after_the_last_are_left_out() -> None:
+    names = [f"model.{prefix}layers.{number}.mlp.x" for prefix in ("", "language_model.") for number in (3, 4, 11)]
+    assert names_after([*names, "model.norm.weight", "model.visual.layers.9.x"], 4) == {*names[1:3], *names[4:]}
 
 
 def test_experts() -> None:

@@ -22,7 +22,7 @@ def test_language_models_and_known_families_are_served(tmp_path: Path) -> None:
     check_model(_write(tmp_path, model_type="qwen3_vl", vision_config={}))
 
 
-@pytest.mark.parametrize("model_type", ["some_vlm", "glm4v_moe"])
+@pytest.mark.parametrize("model_type", ["some_vlm", "llama4"])
 def test_unknown_vision_models_are_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(ValueError, match=f"'{model_type}' is a vision model.*supported are .*qwen3_vl"):
         check_model(_write(tmp_path, model_type=model_type, vision_config={}))
@@ -46,6 +46,9 @@ def test_entries_that_transformers_does_not_write_are_named() -> None:
     text = {"model_type": "lfm2", "hidden_size": 64}
     both = {"block_dim": 64, "conv_dim": 64}
     assert missing_entries({"model_type": "lfm2_vl", "text_config": text}) == {"text_config": both}
+    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    assert missing_entries({"model_type": "deepseek_v3"}) == routing
+    assert missing_entries({"model_type": "deepseek_v3", **routing}) == {}
     assert missing_entries(text) == both
     assert missing_entries(text | {"conv_dim": 32}) == {"block_dim": 64}
     assert missing_entries(text | both) == missing_entries({"model_type": "llama"}) == {}

@@ -43,6 +43,7 @@ from vllm.model_executor.models.glm4_1v import Glm4vForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.lfm2 import Lfm2ForCausalLM
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
+from vllm.model_executor.models.mixtral import MixtralForCausalLM, MixtralModel
 from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
@@ -241,6 +242,10 @@ def test_vllm_still_needs_the_names_of_model_classes() -> None:
     name = lfm2.map_name("model.language_model.layers.0.conv.in_proj.lora_A.weight")
     assert name == "language_model.model.layers.0.short_conv.in_proj.lora_A.weight"
     assert Lfm2ForCausalLM.hf_to_vllm_mapper.map_name(name) == name
+    name = "model.layers.0.mlp.experts.w1.lora_A.weight"
+    assert MixtralModel.hf_to_vllm_mapper.map_name(name) == name
+    mapped = MixtralForCausalLM.hf_to_vllm_mapper.map_name(name)
+    assert mapped == "model.layers.0.block_sparse_moe.experts.w1.lora_A.weight"
 
 
 def test_vllm_still_needs_punica() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def test_files_are_those_of_transformers_5(directories: dict[str, Path], name: s
     ("name", "shapes"),
     [
         ("qwen3_moe", {"0.gate_proj.weight": [96, 128], "7.down_proj.weight": [128, 96]}),
+        ("mixtral", {"0.w1.weight": [96, 128], "7.w2.weight": [128, 96]}),
+        ("gpt_oss", {"gate_up_proj": [8, 128, 192], "down_proj": [8, 96, 128], "down_proj_bias": [8, 128]}),
         ("qwen3_vl_moe", {"gate_up_proj": [8, 128, 192], "down_proj": [8, 96, 128]}),
         ("qwen3_5_moe", {"gate_up_proj": [8, 192, 128], "down_proj": [8, 128, 96]}),
     ],
@@ -93,10 +96,10 @@ def test_experts_are_on_disk_as_published(
         found = {
             key.partition(".experts.")[2]: file.get_slice(key).get_shape()
             for key in file.keys()  # noqa: SIM118, which takes the file for a mapping
-            if ".layers.0.mlp.experts." in key
+            if re.search(r"\.layers\.0\.(mlp|block_sparse_moe)\.experts\.", key)
         }
     assert found.items() >= shapes.items()
-    assert len(found) == 24 if name == "qwen3_moe" else 2
+    assert len(found) == {"qwen3_moe": 24, "mixtral": 24, "gpt_oss": 4}.get(name, 2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ ExpertSizes = tuple[int, int, int]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_PASSED = 256
+_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 _PEFT_PREFIX = "base_model.model."
 EXPERT_PARTS = ("w1", "w2", "w3")
 """The gate, down and up projections of experts, as vLLM and adapters name them."""
@@ -37,6 +39,11 @@ def checkpoint_shapes(directory: Path) -> dict[str, Shape]:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return shapes
+
+
+def names_after(names: Iterable[str], layer_count: int) -> set[str]:
+    """Returns the names of tensors in layers that are numbered `layer_count` or higher."""
+    return {name for name in names if (found := _LAYER.match(name)) is not None and int(found[1]) >= layer_count}
 
 
 def check_biases(names: Iterable[str], rename: Rename, modules: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ vLLM imports this module in the worker's process before it creates the worker, a
 
 import contextlib
 import os
-import re
 import select
 import signal
 import threading
@@ -19,7 +18,13 @@ from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.runtime.processes import die_with_parent
 from fovea_sampler import vllm_patches
 from fovea_sampler.engine import weight_loading
-from fovea_sampler.engine.manifest_check import ExpertSizes, ManifestChecker, check_biases, checkpoint_shapes
+from fovea_sampler.engine.manifest_check import (
+    ExpertSizes,
+    ManifestChecker,
+    check_biases,
+    checkpoint_shapes,
+    names_after,
+)
 from fovea_sampler.engine.snapshot_receiver import Arrival, SnapshotReceiver
 from fovea_sampler.engine.vllm_launch import SERVICE_PID_VARIABLE
 from fovea_sampler.engine.weight_loading import AdapterBank
@@ -56,9 +61,6 @@ def _end_engine_after(service: int, engine: int) -> None:
 _end_with_service()
 weight_loading.register()
 vllm_patches.before_model()
-
-
-_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
 class WorkerExtension:
@@ -167,10 +169,9 @@ def _left_out(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
 
     Qwen3.5's have a name of their own. GLM-4.5's are numbered after the model's last layer.
     """
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    count = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
-    after = {name for name in names if (found := _LAYER.match(name)) is not None and int(found[1]) >= count}
-    return after | {name for name in names if mapper is not None and mapper.map_name(name) is None}
+    mapper, text = getattr(model, "hf_to_vllm_mapper", None), model.config.get_text_config()
+    named = {name for name in names if mapper is not None and mapper.map_name(name) is None}
+    return named | names_after(names, text.num_hidden_layers)
 
 
 def _adaptable_modules(manager: Any) -> dict[str, torch.nn.Module]:

@@ -290,6 +290,11 @@ def _assert_near(found: Tensor | None, expected: Tensor) -> None:
         ("gemma3", {"logit_scale": 30.0}, "logit_scale of gemma3_text is not supported"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention of gemma3_text"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
+        ("mixtral", {"sliding_window": 8}, "sliding_window of mixtral is 8, which vLLM or transformers would ignore"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit of gpt_oss is 5.0"),
+        ("gpt_oss", {"layer_types": 3 * ["full_attention"]}, "layer_types of gpt_oss must alternate"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave of deepseek_v3 is False"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "the weights of this qwen2 are quantised"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
     ],
 )
