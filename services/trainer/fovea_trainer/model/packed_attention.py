@@ -156,11 +156,9 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if sliding_window is not None and not causal:
         raise ValueError(f"packed attention supports only causal windows; {type(module).__name__} has another kind")
-    scores, width = Scores(scaling, causal, sliding_window, softcap, s_aux), value.shape[-1]
-    if value.is_cuda and width < query.shape[-1]:  # DeepSeek-V3's values are narrower than its keys
-        value = functional.pad(value, (0, query.shape[-1] - width))
+    scores = Scores(scaling, causal, sliding_window, softcap, s_aux)
     if share is None:
-        return _attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing)[..., :width], None
+        return _attention(query, key, value, scores, cu_seq_lens_q, max_length_q, packing), None
     if s_aux is not None:
         raise ValueError(f"ranks cannot share a datum of {type(module).__name__}, which has sinks")
     query, key, value = (share.heads(tensor) for tensor in (query, key, value))
@@ -170,7 +168,10 @@ def packed_attention(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, bounds: Tensor, longest: int, packing: Packing | None
 ) -> Tensor:
-    packing = packing or Packing(bounds, query.shape[2])
+    packing, width = packing or Packing(bounds, query.shape[2]), value.shape[-1]
+    if value.is_cuda and width < query.shape[-1]:  # DeepSeek-V3's values are narrower than its keys
+        padded = functional.pad(value, (0, query.shape[-1] - width))
+        return _attention(query, key, padded, scores, bounds, longest, packing)[..., :width]
     match kernel_for(query, scores, packing):
         case Kernel.FLASH_4:
             function, _ = flash_4()
