@@ -235,6 +235,9 @@ def test_vllm_still_needs_the_names_of_model_classes() -> None:
     assert "params_dict = dict(self.named_parameters())" in source(
         "vllm.model_executor.models.pixtral:PixtralHFVisionModel.load_weights"
     )
+    assert "params_dict = dict(self.named_parameters())" in source(
+        "vllm.model_executor.models.deepseek_v2:DeepseekV2Model.load_weights"
+    )
     named = source("vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.get_expert_mapping")
     assert "lora_base_layer_prefix=self.lora_base_layer_prefix" in named
     lfm2 = Lfm2VLForConditionalGeneration.hf_to_vllm_mapper

@@ -7,8 +7,8 @@ Replaces: `vllm.lora.model_manager.get_supported_lora_modules`, `LoRAModelManage
     `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.create_lora_weights`, and `packed_modules_mapping` of
     `Qwen3VLMoeForConditionalGeneration`, and `can_replace_layer` of `vllm.lora.layers.FusedMoEWithLoRA`.
     For names: `hf_to_vllm_mapper` of the classes in `TOWERS`, of `Lfm2VLForConditionalGeneration` and of
-    `MixtralForCausalLM`, adds
-    `named_parameters` to `PixtralHFVisionModel`, and keeps `lora_base_layer_prefix` of `RoutedExperts` empty.
+    `MixtralForCausalLM`, adds `named_parameters` to `PixtralHFVisionModel` and `DeepseekV2Model`, and keeps
+    `lora_base_layer_prefix` of `RoutedExperts` empty.
 Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding only if the model's class lists it in
     `embedding_modules`. Qwen3 lists `lm_head`; Qwen2, and with it Qwen2.5-VL, does not, although its layers are the
     same. The patch adds `lm_head` to the supported modules of every model.
@@ -27,7 +27,7 @@ Why: Fovea's trainer adapts `lm_head` of every model. vLLM adapts an embedding o
     have the level and refuse such checkpoints. The patch inserts it; checkpoints on the hub have it and load as before.
     Pixtral's tower looks up a checkpoint's names among its own parameters. Once LoRA wraps its layers, as in LLaVA, the
     parameters have other names and no later weights load. (Other towers look up layer by layer.) The patch reports the
-    parameters under their names without LoRA.
+    parameters under their names without LoRA. DeepSeek-V3's language model does the same and gets the same patch.
     Once LoRA wraps experts, vLLM expects names with `base_layer` in a checkpoint and silently ignores the others, so a
     push left experts unchanged. The patch keeps the expected names as they are without LoRA.
     LFM2's short convolutions are called `conv` in checkpoints and `short_conv` in vLLM. LFM2-VL's mapper lacks that
@@ -56,6 +56,7 @@ from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.lfm2_vl import Lfm2VLForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
@@ -97,7 +98,7 @@ def apply() -> None:
 
 
 def _correct_names() -> None:
-    PixtralHFVisionModel.named_parameters = _named_parameters
+    PixtralHFVisionModel.named_parameters = DeepseekV2Model.named_parameters = _named_parameters
     RoutedExperts.lora_base_layer_prefix = property(lambda _: "", lambda _, prefix: None)
     missing = [(model, _LEVEL) for model in TOWERS]
     missing += [(Lfm2VLForConditionalGeneration, _CONVOLUTION), (MixtralForCausalLM, _MIXTURE)]
