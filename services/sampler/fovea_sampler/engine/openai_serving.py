@@ -45,6 +45,7 @@ _Write = Callable[[Any, Any], Awaitable[Any]]
 """Calls a handler of vLLM with an engine and the names of models; returns its response, its events, or an error."""
 
 _TOOL_PARSERS = {
+    "<|channel|>": "openai",
     "<function=": "qwen3_coder",
     "<arg_key>": "glm45",
     "<|tool_call>": "gemma4",
