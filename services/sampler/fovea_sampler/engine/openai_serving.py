@@ -44,21 +44,6 @@ Step = sampler_pb2.OpenAIPlan | bytes
 _Write = Callable[[Any, Any], Awaitable[Any]]
 """Calls a handler of vLLM with an engine and the names of models; returns its response, its events, or an error."""
 
-<<<<<<< ours
-=======
-_TOOL_PARSERS = {
-    "<|channel|>": "openai",
-    "<function=": "qwen3_coder",
-    "<arg_key>": "glm45",
-    "<|tool_call>": "gemma4",
-    "<tool_call>": "hermes",
-    "[TOOL_CALLS]": "mistral",
-    "<|tool_call_start|>": "lfm2",
-    "<|python_tag|>": "llama3_json",
-}
-"""vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
-
->>>>>>> theirs
 _ANSWER_BYTES = 2**20
 _WITH_CHOICES = (sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS)
 
