@@ -28,6 +28,17 @@ _RESPONSES_PICTURE = {"type": "input_image", "image_url": _IMAGE_URL, "detail": 
 _MESSAGES_PICTURE = {"type": "image", "source": {"type": "url", "url": _IMAGE_URL}}
 _TEXTS = ("input_text", "output_text")
 
+_TOOL_PARSERS = {
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "<|tool_call>": "gemma4",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|tool_call_start|>": "lfm2",
+    "<|python_tag|>": "llama3_json",
+}
+"""vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
+
 _MESSAGES_WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "metadata": lambda value: isinstance(value, dict),  # the user's id
     "service_tier": lambda value: value in ("auto", "standard_only"),
@@ -203,3 +214,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value
+
+
+def tool_parser_of(tokenizer: Any) -> str:
+    """Returns the name of the tool-call parser for the tokenizer's chat template."""
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template or ""]
+    return next((name for mark, name in _TOOL_PARSERS.items() if any(mark in text for text in texts)), "hermes")

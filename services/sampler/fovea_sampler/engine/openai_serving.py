@@ -44,17 +44,6 @@ Step = sampler_pb2.OpenAIPlan | bytes
 _Write = Callable[[Any, Any], Awaitable[Any]]
 """Calls a handler of vLLM with an engine and the names of models; returns its response, its events, or an error."""
 
-_TOOL_PARSERS = {
-    "<function=": "qwen3_coder",
-    "<arg_key>": "glm45",
-    "<|tool_call>": "gemma4",
-    "<tool_call>": "hermes",
-    "[TOOL_CALLS]": "mistral",
-    "<|tool_call_start|>": "lfm2",
-    "<|python_tag|>": "llama3_json",
-}
-"""vLLM's tool-call parsers by the mark that a chat template writes around a tool call. The first match wins."""
-
 _ANSWER_BYTES = 2**20
 _WITH_CHOICES = (sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, sampler_pb2.OPEN_AI_ROUTE_COMPLETIONS)
 
@@ -76,7 +65,9 @@ class OpenAIServing:
             "chat_template": None,
             "chat_template_content_format": "auto",
             "enable_auto_tools": True,
-            "tool_parser": _parser_of(llm.renderer.get_tokenizer()) if tool_parser == "auto" else tool_parser,
+            "tool_parser": message_apis.tool_parser_of(llm.renderer.get_tokenizer())
+            if tool_parser == "auto"
+            else tool_parser,
         }
         self._online = OnlineRenderer(llm.model_config, self._renderer, request_logger=None, **self._options)  # type: ignore[arg-type]
 
@@ -153,12 +144,12 @@ class OpenAIServing:
                 raise openai_requests.error_of(answer)
             if isinstance(answer, AsyncGenerator):
                 async for event in answer:
-                    engine.steps.put_nowait(message_apis.event_text(event).encode())
+                    engine.put(message_apis.event_text(event).encode())
             else:
                 engine.add_supports(answer)
                 body = message_apis.body_of(answer).encode()
                 for start in range(0, len(body), _ANSWER_BYTES):
-                    engine.steps.put_nowait(body[start : start + _ANSWER_BYTES])
+                    engine.put(body[start : start + _ANSWER_BYTES])
             engine.steps.put_nowait(None)
         except FoveaError as error:
             engine.steps.put_nowait(error)
@@ -197,7 +188,7 @@ class _CallerEngine:
         self._plan: sampler_pb2.OpenAIPlan | None = None
         self._inboxes: list[asyncio.Queue[sampler_pb2.SampledEvent]] = []
         self._prompts: list[list[int]] = []
-        self._is_planned, self._has_support = False, has_support
+        self._is_planned, self._has_support, self._early = False, has_support, list[bytes]()
         self._supports: dict[int, bytes] = {}
 
     def check_admission(self, count: int) -> None:
@@ -215,6 +206,16 @@ class _CallerEngine:
         self._add_prompt(prompt["prompt_token_ids"])
         self._inboxes.append(asyncio.Queue())
         return self._results(len(self._inboxes) - 1, params, request_id)
+
+    def put(self, piece: bytes) -> None:
+        """Adds a piece of the response to `steps`, after the plan.
+
+        vLLM 0.32's Responses API writes its first two events before it asks the engine for anything.
+        """
+        if self._is_planned:
+            self.steps.put_nowait(piece)
+        else:
+            self._early.append(piece)
 
     async def listen(self, sampled: AsyncIterator[sampler_pb2.SampledEvent]) -> None:
         """Distributes the caller's samples to the prompts until the caller ends the stream."""
@@ -278,7 +279,8 @@ class _CallerEngine:
         assert self._plan is not None
         if not self._is_planned:
             self._is_planned = True
-            self.steps.put_nowait(self._plan)
+            for step in (self._plan, *self._early):
+                self.steps.put_nowait(step)
         inbox, is_delta = self._inboxes[index], params.output_kind is RequestOutputKind.DELTA
         ids: list[int] = []
         sequences: list[_Sequence] = []
@@ -388,9 +390,3 @@ class _Sequence:
             each: Logprob(value, rank, text)
             for rank, ((each, value), (text, _)) in enumerate(zip(known.items(), texts, strict=True), 1)
         }
-
-
-def _parser_of(tokenizer: Any) -> str:
-    template = getattr(tokenizer, "chat_template", None)
-    texts = template.values() if isinstance(template, dict) else [template or ""]
-    return next((name for mark, name in _TOOL_PARSERS.items() if any(mark in text for text in texts)), "hermes")
