@@ -1,1 +1,1 @@
-"""A program that checks any server against the Tinker API, with the acceptance checks C1 to C128."""
+"""A program that checks any server against the Tinker API, with the acceptance checks C1 to C131."""

@@ -20,7 +20,7 @@ from fovea_conformance.report import summary, table, write_html, write_json
 from fovea_conformance.runner import Verdict, run_checks
 from fovea_conformance.target import Options
 
-_RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-J])")
+_RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-K])")
 
 
 def load() -> list[Check]:
@@ -38,7 +38,7 @@ def select(all_checks: list[Check], words: list[str]) -> list[Check]:
     for word in (part for given in words for part in given.replace(",", " ").split()):
         match = _RANGE.fullmatch(word.upper())
         if match is None:
-            raise typer.BadParameter(f"{word!r} is not a check; write C14, C20-C25 or a section A to J")
+            raise typer.BadParameter(f"{word!r} is not a check; write C14, C20-C25 or a section A to K")
         first, last, section = match.groups()
         if section:
             chosen |= {one.number for one in all_checks if one.section == section}
@@ -55,7 +55,7 @@ def main(
         bool, typer.Option("--vlm", help="Run the checks with images; the model must accept images.")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="Run only these checks: C14, C20-C25 or a section A to J. May be repeated.")
+        list[str] | None, typer.Option(help="Run only these checks: C14, C20-C25 or a section A to K. May be repeated.")
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Leave these checks out, in the same format.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the verdicts as JSON.")] = None,
@@ -69,9 +69,10 @@ def main(
     long_job_s: Annotated[float, typer.Option(help="Duration of the long job, in seconds.")] = 300.0,
     checkpoint: Annotated[str, typer.Option(help="Directory of the model's files; default: the model's name.")] = "",
     cookbook: Annotated[bool, typer.Option("--cookbook", help="Also run the recipes of the cookbook.")] = False,
+    admin_key: Annotated[str, typer.Option(help="API key of an administrator, for the check of the audit log.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log of the SDK.")] = False,
 ) -> None:
-    """Check a Tinker server against the contract, with 128 checks over the real SDK and raw HTTP."""
+    """Check a Tinker server against the contract, with 131 checks over the real SDK and raw HTTP."""
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     if not verbose:
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -79,7 +80,9 @@ def main(
     chosen = [one for one in select(load(), only or []) if one.check_id not in left_out]
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     name = model or _first_model(base_url, api_key, console)
-    options = Options(base_url, api_key, name, vlm, restart_command, session_ttl_s, long_job_s, checkpoint, cookbook)
+    options = Options(
+        base_url, api_key, name, vlm, restart_command, session_ttl_s, long_job_s, checkpoint, cookbook, admin_key
+    )
     verdicts = _run(chosen, options, console)
     console.print(table(verdicts, f"{base_url}, model {name}"))
     console.print(summary(verdicts))

@@ -43,9 +43,9 @@ class Check:
     """One check.
 
     Args:
-        check_id: C1 to C128.
+        check_id: C1 to C131.
         title: The contract's sentence, shortened.
-        section: Letter of the contract's section, A to J.
+        section: Letter of the contract's section, A to K.
         run: Runs the check; returns one line about what was seen. Raises `Failed`, `Refused` or `NotApplicable`.
         timeout_s: Seconds after which the check counts as failed.
         background: Whether the check mostly waits, and so runs beside others.
@@ -90,7 +90,7 @@ def check(
 
 def section_of(number: int) -> str:
     """Returns the letter of the contract's section with this check."""
-    last = {"A": 12, "B": 35, "C": 50, "D": 77, "E": 99, "F": 105, "G": 116, "H": 119, "I": 123, "J": 128}
+    last = {"A": 12, "B": 35, "C": 50, "D": 77, "E": 99, "F": 105, "G": 116, "H": 119, "I": 123, "J": 128, "K": 131}
     return next(letter for letter, end in last.items() if number <= end)
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,16 @@ def suite_command(state: dict[str, Any], folder: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "fovea_conformance", "--base-url", state["base_url"], "--model", MODEL_NAME, "--vlm"),
         *("--checkpoint", str(fovea_tinyvlm.ensure("qwen3_vl")), "--session-ttl-s", str(SESSION_TTL_S)),
-        *("--restart-command", shlex.join(restart)),
+        *("--restart-command", shlex.join(restart), "--admin-key", admin_key(folder)),
     ]
+
+
+@cache
+def admin_key(folder: Path) -> str:
+    """Creates a key of scope admin in the state folder of a server, and returns it."""
+    command = [sys.executable, "-m", "fovea.cli.main", "keys", "create", "--owner", "auditor", "--scope", "admin"]
+    made = subprocess.run([*command, "--state-dir", str(folder)], check=True, capture_output=True, text=True)
+    return made.stdout.strip()
 
 
 def main(arguments: list[str]) -> int:

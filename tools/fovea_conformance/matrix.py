@@ -20,6 +20,7 @@ _SECTIONS = {
     "H": "The cookbook, end to end",
     "I": "Several base models, and what SDK 0.39 adds",
     "J": "Recorded samples and stable_reinforce",
+    "K": "Projects, the search for sessions, the audit log",
 }
 
 

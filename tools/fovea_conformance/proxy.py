@@ -22,7 +22,7 @@ _UNREACHABLE_S = 0.5
 
 @dataclass
 class Exchange:
-    """One request and its response. Times are from `time.monotonic`."""
+    """One request and its response. Times are from `time.monotonic`. Rules may change headers, body and query."""
 
     method: str
     path: str
@@ -33,6 +33,7 @@ class Exchange:
     answer_headers: dict[str, str] = field(default_factory=dict)
     answer: bytes = b""
     ended_s: float = 0.0
+    query: str = ""
 
     @property
     def route(self) -> str:
@@ -126,7 +127,7 @@ class Proxy:
             body = await request.body()
         except ClientDisconnect:
             return Response("the client left", status_code=499)
-        exchange = Exchange(request.method, path, headers, body, time.monotonic())
+        exchange = Exchange(request.method, path, headers, body, time.monotonic(), query=request.url.query)
         self.exchanges.append(exchange)
         try:
             response = await self._answer(request, exchange)
@@ -157,7 +158,7 @@ class Proxy:
             limits = httpx.Limits(max_connections=None)
             self._client = httpx.AsyncClient(timeout=120, limits=limits)
         headers = {name: value for name, value in exchange.headers.items() if name not in _HOP_BY_HOP}
-        url = self._upstream + exchange.path + (f"?{request.url.query}" if request.url.query else "")
+        url = self._upstream + exchange.path + (f"?{exchange.query}" if exchange.query else "")
         sent = self._client.build_request(exchange.method, url, headers=headers, content=exchange.body)
         try:
             answer = await self._client.send(sent, stream=True)

@@ -42,6 +42,7 @@ class Options:
         long_job_s: Duration of the long job in seconds.
         checkpoint: Directory of the model's files, if it is not the model's name.
         cookbook: Whether to run the cookbook's recipes, which need their own environments.
+        admin_key: API key of an administrator, for the audit log.
     """
 
     base_url: str
@@ -53,6 +54,7 @@ class Options:
     long_job_s: float = 300.0
     checkpoint: str = ""
     cookbook: bool = False
+    admin_key: str = ""
 
 
 class Target:

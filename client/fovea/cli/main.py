@@ -52,9 +52,9 @@ app.add_typer(sessions_app, name="sessions")
 app.add_typer(checkpoints_command.app, name="checkpoints")
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "fovea keys": ("fovea_gateway.access.keys_command", ()),
-    "fovea owners": ("fovea_gateway.access.owners_command", ("owners",)),
-    "fovea usage": ("fovea_gateway.access.owners_command", ("usage",)),
+    "fovea keys": ("fovea_gateway.access.access_command", ("keys",)),
+    "fovea owners": ("fovea_gateway.access.access_command", ("owners",)),
+    "fovea usage": ("fovea_gateway.access.access_command", ("usage",)),
     "fovea downgrade": ("fovea_gateway.database.migrations", ()),
     "fovea models check": ("fovea_parity", ()),
     "fovea conformance": ("fovea_conformance", ()),

@@ -280,7 +280,9 @@ def name_database(find: Callable[[], list[pathlib.Path]] = running_folders) -> N
 def make_first_key(state_dir: pathlib.Path) -> None:
     """Creates and prints an API key of scope admin, for a gateway that needs its first one; or ends the command."""
     options = ("--owner", "admin", "--scope", "admin", "--name", "of the first fovea up", "--state-dir", str(state_dir))
-    made = subprocess.run([sys.executable, "-m", "fovea_gateway.access.keys_command", "create", *options], check=False)
+    made = subprocess.run(
+        [sys.executable, "-m", "fovea_gateway.access.access_command", "keys", "create", *options], check=False
+    )
     if made.returncode:
         raise typer.Exit(
             print_error(

@@ -81,6 +81,8 @@ class Caller:
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller(""))  # noqa: B039 - frozen
 """The sender of the request that the current task answers."""
+SUBJECT: ContextVar[str] = ContextVar("subject", default="")
+"""The id of the object that this request is about, for the audit log; empty if the path of the request names it."""
 
 
 def asked_owner(asked: str, what: str) -> str | None:
@@ -309,6 +311,7 @@ class KeyRing:
         except ValueError as error:
             raise InvalidInput(str(error), field="owner") from None
         await self._database.write(lambda connection: insert_key(connection, key))
+        SUBJECT.set(key.key_id)
         await self._read()
         return text, key
 

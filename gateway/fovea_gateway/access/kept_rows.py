@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput
+from fovea_gateway.access.audit_log import audit_bytes
 from fovea_gateway.access.owners import Quota, read_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import (
@@ -23,6 +24,7 @@ from fovea_gateway.database.schema import (
     recorded_sequences,
     recordings,
     sampling_sessions,
+    session_projects,
     sessions,
     snapshots,
 )
@@ -42,6 +44,7 @@ ROW_BYTES = 1024
 """The assumed size of a row besides its texts, including its share of the indexes."""
 _TEXTS: dict[sa.Table, tuple[str, ...]] = {
     sessions: ("tags", "user_metadata", "display_name", "request_key", "end_detail"),
+    session_projects: ("project_id",),
     models: ("user_metadata",),
     sampling_sessions: ("model_path",),
     checkpoints: ("user_metadata",),
@@ -50,9 +53,12 @@ _TEXTS: dict[sa.Table, tuple[str, ...]] = {
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """Returns the total bytes of an owner's checkpoints, and of its texts and recorded samples in the database."""
+    """Returns the total bytes of an owner's checkpoints, and of its texts, recorded samples and audit entries in the
+    database.
+    """
     found: int = read_usage(connection, owner, 0)["stored_bytes"].get(owner, 0)
-    return found + row_bytes(connection, owner, overhead=0)[owner] + recorded_bytes(connection, owner)[owner]
+    found += audit_bytes(connection, owner)[owner] + recorded_bytes(connection, owner)[owner]
+    return found + row_bytes(connection, owner, overhead=0)[owner]
 
 
 def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int = ROW_BYTES) -> Counter[str]:
@@ -190,6 +196,6 @@ def forget_over(connection: sa.Connection, before: float, owner: str | None) -> 
         connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
     recorded = sa.select(recordings.c.future_id).where(recordings.c.session_id.in_(gone))
     connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(recorded)))
-    for table in (recordings, sampling_sessions, sessions):
+    for table in (recordings, sampling_sessions, session_projects, sessions):
         connection.execute(sa.delete(table).where(table.c.session_id.in_(gone)))
     return model_ids, len(model_ids) + len(gone)

@@ -1,12 +1,15 @@
-"""Owners: the records that administrators write for them, their shares of what all owners use, and their usage.
+"""Owners: the records that administrators write for them, their projects, their shares of what all owners use, and
+their usage.
 
+A project is a name for some of an owner's sessions, with their models and checkpoints. Its first session creates it.
 Usage is added in the same transaction that stores an outcome, so that nothing is counted twice or lost.
 """
 
 import dataclasses
+import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -14,11 +17,11 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import InvalidInput, ResourceExhausted
+from fovea.wire.errors import InvalidInput, NotFound, ResourceExhausted
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import asked_owner, check_owner
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import checkpoints, owners, usage
+from fovea_gateway.database.schema import checkpoints, owners, session_projects, usage
 from fovea_gateway.database.sql_engine import insert_new
 
 LOOK_S = 1.0
@@ -27,6 +30,9 @@ _MOST = 2**62
 _DAY_S = 24 * 3600
 _MOST_DAYS = 3660
 _MOST_WEIGHT = 1000.0
+DEFAULT_PROJECT = "default"
+"""The project of sessions that name none."""
+_PROJECT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -233,6 +239,44 @@ def put_owner(connection: sa.Connection, owner: Owner) -> None:
     values: dict[str, Any] = dataclasses.asdict(owner)
     if not insert_new(connection, owners, values):
         connection.execute(sa.update(owners).where(owners.c.owner == owner.owner).values(values))
+
+
+def check_project(project_id: str, field: str = "project_id") -> str:
+    """Returns the name of a project. Raises InvalidInput if it is not a valid name."""
+    if not _PROJECT.fullmatch(project_id):
+        raise InvalidInput(
+            f"{field} is {project_id[:40]!r}; a project has 1 to 100 letters, digits or _ . -", field=field
+        )
+    return project_id
+
+
+def put_project(connection: sa.Connection, owner: str, session_id: str, project_id: str) -> None:
+    """Moves a session into a project."""
+    own = session_projects.c.session_id == session_id
+    connection.execute(sa.delete(session_projects).where(own))
+    if project_id != DEFAULT_PROJECT:
+        values = {"session_id": session_id, "owner": owner, "project_id": project_id}
+        connection.execute(sa.insert(session_projects).values(values))
+
+
+def in_projects(session_id: sa.ColumnElement[str], project_ids: Collection[str]) -> sa.ColumnElement[bool]:
+    """Returns the condition that a session is in one of the projects."""
+    own = session_projects.c.session_id == session_id
+    found = sa.exists().where(own, session_projects.c.project_id.in_(project_ids))
+    return found | ~sa.exists().where(own) if DEFAULT_PROJECT in project_ids else found
+
+
+def require_projects(connection: sa.Connection, owner: str | None, project_ids: Collection[str], field: str) -> None:
+    """Raises NotFound if an owner has no session in one of the projects, InvalidInput for a name that none can have.
+
+    Args:
+        owner: None for all owners.
+    """
+    query = sa.select(session_projects.c.project_id.distinct())
+    query = query.where(session_projects.c.project_id.in_([check_project(name, field) for name in project_ids]))
+    found = connection.scalars(query if owner is None else query.where(session_projects.c.owner == owner))
+    if missing := sorted(set(project_ids) - {*found, DEFAULT_PROJECT}):
+        raise NotFound(f"there is no project {missing[0]!r}: create a session with this project_id first", field=field)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from fovea.runtime.durable import ExpiryClock
 from fovea.wire.conventions import ADAPTER_WEIGHTS
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, ResourceExhausted
 from fovea_gateway.access.kept_rows import KeptRows, stored_bytes
-from fovea_gateway.access.owners import Owners
+from fovea_gateway.access.owners import Owners, in_projects, require_projects
 from fovea_gateway.checkpoints.checkpoint import (
     EXTERNAL,
     SAMPLER,
@@ -30,7 +30,7 @@ from fovea_gateway.checkpoints.checkpoint import (
     parse_path,
 )
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import checkpoints, published, snapshots
+from fovea_gateway.database.schema import checkpoints, models, published, snapshots
 from fovea_gateway.database.sql_engine import insert_new
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Search(NamedTuple):
         with_public: Whether to include the published checkpoints of other owners.
         segment: One of the kinds; None for all.
         before: The `created_at` and path of the last checkpoint of the previous page.
+        project_ids: The owner's projects; None for all.
     """
 
     owner: str
@@ -77,6 +78,7 @@ class Search(NamedTuple):
     segment: str | None = None
     base_models: list[str] | None = None
     before: tuple[float, str] | None = None
+    project_ids: list[str] | None = None
 
 
 class Checkpoints:
@@ -350,6 +352,10 @@ def rows_of_search(connection: sa.Connection, search: Search) -> list[Checkpoint
         where &= checkpoints.c.segment == search.segment
     if search.base_models is not None:
         where &= checkpoints.c.base_model.in_(search.base_models)
+    if search.project_ids is not None:
+        require_projects(connection, search.owner, search.project_ids, "project_ids")
+        of_model = (models.c.model_id == checkpoints.c.model_id) & (models.c.owner == search.owner)
+        where &= sa.exists().where(of_model, in_projects(models.c.session_id, search.project_ids))
     if search.before is not None:
         created_at, path = search.before
         where &= (place[0] < created_at) | ((place[0] == created_at) & (place[1] < path))

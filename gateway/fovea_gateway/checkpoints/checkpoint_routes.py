@@ -63,7 +63,7 @@ class SearchCursor(Body):
 class SearchCheckpoints(Body):
     """POST checkpoints/search, of SDK 0.39."""
 
-    project_ids: list[str] | None = None
+    project_ids: list[str] | None = Field(None, max_length=100)
     user_metadata: dict[str, str] = Field({})
     checkpoint_type: Literal["training", "sampler", "external"] | None = None
     owner: SearchOwner = SearchOwner()
@@ -83,6 +83,7 @@ class SearchCheckpoints(Body):
             types.get(self.checkpoint_type or ""),
             self.base_models,
             (self.cursor.last_created_at.timestamp() + 1e-6, "") if self.cursor is not None else None,
+            self.project_ids,
         )
 
     def matches(self, checkpoint: Checkpoint) -> bool:
@@ -168,8 +169,6 @@ class CheckpointRoutes:
         In a search by metadata a page may have fewer than `limit` checkpoints and still not be the last one.
         """
         body = await parse_json(request, SearchCheckpoints, await read(request))
-        if body.project_ids is not None:
-            raise InvalidInput("project_ids: Fovea has no projects; leave the field out", field="project_ids")
         if body.owner.type == "user":
             raise InvalidInput(
                 "owner: search `own` or `accessible` checkpoints; Fovea has no owner URNs", field="owner"
@@ -305,7 +304,8 @@ class UploadRoutes:
         body = await parse_json(request, StartUpload, await read(request))
         if body.destination_project_id is not None:
             raise InvalidInput(
-                "destination_project_id: Fovea has no projects; leave the field out", field="destination_project_id"
+                "destination_project_id: an uploaded adapter has no session, so no project; leave the field out",
+                field="destination_project_id",
             )
         self._base_models.check_trained(body.base_model)
         if body.lora_config.rank < 1:

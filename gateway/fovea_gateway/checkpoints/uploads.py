@@ -21,7 +21,7 @@ from google.protobuf import json_format
 from fovea.api.v1 import weights_pb2
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
-from fovea_gateway.access.api_keys import CALLER
+from fovea_gateway.access.api_keys import CALLER, Caller
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
 from fovea_gateway.checkpoints.exports import LinkSigner
@@ -113,6 +113,7 @@ class Uploads:
             raise PermissionDenied("this link is not valid; ask for external_weights_upload_start again")
         about = await self._about(link.upload_id)
         owner: str = about["owner"]
+        CALLER.set(Caller(owner, link.key_id))
         room = await self._checkpoints.room(owner) + self._checkpoints.unfinished_bytes[owner]
         limit = _MOST_CONFIG_BYTES if link.file == ADAPTER_CONFIG else self._most_bytes
         if declared_bytes > limit:

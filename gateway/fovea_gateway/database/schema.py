@@ -97,6 +97,32 @@ sessions = sa.Table(
     sa.UniqueConstraint("owner", "request_key"),
 )
 
+# The projects of sessions that have one. It is a separate table, so that `create_all` adds it to an older database.
+session_projects = sa.Table(
+    "session_projects",
+    metadata,
+    sa.Column("session_id", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("project_id", sa.Text, nullable=False),
+    sa.Index("session_projects_of_owner", "owner", "project_id"),
+)
+
+# See `access.audit_log`. An entry of repeated work stands for `count` requests between `at` and `until`.
+audit_entries = sa.Table(
+    "audit_entries",
+    metadata,
+    sa.Column("entry_id", sa.Text, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False, index=True),
+    sa.Column("until", sa.Float, nullable=False),
+    sa.Column("count", sa.BigInteger, nullable=False),
+    sa.Column("owner", sa.Text, nullable=False, index=True),
+    sa.Column("key_id", sa.Text, nullable=False),
+    sa.Column("event", sa.Text, nullable=False),
+    sa.Column("route", sa.Text, nullable=False),
+    sa.Column("object_id", sa.Text, nullable=False),
+    sa.Column("outcome", sa.Text, nullable=False),
+)
+
 models = sa.Table(
     "models",
     metadata,

@@ -180,6 +180,8 @@ def _configure_sqlite(connection: Any, _: object) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "wal_autocheckpoint=4000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+    # SQLite's own function changes ASCII letters only.
+    connection.create_function("lower", 1, lambda text: text and text.lower(), deterministic=True)
 
 
 def _configure_postgresql(connection: Any, _: object) -> None:

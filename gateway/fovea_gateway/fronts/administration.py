@@ -4,6 +4,7 @@ Access to keys and owners needs the scope admin. Usage and parked sessions need 
 checked before a handler or method runs.
 """
 
+import asyncio
 import dataclasses
 
 import grpc
@@ -15,10 +16,11 @@ from starlette.routing import Route
 from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
 from fovea_gateway.access.api_keys import Key, KeyRing, Scope, parse_scope
+from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, AuditLog, question_of
 from fovea_gateway.access.owners import LIMITS, Owner, Owners, usage_for
 from fovea_gateway.database.database import Database
 from fovea_gateway.fronts.components import Components
-from fovea_gateway.http.endpoint import Endpoints, Json, check_query, count_of
+from fovea_gateway.http.endpoint import Endpoints, Json, check_query, count_of, paging
 from fovea_gateway.http.request_body import Body, parse_json, read
 
 _Time = Field(None, gt=0, le=1e11, allow_inf_nan=False)
@@ -53,8 +55,8 @@ class PutOwner(Body):
 class AdminRoutes:
     """Handlers of the administration routes."""
 
-    def __init__(self, keys: KeyRing, owners: Owners, database: Database) -> None:
-        self._keys, self._owners, self._database = keys, owners, database
+    def __init__(self, keys: KeyRing, owners: Owners, database: Database, audit: AuditLog) -> None:
+        self._keys, self._owners, self._database, self._audit = keys, owners, database, audit
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
@@ -65,6 +67,7 @@ class AdminRoutes:
             endpoints.route("GET", "owners", self.list_owners, Scope.ADMIN),
             endpoints.route("PUT", "owners/{owner}", self.put_owner, Scope.ADMIN),
             endpoints.route("GET", "usage", self.usage, Scope.READ),
+            endpoints.route("GET", "audit", self.audit, Scope.ADMIN),
         ]
 
     async def create_key(self, request: Request, owner: str) -> Response:
@@ -104,6 +107,18 @@ class AdminRoutes:
         check_query(request, "days", "owner")
         asked = request.query_params.get("owner", "")
         return Json(await usage_for(self._database, asked, count_of(request, "days", 30)))
+
+    async def audit(self, request: Request, owner: str) -> Response:
+        """Returns a page of the audit log, oldest first: `days` UTC days that end with `day`, by default today."""
+        check_query(request, "event_type", "day", "days", "limit", "offset", *SEARCHED)
+        question = question_of(request.query_params, count_of(request, "days", 1))
+        limit, offset = paging(request, MOST_LISTED, MOST_LISTED)
+        total = await self._audit.count(question)
+        # A row takes about three times its stored size in memory, and then its text.
+        request.state.incoming.memory.take(4 * ENTRY_BYTES * max(min(limit, total - offset), 0))
+        entries = await self._audit.page(question, limit, offset)
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        return await asyncio.to_thread(Json, {"entries": entries, "cursor": cursor})
 
 
 # ruff: noqa: N802 - gRPC names the methods.

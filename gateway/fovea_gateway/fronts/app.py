@@ -23,6 +23,7 @@ from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.gateway_servicer import GatewayServicer, named
 from fovea_gateway.fronts.grpc_interceptors import (
     MOST_CONNECTIONS,
+    AuditedCalls,
     AuthInterceptor,
     BoundedMessages,
     ConnectionShares,
@@ -43,6 +44,7 @@ _FOLDER_ROUNDS = 10
 _GAUGES_S = 2.0
 _RETURN_S = 0.5
 _JOURNAL_S = 2.0
+_AUDIT_S = 2.0
 _SHARES_S = 2.0
 """A check of 16,000 connections takes a tenth of a second."""
 
@@ -80,6 +82,7 @@ class Upkeep:
         background.start(self._sweep_forever(), "sweep")
         for residency in components.residencies.values():
             background.start(repeat(residency.sweep, _RETURN_S, "bringing models back"), "residency")
+        background.start(repeat(components.audit.flush, _AUDIT_S, "writing audit entries"), "audit log")
         background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
         background.start(repeat(components.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
         background.start(repeat(components.live_state.tick, TICK_S, "watching for the page"), "page")
@@ -116,6 +119,7 @@ class Upkeep:
         components.health.clear_gauges()
         components.storage.close()
         await components.base_models.close()
+        await components.audit.flush()
         await components.database.close()
 
     async def _restore(self) -> None:
@@ -177,6 +181,7 @@ class Upkeep:
         await self._components.sampling.sweep()
         await self._components.recordings.sweep()
         await self._components.kept_rows.sweep()
+        await self._components.audit.sweep()
 
 
 class Gateway:
@@ -194,7 +199,7 @@ class Gateway:
         self.grpc = ServiceServer(
             settings.model_copy(update={"port": settings.grpc_port}), [ADMIN_SERVICE, GATEWAY_SERVICE],
             begins_traces=True, translate=self._translate, options=channel_limits(settings),
-            bounds=[auth, BoundedMessages()],
+            bounds=[auth, BoundedMessages(), AuditedCalls(self.components.keys, self.components.audit)],
         )  # fmt: skip
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(
             GatewayServicer(self.components, settings), self.grpc.grpc

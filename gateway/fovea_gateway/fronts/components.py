@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput, ServerPaths
 from fovea_gateway.access.api_keys import KeyRing
+from fovea_gateway.access.audit_log import AuditLog
 from fovea_gateway.access.fair_queue import FairQueue
 from fovea_gateway.access.kept_rows import KeptRows
 from fovea_gateway.access.owners import Owners, Quota
@@ -84,6 +85,7 @@ class Components:
         self.keys = KeyRing(self.database, settings.given_keys, settings.host, settings.allowed_host)
         self.owners = Owners(self.database, settings.owner_limits)
         self._clock = clock = ExpiryClock()
+        self.audit = AuditLog(self.database, settings.row_room_bytes // 4, clock)
         self.paths = ServerPaths([settings.checkpoint_root, str(settings.state_dir.absolute())])
         result_room = ResultRoom(self.database, settings.max_result_bytes)
         self.activity = Activity()

@@ -11,7 +11,7 @@ import stat
 import struct
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from fovea.api.v1 import gateway_pb2
 from fovea.runtime.server import open_files
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE, MESSAGE_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, PayloadTooLarge
-from fovea_gateway.access.api_keys import KeyRing, Scope
+from fovea_gateway.access.api_keys import SUBJECT, KeyRing, Scope
+from fovea_gateway.access.audit_log import AT_ONCE, EVENTS, OK, Action, AuditLog, check_event
 from fovea_gateway.access.owners import Owners, QuotaUse
 from fovea_gateway.http.connections import client_of
 from fovea_gateway.http.endpoint import not_ready
@@ -32,6 +33,7 @@ from fovea_gateway.http.request_body import (
     SMALL_ELEMENTS,
     check_protobuf_elements,
     off_loop,
+    subject_of,
 )
 from fovea_gateway.settings import GatewaySettings
 
@@ -239,6 +241,71 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(
             _decoding(handler.unary_unary, decode), None, handler.response_serializer
         )
+
+
+class AuditedCalls(grpc.aio.ServerInterceptor):
+    """An interceptor that enters the calls that change something in the audit log.
+
+    Raises Internal if a method has no event.
+    """
+
+    def __init__(self, keys: KeyRing, audit: AuditLog) -> None:
+        self._keys, self._audit = keys, audit
+        for method in SCOPES:
+            check_event(method.rpartition("/")[2])
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler: Any = await continuation(handler_call_details)
+        name = handler_call_details.method.rpartition("/")[2]
+        if handler is None or handler_call_details.method not in SCOPES or name not in EVENTS:
+            return handler  # type: ignore[no-any-return]
+        types = handler.request_deserializer, handler.response_serializer
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(self._noting(name, handler.stream_unary), *types)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(self._noting_stream(name, handler.unary_stream), *types)
+        return grpc.unary_unary_rpc_method_handler(self._noting(name, handler.unary_unary), *types)
+
+    def _noting(self, name: str, inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def behavior(request: Any, context: Any) -> Any:
+            async with self._entry(name, request, context):
+                return await inner(request, context)
+
+        return behavior
+
+    def _noting_stream(
+        self, name: str, inner: Callable[[Any, Any], AsyncIterator[Any]]
+    ) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        async def behavior(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with self._entry(name, request, context):
+                async for response in inner(request, context):
+                    yield response
+
+        return behavior
+
+    @asynccontextmanager
+    async def _entry(self, name: str, request: Any, context: Any) -> AsyncIterator[None]:
+        """Enters a call in the log when it ends."""
+        caller, event, outcome = self._keys.identify_call(context.invocation_metadata()), EVENTS[name], OK
+        SUBJECT.set(subject_of(request))
+        try:
+            yield
+        except FoveaError as error:
+            outcome = error.reason
+            raise
+        except BaseException:
+            outcome = "FAILED"
+            raise
+        finally:
+            action = Action(caller.owner, caller.key_id, event, name, SUBJECT.get(), outcome)
+            if event in AT_ONCE and outcome == OK:
+                await self._audit.write(action)
+            else:
+                self._audit.pending[action] += 1
 
 
 class CallBudget:

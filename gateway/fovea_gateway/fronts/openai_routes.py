@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire.errors import ContextOverflow, FoveaError, NotFound, Unauthenticated
-from fovea_gateway.access.api_keys import Scope
+from fovea_gateway.access.api_keys import SUBJECT, Scope
 from fovea_gateway.checkpoints.checkpoint import SAMPLER, SCHEME, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
 from fovea_gateway.fronts.openai_answers import Asked, OpenAIAnswers
@@ -132,6 +132,7 @@ class OpenAIRoutes:
         body = await off_loop(parse_loosely, blob, _ELEMENTS)
         is_stream = bool(body.get("stream"))
         asked = await off_loop_by_size(len(blob), Asked.of, route, body)
+        SUBJECT.set(asked.model)
         pieces = self._answers.answer(owner, asked)
         headers = {"x-request-id": REQUEST_ID.get()}
         if not is_stream:

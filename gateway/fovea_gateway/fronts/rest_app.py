@@ -52,14 +52,11 @@ _FLAGS = {
     "custom_loss_server_side": True,
 }
 _HOSTED_ONLY = {
-    ("POST", "sessions/search"): "searching sessions; list them with GET sessions",
     ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway serves metrics on --metrics-port",
-    ("PUT", "sessions/{session_id}/project"): "projects",
     ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator revokes them with `fovea keys revoke`",
     ("GET", "billing/usage/events"): "billing",
     ("GET", "billing/usage/checkpoints/current"): "billing",
-    ("GET", "audit"): "an audit log",
 }
 """Routes that only the hosted service has. Each is refused with an error that names the missing feature."""
 
@@ -72,6 +69,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
     endpoints = Endpoints(
         components.keys.identify, components.owners.check_rate, base_path, components.request_memory,
         settings.request_timeout_s, components.activity.note_refusal, components.paths.hide,
+        components.audit,
     )  # fmt: skip
     limiter = BurstLimiter()
     future_routes = FutureRoutes(
@@ -94,7 +92,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
             settings.max_body_bytes,
         ),
         ServerRoutes(components.health, components.base_models, settings.sdk_flags, settings.max_body_bytes),
-        SessionRoutes(components.sessions),
+        SessionRoutes(components.sessions, components.database),
         TrainingRoutes(
             components.training,
             components.models,
@@ -108,7 +106,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
         CheckpointRoutes(components.checkpoints),
         ExportRoutes(components.exports, base_path),
         UploadRoutes(components.uploads, components.base_models, lora, base_path, settings.request_timeout_s),
-        AdminRoutes(components.keys, components.owners, components.database),
+        AdminRoutes(components.keys, components.owners, components.database, components.audit),
         LiveRoutes(components.live_view, components.models, components.keys.identify, base_path),
     ]
     return Starlette(

@@ -28,7 +28,8 @@ from starlette.types import Scope as Connection
 from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.access.api_keys import CALLER, Caller, Scope
+from fovea_gateway.access.api_keys import CALLER, SUBJECT, Caller, Scope
+from fovea_gateway.access.audit_log import AT_ONCE, EVENTS, OK, Action, AuditLog, check_event
 from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.request_body import INT64_MAX, Incoming
 
@@ -40,6 +41,7 @@ _UNTIMED = ("retrieve_future", "retrieve_futures")
 _PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/pictures/{digest}")
 _UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
 """Requests that clients repeat automatically and never give up; no rate limit counts them."""
+_CLIENT_GONE = "CLIENT_GONE"
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
 _PER_TURN = 8
@@ -186,6 +188,7 @@ class Endpoints:
         on_refusal: Called for each request that ends with an error: with the owner (empty if unknown), the route and
             the error.
         translate: Converts an error into the one to send to the caller.
+        audit: The log of the requests that change something.
     """
 
     def __init__(
@@ -197,10 +200,11 @@ class Endpoints:
         patience_s: float,
         on_refusal: Callable[[str, str, FoveaError], None],
         translate: Callable[[FoveaError], FoveaError],
+        audit: AuditLog,
     ) -> None:
         self._identify, self._check_rate, self._prefix = identify, check_rate, prefix
         self._memory, self._patience_s, self._on_refusal = memory, patience_s, on_refusal
-        self._translate = translate
+        self._translate, self._audit = translate, audit
 
     def route(self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER) -> Route:
         """Returns a route that needs an API key with this scope."""
@@ -220,7 +224,12 @@ class Endpoints:
     def keyless_route(
         self, method: str, path: str, handle: Callable[[Request], Awaitable[Response]], api: Api = TINKER
     ) -> Route:
-        """Returns a route without API key: its handler authorizes the request."""
+        """Returns a route without API key: its handler authorizes the request.
+
+        Raises Internal if the route changes something and the audit log has no event for it.
+        """
+        if method != "GET":
+            check_event(f"{method} {path}")
 
         async def endpoint(request: Request) -> Response:
             return await self._answer(request, path, handle, api)
@@ -241,7 +250,8 @@ class Endpoints:
         REQUEST_ID.set(f"{_PROCESS}-{next(_NUMBERS)}")
         started = time.perf_counter()
         with tracing.span(f"{request.method} {route}", request.headers.get(tracing.HEADER, "")):
-            response = await self._respond(request, route, handle, api)
+            response, outcome = await self._respond(request, route, handle, api)
+            await self._note(f"{request.method} {route}", request, outcome)
             tracing.note(request_id=REQUEST_ID.get(), status=response.status_code)
             if traceparent := tracing.traceparent():
                 response.headers[tracing.HEADER] = traceparent
@@ -252,29 +262,40 @@ class Endpoints:
 
     async def _respond(
         self, request: Request, route: str, handle: Callable[[Request], Awaitable[Response]], api: Api
-    ) -> Response:
-        """Returns the handler's response, or its error as a response."""
+    ) -> tuple[Response, str]:
+        """Returns the handler's response, or its error as a response; and the outcome for the audit log."""
         try:
             if (size := len(request.scope["query_string"])) > _MOST_QUERY_BYTES:
                 raise InvalidInput(f"the query has {size} bytes; the limit is {_MOST_QUERY_BYTES}")
-            return await handle(request)
+            return await handle(request), OK
         except FoveaError as error:
             words = (REQUEST_ID.get(), request.method, request.url.path, error.http_status, error.reason, error)
             logger.info("request %s, %s %s: %d %s: %s", *words)
             metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
             told = self._translate(error)
             self._on_refusal(CALLER.get().owner, route, told)
-            return api.answer_error(told)
+            return api.answer_error(told), told.reason
         except ClientDisconnect:
-            metrics.REQUEST_ERRORS.labels(route, "CLIENT_GONE").inc()
-            return Response(status_code=499)
+            metrics.REQUEST_ERRORS.labels(route, _CLIENT_GONE).inc()
+            return Response(status_code=499), _CLIENT_GONE
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
             log_id = REQUEST_ID.get()
             metrics.REQUEST_ERRORS.labels(route, Internal.reason).inc()
-            return api.answer_error(
-                Internal(f"internal error; the details are in the gateway's log, under request {log_id}")
-            )
+            told = Internal(f"internal error; the details are in the gateway's log, under request {log_id}")
+            return api.answer_error(told), told.reason
+
+    async def _note(self, name: str, request: Request, outcome: str) -> None:
+        """Enters a request in the audit log if it has an event and its key is known."""
+        caller, event = CALLER.get(), EVENTS.get(name)
+        if event is None or not caller.owner:
+            return
+        subject = SUBJECT.get() or "/".join(map(str, request.path_params.values()))
+        action = Action(caller.owner, caller.key_id, event, name, subject, outcome)
+        if event in AT_ONCE and outcome == OK:
+            await self._audit.write(action)
+        else:
+            self._audit.pending[action] += 1
 
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:

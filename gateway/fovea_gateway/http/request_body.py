@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from fovea.tinker.v1 import tinker_pb2
 from fovea.wire.errors import InvalidInput, PayloadTooLarge, RequestTimeout
+from fovea_gateway.access.api_keys import SUBJECT
 from fovea_gateway.access.owners import QuotaUse
 
 B = TypeVar("B", bound=BaseModel)
@@ -49,6 +50,9 @@ _LEAST_RATE = 16 * 2**10
 """Bytes per second that a body must reach after its first seconds."""
 
 
+_SUBJECTS = (
+    "session_id sampling_session_id model_id source_path path model_path upload_id request_id base_model owner key_id"
+).split()
 _LENGTH_DELIMITED = 2
 _FIXED = {1: 8, 5: 4}
 _VARINT_BYTES = 10
@@ -139,7 +143,15 @@ async def parse_json(
     """
     count, width = await off_loop(_look_over, body, most_elements, most_texts)
     request.state.incoming.memory.take(len(body) * width + count * ELEMENT_BYTES)
-    return await off_loop(_validated, body, kind)
+    value = await off_loop(_validated, body, kind)
+    SUBJECT.set(subject_of(value))
+    return value
+
+
+def subject_of(message: Any) -> str:
+    """Returns the ids and names by which a body or a protobuf message refers to objects, joined by slashes."""
+    found = (getattr(message, name, None) for name in _SUBJECTS)
+    return "/".join(each for each in found if isinstance(each, str) and each)
 
 
 def _look_over(body: bytes, most_elements: int, most_texts: int) -> tuple[int, int]:

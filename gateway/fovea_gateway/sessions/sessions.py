@@ -13,9 +13,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from fovea.wire.errors import NotFound, SessionEnded
-from fovea_gateway.access.api_keys import CALLER, Scope, asked_owner
+from fovea_gateway.access.api_keys import CALLER, SUBJECT, Scope, asked_owner
 from fovea_gateway.access.kept_rows import KeptRows, check_text
-from fovea_gateway.access.owners import Quota
+from fovea_gateway.access.owners import Quota, check_project, put_project
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, sessions
 from fovea_gateway.database.sql_engine import insert_new
@@ -76,20 +76,23 @@ class Sessions:
         user_metadata: dict[str, Any],
         request_key: str | None,
         display_name: str | None = None,
+        project_id: str | None = None,
     ) -> Session:
         """Opens a session, or returns the one that a request with the same key has opened.
 
-        Raises InvalidInput for too much text, ResourceExhausted above the owner's share, and Unavailable while the disk
-        is full.
+        Raises InvalidInput for too much text or the name of the project, ResourceExhausted above the owner's share, and
+        Unavailable while the disk is full.
         """
+        project = None if project_id is None else check_project(project_id)
         if request_key and (known := await self._known(owner, request_key)):
             return known
         self._database.check_room()
         self._quota.check(owner)
         texts = {"tags": tags, "user_metadata": user_metadata, "display_name": display_name}
-        self._rows.take(owner, texts | {"x-idempotency-key": request_key})
+        self._rows.take(owner, texts | {"x-idempotency-key": request_key, "project_id": project})
         session = Session(f"sess-{secrets.token_hex(8)}", owner, request_key, tags, user_metadata, display_name)
-        if not await self._database.write(lambda connection: insert_session(connection, session)):
+        SUBJECT.set(session.session_id)
+        if not await self._database.write(lambda connection: insert_session(connection, session, project)):
             known = await self._known(owner, request_key or "")
             assert known is not None, "an insert failed although no row was in its way"
             return known
@@ -146,11 +149,26 @@ class Sessions:
         check_text({"detail": detail})
         is_admin = CALLER.get().scope.includes(Scope.ADMIN)
         session = await (self.load(session_id) if is_admin else self.get(owner, session_id))
+        await self._check_scope(session, "ending")
+        await self._end(session, reason, detail)
+
+    async def assign(self, owner: str, session_id: str, project_id: str) -> None:
+        """Moves a session, with its models and checkpoints, into a project.
+
+        Raises NotFound, InvalidInput for the name, ResourceExhausted above the owner's share, and PermissionDenied if
+        the caller's key could not have created the session's contents.
+        """
+        SUBJECT.set(f"{session_id}/{check_project(project_id)}")
+        session = await self.get(owner, session_id)
+        await self._check_scope(session, "moving")
+        self._rows.take(owner, {"project_id": project_id})
+        await self._database.write(lambda connection: put_project(connection, owner, session_id, project_id))
+
+    async def _check_scope(self, session: Session, what: str) -> None:
         model_ids, sampling_ids = await self.contents(session)
         if model_ids or sampling_ids:
             needed = Scope.TRAIN if model_ids else Scope.SAMPLE
-            CALLER.get().require(needed, f"ending a session with {'models' if model_ids else 'samples'}")
-        await self._end(session, reason, detail)
+            CALLER.get().require(needed, f"{what} a session with {'models' if model_ids else 'samples'}")
 
     async def page(self, owner: str, limit: int, offset: int) -> list[str]:
         """Returns the ids of the caller's sessions, newest first."""
@@ -292,9 +310,12 @@ class Sessions:
         self.free(session)
 
 
-def insert_session(connection: sa.Connection, session: Session) -> bool:
-    """Inserts a new session. Returns False if its request key is in use."""
-    return insert_new(connection, sessions, vars(session))
+def insert_session(connection: sa.Connection, session: Session, project_id: str | None = None) -> bool:
+    """Inserts a new session into a project. Returns False if its request key is in use."""
+    is_new = insert_new(connection, sessions, vars(session))
+    if is_new and project_id is not None:
+        put_project(connection, session.owner, session.session_id, project_id)
+    return is_new
 
 
 def find_session(connection: sa.Connection, owner: str, request_key: str) -> Session | None:

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from fovea.api.v1 import weights_pb2
 from fovea.client import TrainerClient
 from fovea.wire.errors import BrokenOff, FailedPrecondition, FoveaError, ModelLost, NotFound, ResourceExhausted
-from fovea_gateway.access.owners import Owners
+from fovea_gateway.access.owners import Owners, in_projects, require_projects
 from fovea_gateway.checkpoints.checkpoint import TRAINING
 from fovea_gateway.checkpoints.checkpoint_registry import public_models, rows_of_model
 from fovea_gateway.database.database import Database, Job
@@ -306,16 +306,20 @@ def all_ids(connection: sa.Connection) -> list[str]:
 
 
 def rows_of_owner(
-    connection: sa.Connection, owner: str, limit: int, offset: int, with_public: bool = False
+    connection: sa.Connection, owner: str, limit: int, offset: int, with_public: bool = False, project_id: str = ""
 ) -> tuple[list[Model], int]:
     """Returns a page of an owner's models, latest request first, and the total number of models.
 
     Args:
         with_public: Whether to include other owners' models that have a published checkpoint.
+        project_id: Returns only the owner's models in this project. Raises NotFound if the owner has no such project.
     """
     where = models.c.owner == owner
     if with_public:
         where |= models.c.model_id.in_(public_models(time.time()))
+    if project_id:
+        require_projects(connection, owner, [project_id], "project_id")
+        where &= in_projects(models.c.session_id, [project_id]) & (models.c.owner == owner)
     query = sa.select(models).where(where).order_by(models.c.last_request_at.desc())
     page = [_from_row(row) for row in (connection.execute(query.limit(limit).offset(offset))).mappings()]
     counting = sa.select(sa.func.count()).select_from(models).where(where)

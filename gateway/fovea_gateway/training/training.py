@@ -10,6 +10,7 @@ from functools import partial
 from fovea.api.v1 import gateway_pb2
 from fovea.runtime.tasks import BackgroundTasks
 from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, SessionEnded
+from fovea_gateway.access.api_keys import SUBJECT
 from fovea_gateway.access.kept_rows import KeptRows
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
@@ -182,6 +183,7 @@ class Training:
         self._futures.check_quota(owner)
         self._rows.take(owner, {"user_metadata": dict(request.user_metadata)})
         own_id = id_of_model(session.session_id, check_seq_id(request.model_seq_id, "model_seq_id", 0))
+        SUBJECT.set(own_id)
         if not request.from_path and not request.HasField("lora") and rejection is None:
             rejection = InvalidInput("lora_config is missing; rank 0 trains all parameters", field="lora_config")
         model = Model(own_id, session.session_id, owner, request.base_model, request.lora, dict(request.user_metadata))
@@ -207,6 +209,7 @@ class Training:
         command.
         """
         header = request.header
+        SUBJECT.set(header.model_id)
         stored = await asyncio.to_thread(blob_of_messages, request) if blob is None else blob
         kind = Kind.FORWARD_BACKWARD if header.backward else Kind.FORWARD
         tokens = sum(least_token_count(datum.input) for datum in request.data)

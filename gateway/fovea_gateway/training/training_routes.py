@@ -37,7 +37,7 @@ from fovea_gateway.training.training import KINDS, CommandRequest, Training
 
 B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C", bound=CommandRequest)
-_ADAM = "adamw"
+_ADAM, _DIMUON = "adamw", "dimuon"
 _MOST_LOSS_BYTES = 2 * MAX_GRAPH_BYTES
 """The limit for the body of a custom loss: twice the stored graph, because a client may add white space."""
 _SAMPLER_KINDS = ("snapshot", "inflight")
@@ -263,8 +263,7 @@ def _address(body: dict[str, Any]) -> dict[str, Any]:
 
 def _optim_step(body: wire.OptimStep, message: gateway_pb2.SubmitOptimStepRequest) -> None:
     if body.optimizer_params is not None:
-        name = body.optimizer_params.get("type")
-        raise Unimplemented(f"optimizer_params of type {name!r}: models here use adamw", field="optimizer_params")
+        raise _no_optimizer("optimizer_params", body.optimizer_params.get("type"))
     if body.adam_params is None:
         raise InvalidInput("adam_params is missing", field="adam_params")
     message.adam.CopyFrom(trainer_pb2.AdamParams(**body.adam_params))
@@ -312,7 +311,12 @@ def _unsupported_load(body: wire.LoadWeights) -> InvalidInput | Unimplemented | 
 def _unsupported_optimizer(config: dict[str, Any] | None) -> Unimplemented | None:
     if config is None or config == {"type": _ADAM}:
         return None
-    return Unimplemented(f"optimizer_config {config} is not supported; use {_ADAM}", field="optimizer_config")
+    return _no_optimizer("optimizer_config", config.get("type"))
+
+
+def _no_optimizer(field: str, name: Any) -> Unimplemented:
+    reason = ": Tinker has published its parameters, but not how it updates weights" if name == _DIMUON else ""
+    return Unimplemented(f"{field}.type is {str(name)[:40]!r}, which Fovea lacks{reason}; use {_ADAM}", field=field)
 
 
 def _ttl(ttl_seconds: int | None) -> int:

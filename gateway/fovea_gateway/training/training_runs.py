@@ -17,7 +17,8 @@ from fovea.api.v1 import weights_pb2
 from fovea.runtime.tasks import SingleFlight
 from fovea.wire.conventions import SNAPSHOT_FILE
 from fovea.wire.errors import AlreadyExists, InvalidInput, NotFound, Unimplemented
-from fovea_gateway.access.api_keys import Scope
+from fovea_gateway.access.api_keys import SUBJECT, Scope
+from fovea_gateway.access.owners import check_project
 from fovea_gateway.checkpoints.checkpoint import SAMPLER, TRAINING, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl_or_none, put_row
 from fovea_gateway.checkpoints.checkpoint_routes import checkpoint_json
@@ -69,11 +70,11 @@ class TrainingRuns:
         raise NotFound(f"there is no training run {model_id!r}", field="training_run_id")
 
     async def page(
-        self, owner: str, limit: int, offset: int, with_public: bool
+        self, owner: str, limit: int, offset: int, with_public: bool, project_id: str = ""
     ) -> tuple[list[tuple[Model, list[Checkpoint]]], int]:
         """Returns a page of training runs with the checkpoints that the owner may read, and the number of all runs."""
         page, total = await self._database.read(
-            lambda connection: rows_of_owner(connection, owner, limit, offset, with_public)
+            lambda connection: rows_of_owner(connection, owner, limit, offset, with_public, project_id)
         )
         of_model: dict[str, list[Checkpoint]] = {model.model_id: [] for model in page}
         for checkpoint in await self._checkpoints.readable(owner, list(of_model)):
@@ -144,6 +145,18 @@ class Copies:
         )
         if (copy := await self._of_model(run_id)) and copy.source_path != source_path:
             raise _taken(run_id)
+        return path
+
+    async def copy_into(
+        self, owner: str, source_path: str, project_id: str, ttl_s: int | None, request_key: str | None
+    ) -> str:
+        """Copies a checkpoint into a project, in an ended session of its own. Raises the same errors as `copy`."""
+        # A failed copy leaves the session open, so that a repeated request finds it; it expires otherwise.
+        key = request_key and f"copy {request_key}"
+        session = await self._sessions.create(owner, [], {}, key, f"copy of {source_path[:200]}", project_id)
+        SUBJECT.set(f"{session.session_id}/{source_path}")
+        path = await self.copy(owner, source_path, session.session_id, 0, ttl_s, request_key)
+        await self._sessions.finish(owner, session.session_id, "success", None)
         return path
 
     async def stop(self) -> None:
@@ -261,10 +274,15 @@ class TrainingRunRoutes:
         ]
 
     async def page(self, request: Request, owner: str) -> Response:
-        """Returns a page of the caller's training runs; access_scope=accessible adds published ones."""
+        """Returns a page of the caller's training runs, or of those in one project; access_scope=accessible adds
+        published ones.
+        """
         with_public = _with_public(request, "limit", "offset", "project_id")
         limit, offset = paging(request, 20, _MOST)
-        page, total = await self._runs.page(owner, limit, offset, with_public)
+        project_id = request.query_params.get("project_id")
+        if project_id is not None:
+            check_project(project_id)
+        page, total = await self._runs.page(owner, limit, offset, with_public, project_id or "")
         listed = [_run_json(model, checkpoints) for model, checkpoints in page]
         return Json({"training_runs": listed, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
 
@@ -281,29 +299,35 @@ class TrainingRunRoutes:
     async def copy(self, request: Request, owner: str) -> Response:
         """Copies a checkpoint into a training run of its own, once for each X-Idempotency-Key and model number."""
         body = await parse_json(request, CopyWeights, await read(request))
-        if body.destination_project_id is not None:
-            raise Unimplemented(
-                "there are no projects here: send session_id and model_seq_id, not destination_project_id",
-                field="destination_project_id",
-            )
         if body.weights_access_token is not None or _ACCESS_TOKEN in request.headers:
             raise Unimplemented(
                 "weights_access_token is not supported: publish the source instead", field="weights_access_token"
             )
+        key = request.headers.get("x-idempotency-key")
+        if body.destination_project_id is not None:
+            if body.session_id is not None or body.model_seq_id is not None:
+                raise InvalidInput(
+                    "send either destination_project_id, or session_id with model_seq_id",
+                    field="destination_project_id",
+                )
+            path = await self._copies.copy_into(
+                owner, body.source_path, body.destination_project_id, body.ttl_seconds, key
+            )
+            return Json({"tinker_path": path})
         if body.session_id is None or body.model_seq_id is None:
-            raise InvalidInput("send session_id with model_seq_id: they identify the copy", field="session_id")
+            raise InvalidInput(
+                "send destination_project_id, or session_id with model_seq_id: they identify the copy",
+                field="session_id",
+            )
         path = await self._copies.copy(
-            owner, body.source_path, body.session_id, body.model_seq_id, body.ttl_seconds,
-            request.headers.get("x-idempotency-key"),
-        )  # fmt: skip
+            owner, body.source_path, body.session_id, body.model_seq_id, body.ttl_seconds, key
+        )
         return Json({"tinker_path": path})
 
 
 def _with_public(request: Request, *known: str) -> bool:
     """Returns whether the request asks for other owners' published runs. Raises InvalidInput, Unimplemented."""
     check_query(request, "access_scope", *known)
-    if "project_id" in request.query_params:
-        raise Unimplemented("there are no projects here: leave project_id out", field="project_id")
     scope = request.query_params.get("access_scope", "owned")
     if scope not in _SCOPES:
         raise InvalidInput(f"access_scope is {scope!r}; it must be owned or accessible", field="access_scope")

@@ -45,7 +45,8 @@ async def command(stand: Stand, *arguments: str) -> str:
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "fovea_gateway.access.keys_command", *arguments, "--state-dir", str(stand.state_dir),
+        sys.executable, "-m", "fovea_gateway.access.access_command", "keys", *arguments,
+        "--state-dir", str(stand.state_dir),
         env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, told = await process.communicate()

@@ -24,6 +24,12 @@ def reply(route: str, status: int, body: object) -> Wrong:
     return Wrong(before=lambda one: given if one.route.startswith(route) else None)
 
 
+def claims(method: str, ending: str) -> Wrong:
+    """A server that says that it did something, and does nothing."""
+    given = Response("{}", media_type="application/json")
+    return Wrong(before=lambda one: given if one.method == method and one.route.endswith(ending) else None)
+
+
 def never_ends() -> Wrong:
     """A server that says that it ended a session, and does not."""
     given = Response("{}", media_type="application/json")

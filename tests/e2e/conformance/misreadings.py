@@ -220,3 +220,23 @@ def count_page(body: dict[str, Any]) -> None:
     """total_count is that of the page."""
     if "cursor" in body:
         body["cursor"]["total_count"] = len(body["training_runs"])
+
+
+def without_query(route: str) -> Wrong:
+    """A server that does not read the query of a route."""
+
+    def before(one: Exchange) -> None:
+        if one.route == route:
+            one.query = ""
+
+    return Wrong(before=before)
+
+
+def open_log() -> Wrong:
+    """A server that shows an audit log to every key."""
+
+    def after(one: Exchange) -> Response | None:
+        is_refused = one.route == "audit" and one.status in (401, 403)
+        return Response('{"entries": []}', media_type="application/json") if is_refused else None
+
+    return Wrong(after=after)

@@ -28,7 +28,7 @@ def test_a_fresh_fovea_keeps_every_promise(stack: Stack, bucket: str, tmp_path: 
     assert [f"{row['id']}: {row['detail']}" for row in rows if row["status"] == "failed"] == []
     assert result.returncode == 0, result.stderr[-5000:]
     verdicts = {row["id"]: row["status"] for row in rows}
-    assert len(verdicts) == 128
+    assert len(verdicts) == 131
     assert fsspec.filesystem("s3").find(bucket), "checkpoints were kept elsewhere"
     assert {name for name, status in verdicts.items() if status == "refused"} == REFUSED
     assert {name for name, status in verdicts.items() if status == "not_applicable"} == COOKBOOK_CHECKS | SEVERAL_MODELS

@@ -33,7 +33,7 @@ def test_every_check_of_the_contract_is_there_once_and_in_its_section() -> None:
 def test_checks_are_selected_by_id_range_and_section() -> None:
     numbers = [one.number for one in select(load(), ["C3", "C20-C22, h"])]
     assert numbers == [3, 20, 21, 22, 117, 118, 119]
-    assert len(select(load(), [])) == 128
+    assert len(select(load(), [])) == 131
     with pytest.raises(typer.BadParameter, match="D4"):
         select(load(), ["D4"])
 

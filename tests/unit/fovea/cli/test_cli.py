@@ -145,19 +145,19 @@ def test_commands_in_another_folder_find_the_running_fovea(
 
 
 def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Path) -> None:
-    programs: dict[str, list[str]] = {
-        "fovea_gateway.access.keys_command": ["create", "--owner", "alice"],
-        "fovea_gateway.access.owners_command": ["usage"],
-        "fovea_gateway.database.migrations": ["--to", "4"],
-    }
+    programs = [
+        ("fovea_gateway.access.access_command", "keys", "create", "--owner", "alice"),
+        ("fovea_gateway.access.access_command", "usage"),
+        ("fovea_gateway.database.migrations", "--to", "4"),
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOVEA_GATEWAY_")}
-    for module, arguments in programs.items():
-        command = [sys.executable, "-m", module, *arguments]
+    for program in programs:
+        command = [sys.executable, "-m", *program]
         ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 1
         assert f"{tmp_path / '.fovea'} contains no gateway database: name the gateway's folder" in ended.stderr
     assert list(tmp_path.iterdir()) == []
-    named = [sys.executable, "-m", "fovea_gateway.access.keys_command", "list", "--state-dir", "named"]
+    named = [sys.executable, "-m", "fovea_gateway.access.access_command", "keys", "list", "--state-dir", "named"]
     subprocess.run(named, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "named" / "gateway.db").exists()
 

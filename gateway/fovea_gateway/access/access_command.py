@@ -1,33 +1,37 @@
-"""`fovea keys create | list | revoke | expire`: manages the API keys in a gateway's database.
+"""`fovea keys create | list | revoke | expire`, `fovea owners list | set` and `fovea usage`.
 
-The command writes to the database directly, whether or not a gateway runs; a running gateway reads the change within
-seconds.
+The commands work on a gateway's database directly, whether or not a gateway runs; a running gateway reads changes
+within seconds.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, NotFound
 from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, check_owner, insert_key, random_key
+from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
 from fovea_gateway.database.schema import REVISION, checkpoints, keys, owners, usage
 from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine
 
 _DAY_S = 24 * 3600
+_DAYS = 30
+_HEAD = ("OWNER", *(name.upper() for name in FIELDS))
 
 
 def main() -> None:
-    """Runs the command that the command line gives."""
+    """Runs the command line. Its first word is the `fovea` subcommand."""
     arguments = _parse()
     try:
         arguments.run(arguments)
     except (FoveaError, sa.exc.DBAPIError) as error:
-        raise SystemExit(f"fovea keys: {error}") from None
+        raise SystemExit(f"fovea {sys.argv[1]}: {error}") from None
 
 
 def _create(arguments: argparse.Namespace) -> None:
@@ -67,6 +71,38 @@ def _change(arguments: argparse.Namespace, **values: float | None) -> Key:
     return key
 
 
+def _list_owners(arguments: argparse.Namespace) -> None:
+    found = run(arguments, all_owners)
+    print_table(_HEAD, map(_row, found))
+
+
+def _row(owner: Owner) -> tuple[str, ...]:
+    return (owner.owner, f"{owner.weight:g}", *(f"{getattr(owner, name):.16g}" for name in LIMITS))
+
+
+def _set_owner(arguments: argparse.Namespace) -> None:
+    def change(connection: sa.Connection) -> Owner:
+        known = next((each for each in all_owners(connection) if each.owner == arguments.owner), Owner(arguments.owner))
+        given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
+        changed = Owner(**{**vars(known), **given}).checked()
+        put_owner(connection, changed)
+        return changed
+
+    changed = run(arguments, change)
+    print_table(_HEAD, [_row(changed)])
+    print("a running gateway applies this within a second", file=sys.stderr)
+
+
+def _usage(arguments: argparse.Namespace) -> None:
+    found = run(arguments, lambda connection: read_usage(connection, arguments.owner, arguments.days))
+    head = ("DAY", "OWNER", "KEY ID", *(name.upper() for name in FIGURES))
+    figures = (tuple(f"{row[name]:.10g}" for name in FIGURES) for row in found["usage"])
+    who = ((row["day"], row["owner"], row["key_id"]) for row in found["usage"])
+    print_table(head, (a + b for a, b in zip(who, figures, strict=True)))
+    for owner, size_bytes in sorted(found["stored_bytes"].items()):
+        print(f"{owner} has {size_bytes} bytes of checkpoints")
+
+
 def run(arguments: argparse.Namespace, job: Job[Result]) -> Result:
     """Runs a job in a committed transaction and returns its result.
 
@@ -97,12 +133,27 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "fovea keys",
+    parser = argparse.ArgumentParser("fovea")
+    commands = parser.add_subparsers(required=True)
+    _add_keys(commands)
+    _add_owners(commands)
+    usage = commands.add_parser("usage", description="Show the usage of owners, by key and day.")
+    usage.set_defaults(run=_usage)
+    usage.add_argument("--owner", help="show only this owner")
+    usage.add_argument(
+        "--days", type=int, default=_DAYS, help=f"number of days to show, including today; default: {_DAYS}"
+    )
+    add_state_dir(usage)
+    return parser.parse_args()
+
+
+def _add_keys(programs: Any) -> None:
+    keys = programs.add_parser(
+        "keys",
         description="Manages the API keys in a gateway's database: at FOVEA_GATEWAY_DATABASE_URL, or in a state folder."
         " To rotate a key, create another for the same owner, then revoke the old one: data belongs to the owner.",
     )
-    commands = parser.add_subparsers(required=True)
+    commands = keys.add_subparsers(required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], None], words: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=words, description=words)
@@ -127,7 +178,28 @@ def _parse() -> argparse.Namespace:
     expire = command("expire", _expire, "Set when a valid key expires, or remove its expiry.")
     expire.add_argument("key_id", metavar="KEY_ID")
     expire.add_argument("--days", type=_days, help="days from now until the key expires; default: never")
-    return parser.parse_args()
+
+
+def _add_owners(programs: Any) -> None:
+    words = (
+        "Manages each owner's share of trainer and samplers, and its limits. A limit of 0 leaves the gateway's default."
+    )
+    owners = programs.add_parser("owners", description=words).add_subparsers(required=True)
+    listing = owners.add_parser("list", description="Show all records. An owner without a record has the defaults.")
+    listing.set_defaults(run=_list_owners)
+    setting = owners.add_parser(
+        "set", description="Change an owner's record. Options that are not given keep their values."
+    )
+    setting.set_defaults(run=_set_owner)
+    setting.add_argument("owner", metavar="OWNER")
+    setting.add_argument("--weight", type=float, help="weight of its share relative to other owners; default: 1")
+    for name in LIMITS:
+        kind = float if name.endswith("_per_s") else int
+        setting.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, help="0 leaves the gateway's default limit; default: 0"
+        )
+    for each in (listing, setting):
+        add_state_dir(each)
 
 
 def _owner(text: str) -> str:
