@@ -265,10 +265,9 @@ def delete_oldest(
     return connection.execute(sa.delete(entries).where(entries.c.entry_id.in_(found.scalar_subquery()))).rowcount
 
 
-def audit_bytes(connection: sa.Connection, owner: str | None = None) -> Counter[str]:
-    """Returns the bytes of entries by owner. None counts those of all owners."""
-    query = sa.select(entries.c.owner, sa.func.count()).group_by(entries.c.owner)
-    rows = connection.execute(query if owner is None else query.where(entries.c.owner == owner))
+def audit_bytes(connection: sa.Connection) -> Counter[str]:
+    """Returns the bytes of entries by owner."""
+    rows = connection.execute(sa.select(entries.c.owner, sa.func.count()).group_by(entries.c.owner))
     return Counter({name: int(count) * ENTRY_BYTES for name, count in rows})
 
 

@@ -11,7 +11,6 @@ import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.access.audit_log import audit_bytes
 from fovea_gateway.access.owners import Quota, read_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import (
@@ -53,12 +52,9 @@ _TEXTS: dict[sa.Table, tuple[str, ...]] = {
 
 
 def stored_bytes(connection: sa.Connection, owner: str) -> int:
-    """Returns the total bytes of an owner's checkpoints, and of its texts, recorded samples and audit entries in the
-    database.
-    """
+    """Returns the total bytes of an owner's checkpoints, and of its texts and recorded samples in the database."""
     found: int = read_usage(connection, owner, 0)["stored_bytes"].get(owner, 0)
-    found += audit_bytes(connection, owner)[owner] + recorded_bytes(connection, owner)[owner]
-    return found + row_bytes(connection, owner, overhead=0)[owner]
+    return found + row_bytes(connection, owner, overhead=0)[owner] + recorded_bytes(connection, owner)[owner]
 
 
 def row_bytes(connection: sa.Connection, owner: str | None = None, overhead: int = ROW_BYTES) -> Counter[str]:

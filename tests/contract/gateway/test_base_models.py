@@ -239,7 +239,7 @@ async def test_checkpoints_are_searched_as_sdk_0_39_does(school: School) -> None
             f"{OTHER} weights/y", f"{MODEL} weights/y",
         ]  # fmt: skip
         assert await found(base_models=[]) == await found(user_metadata={"mark": "w"}) == []
-        for wrong in ({"project_ids": ["p"]}, {"owner": {"type": "user", "owner_urns": ["u"]}}, {"limit": 201}):
+        for wrong in ({"project_ids": ["p p"]}, {"owner": {"type": "user", "owner_urns": ["u"]}}, {"limit": 201}):
             assert (await rest.post("checkpoints/search", **wrong)).status_code == 400
         assert (await stranger.post("checkpoints/search", json={})).status_code == 401
 

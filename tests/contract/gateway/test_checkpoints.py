@@ -283,7 +283,7 @@ async def test_bad_copies(stand: Stand, rest: Rest, change: dict[str, Any], stat
 @pytest.mark.parametrize(
     ("path", "word"),
     [
-        ("training_runs?project_id=p", "project_id"),
+        ("training_runs?project_id=p%20p", "project_id"),
         ("training_runs?access_scope=all", "access_scope"),
         ("training_runs?sort=name", "sort"),
         ("checkpoints?access_scope=owned", "access_scope"),

@@ -16,14 +16,11 @@ from tests.contract.gateway.requests import Rest
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "sessions/search", "searching sessions"),
         ("GET", "sessions/sess-1/trace_export", "traces"),
-        ("PUT", "sessions/sess-1/project", "projects"),
         ("POST", "auth/token", "JWTs"),
         ("DELETE", "auth/apikey/me", "fovea keys revoke"),
         ("GET", "billing/usage/events", "billing"),
         ("GET", "billing/usage/checkpoints/current", "billing"),
-        ("GET", "audit", "audit"),
         ("POST", "no_such_call", "POST /api/v1/no_such_call"),
     ],
 )
@@ -34,10 +31,7 @@ async def test_what_is_missing_is_named(rest: Rest, method: str, path: str, word
     assert response.json()["category"] == "user"
 
 
-async def test_projects_are_refused_and_display_names_are_kept(stand: Stand, rest: Rest) -> None:
-    refused = await rest.post("create_session", tags=[], sdk_version="0.38.0", project_id="p")
-    assert refused.status_code == 400
-    assert refused.json()["field"] == "project_id"
+async def test_display_names_are_kept(stand: Stand, rest: Rest) -> None:
     metadata = {"display_name": "of the user", "run": "7"}
     opened = await rest.ok("create_session", tags=[], user_metadata=metadata, sdk_version="x", display_name="First try")
     await stand.stop()

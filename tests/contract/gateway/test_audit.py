@@ -1,0 +1,237 @@
+"""The audit log: an entry for everything that changes something, over REST and gRPC, searched through AdminClient."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import tinker
+from starlette.routing import Route
+
+from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2, gateway_pb2_grpc
+from fovea.wire.errors import Internal
+from fovea_gateway.access import audit_log
+from fovea_gateway.access.api_keys import Scope
+from fovea_gateway.access.audit_log import EVENTS, UNLOGGED, Action, AuditLog
+from fovea_gateway.fronts.grpc_interceptors import SCOPES
+from fovea_gateway.http.endpoint import Endpoints
+from tests.contract.gateway.conftest import Stand
+from tests.contract.gateway.fakes import MODEL
+from tests.contract.gateway.requests import Rest
+from tests.contract.gateway.test_checkpoints import below, save
+from tests.contract.gateway.test_tenants import keyed, sample_request
+from tests.waiting import eventually
+
+DAY = datetime.now(UTC).date
+
+
+@pytest.fixture
+async def admin(stand: Stand) -> str:
+    assert stand.gateway is not None
+    text, _ = await stand.gateway.components.keys.create("root", "", Scope.ADMIN, None)
+    return text
+
+
+@pytest.fixture
+async def log(stand: Stand, admin: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with stand.http(admin) as http:
+        yield http
+
+
+async def entries(log: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
+    answer = await log.get("audit", params=query)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["entries"]
+    return found
+
+
+async def test_the_sdk_reads_who_did_what_to_which_checkpoint(stand: Stand, rest: Rest, admin: str) -> None:
+    assert stand.gateway is not None
+    (own, _) = stand.gateway.components.keys.listed()
+    path = await save(rest, await rest.create_model(), 1, "state")
+    began = datetime.now(UTC)
+    await rest.http.post(f"{below(path)}/publish")
+    await rest.http.delete(below(path))
+    client = tinker.AdminClient(base_url=stand.url, api_key=admin)
+    found = (await client.get_audit_log("checkpoints", DAY())).entries
+    published, deleted = [each for each in found if each.event in ("checkpoint_publish", "checkpoint_delete")]
+    assert (published.event, deleted.event) == ("checkpoint_publish", "checkpoint_delete")
+    assert began <= published.timestamp <= deleted.timestamp
+    details = deleted.event_details
+    assert (details["owner"], details["key_id"], details["outcome"]) == (own.owner, own.key_id, "ok")
+    assert details["route"] == "DELETE training_runs/{run}/checkpoints/{segment}/{name}"
+    assert str(details["object_id"]).endswith("/weights/state")
+    for event_type, day in (("projects", DAY()), ("teams", DAY()), ("all", DAY() - timedelta(1))):
+        assert (await client.get_audit_log(event_type, day)).entries == []
+
+
+async def test_work_is_counted_by_the_hour(stand: Stand, rest: Rest, log: httpx.AsyncClient) -> None:
+    assert stand.gateway is not None
+    model = await rest.create_model()
+    for seq_id in range(1, 6):
+        await rest.result((await rest.ok("optim_step", model_id=model, seq_id=seq_id, adam_params={}))["request_id"])
+    await rest.post("optim_step", model_id="no-model", seq_id=1, adam_params={})
+    audit = stand.gateway.components.audit
+    await eventually(lambda: not audit.pending)
+    found = {
+        (each["event_details"]["object_id"], each["event_details"]["outcome"]): each["event_details"]["count"]
+        for each in await entries(log, event="model_optim_step")
+    }
+    assert found == {(model, "ok"): 5, ("no-model", "NOT_FOUND"): 1}
+    (created,) = await entries(log, event="model_create")
+    assert created["event_details"]["object_id"] == model
+
+
+async def test_calls_over_grpc_have_entries(stand: Stand, log: httpx.AsyncClient, admin: str) -> None:
+    assert stand.gateway is not None
+    async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
+        keys = admin_pb2_grpc.AdminServiceStub(channel)
+        made = await keys.CreateKey(admin_pb2.CreateKeyRequest(owner="carol"), metadata=keyed(admin))
+        gateway = gateway_pb2_grpc.GatewayServiceStub(channel)
+        opened = await gateway.CreateSession(gateway_pb2.CreateSessionRequest(), metadata=keyed(made.text))
+        asked = gateway_pb2.CreateSamplingSessionRequest(session_id=opened.session_id, base_model=MODEL)
+        sampling = await gateway.CreateSamplingSession(asked, metadata=keyed(made.text))
+        request = sample_request(sampling.sampling_session_id)
+        async for _ in gateway.SampleTokens(request, metadata=keyed(made.text)):
+            pass
+        with pytest.raises(grpc.aio.AioRpcError):
+            await gateway.FinishSession(gateway_pb2.FinishSessionRequest(session_id="none"), metadata=keyed(made.text))
+    (key,) = await entries(log, event="key_create")
+    assert key["event_details"]["object_id"] == made.key.key_id
+    assert (key["event_details"]["owner"], key["event_details"]["route"]) == ("root", "CreateKey")
+    audit = stand.gateway.components.audit
+    await eventually(lambda: not audit.pending)
+    found = {(one["event"], one["event_details"]["outcome"]) for one in await entries(log, owner="carol")}
+    assert found == {
+        ("session_create", "ok"), ("sampler_create", "ok"), ("sample_create", "ok"), ("session_finish", "NOT_FOUND"),
+    }  # fmt: skip
+
+
+async def test_entries_are_searched_in_pages(rest: Rest, log: httpx.AsyncClient, admin: str) -> None:
+    sessions = [await rest.open_session() for _ in range(5)]
+    whole = await entries(log, event="session_create")
+    assert [each["event_details"]["object_id"] for each in whole][-5:] == sessions
+    answer = (await log.get("audit", params={"event": "session_create", "limit": 2, "offset": 3})).json()
+    assert answer["entries"] == whole[3:5]
+    assert answer["cursor"] == {"offset": 3, "limit": 2, "total_count": len(whole)}
+    (one,) = await entries(log, object_id=sessions[2], days=90)
+    assert one in whole
+    assert (
+        await entries(log, key_id="none") == await entries(log, owner="none") == await entries(log, outcome="x") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ({"event_type": "users"}, "event_type"),
+        ({"day": "2026-02-30"}, "day"),
+        ({"day": "9999-12-31"}, "day"),
+        ({"days": 0}, "days"),
+        ({"days": 91}, "days"),
+        ({"limit": "x"}, "limit"),
+        ({"who": "me"}, "who"),
+    ],
+)
+async def test_a_wrong_search_is_refused_with_its_field(
+    log: httpx.AsyncClient, query: dict[str, Any], field: str
+) -> None:
+    refused = await log.get("audit", params=query)
+    assert (refused.status_code, refused.json()["field"]) == (400, field)
+
+
+async def test_the_log_is_for_administrators(rest: Rest) -> None:
+    refused = await rest.http.get("audit")
+    assert (refused.status_code, "needs admin" in refused.json()["detail"]) == (403, True)
+
+
+async def test_entries_survive_a_restart_and_strangers_leave_none(stand: Stand, rest: Rest, admin: str) -> None:
+    await rest.create_model()
+    async with stand.http("tml-unknown") as http:
+        assert (await http.post("create_session", json={})).status_code == 401
+    await stand.stop()
+    await stand.start()
+    async with stand.http(admin) as http:
+        assert Counter(each["event"] for each in await entries(http)) == {"session_create": 1, "model_create": 1}
+
+
+async def test_the_log_is_bounded_in_size_and_age(
+    stand: Stand, rest: Rest, log: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stand.gateway is not None
+    audit = stand.gateway.components.audit
+    small = AuditLog(stand.gateway.components.database, 20 * audit_log.ENTRY_BYTES, audit._clock)
+    await small.write(Action("quiet", "", "session_create", "", "kept", audit_log.OK))
+    for number in range(40):
+        await small.write(Action("loud", "", "session_create", "", str(number), audit_log.OK))
+    await small.sweep()
+    loud = [each["event_details"]["object_id"] for each in await entries(log, owner="loud")]
+    assert loud == [str(number) for number in range(40 - len(loud), 40)]
+    assert 0 < len(loud) <= 10
+    assert len(await entries(log, owner="quiet")) == 1
+    monkeypatch.setattr(audit_log, "_TTL_S", -3600.0)
+    await small.sweep()
+    monkeypatch.undo()
+    assert await entries(log) == []
+
+
+async def test_a_full_database_delays_entries(stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written stays in memory, a bounded number of different entries, and no count is lost."""
+    assert stand.gateway is not None
+    audit = AuditLog(stand.gateway.components.database, 2**20, stand.gateway.components.audit._clock)
+    monkeypatch.setattr(audit_log, "_MOST_PENDING", 3)
+    for number in range(9):
+        audit.pending[Action("a", "", "model_optim_step", "r", f"model-{number}", audit_log.OK)] += 2
+    with monkeypatch.context() as broken:
+        broken.setattr(audit_log, "put_entries", lambda connection, rows: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await audit.flush()
+    assert (len(audit.pending), audit.pending.total()) == (4, 18)
+    await audit.flush()
+    assert not audit.pending
+
+
+def test_every_route_that_changes_something_has_an_event(stand_routes: list[str]) -> None:
+    changing = {route for route in stand_routes if not route.startswith("GET")}
+    assert changing <= EVENTS.keys() | UNLOGGED
+    methods = {method.rpartition("/")[2] for method in SCOPES}
+    assert methods <= EVENTS.keys() | UNLOGGED
+    assert EVENTS.keys() | UNLOGGED <= {*stand_routes, *methods}, "an event without a route"
+    assert not EVENTS.keys() & UNLOGGED
+
+
+@pytest.fixture
+async def stand_routes(monkeypatch: pytest.MonkeyPatch, stand: Stand) -> list[str]:
+    """All routes of a gateway that is started, as "METHOD path"."""
+    made: list[str] = []
+    inner = Endpoints.keyless_route
+
+    def noting(self: Endpoints, method: str, path: str, *rest: Any) -> Route:
+        made.append(f"{method} {path}")
+        return inner(self, method, path, *rest)
+
+    monkeypatch.setattr(Endpoints, "keyless_route", noting)
+    await stand.stop()
+    await stand.start()
+    return made
+
+
+async def test_a_new_route_needs_an_event(stand: Stand) -> None:
+    async def handle(request: Any) -> Any: ...
+
+    endpoints = Endpoints.__new__(Endpoints)
+    with pytest.raises(Internal, match="POST new_call has no event: add it to EVENTS"):
+        endpoints.keyless_route("POST", "new_call", handle)
+
+
+async def test_many_at_once(stand: Stand, log: httpx.AsyncClient) -> None:
+    assert stand.gateway is not None
+    key, _ = await stand.gateway.components.keys.create("busy", "", Scope.TRAIN, None)
+    async with stand.http(key) as http:
+        answers = await asyncio.gather(*(http.post("create_session", json={}) for _ in range(50)))
+    ids = {answer.json()["session_id"] for answer in answers}
+    assert {each["event_details"]["object_id"] for each in await entries(log, owner="busy")} == ids
