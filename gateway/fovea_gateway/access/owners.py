@@ -21,7 +21,7 @@ from fovea.wire.errors import InvalidInput, NotFound, ResourceExhausted
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import asked_owner, check_owner
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import checkpoints, owners, session_projects, usage
+from fovea_gateway.database.schema import checkpoints, models, owners, session_projects, usage
 from fovea_gateway.database.sql_engine import insert_new
 
 LOOK_S = 1.0
@@ -356,6 +356,23 @@ def read_usage(connection: sa.Connection, owner: str | None, days: int) -> dict[
         "usage": [dict(row) for row in rows],
         "stored_bytes": {name: int(size_bytes) for name, size_bytes in connection.execute(stored)},
     }
+
+
+def stored_checkpoints(connection: sa.Connection, project_id: str | None) -> list[dict[str, Any]]:
+    """Returns the number and the bytes of checkpoints by project and owner, of one project or of all.
+
+    Raises NotFound for an unknown project.
+    """
+    if project_id is not None:
+        require_projects(connection, None, [project_id], "project_id")
+    project = sa.func.coalesce(session_projects.c.project_id, DEFAULT_PROJECT)
+    joined = checkpoints.outerjoin(models, checkpoints.c.model_id == models.c.model_id)
+    joined = joined.outerjoin(session_projects, session_projects.c.session_id == models.c.session_id)
+    query = sa.select(project, checkpoints.c.owner, sa.func.count(), sa.func.sum(checkpoints.c.size_bytes))
+    query = query.select_from(joined).group_by(project, checkpoints.c.owner).order_by(project, checkpoints.c.owner)
+    rows = connection.execute(query if project_id is None else query.where(project == project_id))
+    names = ("project_id", "org_user_urn", "checkpoint_count", "size_bytes", "size_gigabytes")
+    return [dict(zip(names, (*row[:3], int(row[3]), int(row[3]) / 1e9), strict=True)) for row in rows]
 
 
 def note_usage(tenant: str, kind: str, usage: Mapping[str, float]) -> None:

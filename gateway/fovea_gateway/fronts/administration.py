@@ -17,7 +17,7 @@ from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
 from fovea_gateway.access.api_keys import Key, KeyRing, Scope, parse_scope
 from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, AuditLog, question_of
-from fovea_gateway.access.owners import LIMITS, Owner, Owners, usage_for
+from fovea_gateway.access.owners import LIMITS, Owner, Owners, stored_checkpoints, usage_for
 from fovea_gateway.database.database import Database
 from fovea_gateway.fronts.components import Components
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, count_of, paging
@@ -68,6 +68,7 @@ class AdminRoutes:
             endpoints.route("PUT", "owners/{owner}", self.put_owner, Scope.ADMIN),
             endpoints.route("GET", "usage", self.usage, Scope.READ),
             endpoints.route("GET", "audit", self.audit, Scope.ADMIN),
+            endpoints.route("GET", "billing/usage/checkpoints/current", self.stored, Scope.ADMIN),
         ]
 
     async def create_key(self, request: Request, owner: str) -> Response:
@@ -119,6 +120,16 @@ class AdminRoutes:
         entries = await self._audit.page(question, limit, offset)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         return await asyncio.to_thread(Json, {"entries": entries, "cursor": cursor})
+
+    async def stored(self, request: Request, owner: str) -> Response:
+        """Returns the checkpoints of all owners, or of one project: their number and bytes by project and owner.
+
+        Fovea has no prices.
+        """
+        check_query(request, "project_id")
+        project_id = request.query_params.get("project_id")
+        listed = await self._database.read(lambda connection: stored_checkpoints(connection, project_id))
+        return Json({"effective_rate_usd_per_gigabyte_month": None, "data": listed})
 
 
 # ruff: noqa: N802 - gRPC names the methods.

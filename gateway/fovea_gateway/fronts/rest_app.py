@@ -1,20 +1,27 @@
 """The ASGI application of Tinker's REST API, and the routes that belong to no feature."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
+from urllib.parse import quote, urlencode
 
+import sqlalchemy as sa
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from fovea.wire.errors import NotFound
-from fovea_gateway.access.api_keys import Scope
+from fovea.wire.errors import NotFound, PermissionDenied
+from fovea_gateway.access.api_keys import CALLER, Scope
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
+from fovea_gateway.checkpoints.exports import LinkSigner
+from fovea_gateway.database.database import Database
+from fovea_gateway.database.schema import futures
 from fovea_gateway.fronts.administration import AdminRoutes
 from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.openai_answers import OpenAIAnswers
@@ -27,6 +34,7 @@ from fovea_gateway.http.endpoint import (
     Json,
     ReadyMiddleware,
     Routes,
+    count_of,
     error_response,
 )
 from fovea_gateway.http.model_inputs import lora_message
@@ -36,6 +44,7 @@ from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling import sample_wire
 from fovea_gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
 from fovea_gateway.sessions.session_routes import FutureRoutes, SessionRoutes
+from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import GatewaySettings
 from fovea_gateway.training import training_routes
 from fovea_gateway.training.training_routes import TrainingRoutes
@@ -51,12 +60,12 @@ _FLAGS = {
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
 }
+_TRACE_TTL_S = 3600
+_TRACED_PER_PIECE, _MOST_TRACED = 1000, 100_000
 _HOSTED_ONLY = {
-    ("GET", "sessions/{session_id}/trace_export"): "traces of sessions; the gateway serves metrics on --metrics-port",
     ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator revokes them with `fovea keys revoke`",
     ("GET", "billing/usage/events"): "billing",
-    ("GET", "billing/usage/checkpoints/current"): "billing",
 }
 """Routes that only the hosted service has. Each is refused with an error that names the missing feature."""
 
@@ -93,6 +102,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
         ),
         ServerRoutes(components.health, components.base_models, settings.sdk_flags, settings.max_body_bytes),
         SessionRoutes(components.sessions, components.database),
+        TraceRoutes(components.sessions, components.database, components.link_signer, base_path),
         TrainingRoutes(
             components.training,
             components.models,
@@ -185,6 +195,82 @@ class ServerRoutes:
                 "details": {"org_details": {"name": "Fovea"}, "user_details": {"email": ""}},
             }
         )
+
+
+class TraceRoutes:
+    """Handlers of the timeline of a session's requests, in the JSON format that ui.perfetto.dev opens.
+
+    Args:
+        signer: Signs the link to the timeline, which needs no API key.
+        base_path: The prefix of all paths, without trailing slash.
+    """
+
+    def __init__(self, sessions: Sessions, database: Database, signer: LinkSigner, base_path: str) -> None:
+        self._sessions, self._database, self._signer, self._base_path = sessions, database, signer, base_path
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        return [
+            endpoints.route("GET", "sessions/{session_id}/trace_export", self.link, Scope.READ),
+            endpoints.keyless_route("GET", "sessions/{session_id}/trace", self.trace),
+        ]
+
+    async def link(self, request: Request, owner: str) -> Response:
+        """Returns a signed URL of the timeline, on the host that the client used. It is valid for an hour."""
+        session_id = (await self._sessions.get(owner, request.path_params["session_id"])).session_id
+        expires, key_id = int(time.time()) + _TRACE_TTL_S, CALLER.get().key_id
+        signature = self._signer.sign("trace", session_id, str(expires), key_id)
+        query = urlencode({"expires": expires, "key": key_id, "signature": signature})
+        root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/sessions"
+        return Json({"status": "ready", "url": f"{root}/{quote(session_id)}/trace?{query}"})
+
+    async def trace(self, request: Request) -> Response:
+        """Sends the timeline of the requests that the database holds, piece by piece."""
+        session_id, query, expires = (
+            request.path_params["session_id"],
+            request.query_params,
+            count_of(request, "expires", 0),
+        )
+        is_signed = self._signer.check(
+            query.get("signature", ""), query.get("key", ""), "trace", session_id, str(expires)
+        )
+        if not is_signed or expires <= time.time():
+            raise PermissionDenied("this link is not valid or has expired; ask for trace_export again")
+        headers = {"content-disposition": "attachment"}
+        return StreamingResponse(self._pieces(session_id), media_type="application/json", headers=headers)
+
+    async def _pieces(self, session_id: str) -> AsyncIterator[bytes]:
+        yield b'{"displayTimeUnit":"ms","traceEvents":[{"ph":"M","pid":0,"name":"process_name","args":{}}'
+        numbers: dict[str, int] = {}
+        after = (0.0, "")
+        for _ in range(_MOST_TRACED // _TRACED_PER_PIECE):
+            place = after
+            rows = await self._database.read(lambda connection: _traced(connection, session_id, place))  # noqa: B023
+            if not rows:
+                break
+            after = (rows[-1].created_at, rows[-1].future_id)
+            events = (event for row in rows for event in _trace_events(row, numbers))
+            yield b"".join(b"," + json.dumps(event, separators=(",", ":")).encode() for event in events)
+        yield b"]}"
+
+
+def _traced(connection: sa.Connection, session_id: str, after: tuple[float, str]) -> list[Any]:
+    """Returns the next futures of a session, by the time of their requests."""
+    place = futures.c.created_at, futures.c.future_id
+    is_later = (place[0] > after[0]) | ((place[0] == after[0]) & (place[1] > after[1]))
+    query = sa.select(futures).where(futures.c.session_id == session_id, is_later).order_by(*place)
+    return list(connection.execute(query.limit(_TRACED_PER_PIECE)))
+
+
+def _trace_events(row: Any, numbers: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Yields the events of a request; the requests of a model or a sampling session form a process of the timeline."""
+    if row.scope not in numbers:
+        numbers[row.scope] = len(numbers) + 1
+        yield {"ph": "M", "pid": numbers[row.scope], "name": "process_name", "args": {"name": row.scope}}
+    common = {"pid": numbers[row.scope], "cat": row.kind, "id": row.future_id, "name": f"{row.kind} {row.seq_id}"}
+    arguments = {"state": row.state, "tokens": row.token_count, "request_id": row.future_id}
+    yield common | {"ph": "b", "ts": round(row.created_at * 1e6), "args": arguments}
+    if row.finished_at is not None:
+        yield common | {"ph": "e", "ts": round(row.finished_at * 1e6)}
 
 
 def _refusal(endpoints: Endpoints, method: str, path: str, what: str) -> Route:

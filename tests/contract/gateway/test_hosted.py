@@ -1,13 +1,16 @@
 """What only the hosted service has: refused by name. And the little of it that is served."""
 
 import asyncio
+import json
 import os
 import pathlib
 import sys
+import time
 from asyncio.subprocess import PIPE, STDOUT
 
 import pytest
 
+from fovea_gateway.access.api_keys import Scope
 from tests.contract.gateway.conftest import KEY, Stand
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
@@ -16,11 +19,9 @@ from tests.contract.gateway.requests import Rest
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("GET", "sessions/sess-1/trace_export", "traces"),
         ("POST", "auth/token", "JWTs"),
         ("DELETE", "auth/apikey/me", "fovea keys revoke"),
         ("GET", "billing/usage/events", "billing"),
-        ("GET", "billing/usage/checkpoints/current", "billing"),
         ("POST", "no_such_call", "POST /api/v1/no_such_call"),
     ],
 )
@@ -43,6 +44,40 @@ async def test_display_names_are_kept(stand: Stand, rest: Rest) -> None:
         "user_metadata": metadata,
         "display_name": "First try",
     }
+
+
+async def test_the_command_line_exports_a_trace(stand: Stand, rest: Rest, tmp_path: pathlib.Path) -> None:
+    model = await rest.create_model()
+    for seq_id in (1, 2):
+        await rest.result((await rest.ok("optim_step", model_id=model, seq_id=seq_id, adam_params={}))["request_id"])
+    file = tmp_path / "trace.pftrace"
+    environment = os.environ | {"TINKER_BASE_URL": stand.url, "TINKER_API_KEY": KEY, "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "tinker.cli", "session", "export-trace", rest.session_id, "--output", str(file)]
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=STDOUT)
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output
+    events = json.loads(file.read_text())["traceEvents"]
+    begun = {each["id"]: each for each in events if each["ph"] == "b"}
+    ended = {each["id"]: each["ts"] for each in events if each["ph"] == "e"}
+    assert [each["name"] for each in begun.values()] == ["create_model 0", "optim_step 1", "optim_step 2"]
+    assert ended.keys() == begun.keys()
+    assert all(ended[name] >= each["ts"] for name, each in begun.items())
+    assert {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": model}} in events
+
+
+async def test_a_link_to_a_trace_is_signed(stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stand.gateway is not None
+    other, _ = await stand.gateway.components.keys.create("other", "", Scope.TRAIN, None)
+    async with stand.http(other) as http:
+        assert (await http.get(f"sessions/{rest.session_id}/trace_export")).status_code == 404
+    url = (await rest.http.get(f"sessions/{rest.session_id}/trace_export")).json()["url"]
+    second = await rest.open_session()
+    async with stand.http(None) as http:
+        assert (await http.get(url)).json()["traceEvents"][1:] == []
+        for wrong in (url.replace(url.split("/")[-2], second), url[:-1], url.replace("expires=", "expires=9")):
+            assert (await http.get(wrong)).status_code == 403
+        monkeypatch.setattr(time, "time", lambda: 2e9)
+        assert "has expired" in (await http.get(url)).json()["detail"]
 
 
 async def test_a_key_is_described(rest: Rest) -> None:

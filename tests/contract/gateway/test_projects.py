@@ -159,6 +159,21 @@ async def test_checkpoints_of_a_session_are_counted(stand: Stand, rest: Rest) ->
     assert session["checkpoint_storage_bytes"] == sum(each["size_bytes"] for each in listed) > 0
 
 
+async def test_an_administrator_sees_what_is_stored(stand: Stand, rest: Rest) -> None:
+    assert stand.gateway is not None
+    text, _ = await stand.gateway.components.keys.create("admin", "", Scope.ADMIN, None)
+    await save(rest, await rest.create_model(), 1, "state")
+    await rest.ok("create_session", project_id="empty")
+    admin = tinker.AdminClient(base_url=stand.url, api_key=text)
+    (row,) = (await admin.get_current_checkpoint_storage_usage()).data
+    (listed,) = (await rest.http.get("checkpoints")).json()["checkpoints"]
+    assert (row.project_id, row.checkpoint_count, row.size_bytes) == ("default", 1, listed["size_bytes"])
+    assert (await admin.get_current_checkpoint_storage_usage("empty")).data == []
+    with pytest.raises(tinker.NotFoundError, match="no project 'none'"):
+        await admin.get_current_checkpoint_storage_usage("none")
+    assert (await rest.http.get("billing/usage/checkpoints/current")).status_code == 403
+
+
 async def test_an_administrator_finds_sessions_of_all(stand: Stand, rest: Rest) -> None:
     assert stand.gateway is not None
     admin, _ = await stand.gateway.components.keys.create("admin", "", Scope.ADMIN, None)
