@@ -95,7 +95,6 @@ def test_images_are_those_of_a_chat(stack: Stack, gpt: openai.OpenAI, claude: an
     assert said.content[0].text == expected
 
 
-@pytest.mark.xfail(strict=True, reason="a stream of /v1/responses sends response.in_progress before response.created")
 def test_streams_have_the_events_of_each_api(stack: Stack, gpt: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     expected = chatted(gpt, stack.model_name, [{"role": "user", "content": QUESTION}])
     with gpt.responses.stream(model=stack.model_name, input=QUESTION, **ANSWER) as events:
@@ -114,7 +113,6 @@ def test_streams_have_the_events_of_each_api(stack: Stack, gpt: openai.OpenAI, c
     assert said.content[0].text == expected
 
 
-@pytest.mark.xfail(strict=True, reason="/v1/responses returns no function_call for a required tool on a real engine")
 def test_required_tools_are_called(stack: Stack, gpt: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     long: dict[str, Any] = {"temperature": 0.0}
     answer = gpt.responses.create(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm.tool_parsers.abstract_tool_parser import ToolParserManager
 
 from fovea.wire.errors import FoveaError
 from fovea_sampler.engine.message_apis import read_messages, read_responses
@@ -123,6 +124,33 @@ async def test_a_message_that_asks_for_more_is_refused(given: dict[str, Any], fi
     with pytest.raises(FoveaError) as refused:
         await message(**given)
     assert refused.value.field == field
+
+
+CALL = '<tool_call>\n{"name": "move", "arguments": {"way": "left"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("ending", "count", "content"),
+    [
+        ("", 1, None),
+        ('<tool_call>\n{"name": "mo', 1, None),
+        ('\n<tool_call>\n{"name": "move", "arguments": {"way": "left"}}\n</tool', 1, None),
+        ('<tool_call>\n{"name": "move", "arguments": {"way": "left"}}\n', 2, None),
+        (CALL + "<tool_call>", 2, None),
+    ],
+)
+def test_complete_calls_before_an_incomplete_one_are_kept(ending: str, count: int, content: str | None) -> None:
+    parser = ToolParserManager.get_tool_parser("hermes")(Any)  # it reads the tokenizer in streams only
+    found = parser.extract_tool_calls(CALL + ending, Any)
+    assert found.tools_called
+    assert [call.function.name for call in found.tool_calls] == ["move"] * count
+    assert found.content == content
+
+
+@pytest.mark.parametrize("text", ["No tool.", '<tool_call>\n{"name": "mo'])
+def test_an_answer_without_a_complete_call_is_text(text: str) -> None:
+    found = ToolParserManager.get_tool_parser("hermes")(Any).extract_tool_calls(text, Any)
+    assert (found.tools_called, found.content) == (False, text)
 
 
 async def test_a_deep_conversation_is_refused() -> None:

@@ -129,3 +129,15 @@ async def test_a_try_that_was_broken_off_leaves_nothing_in_the_answer(client: Sa
     route = sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS
     whole = await answer(client, route, CHAT, here=True)
     assert await answer(client, route, CHAT, here=True, broken=6) == whole
+
+
+@pytest.mark.slow
+async def test_a_streamed_response_begins_with_its_first_event(client: SamplerClient) -> None:
+    """vLLM writes two events before it asks the engine for tokens; the plan comes before both."""
+    body = {"model": "m", "input": "Où est-ce? 🦊", "max_output_tokens": 5, "stream": True}
+    text, crossed = await answer(client, sampler_pb2.OPEN_AI_ROUTE_RESPONSES, body, here=False)
+    kinds = re.findall(r"^event: (.*)$", text, re.MULTILINE)
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert "response.output_text.delta" in kinds
+    assert crossed == 5

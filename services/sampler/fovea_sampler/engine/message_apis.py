@@ -16,6 +16,9 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 from vllm.renderers.online_renderer import ResponsesRenderResult
+from vllm.tool_parsers.abstract_tool_parser import ToolParserManager
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+from vllm.tool_parsers.utils import is_complete_json
 
 from fovea.api.v1 import sampler_pb2
 from fovea.wire.errors import FoveaError, InvalidInput, Unimplemented
@@ -130,6 +133,26 @@ class ChatHandler(OpenAIServingChat):  # type: ignore[misc]
             listed = ((token, said), *zip(known or (), said.top_logprobs, strict=False))
             openai_requests.write_bytes(tokenizer, listed)
         return made
+
+
+class HermesParser(Hermes2ProToolParser):  # type: ignore[misc]
+    """vLLM's parser of tool calls in Hermes' format. It keeps the complete calls of an answer that ends within a call.
+
+    vLLM 0.32 then returns the whole answer as text. A required tool has a grammar that permits further calls, so an
+    answer may well end at `max_tokens` after its first call.
+    """
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        """Calls vLLM's method without the text of an incomplete call at the end."""
+        begun = model_output.rfind(self.tool_call_start_token)
+        is_first = begun == model_output.find(self.tool_call_start_token)
+        last = model_output[begun + len(self.tool_call_start_token) :]
+        if not is_first and self.tool_call_end_token not in last and not is_complete_json(last.strip()):
+            model_output = model_output[:begun]
+        return super().extract_tool_calls(model_output, request)
+
+
+ToolParserManager.register_module("hermes", module=HermesParser)
 
 
 class MessagesHandler(AnthropicServingMessages):  # type: ignore[misc]
