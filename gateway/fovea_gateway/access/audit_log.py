@@ -5,6 +5,7 @@ the database before the answer is sent. Repeated work and refused requests are c
 object and outcome share one entry an hour, which is written within seconds.
 """
 
+import asyncio
 import hashlib
 import logging
 import re
@@ -13,14 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import FoveaError, Internal, InvalidInput
-from fovea_gateway.access.owners import Quota
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import audit_entries as entries
 
@@ -49,7 +49,7 @@ _EVENTS_AT_ONCE: dict[str, tuple[str, ...]] = {
     "checkpoint_publish": (f"POST {_CHECKPOINT}/publish", f"POST {_UNTYPED}/publish"),
     "checkpoint_unpublish": (f"DELETE {_CHECKPOINT}/publish",),
     "checkpoint_copy": ("POST copy_weights",),
-    "checkpoint_read": (f"GET {_UNTYPED}/external_weights_urls",),
+    "checkpoint_read": (f"GET {_CHECKPOINT}/external_weights_urls",),
     "checkpoint_upload_start": ("POST external_weights_upload_start",),
     "checkpoint_upload": ("PUT uploads/{upload}/{file}",),
     "checkpoint_upload_finish": ("POST external_weights_upload_finish",),
@@ -179,9 +179,9 @@ class AuditLog:
     """
 
     def __init__(self, database: Database, capacity_bytes: int, clock: ExpiryClock) -> None:
-        self._database, self._clock = database, clock
-        self._quota = Quota("max_row_bytes", capacity_bytes, "bytes of audit entries")
-        self._is_counted = False
+        self._database, self._clock, self._most = database, clock, capacity_bytes // ENTRY_BYTES
+        self._held: Counter[str] | None = None  # entries by owner, and repeated work counts again
+        self._flushing = asyncio.Lock()
         self.pending: Counter[Action] = Counter()
 
     async def write(self, action: Action) -> None:
@@ -194,40 +194,39 @@ class AuditLog:
 
     async def flush(self) -> None:
         """Writes the counted actions."""
-        taken, self.pending = self.pending, Counter()
-        try:
-            if taken:
-                await self._write(taken)
-        except BaseException:
-            for action, count in taken.items():
-                # Without their objects, actions are few.
-                self.pending[action if len(self.pending) < _MOST_PENDING else action._replace(object_id="")] += count
-            raise
+        async with self._flushing:
+            taken, self.pending = self.pending, Counter()
+            try:
+                if taken:
+                    await self._write(taken)
+            except BaseException:
+                for action, count in taken.items():
+                    # Without their objects, actions are few.
+                    kept = action if len(self.pending) < _MOST_PENDING else action._replace(object_id="")
+                    self.pending[kept] += count
+                raise
 
     async def _write(self, actions: Counter[Action]) -> None:
         at = time.time()
         rows = [action.row(at, count) for action, count in actions.items()]
         await self._database.write(lambda connection: put_entries(connection, rows))
-        for row in rows:
-            self._quota.take(row["owner"], ENTRY_BYTES)
+        if self._held is not None:
+            self._held.update(row["owner"] for row in rows)
 
     async def sweep(self) -> None:
         """Deletes expired entries, and the oldest ones of owners above their share."""
         before = self._clock.now() - _TTL_S
         while await self._database.write(lambda connection: delete_oldest(connection, None, before)):
-            self._is_counted = False
-        while not (self._is_counted and self._quota.is_half_free):
-            held = await self._database.read(audit_bytes)
-            self._quota.reset(held)
-            self._is_counted = True
-            above = {owner: count for owner in held if (count := -(-self._quota.surplus(owner) // ENTRY_BYTES)) > 0}
-            for owner, count in above.items():
-                logger.warning("owner %s has more audit entries than its share: its oldest %d go", owner, count)
-                await self._database.write(
-                    lambda connection, owner=owner, count=count: delete_oldest(connection, owner, None, count)
-                )
-            if not above:
+            self._held = None
+        if self._held is None or self._held.total() > self._most // 2:  # otherwise no owner has more than is free
+            self._held = await self._database.read(entry_counts)
+        held = self._held
+        for owner, count in held.most_common():
+            surplus = (count + held.total() - self._most + 1) // 2
+            if surplus <= 0:
                 return
+            held[owner] -= await self._database.write(partial(delete_oldest, owner=owner, before=None, count=surplus))
+            logger.warning("owner %s has more audit entries than are free of max_row_bytes: %d deleted", owner, surplus)
 
     async def count(self, question: Question) -> int:
         """Returns the number of entries that match."""
@@ -265,10 +264,10 @@ def delete_oldest(
     return connection.execute(sa.delete(entries).where(entries.c.entry_id.in_(found.scalar_subquery()))).rowcount
 
 
-def audit_bytes(connection: sa.Connection) -> Counter[str]:
-    """Returns the bytes of entries by owner."""
+def entry_counts(connection: sa.Connection) -> Counter[str]:
+    """Returns the number of entries by owner."""
     rows = connection.execute(sa.select(entries.c.owner, sa.func.count()).group_by(entries.c.owner))
-    return Counter({name: int(count) * ENTRY_BYTES for name, count in rows})
+    return Counter({owner: int(count) for owner, count in rows})
 
 
 @cache

@@ -272,7 +272,7 @@ def require_projects(connection: sa.Connection, owner: str | None, project_ids: 
     Args:
         owner: None for all owners.
     """
-    query = sa.select(session_projects.c.project_id.distinct())
+    query = sa.select(session_projects.c.project_id).distinct()
     query = query.where(session_projects.c.project_id.in_([check_project(name, field) for name in project_ids]))
     found = connection.scalars(query if owner is None else query.where(session_projects.c.owner == owner))
     if missing := sorted(set(project_ids) - {*found, DEFAULT_PROJECT}):

@@ -1,5 +1,6 @@
 """Who may read, keep and delete checkpoints: publishing, expiry, copies, and listings that tell the truth."""
 
+import asyncio
 import pathlib
 import time
 from collections.abc import AsyncIterator
@@ -257,6 +258,20 @@ async def test_copies_are_made_once_for_a_key(stand: Stand, rest: Rest) -> None:
     assert (other.status_code, other.json()["field"]) == (400, "source_path")
     assert f"belongs to a copy of {source}" in other.json()["detail"]
     assert (await rest.http.get("training_runs")).json()["cursor"]["total_count"] == 2
+
+
+async def test_a_copy_goes_into_a_project(stand: Stand, rest: Rest) -> None:
+    source = await save(rest, await rest.create_model(), 1, "state")
+    client = await asyncio.to_thread(tinker.RestClient, base_url=stand.url, api_key=KEY)
+    path = await client.copy_weights(source, "archive")
+    found = await rest.ok("checkpoints/search", project_ids=["archive"])
+    assert [each["tinker_path"] for each in found["checkpoints"]] == [path]
+    (session,) = (await rest.ok("sessions/search", project_ids=["archive"]))["sessions"]
+    assert (session["status"]["type"], session["checkpoints_count"]) == ("client_finished", 1)
+    body = {"source_path": source, "destination_project_id": "archive"}
+    headers = {"X-Idempotency-Key": "twice"}
+    twice = [(await rest.http.post("copy_weights", json=body, headers=headers)).json() for _ in range(2)]
+    assert twice[0] == twice[1]
 
 
 @pytest.mark.parametrize(

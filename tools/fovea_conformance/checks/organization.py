@@ -1,6 +1,7 @@
 """Section K: projects, the search for sessions, and the audit log."""
 
 import uuid
+import warnings
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
@@ -117,7 +118,9 @@ def _found(target: Target, **asked: Any) -> Iterator[types.SessionSummary]:
     seen: set[str] = set()
     request = types.SessionSearchRequest(limit=2, **asked)
     while True:
-        page = target.rest().search_sessions(request).result(60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tinker.ExperimentalWarning)
+            page = target.rest().search_sessions(request).result(60)
         expect(len(page.sessions) <= 2, f"a page of 2 has {len(page.sessions)}")
         for one in page.sessions:
             expect(one.session_id not in seen, f"{one.session_id} is on two pages")
