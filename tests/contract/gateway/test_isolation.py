@@ -76,18 +76,19 @@ REST: dict[tuple[str, str], Answer] = {
     **{
         refused: Answer(READ, own=404)
         for refused in [
-            ("POST", "sessions/search"),
-            ("PUT", "sessions/{session_id}/project"),
             ("POST", "auth/token"),
             ("DELETE", "auth/apikey/me"),
             ("GET", "billing/usage/events"),
-            ("GET", "billing/usage/checkpoints/current"),
-            ("GET", "audit"),
-            ("GET", "sessions/{session_id}/trace_export"),
         ]
     },
     ("POST", "create_session"): Answer(READ, other=200, body="create_session"),
     ("POST", "session_heartbeat"): Answer(READ, body="session_heartbeat"),
+    ("POST", "sessions/search"): Answer(READ, other=200, body="sessions/search"),
+    ("PUT", "sessions/{session_id}/project"): Answer(READ, body="project"),
+    ("GET", "sessions/{session_id}/trace_export"): Answer(READ),
+    ("GET", "sessions/{session_id}/trace"): Answer(OPEN, own=403, other=403),  # no signature
+    ("GET", "audit"): Answer(ADMIN, other=403),
+    ("GET", "billing/usage/checkpoints/current"): Answer(ADMIN, other=403),
     ("GET", "sessions"): Answer(READ, other=200),
     ("GET", "sessions/{session_id}"): Answer(READ),
     ("GET", "parked_sessions"): Answer(READ, other=200),
@@ -251,6 +252,7 @@ def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
         "chat": {"model": world.values["model"], "messages": [{"role": "user", "content": "hi"}]},
         "completion": {"model": world.values["model"], "prompt": "hi"},
         "response": {"model": world.values["model"], "input": "hi"},
+        "project": {"project_id": "p"},
         "message": {"model": world.values["model"], "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]},
         "report": {"model_id": world.made.model_id, "metrics": {"reward": 0.5}},
     }
