@@ -171,8 +171,7 @@ def question_of(query: Mapping[str, str], days: int) -> Question:
 class AuditLog:
     """The entries of all owners.
 
-    An entry is deleted after 90 days. An owner whose entries take more than its share of `capacity_bytes` loses its
-    oldest ones.
+    An entry is deleted after 90 days. An owner with more entries than its share of `capacity_bytes` loses its oldest.
 
     Attributes:
         pending: Counted actions that are not in the database yet.

@@ -72,7 +72,7 @@ class AssignProject(Body):
 
 
 class SessionOwner(Body):
-    """The owners in a search: the caller, all whose sessions it may list, or those named."""
+    """The owners in a search: the caller, all that it may list, or those named."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] = Field([], max_length=10)

@@ -36,7 +36,7 @@ def c129_projects(target: Target) -> str:
     return f"two runs in two projects, then in one; refused: {', '.join(answers)}"
 
 
-@check("C130", "sessions/search: by name, metadata, project and status; pages without gap or repeat, newest first")
+@check("C130", "sessions/search: name, metadata, project and status; pages without gap or repeat, newest first")
 def c130_search(target: Target) -> str:
     """Opens three sessions with a mark, ends one, and searches them, two per page."""
     mark, project = f"mark-{uuid.uuid4().hex[:8]}", f"conformance-{uuid.uuid4().hex[:8]}"
@@ -75,7 +75,7 @@ def c130_search(target: Target) -> str:
     return f"{len(found)} sessions on pages of two, {len(searches)} searches"
 
 
-@check("C131", "Audit log: an administrator reads who deleted which checkpoint, on its day only, in order of time")
+@check("C131", "Audit log: an administrator finds the deletion of a checkpoint, on its day only, in order of time")
 def c131_audit(target: Target) -> str:
     """Saves and deletes a checkpoint, and reads the log through AdminClient with an administrator's key."""
     if not target.options.admin_key:
