@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fovea import vision
 from fovea.vision.vision_family import VisionFamily
@@ -167,7 +167,8 @@ def experts_of(config: Mapping[str, Any]) -> str:
     return next((entry for entry in _EXPERT_COUNTS if text.get(entry)), "")
 
 
-class MixtureSizes(NamedTuple):
+@dataclass(frozen=True)
+class MixtureSizes:
     """The sizes of the experts of a layer.
 
     Attributes:
