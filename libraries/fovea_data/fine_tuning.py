@@ -147,7 +147,7 @@ def fine_tune(
         )
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as exits:
+    with ExitStack() as exits, _stopping_with_a_line(folder):
         server = Server(base_url, api_key)
         exits.callback(server.service.close, "errored")
         served = server.model(model)
@@ -157,30 +157,24 @@ def fine_tune(
         identity = {"model": served.model_name, **asdict(settings), "max_side": train.max_side}
         state_file = folder / "state.json"
         state = FineTuneState.begin_or_resume(state_file, identity, later=_ROWS)
-        try:
-            connection = Connection.open(
-                server,
-                served,
-                state.state,
-                rank=settings.rank,
-                seed=settings.seed,
-                train_unembed=settings.train_unembed,
-                name=folder.resolve().name,
-            )
-            encoder = RowEncoder(connection.encoder, limits)
-            train, held_out = _checked(train, held_out, encoder, settings, state, state_file, progress)
-            with ExitStack() as closing:
-                lines = closing.enter_context(contextlib.closing(JsonLinesLogger(folder / "metrics.jsonl", state.step)))
-                more = [closing.enter_context(contextlib.closing(one)) for one in open_loggers(loggers, folder)]
-                scored = score if samples else None
-                run = _Run(connection, encoder, train, held_out, settings, state, state_file, [lines, *more], scored)
-                with FineTuneProgress(run.step_count, state.step, progress) as shown:
-                    sampling = run.run(shown)
-        except KeyboardInterrupt:
-            raise Stopped(
-                f"stopped: call fine_tune again with the same settings and rows and out={str(folder)!r} to resume after"
-                f" step {state.step}"
-            ) from None
+        connection = Connection.open(
+            server,
+            served,
+            state.state,
+            rank=settings.rank,
+            seed=settings.seed,
+            train_unembed=settings.train_unembed,
+            name=folder.resolve().name,
+        )
+        encoder = RowEncoder(connection.encoder, limits)
+        train, held_out = _checked(train, held_out, encoder, settings, state, state_file, progress)
+        with ExitStack() as closing:
+            lines = closing.enter_context(contextlib.closing(JsonLinesLogger(folder / "metrics.jsonl", state.step)))
+            more = [closing.enter_context(contextlib.closing(one)) for one in open_loggers(loggers, folder)]
+            scored = score if samples else None
+            run = _Run(connection, encoder, train, held_out, settings, state, state_file, [lines, *more], scored)
+            with FineTuneProgress(run.step_count, state.step, progress) as shown:
+                sampling = run.run(shown)
         exits.pop_all()  # the model closes the connection from here on
         return TunedModel(connection, state.weights, state.state, sampling, lines.rows(), train.max_side)
 
@@ -194,6 +188,20 @@ class Stopped(KeyboardInterrupt, SystemExit):
     def __init__(self, line: str) -> None:
         super().__init__(line)
         self.code = line
+
+
+@contextmanager
+def _stopping_with_a_line(folder: pathlib.Path) -> Iterator[None]:
+    """Converts Ctrl-C to Stopped, whose line names the step of the saved state."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        file = folder / "state.json"
+        step = FineTuneState.read(file).step if file.exists() else 0
+        raise Stopped(
+            f"stopped: call fine_tune again with the same settings and rows and out={str(folder)!r} to resume after"
+            f" step {step}"
+        ) from None
 
 
 _ROWS = ("rows", "held-out rows")

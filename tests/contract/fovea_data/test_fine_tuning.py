@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -21,6 +22,7 @@ from fovea_data.evaluate import read_sources
 from fovea_data.fine_tuning import Stopped
 from fovea_data.served_limits import picture_side
 from tests.contract.gateway.conftest import KEY, Stand, running
+from tests.waiting import eventually
 
 Rows = list[dict[str, Any]]
 TEXT = {"prompt": "Is it?", "completion": "yes"}
@@ -204,9 +206,29 @@ async def test_ctrl_c_says_where_the_run_goes_on(stand: Stand, tmp_path: pathlib
     assert steps == [1, 2, 3, 4]
 
 
-def test_without_a_server_it_is_told_at_once(tmp_path: pathlib.Path) -> None:
+async def test_the_live_page_knows_a_run_by_its_folder_with_its_held_out_figures(
+    stand: Stand, tmp_path: pathlib.Path
+) -> None:
+    for number in range(2):  # the second call resumes the finished run: a new model with the same curve
+        await tuned(stand, tmp_path / "birds", [TEXT] * 8, [TEXT])
+        async with stand.http() as http:
+            runs = (await http.get("training_runs")).json()["training_runs"]
+            assert [run["user_metadata"]["name"] for run in runs] == ["birds"] * (number + 1)
+            for run in runs:
+                place = f"live/curves/{run['training_run_id']}"
+
+                async def has_steps(http: httpx.AsyncClient = http, place: str = place) -> bool:
+                    return bool((await http.get(place)).json()["last_step"] == 2)
+
+                await eventually(has_steps)
+                known = set((await http.get(place)).json()["curves"])
+                assert {"learning_rate", "held_out_loss", "accuracy"} <= known
+
+
+def test_without_a_server_it_is_told_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setattr("fovea.client.gateway._REST_PORT", taken.getsockname()[1])  # elsewhere one may listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(FailedPrecondition, match=f"no server responds at {url} .*: start one with `fovea up`"):
             fine_tune(load_chats([TEXT]), out=tmp_path, base_url=url, api_key=KEY)
