@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from fovea_conformance.__main__ import load
-from fovea_conformance.fresh import admin_key
 from fovea_conformance.proxy import Proxy
 from fovea_conformance.runner import Verdict, run_check
 from fovea_conformance.target import Options
@@ -20,10 +19,7 @@ WAITING = ("C6", "C43", "C50", "C76")
 def judged(stack: Stack, check_id: str, wrong: Wrong) -> Verdict:
     """The verdict of a check on Fovea behind a proxy that makes it wrong."""
     with Proxy(stack.base_url, before=wrong.before, after=wrong.after) as proxy:
-        options = Options(
-            proxy.url, API_KEY, stack.model_name, vlm=True, long_job_s=40.0, checkpoint=str(stack.model),
-            admin_key=admin_key(stack.log.parent),
-        )  # fmt: skip
+        options = Options(proxy.url, API_KEY, stack.model_name, vlm=True, long_job_s=40.0, checkpoint=str(stack.model))
         return run_check(CHECKS[check_id], options)
 
 

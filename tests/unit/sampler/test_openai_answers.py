@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+import xgrammar
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers.registry import renderer_from_config
 from vllm.v1.engine.input_processor import InputProcessor
@@ -28,6 +29,7 @@ from fovea_sampler.weight_store import AdapterCache, SlotQueue, WeightStore
 from tests.unit.sampler.memory_engine import MemoryEngine
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Où est-ce? 🦊"}], "max_completion_tokens": 9, "n": 2}
+_COMPILER = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([chr(letter) for letter in range(128)]))
 MADE = re.compile(r'"(id|created|random_tool_id)":("[^"]*"|\d+)')
 """The fields that differ between two answers to one request."""
 
@@ -141,3 +143,31 @@ async def test_a_streamed_response_begins_with_its_first_event(client: SamplerCl
     assert kinds[-1] == "response.completed"
     assert "response.output_text.delta" in kinds
     assert crossed == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chat", "response"])
+async def test_a_required_tool_ends_although_the_model_prefers_spaces(serving: OpenAIServing, name: str) -> None:
+    """xgrammar lets a call have 16 spaces between two parts, and no more."""
+    function = {"name": "move", "parameters": {"type": "object", "properties": {"way": {"enum": ["left"]}}}}
+    chat = {**CHAT, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    response = {"model": "m", "input": "Go.", "tools": [{"type": "function", **function}], "tool_choice": "required"}
+    route, body = {
+        "chat": (sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, chat),
+        "response": (sampler_pb2.OPEN_AI_ROUTE_RESPONSES, response),
+    }[name]
+
+    async def nothing() -> AsyncIterator[sampler_pb2.SampledEvent]:
+        await asyncio.Event().wait()
+        yield sampler_pb2.SampledEvent()
+
+    asked = sampler_pb2.OpenAIRequest(route=route, body=json.dumps(body).encode())
+    async with aclosing(serving.answer(asked, nothing(), 8)) as steps:
+        plan = await anext(steps)
+    assert isinstance(plan, sampler_pb2.OpenAIPlan)
+    tag = json.loads(plan.params.structured_outputs)["structural_tag"]
+    grammar = xgrammar.Grammar.from_structural_tag(tag)
+    for spaces, accepted in ((16, True), (17, False)):
+        matcher = xgrammar.GrammarMatcher(_COMPILER.compile_grammar(grammar))
+        call = '<tool_call>\n{"name": "move", "arguments": {' + " " * spaces + '"way": "left"}}\n</tool_call>'
+        assert matcher.accept_string(call) is accepted

@@ -43,8 +43,8 @@ def c130_search(target: Target) -> str:
     """Opens three sessions with a mark, ends one, and searches them, two per page."""
     mark, project = f"mark-{uuid.uuid4().hex[:8]}", f"conformance-{uuid.uuid4().hex[:8]}"
     opened = [
-        _open(target, display_name=f"Nightly {mark} {index}", user_metadata={"mark": mark, "index": str(index)})
-        for index in range(3)
+        _open(target, display_name=f"Nightly {mark} {word}", user_metadata={"mark": mark, "index": str(index)})
+        for index, word in enumerate(("one", "two", "three"))
     ]
     other = _open(target, display_name=f"other {mark}", user_metadata={"mark": "another"}, project_id=project)
     target.post(f"sessions/{opened[0]}/finish", reason={"type": "errored"}, detail="on purpose").raise_for_status()
@@ -58,7 +58,7 @@ def c130_search(target: Target) -> str:
     searches: dict[str, tuple[dict[str, Any], list[str]]] = {
         "words of the name": ({"display_name": f"{mark.upper()} nightly"}, opened[::-1]),
         "one pair too many": ({"user_metadata": {"mark": mark, "index": "1"}}, [opened[1]]),
-        "id or name": ({"session_id": other, "display_name": f"{mark} 2"}, [other, opened[2]]),
+        "id or name": ({"session_id": other, "display_name": f"{mark} three"}, [other, opened[2]]),
         "active": ({"display_name": mark, "statuses": [{"type": "active"}]}, [other, *opened[:0:-1]]),
         "errored": (
             {"display_name": mark, "statuses": [{"type": "client_finished", "reasons": ["errored"]}]},
