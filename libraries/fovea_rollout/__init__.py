@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from fovea_rollout.evaluation import Evaluation as Evaluation
     from fovea_rollout.evaluation import evaluate as evaluate
     from fovea_rollout.loop.loggers import Logger as Logger
-    from fovea_rollout.loop.loop import LoopSettings as LoopSettings
     from fovea_rollout.loop.loop import train as train
     from fovea_rollout.loop.loop_folder import resumed_training_client as resumed_training_client
+    from fovea_rollout.loop.loop_settings import LoopSettings as LoopSettings
     from fovea_rollout.loop.player_cloning import ScriptedPlayer as ScriptedPlayer
     from fovea_rollout.loop.player_cloning import WarmUpSettings as WarmUpSettings
     from fovea_rollout.loop.player_cloning import warm_up as warm_up
@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from fovea_rollout.policies.grpc_policy import GrpcPolicy as GrpcPolicy
     from fovea_rollout.policies.policy import Chunk as Chunk
     from fovea_rollout.policies.policy import Policy as Policy
+    from fovea_rollout.policies.policy import Portion as Portion
     from fovea_rollout.policies.policy import Sampled as Sampled
     from fovea_rollout.policies.policy import SamplingSettings as SamplingSettings
     from fovea_rollout.policies.policy import Tokens as Tokens
     from fovea_rollout.policies.policy import WeightVersions as WeightVersions
+    from fovea_rollout.policies.resuming_policy import ResumingPolicy as ResumingPolicy
     from fovea_rollout.policies.tinker_policy import TinkerPolicy as TinkerPolicy
     from fovea_rollout.rollout import RolloutSettings as RolloutSettings
     from fovea_rollout.rollout import run_rollout as run_rollout
@@ -64,16 +66,18 @@ _PUBLIC = {
     "policies.grpc_policy": ("GrpcPolicy",),
     "environments.gymnasium_environment": ("GymnasiumEnvironment", "Rules"),
     "loop.loggers": ("Logger",),
-    "loop.loop": ("LoopSettings", "train"),
+    "loop.loop": ("train",),
+    "loop.loop_settings": ("LoopSettings",),
     "loop.loop_folder": ("resumed_training_client",),
     "messages": ("Message", "Picture"),
     "environments.openenv_environment": ("OpenEnvEnvironment",),
     "loop.player_cloning": ("ScriptedPlayer", "WarmUpSettings", "warm_up"),
-    "policies.policy": ("Chunk", "Policy", "Sampled", "SamplingSettings", "Tokens", "WeightVersions"),
+    "policies.policy": ("Chunk", "Policy", "Portion", "Sampled", "SamplingSettings", "Tokens", "WeightVersions"),
     "environments.records": ("Record", "load_records", "shuffled"),
     "rollout": ("RolloutSettings", "run_rollout", "run_rollouts"),
     "loop.step_report": ("StepReport",),
     "templates.template": ("ChatTemplate",),
+    "policies.resuming_policy": ("ResumingPolicy",),
     "policies.tinker_policy": ("TinkerPolicy",),
     "loop.training_batch": ("TrainingDatum", "training_datums"),
     "trajectory": ("Failure", "Segment", "Trajectory", "Turn"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from fovea.wire.errors import InvalidInput
 from fovea_rollout.environments.environment import Environment
 from fovea_rollout.environments.environment_host import EnvironmentHost
 from fovea_rollout.messages import Message
-from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, Tokens, derived_seed
 from fovea_rollout.progress import BatchProgress
 from fovea_rollout.trajectory import End, Failure, Trajectory, Turn
 
@@ -237,10 +236,4 @@ class _Episode:
         seed = self.settings.sampling.seed
         if seed is None:
             return self.settings.sampling
-        return replace(self.settings.sampling, seed=turn_seed(seed, self.trajectory.conversation, self.turn))
-
-
-def turn_seed(seed: int, conversation: str, turn: int) -> int:
-    """Returns the seed of one turn of one rollout. It has 31 bits, which every server accepts."""
-    digest = hashlib.sha256(f"{seed}/{conversation}/{turn}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1
+        return replace(self.settings.sampling, seed=derived_seed(seed, self.trajectory.conversation, self.turn))

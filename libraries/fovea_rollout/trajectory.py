@@ -13,7 +13,7 @@ import numpy as np
 
 from fovea_rollout.environments.environment import Answer
 from fovea_rollout.messages import Message, Picture
-from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions
+from fovea_rollout.policies.policy import Chunk, Sampled, Tokens, WeightVersions, joined_versions
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Trajectory:
     @property
     def versions(self) -> WeightVersions | None:
         """Bounds of the weights that sampled the turns; None without a turn."""
-        return joined_versions(self.turns) if self.turns else None
+        return joined_versions(turn.sampled.versions for turn in self.turns) if self.turns else None
 
     def append(self, turn: Turn, is_append_only: bool) -> None:
         """Adds a turn. The last segment grows if the prompt begins with it; otherwise a new segment begins.
@@ -179,12 +179,6 @@ def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in last.items():
             found[name].append(value)
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
-
-
-def joined_versions(turns: Sequence[Turn]) -> WeightVersions:
-    """Returns the bounds of the weights that sampled the turns."""
-    versions = [turn.sampled.versions for turn in turns]
-    return WeightVersions(min(one.oldest for one in versions), max(one.newest for one in versions))
 
 
 def after_prefix(prompt: Sequence[Chunk], prefix: Sequence[Chunk]) -> tuple[Chunk, ...] | None:

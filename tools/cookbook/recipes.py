@@ -11,6 +11,16 @@ _AGREEMENT = 1e-6
 
 _CLASSIFIER_SEEDS = range(3)
 _SL_LOOP = {"batch_size": 32, "learning_rate": 3e-3, "max_steps": 12, "save_every": 6}
+_MATHS = {
+    "env": "gsm8k",
+    "groups_per_batch": 8,
+    "group_size": 8,
+    "max_tokens": 16,
+    "eval_every": 0,
+    "save_every": 0,
+    **_DELETE,
+}
+_STREAMED = "minibatches train while the rest of the batch is sampled"
 _VERSIONS = ("0.5.8", "0.6.1")
 
 
@@ -81,17 +91,7 @@ RECIPES = (
         name="rl_train",
         checks=("C117", "C119"),
         module=f"{_HOME}.math_rl.train",
-        options={
-            "env": "gsm8k",
-            "groups_per_batch": 8,
-            "group_size": 8,
-            "max_tokens": 16,
-            "learning_rate": 1e-3,
-            "max_steps": 4,
-            "eval_every": 0,
-            "save_every": 0,
-            **_DELETE,
-        },
+        options=_MATHS | {"learning_rate": 1e-3, "max_steps": 4},
         criteria=(Stays("optim/kl_sample_train_v2", below=_AGREEMENT), Rises("env/all/correct", by=0.05)),
         after="sl_loop_start",
         start_option="load_checkpoint_path",
@@ -101,19 +101,36 @@ RECIPES = (
         name="rl_train_substeps",
         checks=("C118",),
         module=f"{_HOME}.math_rl.train",
-        options={
-            "env": "gsm8k",
-            "groups_per_batch": 8,
-            "group_size": 8,
-            "max_tokens": 16,
-            "learning_rate": 5e-4,
-            "max_steps": 4,
-            "eval_every": 0,
-            "save_every": 0,
-            **_DELETE,
-        },
+        options=_MATHS | {"learning_rate": 5e-4, "max_steps": 4},
         replaces={"num_substeps": Replaced(2, dict.fromkeys(_VERSIONS, 1), "C118 is about substeps")},
         criteria=(Rises("env/all/correct", by=0.1),),
+        after="sl_loop_start",
+        start_option="load_checkpoint_path",
+        renderer_option="renderer_name",
+    ),
+    Recipe(
+        name="rl_train_async",
+        checks=(),
+        module=f"{_HOME}.math_rl.train",
+        options=_MATHS | {"learning_rate": 1e-3, "max_steps": 12},
+        replaces={
+            "max_steps_off_policy": Replaced(4, dict.fromkeys(_VERSIONS, "None"), "the recipe's asynchronous run")
+        },
+        criteria=(Rises("env/all/correct", by=0.15),),
+        after="sl_loop_start",
+        start_option="load_checkpoint_path",
+        renderer_option="renderer_name",
+    ),
+    Recipe(
+        name="rl_train_streamed",
+        checks=(),
+        module=f"{_HOME}.math_rl.train",
+        options=_MATHS | {"learning_rate": 1e-3, "max_steps": 4},
+        replaces={
+            "stream_minibatch_config.groups_per_batch": Replaced(8, dict.fromkeys(_VERSIONS, "None"), _STREAMED),
+            "stream_minibatch_config.num_minibatches": Replaced(2, dict.fromkeys(_VERSIONS, "None"), _STREAMED),
+        },
+        criteria=(Rises("env/all/correct", by=0.05),),
         after="sl_loop_start",
         start_option="load_checkpoint_path",
         renderer_option="renderer_name",
@@ -209,6 +226,21 @@ RECIPES = (
     ),
 )
 
+NOT_RUN = {
+    "code_rl": "its sandbox is a container of SandboxFusion or Modal; this machine can start neither",
+    "harbor_rl, distillation of harbor tasks": "each task is a container of Modal's cloud",
+    "rubric, prometheus_experimental": "a second model grades in a fixed format, which the tiny model cannot write",
+    "multiplayer_rl": "a reward needs a won game or a second model that answers; text_arena needs its package",
+    "audio": "Fovea serves no model that hears, and refuses dmel chunks",
+    "search_tool": "needs an index of Wikipedia in Chroma, and Gemini's embeddings",
+    "verifiers_rl": "needs an environment of the hub; `make environments` tests verifiers through `fovea_rollout`",
+    "distillation, preference/rlhf": "needs a teacher or a trained reward model besides, and data of the hub",
+    "forecasting, true_thinking_score, rl_numerics_check": "asks what only a large model answers; no reward otherwise",
+    "decisions": "is a library with a demonstration, not a program with settings",
+    "preference/shorter, chat_sl, rl_basic, sl_basic": "makes the same calls as math_rl and sl_loop",
+}
+"""Recipes of 0.6.1 that no run covers, with the reason."""
+
 
 def replaced_table() -> str:
     """Returns a Markdown table of every setting that differs from the recipes' own, with its reason."""
@@ -223,3 +255,9 @@ def replaced_table() -> str:
             own = ", ".join(str(value) for value in dict.fromkeys(each.own.values()))
             lines.append(f"| {recipe.name} | `{name}` | {each.value} | {own} | {each.why} |")
     return "\n".join(lines) + "\n"
+
+
+def not_run_table() -> str:
+    """Returns a Markdown table of the recipes that do not run, with the reason."""
+    lines = [f"| {recipes} | {why} |" for recipes, why in NOT_RUN.items()]
+    return "\n".join(["| recipe that does not run here | why |", "|---|---|", *lines]) + "\n"

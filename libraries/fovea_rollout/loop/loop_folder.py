@@ -118,6 +118,7 @@ def figures_of(report: StepReport) -> dict[str, float]:
         "sampled_tokens": report.sampled_tokens,
         "trained_tokens": report.trained_tokens,
         "failed_rollouts": len(report.failures),
+        "cancelled_groups": report.cancelled_groups,
         "trainer_kl": report.agreement.kl if report.agreement else None,
         "base_kl": report.base_kl,
         "moved_kl": report.moved_kl,

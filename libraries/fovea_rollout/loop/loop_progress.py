@@ -33,6 +33,12 @@ class LoopProgress(ProgressLines):
         self._note_failures([trajectory])
         self._show_rollouts()
 
+    def discount(self, trajectories: Sequence[Trajectory]) -> None:
+        """Removes the finished rollouts of a cancelled group."""
+        self._finished -= len(trajectories)
+        self._failed -= {one.conversation for one in trajectories}
+        self._show_rollouts()
+
     def count_step(self, report: StepReport) -> None:
         """Counts a step. Removes its rollouts from the second line; rollouts for later steps stay there."""
         self._finished -= sum(len(group) for group in report.trajectories)

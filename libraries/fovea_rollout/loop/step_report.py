@@ -56,6 +56,8 @@ class StepReport:
         data: The datums that were trained on, with the versions of the weights that sampled them.
         policy: A policy that samples with the weights after the step, for evaluations by the caller.
         evaluation: Evaluation of these weights on the held-out sources; None after most steps.
+        cancelled_groups: Number of groups that were cancelled because they would have exceeded `max_lag`, and that are
+            played again.
     """
 
     step: int
@@ -75,6 +77,7 @@ class StepReport:
     data: tuple[TrainingDatum, ...]
     policy: Policy
     evaluation: Evaluation | None = None
+    cancelled_groups: int = 0
 
 
 def step_report(
@@ -86,6 +89,7 @@ def step_report(
     policy: Policy,
     rate_share: float,
     evaluation: Evaluation | None = None,
+    cancelled_groups: int = 0,
 ) -> StepReport:
     """Makes the report of a step.
 
@@ -98,6 +102,7 @@ def step_report(
         policy: A policy that samples with the weights after the step.
         rate_share: Share of the learning rate that the step used.
         evaluation: Evaluation after the step, if there was one.
+        cancelled_groups: Number of groups that were cancelled while the step waited.
     """
     rewards = rewards_of(groups)
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -123,6 +128,7 @@ def step_report(
         data=tuple(batch.data),
         policy=policy,
         evaluation=evaluation,
+        cancelled_groups=cancelled_groups,
     )
 
 

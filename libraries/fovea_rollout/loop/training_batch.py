@@ -17,8 +17,9 @@ from tinker.types import ImageChunk
 from fovea.wire.errors import InvalidInput
 from fovea_rollout.loop.advantages import ESTIMATORS, Estimator, Rewards, groups_with_signal
 from fovea_rollout.loop.kl_penalty import base_logprobs, kl_penalty
-from fovea_rollout.policies.policy import Chunk, Policy, Sampled, Tokens, WeightVersions
-from fovea_rollout.trajectory import Failure, Segment, Trajectory, joined_versions
+from fovea_rollout.loop.provenance import with_provenance
+from fovea_rollout.policies.policy import Chunk, Policy, Sampled, Tokens, WeightVersions, joined_versions
+from fovea_rollout.trajectory import Failure, Segment, Trajectory
 
 Floats = npt.NDArray[np.float32]
 _DTYPES = {"target_tokens": np.int64, "logprobs": np.float32, "advantages": np.float32}
@@ -35,6 +36,8 @@ class TrainingDatum:
         turns: Indices of the turns with a loss on their tokens.
         pictures: Digests of its pictures, in order.
         mask: bool [N], true for sampled targets.
+        token_versions: int64 [N, 2], the oldest and the newest weights that may have sampled each target; -1 for
+            targets that were not sampled.
     """
 
     datum: tinker.Datum
@@ -43,6 +46,7 @@ class TrainingDatum:
     turns: tuple[int, ...]
     pictures: tuple[str, ...]
     mask: npt.NDArray[np.bool_]
+    token_versions: npt.NDArray[np.int64]
 
 
 async def training_datums(
@@ -52,7 +56,8 @@ async def training_datums(
 
     Each datum has `target_tokens` (int64 [N]), `logprobs` and `advantages` (float32 [N]), which are 0 for targets that
     were not sampled. N is the number of input tokens, all but the last sampled one, with the placeholders of pictures.
-    If all turns have their experts, the datum also has `routed_experts` (int64 [N, words], packed bytes).
+    If all turns have their experts, the datum also has `routed_experts` (int64 [N, words], packed bytes). If the server
+    reported the ids of all sequences, the datum names them as the provenance of its tokens.
 
     Args:
         trajectory: The trajectory.
@@ -75,14 +80,17 @@ async def training_datums(
 async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats], policy: Policy) -> TrainingDatum:
     turn_of = dict(zip(segment.sampled, segment.turns, strict=True))
     chunks: list[tinker.EncodedTextChunk | ImageChunk] = []
-    columns: dict[str, list[npt.NDArray]] = {name: [] for name in (*_DTYPES, "mask")}
+    columns: dict[str, list[npt.NDArray]] = {name: [] for name in (*_DTYPES, "mask", "versions")}
     for index, chunk in enumerate(segment.chunks[: max(turn_of) + 1]):
         chunks.append(await model_input_chunk(chunk, policy))
-        values: tuple[npt.ArrayLike, ...] = (np.zeros(chunks[-1].length),) * 4
+        length = chunks[-1].length
+        values: tuple[npt.ArrayLike, ...] = (*[np.zeros(length)] * 4, np.full((length, 2), -1))
         if index in turn_of and isinstance(chunk, Tokens):
-            values = (chunk.ids, segment.sampled[index], rows[turn_of[index]], np.ones(len(chunk.ids)))
+            stamps = _stamps(trajectory.turns[turn_of[index]].sampled)
+            values = (chunk.ids, segment.sampled[index], rows[turn_of[index]], np.ones(length), stamps)
         for column, value in zip(columns.values(), values, strict=True):
             column.append(np.asarray(value))
+    lengths = [chunk.length for chunk in chunks]
     # The last sampled token is only a target: the rest of its chunk predicts it.
     last = chunks.pop()
     assert isinstance(last, tinker.EncodedTextChunk), "only tokens are sampled"
@@ -93,14 +101,23 @@ async def _datum(trajectory: Trajectory, segment: Segment, rows: Sequence[Floats
     experts = _experts([trajectory.turns[turn].sampled for turn in segment.turns])
     if experts is not None:
         inputs["routed_experts"] = tinker.TensorData.from_numpy(experts)
+    datum = tinker.Datum(model_input=tinker.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+    portions = {index: trajectory.turns[turn].sampled.portions for index, turn in turn_of.items()}
     return TrainingDatum(
-        tinker.Datum(model_input=tinker.ModelInput(chunks=chunks), loss_fn_inputs=inputs),
-        joined_versions([trajectory.turns[turn] for turn in segment.turns]),
+        with_provenance(datum, lengths, portions),
+        joined_versions(trajectory.turns[turn].sampled.versions for turn in segment.turns),
         trajectory.conversation,
         segment.turns,
         tuple(picture.digest for picture in segment.pictures),
         shifted["mask"].astype(np.bool_),
+        shifted["versions"].astype(np.int64),
     )
+
+
+def _stamps(sampled: Sampled) -> npt.NDArray[np.int64]:
+    """Returns int64 [C, 2], the oldest and the newest weights that may have sampled each token of a turn."""
+    bounds = np.array([[one.versions.oldest, one.versions.newest] for one in sampled.portions], np.int64)
+    return np.repeat(bounds, [one.count for one in sampled.portions], axis=0)
 
 
 def _experts(samples: Sequence[Sampled]) -> npt.NDArray[np.int64] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -58,6 +59,21 @@ class WeightVersions:
 
 
 @dataclass(frozen=True)
+class Portion:
+    """The tokens of a turn that one request sampled.
+
+    Attributes:
+        count: Number of tokens.
+        versions: Bounds of the weights that sampled them.
+        sequence_id: The server's id of the request's sequence; empty if the server does not report it.
+    """
+
+    count: int
+    versions: WeightVersions
+    sequence_id: str = ""
+
+
+@dataclass(frozen=True)
 class Sampled:
     """The result of sampling one turn.
 
@@ -68,7 +84,9 @@ class Sampled:
         versions: Bounds of the weights that sampled.
         experts: The experts that computed each token of prompt and `ids` except the last, [P + C - 1, layers, k], for
             training to follow (router replay); None if they were not requested.
-        sequence_id: The server's id of the sequence; empty if the server does not report it.
+        sequence_id: The server's id of the sequence; empty if the server does not report it, or if several requests
+            sampled the turn.
+        resumed: The portions of the turn, in order, if several requests sampled it. Each read those before it.
     """
 
     ids: tuple[int, ...]
@@ -77,6 +95,26 @@ class Sampled:
     versions: WeightVersions
     experts: npt.NDArray[np.integer] | None = field(default=None, compare=False, repr=False)
     sequence_id: str = field(default="", compare=False, repr=False)
+    resumed: tuple[Portion, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """The portions of the turn, in order: one, unless it was resumed."""
+        return self.resumed or (Portion(len(self.ids), self.versions, self.sequence_id),)
+
+
+def joined_versions(versions: Iterable[WeightVersions]) -> WeightVersions:
+    """Returns the bounds of all these weights."""
+    each = list(versions)
+    return WeightVersions(min(one.oldest for one in each), max(one.newest for one in each))
+
+
+def derived_seed(seed: int, *parts: str | int) -> int:
+    """Returns a seed that depends on a base seed and on parts, which identify a request. It has 31 bits, which every
+    server accepts.
+    """
+    digest = hashlib.sha256("/".join(map(str, (seed, *parts))).encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
 
 
 class Policy(Protocol):

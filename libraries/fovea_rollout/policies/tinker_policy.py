@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import tinker
 from tinker.types import ImageChunk
@@ -91,53 +90,29 @@ class TinkerPolicy:
 
 
 class WeightPublisher:
-    """A publisher that saves weights for sampling, and returns policies that sample with them.
+    """A publisher that saves weights for sampling, and returns policies that sample with exactly these weights.
 
     Args:
         training_client: Client of the model to save.
-        is_inflight: Whether running rollouts move to the newest weights too.
         experts: See `TinkerPolicy`.
+        is_recorded: Whether the server records samples for `stable_reinforce`.
     """
 
     def __init__(
-        self, training_client: tinker.TrainingClient, *, is_inflight: bool, experts: ExpertSource | None = None
+        self, training_client: tinker.TrainingClient, *, experts: ExpertSource | None = None, is_recorded: bool = False
     ) -> None:
         self._training_client = training_client
         self._experts = experts
-        self._is_inflight = is_inflight
+        self._is_recorded = is_recorded
         self._token_counts: AsyncCache[tuple[int, int], int] = AsyncCache()
-        self.newest = 0
 
     async def publish(self, version: int) -> Policy:
         """Publishes the current weights; returns a policy that samples with them. Raises what the SDK raises."""
-        # Set before the request, because the server may sample with the new weights before it responds.
-        self.newest = version
-        kind: tinker.types.SamplingClientKind = "inflight" if self._is_inflight else "snapshot"
-        client = await self._training_client.save_weights_and_get_sampling_client(kind=kind)
-        policy = TinkerPolicy(client, version, self._token_counts, self._experts)
-        return _MovingPolicy(policy, version, self) if self._is_inflight else policy
-
-
-class _MovingPolicy:
-    """A policy with weights that change while it samples.
-
-    The Tinker API guarantees weights no older than those published when the client was made, and does not report which
-    newer weights made a sample. So each sample has the oldest and the newest possible version.
-    """
-
-    def __init__(self, policy: TinkerPolicy, oldest: int, publisher: WeightPublisher) -> None:
-        self._policy, self._oldest, self._publisher = policy, oldest, publisher
-
-    async def sample(
-        self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
-    ) -> Sampled:
-        """See `Policy`."""
-        sampled = await self._policy.sample(prompt, settings, stop_ids, conversation)
-        return replace(sampled, versions=WeightVersions(self._oldest, self._publisher.newest))
-
-    async def token_count(self, picture: Picture) -> int:
-        """See `Policy`."""
-        return await self._policy.token_count(picture)
+        # The API does not report which weights an `inflight` client used, so every version has a client of its own.
+        client = await self._training_client.save_weights_and_get_sampling_client(
+            **({"record_stability_info": True} if self._is_recorded else {})
+        )
+        return TinkerPolicy(client, version, self._token_counts, self._experts)
 
 
 def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:

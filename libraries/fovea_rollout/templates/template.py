@@ -143,7 +143,7 @@ class ChatTemplate:
 
     def _read_turn(self, ids: tuple[int, ...]) -> _Known:
         is_ended = bool(ids) and ids[-1] in self._ends
-        text = self._decode(ids[:-1] if is_ended else ids)
+        text = self.decode(ids[:-1] if is_ended else ids)
         is_thinking = THINK_CLOSE in text
         whole = _tokens(ids)
         return _Known(TurnEntry(is_thinking, is_ended), text, whole, self._answer(ids) if is_thinking else whole)
@@ -154,10 +154,10 @@ class ChatTemplate:
         A token that contains both newlines and other text is kept whole. If one token contains the end of the tag and
         the beginning of the answer, that beginning is tokenized again.
         """
-        total = self._decode(ids).count(THINK_CLOSE)
-        border = bisect_left(range(len(ids)), total, key=lambda count: self._decode(ids[:count]).count(THINK_CLOSE))
-        clipped = self._decode(ids[:border]).rpartition(THINK_CLOSE)[2].lstrip("\n")
-        while not clipped and border < len(ids) and not self._decode(ids[border : border + 1]).strip("\n"):
+        total = self.decode(ids).count(THINK_CLOSE)
+        border = bisect_left(range(len(ids)), total, key=lambda count: self.decode(ids[:count]).count(THINK_CLOSE))
+        clipped = self.decode(ids[:border]).rpartition(THINK_CLOSE)[2].lstrip("\n")
+        while not clipped and border < len(ids) and not self.decode(ids[border : border + 1]).strip("\n"):
             border += 1
         return (*_tokens(self._encode(clipped).ids), *_tokens(ids[border:]))
 
@@ -213,7 +213,7 @@ class ChatTemplate:
             return Tokens(tuple(self._tokenizer.encode(text, add_special_tokens=False)))
         pieces = text.split(TEXT_MARK)
         ids = tuple(token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False))
-        if self._decode(ids) != "".join(pieces):
+        if self.decode(ids) != "".join(pieces):
             raise InvalidInput(
                 "the text of a message contains a control token of this model, which the tokenizer cannot write as text"
                 f": remove it from {''.join(pieces)[-200:]!r}",
@@ -221,7 +221,8 @@ class ChatTemplate:
             )
         return Tokens(ids)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of tokens, control tokens included."""
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(decoded)
 

@@ -30,8 +30,8 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 def batch(**data: tinker.Datum) -> TrainingBatch:
     """Datums by conversation."""
-    versions, mask = WeightVersions(0, 0), np.ones(1, np.bool_)
-    return TrainingBatch([TrainingDatum(datum, versions, name, (0,), (), mask) for name, datum in data.items()])
+    versions, mask, stamps = WeightVersions(0, 0), np.ones(1, np.bool_), np.zeros((1, 2), np.int64)
+    return TrainingBatch([TrainingDatum(datum, versions, name, (0,), (), mask, stamps) for name, datum in data.items()])
 
 
 @contextmanager

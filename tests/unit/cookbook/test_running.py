@@ -12,8 +12,9 @@ import pytest
 from cookbook import recipe as recipes
 from cookbook.criterion import Falls
 from cookbook.environments import Environment
+from cookbook.page import PAGE, with_tables
 from cookbook.recipe import Recipe, Replaced, Situation
-from cookbook.recipes import RECIPES, replaced_table
+from cookbook.recipes import RECIPES
 from cookbook.running import Result, Run
 from cookbook.suite import UnknownRecipe, select
 from cookbook.workplace import lay_out
@@ -125,8 +126,11 @@ def test_no_recipe_runs_with_another_loss_or_sampling(name: str) -> None:
 def test_no_recipe_replaces_a_setting_without_saying_so() -> None:
     with pytest.raises(ValueError, match=r"mine replaces \['loss_fn'\] but"):
         Recipe("mine", ("C1",), "a.module", {"batch_size": 1, "loss_fn": "ppo"}, ())
-    page = (Path(__file__).parents[3] / "docs/reference/tinker.md").read_text()
-    assert replaced_table() in page, "write cookbook.recipes.replaced_table() into docs/reference/tinker.md"
+
+
+def test_the_page_has_the_tables_of_recipes() -> None:
+    page = PAGE.read_text()
+    assert with_tables(page) == page, "python -m cookbook.page"
 
 
 def test_c117_counts_runs_with_the_recipes_own_settings_alone() -> None:

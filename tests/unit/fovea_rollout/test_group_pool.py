@@ -13,12 +13,13 @@ from tests.unit.fovea_rollout.rollouts import FourTokenPictures
 class Stage:
     """Groups that end when they are told to."""
 
-    def __init__(self, total: int, buggy: int | None = None, begun: int = 0) -> None:
+    def __init__(self, total: int, buggy: int | None = None, begun: int = 0, replays: int = 0) -> None:
         self.buggy = buggy
         self.begun: list[int] = []
         self.cancelled: list[int] = []
         self.ends: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        self.pool = GroupPool(self.play, total, begun)
+        self.version = 0
+        self.pool = GroupPool(self.play, total, begun, replays)
 
     async def play(self, policy: object, index: int) -> list[Trajectory]:
         self.begun.append(index)
@@ -36,10 +37,12 @@ class Stage:
             self.ends[index].set()
 
     def fill(self, version: int, count: int) -> None:
+        self.version = version
         self.pool.fill(FourTokenPictures(), version, count)
 
     async def take(self, count: int, overdue: int) -> list[int]:
-        return [int(group[0].conversation) for group in await self.pool.take(count, overdue)]
+        groups = await self.pool.take(count, FourTokenPictures(), self.version, overdue)
+        return [int(group[0].conversation) for group in groups]
 
     async def is_waiting(self, taking: "asyncio.Task[list[int]]") -> bool:
         """After everybody had several turns."""
@@ -102,6 +105,41 @@ async def test_inflight_takes_what_is_done_first_but_nothing_gets_older_than_all
     assert len(set(taken)) == len(taken)
     assert taken != sorted(taken), "the fast ones overtake"
     await stage.pool.close()
+
+
+async def test_a_group_that_would_get_too_old_is_played_again_until_its_cancellations_are_used_up() -> None:
+    stage = Stage(12, replays=1)
+    stage.fill(0, 4)
+    stage.end(0, 1)
+    assert await stage.take(2, -1) == [0, 1]
+    stage.fill(1, 4)
+    stage.end(4, 5)
+    assert await stage.take(2, 0) == [4, 5], "2 and 3 began with version 0 and still run, but need not be waited for"
+    await asyncio.sleep(0)
+    assert stage.cancelled == [2, 3]
+    assert (stage.begun, stage.pool.cancelled) == ([0, 1, 2, 3, 4, 5, 2, 3], 2)
+    stage.fill(2, 4)
+    stage.end(6, 7)
+    taking = asyncio.create_task(stage.take(2, 1))
+    assert await stage.is_waiting(taking), "they began again with version 1; now they are waited for"
+    stage.end(2, 3)
+    assert await taking == [2, 3]
+    assert stage.cancelled == [2, 3]
+    stage.end(8, 9)
+    stage.fill(3, 4)
+    assert await stage.take(2, 2) == [6, 7]
+    await stage.pool.close()
+
+
+async def test_nothing_is_cancelled_while_too_few_groups_are_done() -> None:
+    stage = Stage(4, replays=1)
+    stage.fill(0, 2)
+    taking = asyncio.create_task(stage.take(2, 0))
+    stage.end(1)
+    assert await stage.is_waiting(taking)
+    assert not stage.cancelled
+    stage.end(0)
+    assert await taking == [0, 1]
 
 
 async def test_closing_cancels_and_waits() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.loop.loop import LoopSettings
+from fovea_rollout.loop.loop_settings import LoopSettings
 from fovea_rollout.policies.policy import SamplingSettings
 from fovea_rollout.rollout import RolloutSettings
 
@@ -18,6 +18,8 @@ WARM = RolloutSettings(sampling=SamplingSettings(temperature=0.7))
         ({"steps": 0}, "steps is 0; it must be 1 or more"),
         ({"group_size": 1}, "group_size is 1; advantages compare the rollouts of a group, so it must be 2 or more"),
         ({"max_lag": 0}, "max_lag is 0"),
+        ({"portion": 0}, "portion is 0; it must be 1 or more"),
+        ({"replays": -1}, "replays is -1; it must be 0 or more"),
         ({"evaluate_every": 0}, "evaluate_every is 0; it must be 1 or more"),
         ({"schedule": "cosine"}, "schedule is 'cosine'; it must be constant or linear"),
         ({"target_kl": 0.0}, "target_kl is 0; it must be above 0, or None"),
@@ -45,3 +47,10 @@ def test_evaluations_are_at_an_interval_and_at_the_end() -> None:
     settings = LoopSettings(7, evaluate_every=3, rollout=RolloutSettings(sampling=SamplingSettings(max_tokens=9)))
     assert [step for step in range(7) if settings.is_evaluated(step)] == [2, 5, 6]
     assert settings.greedy.sampling == SamplingSettings(max_tokens=9, temperature=0.0)
+
+
+def test_a_loss_on_recorded_samples_knows_their_temperature() -> None:
+    given = {"rollout": WARM, "kl_coefficient": 0.0}
+    assert LoopSettings(**given).whole_loss_config == {"temperature": 0.7}
+    recorded = LoopSettings(loss="stable_reinforce", loss_config={"max_weight": 3.0}, **given)
+    assert (recorded.is_recorded, recorded.whole_loss_config) == (True, {"max_weight": 3.0})

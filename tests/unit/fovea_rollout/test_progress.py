@@ -17,6 +17,8 @@ def test_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         for one in group:
             shown.count_rollout(one)
         shown.count_step(step_report(0, [group], TrainingBatch([]), [], {}, FourTokenPictures(), 1.0))
+        shown.count_rollout(rollout(conversation="d", failure=Failure("reset", "OSError: no")))
+        shown.discount([rollout(conversation="d")])  # its group was cancelled
     said = capsys.readouterr().err
     assert "1/2 reward 0.500, signal 0%, lag 0, nothing to train on" in said
     assert "1 failed" in said

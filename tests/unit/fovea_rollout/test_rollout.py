@@ -11,8 +11,8 @@ import pytest
 from fovea_rollout import rollout as rollouts
 from fovea_rollout.environments.environment import Answer, Step
 from fovea_rollout.messages import MessageLike, Picture
-from fovea_rollout.policies.policy import Chunk, Sampled, SamplingSettings
-from fovea_rollout.rollout import RolloutSettings, run_rollout, turn_seed
+from fovea_rollout.policies.policy import Chunk, Sampled, SamplingSettings, derived_seed
+from fovea_rollout.rollout import RolloutSettings, run_rollout
 from fovea_rollout.trajectory import Trajectory
 from tests.unit.fovea_rollout.scripted import PICTURE_TOKENS, LetterTemplate, ScriptedPolicy, text_of
 
@@ -315,9 +315,9 @@ async def test_seeds_differ_by_turn_and_conversation_and_repeat() -> None:
     template: Any = LetterTemplate()
     for policy, conversation in zip(policies, ("a", "a", "b"), strict=True):
         await run_rollout(policy, template, Guess, SETTINGS, conversation)
-    assert policies[0].seeds == policies[1].seeds == [turn_seed(1, "a", turn) for turn in range(4)]
+    assert policies[0].seeds == policies[1].seeds == [derived_seed(1, "a", turn) for turn in range(4)]
     assert len({*policies[0].seeds, *policies[2].seeds}) == 8
-    assert all(0 <= turn_seed(seed, "x", 0) < 2**31 for seed in range(100))
+    assert all(0 <= derived_seed(seed, "x", 0) < 2**31 for seed in range(100))
     unseeded = ScriptedPolicy(lambda p: "yes|")
     await play(Guess(), unseeded, RolloutSettings())
     assert unseeded.seeds == [None]

@@ -12,7 +12,7 @@ from typing import Any
 from fovea_conformance.check import Failed, NotApplicable, Refused, check, expect
 from fovea_conformance.target import Options, Target
 
-_ROOT = Path(__file__).parents[3]
+_TOOLS = Path(__file__).parents[2]
 _RUN_S = 2400.0
 _LEAST_STEPS = 3
 _WANTED = {"sl_loop", "rl_loop", "rl_train", "dpo", "sdft_topk", "vlm_classifier"}
@@ -29,7 +29,7 @@ def _results(options: Options) -> list[Row]:
         told += ["--tokenizer", options.checkpoint] if options.checkpoint else []
         done = subprocess.run(
             [sys.executable, "-m", "cookbook", *told, "--json", str(file)],
-            cwd=_ROOT, capture_output=True, text=True, timeout=_RUN_S, check=False,
+            cwd=_TOOLS, capture_output=True, text=True, timeout=_RUN_S, check=False,
         )  # fmt: skip
         if not file.exists():
             raise Failed(f"`python -m cookbook` exits with {done.returncode}: {(done.stderr or done.stdout)[-400:]}")
@@ -41,8 +41,8 @@ def rows_for(target: Target, check_id: str) -> list[Row]:
     """Returns the runs for a check. Raises Failed unless all of them succeeded."""
     if not target.options.cookbook:
         raise NotApplicable("runs recipes in environments of their own: pass --cookbook")
-    if not (_ROOT / "cookbook" / "__main__.py").exists():
-        raise NotApplicable("needs the folder cookbook/ of Fovea's repository")
+    if not (_TOOLS / "cookbook" / "__main__.py").exists():
+        raise NotApplicable("needs the folder tools/cookbook of Fovea's repository")
     with _one_at_a_time:
         rows = [row for row in _results(target.options) if check_id in row["checks"]]
     if reasons := [row for row in rows if row["detail"].startswith("not applicable")]:
