@@ -1,4 +1,4 @@
-"""Trains a run whose samples lag beside one whose samples do not: `python -m benchmarks.lagging --out curves.jsonl`.
+"""Trains a run with samples that lag beside one on policy: `python -m benchmarks.lagging --out curves.jsonl`.
 
 The task needs no data: a reward is the share of vowels in two answers. Some groups are slow, as with a long tool call:
 between their answers they wait for further training steps. `inflight` trains on other groups meanwhile; slow groups

@@ -57,11 +57,11 @@ class GroupPool:
         self._tasks[task] = begun
 
     async def take(self, count: int, policy: Policy, version: int, overdue: int) -> list[Sequence[Trajectory]]:
-        """Waits for `count` groups, none of which began with weights older than version `overdue`.
+        """Waits for `count` groups that began with weights of version `overdue` or newer.
 
-        Of the groups in the pool, at most `count` began with `overdue`, because `count` were taken at each later
-        version. Those that still run when `count` others are done would be too old next time. They are cancelled and
-        played again with the newest weights; those that were cancelled `replays` times are waited for.
+        At most `count` groups of the pool began with `overdue`, because the last call left `count`. Those that still
+        run when `count` others are done would be too old at the next call. They are cancelled and played again with the
+        newest weights. The call waits for those that were cancelled `replays` times.
 
         Args:
             count: The number of groups.

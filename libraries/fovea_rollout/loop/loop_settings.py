@@ -118,7 +118,7 @@ class LoopSettings:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the server records samples for the loss."""
+        """True if the server records samples for the loss."""
         return self.loss == "stable_reinforce"
 
     @property

@@ -15,7 +15,7 @@ def test_what_is_not_known_is_left_out() -> None:
     figures = figures_of(step_report(0, groups, TrainingBatch([]), [], {"rollout": 1.5}, FourTokenPictures(), 0.25))
     assert figures == {
         "signal_share": 0.0, "lag": 0, "sampled_tokens": 0, "trained_tokens": 0, "failed_rollouts": 1,
-        "rate_share": 0.25, "seconds/rollout": 1.5,
+        "cancelled_groups": 0, "rate_share": 0.25, "seconds/rollout": 1.5,
     }  # fmt: skip
 
 
