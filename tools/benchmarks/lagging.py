@@ -105,13 +105,16 @@ class Speaking:
 def row_of(report: StepReport) -> dict[str, Any]:
     """Returns the figures of a step. Lags are in steps."""
     token_lags = [report.step - one.token_versions[one.mask][:, 0] for one in report.data]
-    turns = [turn for group in report.trajectories for one in group for turn in one.turns]
+    rollouts = [one for group in report.trajectories for one in group]
+    bounds = [one.versions for one in rollouts if one.versions is not None]
+    turns = [turn.sampled.versions for one in rollouts for turn in one.turns]
     return {
         "step": report.step,
         "reward": report.reward_mean,
         "lag": report.lag,
         "token_lag": float(np.concatenate(token_lags).mean()) if token_lags else 0.0,
-        "straddling_turns": sum(turn.sampled.versions.oldest < turn.sampled.versions.newest for turn in turns),
+        "straddling_rollouts": sum(each.oldest < each.newest for each in bounds),
+        "straddling_turns": sum(each.oldest < each.newest for each in turns),
         "cancelled_groups": report.cancelled_groups,
         "failed_rollouts": len(report.failures),
         "kl": report.agreement.kl if report.agreement else None,
@@ -213,9 +216,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--groups", type=int, default=8, help="groups of a step")
     parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens of an answer")
-    parser.add_argument("--portion", type=int, default=8, help="tokens of a request of the lagging run")
+    parser.add_argument("--portion", type=int, default=1, help="tokens of a request of the lagging run")
     parser.add_argument("--max-lag", type=int, default=4)
     options = parser.parse_args()
     with server(options) as base_url:
