@@ -217,8 +217,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="groups of a step")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--rate", type=float, default=5e-3, help="learning rate")
-    parser.add_argument("--max-tokens", type=int, default=24, help="tokens of an answer")
-    parser.add_argument("--portion", type=int, default=1, help="tokens of a request of the lagging run")
+    parser.add_argument("--max-tokens", type=int, default=12, help="tokens of an answer")
+    parser.add_argument("--portion", type=int, default=4, help="tokens of a request of the lagging run")
     parser.add_argument("--max-lag", type=int, default=4)
     options = parser.parse_args()
     with server(options) as base_url:
