@@ -32,7 +32,6 @@ _MESSAGES_PICTURE = {"type": "image", "source": {"type": "url", "url": _IMAGE_UR
 _TEXTS = ("input_text", "output_text")
 
 _TOOL_PARSERS = {
-    "<|channel|>": "openai",
     "<function=": "qwen3_coder",
     "<arg_key>": "glm45",
     "<|tool_call>": "gemma4",

@@ -313,7 +313,7 @@ def expert_shape(model: Any) -> ExpertShape | None:
     """Returns the shape of a model's experts, or None for a model without experts."""
     layers = sum(1 for _ in _routed_layers(model.get_decoder()))
     sizes = mixture_sizes(model.config.get_text_config().to_dict())
-    return ExpertShape(layers, sizes.per_token, sizes.count) if layers and sizes else None
+    return ExpertShape(layers, sizes.per_token, sizes.number) if layers and sizes else None
 
 
 def has_experts(text: PretrainedConfig, index: int) -> bool:
@@ -329,7 +329,7 @@ def routed_size(experts: MixtureSizes) -> int:
     # A dense MLP retains 3 values per unit. Experts retain 4, because they have the weighted product too. The router's
     # probabilities are float32, which is 2 16-bit values.
     routed = 4 * experts.per_token * experts.inner
-    return (routed + 3 * experts.shared + 2 * experts.count) // 3 + _ROUTING_SIZE
+    return (routed + 3 * experts.shared + 2 * experts.number) // 3 + _ROUTING_SIZE
 
 
 def copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
