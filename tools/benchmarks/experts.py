@@ -111,13 +111,13 @@ class Case:
             with torch.no_grad():
                 # torch's version adds in place, so the same memory is used repeatedly and the values are not those of a
                 # layer.
-                return gated(inner_SG, weight_S1, lows_TR, routing, self.adapter, self.experts)
+                return gated(inner_SG, weight_S1, lows_TR, routing, self.adapter, self.experts.act_fn)
 
         def both() -> None:
             for one in (leaf_SG, weight_S1, *lows_TR):
                 one.grad = None
             # The target of an in-place addition must not be a leaf. The kernels include the cost of that pass too.
-            found = gated(leaf_SG * 1, weight_S1, lows_TR, routing, self.adapter, self.experts)
+            found = gated(leaf_SG * 1, weight_S1, lows_TR, routing, self.adapter, self.experts.act_fn)
             outputs = [one for one in found if one is not None]
             torch.autograd.backward(outputs, [d_gated_SI, d_low_SR])
 

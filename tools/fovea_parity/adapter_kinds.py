@@ -67,9 +67,9 @@ def differ(one: Scores, other: Scores) -> float:
 
 
 def compare(
-    service: tinker.ServiceClient, state: dict[str, Any], prompts: Sequence[Prompt], kinds: Sequence[str]
+    service: tinker.ServiceClient, state: dict[str, Any], prompts: Sequence[Prompt], has_tower: bool
 ) -> dict[str, AdapterEffect]:
-    """Measures the effect of one large optimizer step on an adapter of each of `kinds`, the keys of `_KINDS`.
+    """Measures the effect of one large optimizer step on an adapter of each kind.
 
     The tower's effect is measured against an adapter of only the language layers after the same step. That step is
     equal with and without the tower: B is zero before it, so no adapter changes the gradients of another.
@@ -77,8 +77,9 @@ def compare(
     base = service.create_sampling_client(base_model=str(state["model_name"])).result(_WAIT_S)
     unchanged = [scores(base, prompt) for prompt in prompts]
     found: dict[str, AdapterEffect] = {}
-    for kind in kinds:
-        trains = _KINDS[kind]
+    for kind, trains in _KINDS.items():
+        if kind == "tower" and not has_tower:
+            continue
         training = _step(service, state, prompts, trains)
         sampling = training.save_weights_and_get_sampling_client().result(_WAIT_S)
         trained = trained_scores(training, prompts)

@@ -43,10 +43,7 @@ _PROMPTS = ("text", "an image", "two images")
 def check(directory: Path) -> Finding:
     """Starts a Fovea with the checkpoint and runs all comparisons."""
     os.environ["TINKER_TELEMETRY"] = "0"
-    family = family_of(str(read_json(directory / "config.json")["model_type"]))
-    adapts_tower = bool(family.tower_roles)
-    has = {"attention": True, "mlp": family.adapts_experts, "unembedding": True, "tower": adapts_tower}
-    kinds = [kind for kind, is_there in has.items() if is_there]
+    adapts_tower = bool(family_of(str(read_json(directory / "config.json")["model_type"])).tower_roles)
     os.environ["FOVEA_GATEWAY_TRAIN_VISION"] = str(adapts_tower).lower()
     maker = DocumentMaker(directory)
     prompts = [Prompt(maker, ["Some words about nothing in particular."])]
@@ -58,7 +55,7 @@ def check(directory: Path) -> Finding:
             arguments = ("--port", "0", "--grpc-port", "0", "--ranks", "1")
             with running_fovea(Path(folder), directory, *arguments) as state:
                 found = _compared(state, maker, prompts)
-                return _and_kinds(found, state, prompts, kinds) if "LoRA" in found.figures else found
+                return _and_kinds(found, state, prompts, adapts_tower) if "LoRA" in found.figures else found
     except NotReady as error:
         lines = [line for line in str(error).splitlines() if "Error" in line]
         return Finding("served", False, f"does not start: {last_line(chr(10).join(lines)) or reason(error)}")
@@ -99,11 +96,11 @@ def _compared(state: dict[str, Any], maker: DocumentMaker, prompts: list[Prompt]
     return Finding("served", not problems, "; ".join([*problems, *said]), figures)
 
 
-def _and_kinds(found: Finding, state: dict[str, Any], prompts: list[Prompt], wanted: list[str]) -> Finding:
+def _and_kinds(found: Finding, state: dict[str, Any], prompts: list[Prompt], adapts_tower: bool) -> Finding:
     """Returns the finding extended by the comparison of adapters of one kind of module each."""
     try:
         with _client(state) as service:
-            kinds = adapter_kinds.compare(service, state, prompts, wanted)
+            kinds = adapter_kinds.compare(service, state, prompts, adapts_tower)
     except Exception as error:  # as above
         return replace(found, works=False, says=f"adapters of one kind: {reason(error)}; {found.says}")
     problems = [f"LoRA of {kind} alone {moved.problem}" for kind, moved in kinds.items() if moved.problem]

@@ -11,7 +11,7 @@ from fovea import vision
 from fovea.vision.vision_family import VisionFamily
 
 _TEXT_MODEL_TYPES = (
-    *("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral"),
+    *("deepseek_v3", "gemma3_text", "glm4_moe", "llama", "mistral", "mixtral"),
     *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
 
@@ -26,7 +26,7 @@ STATE_LAYERS = {
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
 EXPERT_TYPES = (
-    *("deepseek_v3", "gemma4", "glm4_moe", "glm4v_moe", "gpt_oss", "mixtral"),
+    *("deepseek_v3", "gemma4", "glm4_moe", "glm4v_moe", "mixtral"),
     *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
 )
 """Values of `model_type` of mixture-of-experts models that Fovea supports in all services."""
@@ -40,7 +40,6 @@ ROUTING_ENTRIES = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "s
 _FIXED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**ROUTING_ENTRIES["deepseek_v3"], "rope_interleave": True, "rms_norm_eps": 1e-6},
     "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0, "hidden_act": "silu"},
-    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "attention_bias": True, "hidden_act": "silu"},
 }
 """By `model_type`: entries that vLLM or transformers ignores, and the value that it assumes."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -145,15 +144,12 @@ def check_variant(config: Mapping[str, Any]) -> None:
 
 def _check_fixed(name: str, text: Mapping[str, Any]) -> None:
     """Raises ValueError for entries of the language model that vLLM would ignore, or that the trainer cannot read."""
-    fixed, kinds = _FIXED.get(name, {}), list(text.get("layer_types") or ())
+    fixed = _FIXED.get(name, {})
     if other := [entry for entry, value in fixed.items() if text.get(entry, value) != value]:
         raise ValueError(
             f"{other[0]} of {name} is {text[other[0]]!r}, which vLLM or transformers would ignore; supported is "
             f"{fixed[other[0]]!r}"
         )
-    in_turns = [("sliding_attention", "full_attention")[place % 2] for place in range(len(kinds))]
-    if name == "gpt_oss" and kinds != in_turns:
-        raise ValueError("layer_types of gpt_oss must alternate, first sliding_attention: vLLM ignores this entry")
     if text.get("quantization_config"):
         raise ValueError(
             f"the weights of this {name} are quantised (quantization_config), which the trainer does not read: use a "

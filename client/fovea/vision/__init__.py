@@ -41,6 +41,7 @@ MISSING_PIECES = {
     "deepseek_ocr2": "vLLM has no DeepseekOcr2ForConditionalGeneration, only the class of the checkpoint's custom code",
     "ernie4_5_vl_moe": "its layers have experts for text and others for images, which router replay does not separate",
     "gemma4_unified": "image tokens see later ones in all layers of transformers, in vLLM only in those with a window",
+    "gpt_oss": "vLLM's loader loses pushed experts, and its adapters do not fit their interleaved gates",
     "kimi_k25": "vLLM has no adapters for it, and its published weights have 4 bits, which the trainer does not read",
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
     "minicpmv4_6": "its processor numbers the images of a prompt, so the ids of an image depend on those before it",

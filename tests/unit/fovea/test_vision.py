@@ -48,7 +48,7 @@ def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tower: str) 
 
 @pytest.mark.parametrize(("model_type", "piece"), vision.MISSING_PIECES.items())
 def test_a_family_that_is_refused_is_told_the_missing_piece(model_type: str, piece: str) -> None:
-    tower: dict[str, Any] = {} if model_type == "nemotron_h" else {"vision_config": {}}
+    tower: dict[str, Any] = {} if model_type in ("gpt_oss", "nemotron_h") else {"vision_config": {}}
     with pytest.raises(ValueError, match=f"'{model_type}' .*: {re.escape(piece)}; supported are "):
         check_supported({"model_type": model_type, **tower})
 

@@ -9,8 +9,6 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -86,17 +84,6 @@ _DEEPSEEK_TOKENS = (
     "<｜User｜>",
     "<｜Assistant｜>",
 )
-_HARMONY_TOKENS = (
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "<|return|>",
-    "<|constrain|>",
-    "<|channel|>",
-    "<|start|>",
-    "<|end|>",
-    "<|message|>",
-    "<|call|>",
-)
 
 _CONFIG_SOURCE = "defaults of transformers 5.19"
 
@@ -170,17 +157,6 @@ def _mixtral(ids: TokenIds) -> MixtralConfig:
     text = mistral_language(ids) | {"intermediate_size": EXPERTS["moe_intermediate_size"]}
     text.pop("model_type")
     return MixtralConfig(**text | sparse, rope_parameters=rope(1e6), tie_word_embeddings=False)
-
-
-def _gpt_oss(ids: TokenIds) -> GptOssConfig:
-    # 20B: 24 layers, every other with a window, sinks and biases; 64 heads of 64 for 8; 32 experts of 2,880 channels,
-    # of which a token uses 4, with biases, clamped and interleaved gates.
-    sparse = {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]}
-    text = language(ids, begin=None, end="<|return|>", pad="<|endoftext|>", layers=4)
-    text |= {"intermediate_size": EXPERTS["moe_intermediate_size"], "head_dim": HEAD_DIM, "sliding_window": 32}
-    yarn = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    rotary = rope(1.5e5, rope_type="yarn", original_max_position_embeddings=MAX_LENGTH // 32, **yarn)
-    return GptOssConfig(**text | sparse, rope_parameters=rotary, tie_word_embeddings=False)
 
 
 def _deepseek_v3(ids: TokenIds) -> DeepseekV3Config:
@@ -295,20 +271,6 @@ TEXT_FAMILIES = (
         begin="<｜begin▁of▁sentence｜>",
         end="<｜end▁of▁sentence｜>",
         pad="<｜▁pad▁｜>",
-    ),
-    Family(
-        name="gpt_oss",
-        published="openai/gpt-oss-20b, converted to bfloat16",
-        source=_CONFIG_SOURCE,
-        architecture=GptOssForCausalLM,
-        config=_gpt_oss,
-        tokens=_HARMONY_TOKENS,
-        chat=ChatWords(
-            user="<|start|>user<|message|>", assistant="<|start|>assistant<|channel|>final<|message|>", end="<|end|>"
-        ),
-        end="<|return|>",
-        pad="<|endoftext|>",
-        experts="together",
     ),
     Family(
         name="gemma3_text",

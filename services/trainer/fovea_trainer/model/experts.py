@@ -146,21 +146,15 @@ def experts_forward(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK
 
 def _computed(experts: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Computes `experts_forward` for the experts of this rank."""
-    # Experts that no adapter can adapt are not among the modules of a LoraInjector.
-    trained: ExpertAdapter | ExpertMasters | None = getattr(experts, "trained", lambda: None)()
+    trained: ExpertAdapter | ExpertMasters | None = experts.trained()
     adapter = trained if isinstance(trained, ExpertAdapter) else None
     totals = trained.gradients() if isinstance(trained, ExpertMasters) else (None, None)
     routing = Routing.of(index_TK, len(local_experts(experts.gate_up_proj)))
     weight_S1 = weight_TK.flatten().gather(0, routing.order_S).unsqueeze(-1)
-    inner_SG = _product(routing.copies(hidden_TD), _weight(experts, "gate_up_proj"), routing.ends_E, totals[0])
-    if experts.has_bias:
-        inner_SG = inner_SG + _biases(experts.gate_up_proj_bias, torch.ones_like(weight_S1), routing)
+    inner_SG = _product(routing.copies(hidden_TD), experts.gate_up_proj, routing.ends_E, totals[0])
     lows_TR = [] if adapter is None else [adapter.low(f"{part}.lora_A", hidden_TD, None) for part in ("w1", "w3")]
-    gated_SI, low_SR = gated(inner_SG, weight_S1, lows_TR, routing, adapter, experts)
-    outer_SD = _product(gated_SI, _weight(experts, "down_proj"), routing.ends_E, totals[1])
-    if experts.has_bias:
-        outer_SD = outer_SD + _biases(experts.down_proj_bias, weight_S1, routing)
-    outer_TD = routing.sums(outer_SD)
+    gated_SI, low_SR = gated(inner_SG, weight_S1, lows_TR, routing, adapter, experts.act_fn)
+    outer_TD = routing.sums(_product(gated_SI, experts.down_proj, routing.ends_E, totals[1]))
     if adapter is None or low_SR is None:
         return outer_TD
     return adapter.add(outer_TD, ("w2.lora_B",), [routing.sums(low_SR)], None)
@@ -172,7 +166,7 @@ def gated(
     lows_TR: Sequence[Tensor],
     routing: Routing,
     adapter: ExpertAdapter | None,
-    experts: Any,
+    activation: nn.Module,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns f(gate) * up * weight, [S, I], and x A' of the down projection, [S, R], or None without an adapter.
 
@@ -185,9 +179,9 @@ def gated(
         lows_TR: x A' of gate and up; empty without an adapter.
         routing: Positions of the copies.
         adapter: The adapter, or None.
-        experts: transformers' experts module, which gives f. The kernels compute SiLU only.
+        activation: f. The kernels compute SiLU only.
     """
-    is_silu = isinstance(getattr(experts, "act_fn", None), SiLUActivation | nn.SiLU)
+    is_silu = isinstance(activation, SiLUActivation | nn.SiLU)
     if is_silu and kernels_compute(inner_SG) and (adapter is None or lows_TR[0].shape[1] <= kernels().MAX_RANK):
         apply: Any = _Gated.apply
         found: tuple[Tensor, Tensor | None] = apply(inner_SG, weight_S1, routing, adapter, *lows_TR)
@@ -195,25 +189,9 @@ def gated(
     if adapter is not None:
         lows = [routing.copies(low_TR) for low_TR in lows_TR]
         inner_SG = adapter.add(inner_SG, ("w1.lora_B", "w3.lora_B"), lows, routing.ends_E)
-    if is_silu:
-        gated_SI = weighted_swiglu(*inner_SG.chunk(2, dim=-1), weight_S1)
-    else:
-        gated_SI = experts._apply_gate(inner_SG) * weight_S1
+    gate_SI, up_SI = inner_SG.chunk(2, dim=-1)
+    gated_SI = weighted_swiglu(gate_SI, up_SI, weight_S1) if is_silu else activation(gate_SI) * up_SI * weight_S1
     return gated_SI, None if adapter is None else adapter.low("w2.lora_A", gated_SI, routing.ends_E)
-
-
-def _weight(experts: Any, name: str) -> Tensor:
-    """Returns the weights of a projection, [E, O, N]. The module of gpt-oss has them transposed."""
-    weight: Tensor = getattr(experts, name)
-    return weight.mT if experts.is_transposed else weight
-
-
-def _biases(bias_EO: Tensor, weight_S1: Tensor, routing: Routing) -> Tensor:
-    """Returns the bias of each row's expert times the row's weight, [S, O].
-
-    It is a product with an input of width 1, so that the gradients of biases are summed as those of weights are.
-    """
-    return _product(weight_S1, bias_EO.unsqueeze(-1), routing.ends_E)
 
 
 def use_experts(decoder: Any) -> None:

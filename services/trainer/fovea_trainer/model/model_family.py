@@ -124,14 +124,12 @@ class Family:
         tower_roles: Roles of the linear modules of the vision tower and its mergers that vLLM can adapt, keyed by the
             last component of the module path.
         sees_images_whole: True if the tokens of an image see each other in both directions in the language model.
-        adapts_experts: True if adapters can adapt experts. vLLM's kernels for gpt-oss do not.
     """
 
     model_type: str
     fuse_tower: Callable[[Any], None] | None = None
     tower_roles: Mapping[str, Role] = field(default_factory=dict)
     sees_images_whole: bool = False
-    adapts_experts: bool = True
 
     def build(self, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """Builds the model on the meta device, in training mode without dropout, with packed attention in all layers.
@@ -142,9 +140,7 @@ class Family:
         check_variant(config.to_dict())
         kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"), meta_device_safe_creation_ops():
-            # Replaced below in language models. transformers refuses sdpa for gpt-oss, because of its sinks.
-            attention = "eager" if config.model_type == "gpt_oss" else "sdpa"
-            model: Any = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+            model: Any = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
         _pack_attention(model)
         if model.get_output_embeddings().bias is not None:
             raise ValueError(f"{config.model_type} has an unembedding with a bias, which is not supported")
@@ -179,7 +175,7 @@ class Family:
             role = (LANGUAGE_ROLES if is_language else self.tower_roles).get(name.rpartition(".")[2])
             if role is not None and isinstance(module, nn.Linear):
                 yield LoraTarget(name, module, role, vision=not is_language)
-            elif is_experts(module) and self.adapts_experts:
+            elif is_experts(module):
                 yield LoraTarget(name, module, Role.MLP, vision=False)
         head = model.get_output_embeddings()
         yield LoraTarget(_name_of(model, head), head, Role.UNEMBEDDING, vision=False)
@@ -376,7 +372,6 @@ FAMILIES = {
         Family("qwen2_5_vl", fuse_qwen_tower, {**LANGUAGE_ROLES, **_QWEN_ROLES, "0": Role.MLP, "2": Role.MLP}),
         Family("qwen2_vl", fuse_qwen_tower, {**_QWEN_ROLES, **dict.fromkeys(("fc1", "fc2", "0", "2"), Role.MLP)}),
         Family("gemma3", sees_images_whole=True),
-        Family("gpt_oss", adapts_experts=False),
         Family("glm4v", tower_roles=_GLM_ROLES),
         Family("glm4v_moe", tower_roles=_GLM_ROLES),
         # Towers like Qwen3-VL's, without its deepstack mergers.

@@ -78,9 +78,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
 
 def _spread(whole: Any, mesh: Any, trainable: bool) -> Any:
-    own = SimpleNamespace(
-        num_experts=COUNT, trained=lambda: None, act_fn=torch.nn.SiLU(), has_bias=False, is_transposed=False
-    )
+    own = SimpleNamespace(num_experts=COUNT, trained=lambda: None, act_fn=torch.nn.SiLU())
     for name, parameter in whole.named_parameters():
         spread = distribute_tensor(parameter.detach(), mesh[EXPERTS], [Shard(0)])
         setattr(own, name, torch.nn.Parameter(spread, trainable))

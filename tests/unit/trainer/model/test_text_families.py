@@ -19,7 +19,6 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
-    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -104,10 +103,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10},
     ),
     "glm4_moe": Glm4MoeConfig(**SIZES, **GROUPED, use_qk_norm=True, attention_bias=True),
-    "gpt_oss": GptOssConfig(
-        **SIZES | {"max_position_embeddings": 8192, "sliding_window": 8},
-        **{"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
-    ),
     "mixtral": MixtralConfig(**SIZES, head_dim=16, num_local_experts=6, num_experts_per_tok=2),
     "qwen3_5": Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 2}, **DELTA_NET, tie_word_embeddings=True),
     "qwen3_next": Qwen3NextConfig(
@@ -220,9 +215,8 @@ def test_adapters_of_every_linear_module(name: str) -> None:
     parts = dict(module.hf.named_modules())
     left = ("expert_gate", "kv_b_proj")
     linear = {name for name, part in parts.items() if isinstance(part, nn.Linear) and not name.endswith(left)}
-    experts = {part for part in parts if part.endswith(".experts") and name != "gpt_oss"}
-    assert {target.name for target in targets} == linear | experts
-    assert {target.role for target in targets} == set(Role) - ({Role.MLP} if name == "gpt_oss" else set())
+    assert {target.name for target in targets} == linear | {name for name in parts if name.endswith(".experts")}
+    assert {target.role for target in targets} == set(Role)
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
     injector.activate(weights)
     reference = _reference(name)
@@ -291,8 +285,6 @@ def _assert_near(found: Tensor | None, expected: Tensor) -> None:
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention of gemma3_text"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
         ("mixtral", {"sliding_window": 8}, "sliding_window of mixtral is 8, which vLLM or transformers would ignore"),
-        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit of gpt_oss is 5.0"),
-        ("gpt_oss", {"layer_types": 3 * ["full_attention"]}, "layer_types of gpt_oss must alternate"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave of deepseek_v3 is False"),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "the weights of this qwen2 are quantised"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
