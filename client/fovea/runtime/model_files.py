@@ -167,13 +167,13 @@ class MixtureSizes(NamedTuple):
     """The sizes of the experts of a layer.
 
     Attributes:
-        count: The number of experts.
+        number: The number of experts.
         per_token: The number of experts that a token uses.
         inner: The intermediate size of an expert.
         shared: The intermediate size of the experts that all tokens use; 0 if there are none.
     """
 
-    count: int
+    number: int
     per_token: int
     inner: int
     shared: int

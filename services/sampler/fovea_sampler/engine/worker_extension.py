@@ -164,7 +164,7 @@ def _rename_of(model: torch.nn.Module) -> Any:
     return lambda name: renamer.map_name(name) or name
 
 
-def _left_out(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
+def _left_out(model: Any, names: Iterable[str]) -> set[str]:
     """Returns the checkpoint's tensors that vLLM does not load: those of layers for multi-token prediction.
 
     Qwen3.5's have a name of their own. GLM-4.5's are numbered after the model's last layer.

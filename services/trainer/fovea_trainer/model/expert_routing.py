@@ -298,7 +298,7 @@ def expert_shape(model: Any) -> ExpertShape | None:
     """Returns the shape of a model's experts, or None for a model without experts."""
     layers = sum(1 for _ in _routed_layers(model.get_decoder()))
     sizes = mixture_sizes(model.config.get_text_config().to_dict())
-    return ExpertShape(layers, sizes.per_token, sizes.count) if layers and sizes else None
+    return ExpertShape(layers, sizes.per_token, sizes.number) if layers and sizes else None
 
 
 def replay_routing(decoder: Any) -> None:

@@ -198,7 +198,7 @@ def _routed_size(experts: MixtureSizes) -> int:
     # A dense MLP retains 3 values per unit. Experts retain 4, because they have the weighted product too. The router's
     # probabilities are float32, which is 2 16-bit values.
     routed_size = 4 * experts.per_token * experts.inner
-    return (routed_size + 3 * experts.shared + 2 * experts.count) // 3 + _ROUTING_SIZE
+    return (routed_size + 3 * experts.shared + 2 * experts.number) // 3 + _ROUTING_SIZE
 
 
 def _copies_bytes(text: PretrainedConfig, dtype: torch.dtype) -> int:
