@@ -192,7 +192,7 @@ class Stopped(KeyboardInterrupt, SystemExit):
 
 @contextmanager
 def _stopping_with_a_line(folder: pathlib.Path) -> Iterator[None]:
-    """Converts Ctrl-C to Stopped, whose line names the step of the saved state."""
+    """Converts Ctrl-C to Stopped, which names the step of the saved state."""
     try:
         yield
     except KeyboardInterrupt:
