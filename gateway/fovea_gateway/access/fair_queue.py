@@ -31,9 +31,7 @@ takes at least this many times as long. Otherwise a client that sends its next c
 would wait that long for each command.
 """
 _LEAD = 0.5
-"""A slot is also reserved for an owner that is ahead of the others by up to this fraction of its last request: a step
-after a batch is small.
-"""
+"""A slot is also reserved for an owner that leads by up to this fraction of its last request: steps are small."""
 _EVEN = 0.125
 """An owner that returns within this fraction of its next request of the others is treated as level with them; otherwise
 a tiny debt would cost it a whole turn.
@@ -41,9 +39,7 @@ a tiny debt would cost it a whole turn.
 _LOOK_S = 1.0
 """Seconds between two checks whether a request that gave way may continue."""
 _RECENT_S = 30.0
-"""An owner that left less than this many seconds ago is expected back. While it is away, others do not fill the slots
-that it would need.
-"""
+"""Seconds for which an owner that left is expected back; others do not fill the slots that it would need."""
 _KEPT_FREE = 8
 """At most one in this many slots is kept free for owners that are expected back, one slot for each of them."""
 
@@ -288,9 +284,20 @@ class FairQueue:
                 return
             if self._kept_for and self._flows[self._kept_for].waiting:
                 owner, self._kept_for = self._kept_for, ""
-            elif self._kept_for and self._inside + self._flows[owner].waiting[0].size >= whole:
+            elif self._holds_up(owner) or (
+                self._kept_for and self._inside + self._flows[owner].waiting[0].size >= whole
+            ):
                 return
             self._let_in(owner)
+
+    def _holds_up(self, owner: str) -> bool:
+        """Returns whether an owner's next turn is so long that it must not begin beside owners that are due first."""
+        flow = self._flows[owner]
+        turn, (start, _) = flow.waiting[0], flow.start()
+        if not turn.is_timed or turn.size < self._places or turn.price() <= _LONG * 1000 * _BRIEF_S:
+            return False
+        others = (self._flows[other] for other in self._present if other != owner)
+        return any(other.inside and other.finish <= start for other in others)
 
     def _first_below(self, most: int) -> str:
         """Returns the owner that starts first among those with fewer slots than `most`; empty if there is none."""

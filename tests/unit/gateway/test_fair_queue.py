@@ -371,6 +371,33 @@ async def test_a_flood_is_judged_by_its_newest_price_also_what_was_sent_before_i
     assert begun == ["flood", *["other"] * 6, *["flood"] * 4]
 
 
+async def test_a_long_call_of_all_slots_does_not_begin_beside_a_short_one_of_an_owner_that_is_due_first() -> None:
+    queue, begun, is_here = FairQueue(8, lambda owner: 1.0), list[str](), asyncio.Event()
+
+    async def flood() -> None:
+        turn = Turn("flood", 5000.0, size=8, is_timed=True)
+        async with queue.place(turn):
+            begun.append("flood")
+            await is_here.wait()
+            turn.measured = 5.0
+
+    async def other() -> None:
+        for _ in range(6):
+            turn = Turn("other", is_timed=True)
+            async with queue.place(turn):
+                await asyncio.sleep(0)
+                begun.append("other")
+                turn.measured = 0.01
+
+    floods = [asyncio.create_task(flood()) for _ in range(4)]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(other())
+    await asyncio.sleep(0)
+    is_here.set()
+    await asyncio.gather(waiting, *floods)
+    assert begun == ["flood", *["other"] * 6, *["flood"] * 3]
+
+
 async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> None:
     line = Line(places=20, beside=8)
     await line.send("b", 1)
