@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import tinker
 from tinker.types import ImageChunk
@@ -110,8 +109,9 @@ class WeightPublisher:
     async def publish(self, version: int) -> Policy:
         """Publishes the current weights; returns a policy that samples with them. Raises what the SDK raises."""
         # The API does not report which weights an `inflight` client used, so every version has a client of its own.
-        recorded: dict[str, Any] = {"record_stability_info": True} if self._is_recorded else {}
-        client = await self._training_client.save_weights_and_get_sampling_client(**recorded)
+        client = await self._training_client.save_weights_and_get_sampling_client(
+            record_stability_info=self._is_recorded
+        )
         return TinkerPolicy(client, version, self._token_counts, self._experts)
 
 
