@@ -110,7 +110,7 @@ class WeightPublisher:
         """Publishes the current weights; returns a policy that samples with them. Raises what the SDK raises."""
         # The API does not report which weights an `inflight` client used, so every version has a client of its own.
         client = await self._training_client.save_weights_and_get_sampling_client(
-            **({"record_stability_info": True} if self._is_recorded else {})
+            record_stability_info=self._is_recorded
         )
         return TinkerPolicy(client, version, self._token_counts, self._experts)
 
