@@ -130,7 +130,7 @@ class SearchSessions(Body):
         Raises NotFound for an unknown project, InvalidInput, PermissionDenied for other owners' sessions.
         """
         owners = self.owner.names(caller)
-        where = [] if owners is None else [sessions.c.owner.in_(owners)]
+        where: list[sa.ColumnElement[bool]] = [] if owners is None else [sessions.c.owner.in_(owners)]
         if self.project_ids is not None:
             only = owners[0] if owners is not None and len(owners) == 1 else None
             require_projects(connection, only, self.project_ids, "project_ids")
