@@ -156,7 +156,7 @@ def _add_keys(programs: Any) -> None:
     commands = keys.add_subparsers(required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], None], words: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=words, description=words)
+        added: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words)
         added.set_defaults(run=run)
         add_state_dir(added)
         return added

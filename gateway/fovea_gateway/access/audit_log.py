@@ -293,7 +293,7 @@ def _midnight(day: date) -> float:
     return datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(row: Any) -> dict[str, Any]:
     details = {name: row[name] for name in ("owner", "key_id", "route", "object_id", "outcome", "count")}
     times = {name: datetime.fromtimestamp(row[name], UTC).isoformat() for name in ("at", "until")}
     return {

@@ -143,7 +143,7 @@ async def parse_json(
     """
     count, width = await off_loop(_look_over, body, most_elements, most_texts)
     request.state.incoming.memory.take(len(body) * width + count * ELEMENT_BYTES)
-    value = await off_loop(_validated, body, kind)
+    value: B = await off_loop(_validated, body, kind)
     SUBJECT.set(subject_of(value))
     return value
 

@@ -279,8 +279,9 @@ class _CallerEngine:
         assert self._plan is not None
         if not self._is_planned:
             self._is_planned = True
-            for step in (self._plan, *self._early):
-                self.steps.put_nowait(step)
+            self.steps.put_nowait(self._plan)
+            for piece in self._early:
+                self.steps.put_nowait(piece)
         inbox, is_delta = self._inboxes[index], params.output_kind is RequestOutputKind.DELTA
         ids: list[int] = []
         sequences: list[_Sequence] = []
