@@ -1,8 +1,8 @@
 """The audit log: which key did what to which object, when, and how that ended.
 
-Every REST route and every gRPC method that changes something has an event in `EVENTS`. Entries of EVENTS_AT_ONCE are in
-the database before the answer is sent. Repeated work and refused requests are counted: requests with the same key,
-object and outcome share one entry an hour, which is written within seconds.
+Every REST route and every gRPC method that changes something has an event in `EVENTS`. Entries of `_EVENTS_AT_ONCE`
+are in the database before the answer is sent. Repeated work and refused requests are counted: requests with the same
+key, object and outcome share one entry an hour, which is written within seconds.
 """
 
 import asyncio
@@ -82,7 +82,6 @@ EVENTS: dict[str, str] = {
     route: event for events in (_EVENTS_AT_ONCE, _WORK) for event, routes in events.items() for route in routes
 }
 """The event of each REST route ("METHOD path") and gRPC method."""
-AT_ONCE = frozenset(_EVENTS_AT_ONCE)
 UNLOGGED = frozenset(
     "POST retrieve_future,POST retrieve_futures,POST session_heartbeat,POST telemetry,POST client/config,"
     "POST client/dynamic_config,POST get_info,POST weights_info,POST checkpoints/search,POST sessions/search,"
@@ -118,12 +117,17 @@ class Action(NamedTuple):
     object_id: str
     outcome: str
 
+    @property
+    def is_single(self) -> bool:
+        """True if the action has an entry of its own. Others share one an hour, which counts them."""
+        return self.event in _EVENTS_AT_ONCE and self.outcome == OK
+
     def row(self, at: float, count: int) -> dict[str, Any]:
         """Returns a database row for `count` such actions."""
         object_id = _UNPRINTABLE.sub("?", self.object_id)[:_MOST_OBJECT_LETTERS]
         values = self._replace(object_id=object_id)._asdict()
         name = secrets.token_hex(12)
-        if self.event not in AT_ONCE or self.outcome != OK:
+        if not self.is_single:
             name = hashlib.sha256("\0".join((str(int(at) // _HOUR_S), *values.values())).encode()).hexdigest()[:24]
         return values | {"entry_id": name, "at": at, "until": at, "count": count}
 
@@ -184,8 +188,14 @@ class AuditLog:
         self._flushing = asyncio.Lock()
         self.pending: Counter[Action] = Counter()
 
-    async def write(self, action: Action) -> None:
-        """Writes an entry at once; if the database cannot take it, the next `flush` does."""
+    async def enter(self, action: Action) -> None:
+        """Writes a single entry at once, and counts other actions for the next `flush`.
+
+        If the database cannot take an entry, the next `flush` writes it.
+        """
+        if not action.is_single:
+            self.pending[action] += 1
+            return
         try:
             await self._write(Counter({action: 1}))
         except FoveaError as error:

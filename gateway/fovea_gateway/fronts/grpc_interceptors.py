@@ -23,7 +23,7 @@ from fovea.runtime.server import open_files
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE, MESSAGE_BYTES
 from fovea.wire.errors import FoveaError, InvalidInput, PayloadTooLarge
 from fovea_gateway.access.api_keys import SUBJECT, KeyRing, Scope
-from fovea_gateway.access.audit_log import AT_ONCE, EVENTS, OK, Action, AuditLog, check_event
+from fovea_gateway.access.audit_log import EVENTS, OK, Action, AuditLog, check_event
 from fovea_gateway.access.owners import Owners, QuotaUse
 from fovea_gateway.http.connections import client_of
 from fovea_gateway.http.endpoint import not_ready
@@ -301,11 +301,7 @@ class AuditedCalls(grpc.aio.ServerInterceptor):
             outcome = "FAILED"
             raise
         finally:
-            action = Action(caller.owner, caller.key_id, event, name, SUBJECT.get(), outcome)
-            if event in AT_ONCE and outcome == OK:
-                await self._audit.write(action)
-            else:
-                self._audit.pending[action] += 1
+            await self._audit.enter(Action(caller.owner, caller.key_id, event, name, SUBJECT.get(), outcome))
 
 
 class CallBudget:

@@ -29,7 +29,7 @@ from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Caller, Scope
-from fovea_gateway.access.audit_log import AT_ONCE, EVENTS, OK, Action, AuditLog, check_event
+from fovea_gateway.access.audit_log import EVENTS, OK, Action, AuditLog, check_event
 from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.request_body import INT64_MAX, Incoming
 
@@ -291,11 +291,7 @@ class Endpoints:
         if event is None or not caller.owner:
             return
         subject = SUBJECT.get() or "/".join(map(str, request.path_params.values()))
-        action = Action(caller.owner, caller.key_id, event, name, subject, outcome)
-        if event in AT_ONCE and outcome == OK:
-            await self._audit.write(action)
-        else:
-            self._audit.pending[action] += 1
+        await self._audit.enter(Action(caller.owner, caller.key_id, event, name, subject, outcome))
 
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ GIB = 2**30
 H200_BYTES = int(139.8 * GIB)
 RESULTS = Path(shapes.__file__).parent / "results"
 PATCHES = 784
-"""Of one of the benchmark's images."""
+"""The patches of one of the benchmark's images."""
 NOT_PLANNED = {
     "h200-4b-2026-11-22.jsonl": "before micro-batches grew to 16,384 tokens",
     "h200-families-2026-11-23.jsonl": "the trainer's part of a shared card was not recorded",
