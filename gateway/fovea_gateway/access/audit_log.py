@@ -82,6 +82,8 @@ EVENTS: dict[str, str] = {
     route: event for events in (_EVENTS_AT_ONCE, _WORK) for event, routes in events.items() for route in routes
 }
 """The event of each REST route ("METHOD path") and gRPC method."""
+SINGLE = frozenset((event, OK) for event in _EVENTS_AT_ONCE)
+"""Pairs of event and outcome with an entry for each action. Other actions share one entry an hour, with a count."""
 UNLOGGED = frozenset(
     "POST retrieve_future,POST retrieve_futures,POST session_heartbeat,POST telemetry,POST client/config,"
     "POST client/dynamic_config,POST get_info,POST weights_info,POST checkpoints/search,POST sessions/search,"
@@ -117,17 +119,12 @@ class Action(NamedTuple):
     object_id: str
     outcome: str
 
-    @property
-    def is_single(self) -> bool:
-        """True if the action has an entry of its own. Others share one an hour, which counts them."""
-        return self.event in _EVENTS_AT_ONCE and self.outcome == OK
-
     def row(self, at: float, count: int) -> dict[str, Any]:
         """Returns a database row for `count` such actions."""
         object_id = _UNPRINTABLE.sub("?", self.object_id)[:_MOST_OBJECT_LETTERS]
         values = self._replace(object_id=object_id)._asdict()
         name = secrets.token_hex(12)
-        if not self.is_single:
+        if (self.event, self.outcome) not in SINGLE:
             name = hashlib.sha256("\0".join((str(int(at) // _HOUR_S), *values.values())).encode()).hexdigest()[:24]
         return values | {"entry_id": name, "at": at, "until": at, "count": count}
 
@@ -188,14 +185,8 @@ class AuditLog:
         self._flushing = asyncio.Lock()
         self.pending: Counter[Action] = Counter()
 
-    async def enter(self, action: Action) -> None:
-        """Writes a single entry at once, and counts other actions for the next `flush`.
-
-        If the database cannot take an entry, the next `flush` writes it.
-        """
-        if not action.is_single:
-            self.pending[action] += 1
-            return
+    async def write(self, action: Action) -> None:
+        """Writes an entry at once; if the database cannot take it, the next `flush` does."""
         try:
             await self._write(Counter({action: 1}))
         except FoveaError as error:

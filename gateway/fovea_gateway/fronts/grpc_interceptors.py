@@ -26,7 +26,7 @@ from fovea_gateway.access.api_keys import SUBJECT, KeyRing, Scope
 from fovea_gateway.access.audit_log import EVENTS, OK, Action, AuditLog, check_event
 from fovea_gateway.access.owners import Owners, QuotaUse
 from fovea_gateway.http.connections import client_of
-from fovea_gateway.http.endpoint import not_ready
+from fovea_gateway.http.endpoint import log_action, not_ready
 from fovea_gateway.http.request_body import (
     ELEMENT_BYTES,
     SMALL_BYTES,
@@ -301,7 +301,7 @@ class AuditedCalls(grpc.aio.ServerInterceptor):
             outcome = "FAILED"
             raise
         finally:
-            await self._audit.enter(Action(caller.owner, caller.key_id, event, name, SUBJECT.get(), outcome))
+            await log_action(self._audit, Action(caller.owner, caller.key_id, event, name, SUBJECT.get(), outcome))
 
 
 class CallBudget:

@@ -29,7 +29,7 @@ from fovea.runtime import tracing
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Caller, Scope
-from fovea_gateway.access.audit_log import EVENTS, OK, Action, AuditLog, check_event
+from fovea_gateway.access.audit_log import EVENTS, OK, SINGLE, Action, AuditLog, check_event
 from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.request_body import INT64_MAX, Incoming
 
@@ -291,7 +291,15 @@ class Endpoints:
         if event is None or not caller.owner:
             return
         subject = SUBJECT.get() or "/".join(map(str, request.path_params.values()))
-        await self._audit.enter(Action(caller.owner, caller.key_id, event, name, subject, outcome))
+        await log_action(self._audit, Action(caller.owner, caller.key_id, event, name, subject, outcome))
+
+
+async def log_action(audit: AuditLog, action: Action) -> None:
+    """Writes an action of `SINGLE` to the audit log at once, and counts any other for the next flush."""
+    if (action.event, action.outcome) in SINGLE:
+        await audit.write(action)
+    else:
+        audit.pending[action] += 1
 
 
 def paging(request: Request, limit: int, most: int) -> tuple[int, int]:

@@ -165,9 +165,9 @@ async def test_the_log_is_bounded_in_size_and_age(
     assert stand.gateway is not None
     audit = stand.gateway.components.audit
     small = AuditLog(stand.gateway.components.database, 20 * audit_log.ENTRY_BYTES, audit._clock)
-    await small.enter(Action("quiet", "", "session_create", "", "kept", audit_log.OK))
+    await small.write(Action("quiet", "", "session_create", "", "kept", audit_log.OK))
     for number in range(40):
-        await small.enter(Action("loud", "", "session_create", "", str(number), audit_log.OK))
+        await small.write(Action("loud", "", "session_create", "", str(number), audit_log.OK))
     await small.sweep()
     loud = [each["event_details"]["object_id"] for each in await entries(log, owner="loud")]
     assert loud == [str(number) for number in range(40 - len(loud), 40)]
