@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fovea.cli.service import MODEL_SEPARATOR, ServiceSpec, kind_of
-from fovea.runtime import secret
+from fovea.runtime import credentials
 from fovea.runtime.hosts import WILDCARDS, free_ports
 from fovea.wire import conventions
 
@@ -213,7 +213,7 @@ def _environment(models: Sequence[ServedModel]) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         # A secret is needed because other users of this machine can reach 127.0.0.1 too.
-        secret.VARIABLE: secret.service_secret() or secrets.token_urlsafe(32),
+        credentials.SECRET_VARIABLE: credentials.service_secret() or secrets.token_urlsafe(32),
     }
     if all(pathlib.Path(served.model).is_dir() for served in models):
         environment["HF_HUB_OFFLINE"] = "1"

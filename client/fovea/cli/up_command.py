@@ -23,7 +23,7 @@ from fovea.cli.service import SAFE_PATH
 from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
 from fovea.cli.state_folder import DEFAULT_STATE_DIR, MISUSED, StateDir, make_first_key, may_have_keys, print_error
 from fovea.cli.supervisor import Supervisor
-from fovea.runtime import tls
+from fovea.runtime import credentials
 from fovea.runtime.hosts import free_ports, is_loopback
 
 KEYS_VARIABLE = "FOVEA_API_KEY"
@@ -90,7 +90,7 @@ _Drain = Annotated[float, typer.Option(help="Seconds that requests in flight may
 _TlsDir = Annotated[
     pathlib.Path | None,
     typer.Option(
-        envvar=tls.VARIABLE,
+        envvar=credentials.TLS_VARIABLE,
         help="Use mutual TLS between the services, with ca.crt, tls.crt and tls.key from this folder.",
     ),
 ]
@@ -224,7 +224,7 @@ def _prepare_access(options: UpOptions, tls_dir: pathlib.Path | None, own_tls: b
     if own_tls and not tls_dir:
         tls_dir = make_certificates(options.state_dir / "tls")
     if tls_dir:
-        os.environ[tls.VARIABLE] = str(tls_dir.resolve())
+        os.environ[credentials.TLS_VARIABLE] = str(tls_dir.resolve())
 
 
 def _with_tiny_model(options: UpOptions, model_name: str | None, console: Console) -> UpOptions:
@@ -285,11 +285,11 @@ def make_certificates(folder: pathlib.Path) -> pathlib.Path:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     files = {
-        tls.CA: signed("fovea-ca", "fovea-ca", ca_key, ca_key),
-        tls.CERTIFICATE: signed(tls.NAME, "fovea-ca", key, ca_key),
+        credentials.CA: signed("fovea-ca", "fovea-ca", ca_key, ca_key),
+        credentials.CERTIFICATE: signed(credentials.TLS_NAME, "fovea-ca", key, ca_key),
     }
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, content in {**files, tls.KEY: encoded}.items():
+    for name, content in {**files, credentials.PRIVATE_KEY: encoded}.items():
         (folder / name).unlink(missing_ok=True)
         with open(folder / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(content)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fovea.api.v1 import model_input_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
-from fovea.runtime import secret
+from fovea.runtime import credentials
 from fovea.wire.conventions import TRAINER_SERVICE, group_by_size
 from fovea.wire.errors import Internal
 
@@ -27,7 +27,7 @@ class TrainerClient(ServiceClient):
     """Typed calls to one trainer. It never retries a command, because one without `seq_id` could step twice."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, retryable=[(TRAINER_SERVICE, "GetTrainerInfo")], metadata=secret.metadata())
+        super().__init__(address, retryable=[(TRAINER_SERVICE, "GetTrainerInfo")], metadata=credentials.metadata())
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0, with_kept: bool = False) -> trainer_pb2.GetTrainerInfoResponse:
