@@ -120,7 +120,7 @@ async def test_killed_at_any_moment_it_comes_back_as_it_was(
 ) -> None:
     """Whichever rank was killed, or the launcher; those who called and what was killed with it are told of it.
 
-    `make long` runs the other variants: with replicas, which share datums too, and one kind without, each fact is shown.
+    `make long` runs the other variants: replicas share datums too.
     """
     chance = random.Random(kind)
     client = await ground.trainer(*options)
