@@ -6,6 +6,7 @@ import pytest
 
 from deploy.cluster.cluster import Cluster, CommandFailed
 from tests.k8s.cluster import CHART, COMPONENTS, Object, Release, get, ready_addresses, wait_for
+from tests.k8s.queues import queue
 
 VALUE_SETS = sorted(CHART.glob("values-*.yaml"))
 _KEEP = ("helm.sh/resource-policy", "keep")
@@ -27,7 +28,7 @@ def test_there_are_value_sets() -> None:
 @pytest.mark.parametrize("values", VALUE_SETS, ids=lambda path: path.stem)
 def test_a_value_set_installs_and_leaves(cluster: Cluster, namespace: str, values: Path) -> None:
     """All objects are accepted, all pods run and are endpoints; afterwards nothing is left but what the chart keeps."""
-    prepare_secrets(cluster, namespace)
+    prepare(cluster, namespace)
     before = _names(cluster, namespace)
     release = Release(cluster, namespace, "vision", ("--values", str(values)))
 
@@ -70,12 +71,17 @@ def test_a_typo_is_refused_by_name(cluster: Cluster, namespace: str) -> None:
     assert _names(cluster, namespace) == before
 
 
-def prepare_secrets(cluster: Cluster, namespace: str) -> None:
-    """What values-two-nodes.yaml asks its user to make first."""
-    url = "--from-literal=url=postgresql+psycopg://fovea:secret@db/fovea"
-    cluster.kubectl("create", "secret", "generic", "fovea-database", url, "-n", namespace)
-    key = "--from-literal=AWS_ACCESS_KEY_ID=none"
-    cluster.kubectl("create", "secret", "generic", "fovea-bucket", key, "-n", namespace)
+def prepare(cluster: Cluster, namespace: str) -> None:
+    """Makes what the value sets ask their user to make first: secrets, and a queue."""
+    secrets = {
+        "fovea-database": "url=postgresql+psycopg://fovea:secret@db/fovea",
+        "fovea-bucket": "AWS_ACCESS_KEY_ID=none",
+        "fovea-keys": 'api-keys=["admin=tml-key"]',
+        "fovea-services": "service-secret=0123456789012345678901234567890123456789",
+    }
+    for name, entry in secrets.items():
+        cluster.kubectl("create", "secret", "generic", name, f"--from-literal={entry}", "-n", namespace)
+    cluster.apply(*queue(namespace, "fovea", gpus=16))
 
 
 def _wait_for_endpoints(release: Release, component: str, addresses: set[str]) -> None:
