@@ -33,12 +33,12 @@ def _environment(pod: Object) -> list[str]:
 
 
 def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> None:
-    """Two pods that know each other; one is deleted, and both are replaced; so does an upgrade."""
+    """Two pods that know each other. One is deleted, and both are replaced; an upgrade replaces both, too."""
     release = Release(cluster, namespace, "vision", (*_SMALL, *_GROUP))
     release.install()
     leader, worker = f"{release.fullname}-trainer-0", f"{release.fullname}-trainer-0-1"
+    wait_for("both pods run", lambda: _running(release) == {leader, worker})
     pods = _trainers(release)
-    assert set(pods) == {leader, worker}
     for index, name in enumerate((leader, worker)):
         assert pods[name]["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] == str(index)
         assert (pods[name]["spec"]["hostname"], pods[name]["spec"]["subdomain"]) == (name, leader.removesuffix("-0"))
@@ -47,15 +47,15 @@ def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> No
     address = {item["name"]: item.get("value") for item in pods[worker]["spec"]["containers"][0]["env"]}
     assert address["LWS_LEADER_ADDRESS"] == f"{leader}.{release.fullname}-trainer.{namespace}"
 
+    def renewed() -> bool:
+        return _running(release) == {leader, worker} and not _uids(release) & before
+
     before = _uids(release)
     cluster.kubectl("delete", "pod", worker, "-n", namespace, "--wait=false")
-    wait_for("both pods are new", lambda: _running(release) == {leader, worker} and not _uids(release) & before)
+    wait_for("both pods are new", renewed)
     before = _uids(release)
     release.upgrade("--set", "trainer.settings.token_budget=1234")
-    wait_for(
-        "both pods are of the new release",
-        lambda: _running(release) == {leader, worker} and not _uids(release) & before,
-    )
+    wait_for("both pods are of the new release", renewed)
     release.uninstall()
 
 
@@ -73,11 +73,12 @@ def test_one_host_becomes_two_and_back(cluster: Cluster, namespace: str) -> None
 
 
 def test_a_quota_holds_a_second_trainer_back(cluster: Cluster, namespace: str) -> None:
-    """Eight GPUs: a group of two pods with four each has them, so the next trainer waits, and starts once they are free."""
+    """Eight GPUs: a group of two pods with four each has them. The next trainer waits and starts once they are free."""
     cluster.apply(*queue(namespace, "gpus", gpus=8))
     values = (*_SMALL, "--set", "kueue.queue=gpus")
     first = Release(cluster, namespace, "first", (*values, *_GROUP))
     first.install()
+    wait_for("the first trainer runs", lambda: len(_running(first)) == 2)
     second = Release(cluster, namespace, "second", values)
     second.install("--wait=false")
     wait_for("the second trainer is held back", lambda: _is_held_back(second))
@@ -113,7 +114,7 @@ def test_samplers_of_a_queue_scale_one_by_one(cluster: Cluster, namespace: str) 
 def test_a_group_without_its_controller_is_refused_by_its_definition(cluster: Cluster, namespace: str) -> None:
     """The API server knows the fields: a typo in the chart would not pass."""
     text = cluster.helm("template", "vision", str(CHART), *_GROUP, "--show-only=templates/trainer.yaml")
-    with pytest.raises(CommandFailed, match="unknown field .*restartPolicies"):
+    with pytest.raises(CommandFailed, match=r"unknown field .*restartPolicies"):
         cluster.kubectl(
             "create", "--dry-run=server", "--validate=strict", "-n", namespace, "-f", "-",
             stdin=text.replace("restartPolicy:", "restartPolicies:"),

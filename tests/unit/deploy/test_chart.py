@@ -268,6 +268,7 @@ def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
     assert "rollout status deployment/fovea-gateway" in notes
     assert "port-forward service/fovea-gateway 8000 50050" in notes
     assert "export TINKER_BASE_URL=http://127.0.0.1:8000" in notes
+    assert "exec deployment/fovea-gateway -- python -m fovea_gateway.access.access_command" in notes
     for given in '["tml-one", "tml-two"]', '["alice=tml-one"]':
         key = subprocess.run(
             ["sh", "-c", notes.split(r"{.data.api-keys}' |")[1].split(")\n")[0].replace("base64 --decode", "cat")],
