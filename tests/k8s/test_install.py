@@ -1,5 +1,6 @@
 """Every value set of the chart, from `helm install` to `helm uninstall`."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,7 @@ def test_a_value_set_installs_and_leaves(cluster: Cluster, namespace: str, value
     notes = release.install()
     assert "export TINKER_BASE_URL" in notes
     for component in COMPONENTS:
-        pods = release.get("pods", component)
-        assert pods, f"no {component} pods"
-        assert all(pod["status"]["phase"] == "Running" for pod in pods)
-        _wait_for_endpoints(release, component, {pod["status"]["podIP"] for pod in pods})
+        wait_for(f"all pods of the {component} run and are endpoints", partial(_serves, release, component))
     claims = get(cluster, namespace, "persistentvolumeclaims")
     assert all(claim["status"]["phase"] == "Bound" for claim in claims)
     kept = {
@@ -84,12 +82,13 @@ def prepare(cluster: Cluster, namespace: str) -> None:
     cluster.apply(*queue(namespace, "fovea", gpus=16))
 
 
-def _wait_for_endpoints(release: Release, component: str, addresses: set[str]) -> None:
-    service = f"{release.fullname}-{component}"
-    wait_for(
-        f"the EndpointSlices of {service} hold {sorted(addresses)}",
-        lambda: ready_addresses(release.cluster, release.namespace, service) == addresses,
-    )
+def _serves(release: Release, component: str) -> bool:
+    """Whether a component has pods, and all of them run and are ready endpoints. Helm waits for no LeaderWorkerSet."""
+    pods = release.get("pods", component)
+    if not pods or any(pod["status"]["phase"] != "Running" for pod in pods):
+        return False
+    endpoints = ready_addresses(release.cluster, release.namespace, f"{release.fullname}-{component}")
+    return endpoints == {pod["status"]["podIP"] for pod in pods}
 
 
 def _names(cluster: Cluster, namespace: str) -> set[str]:
