@@ -1,5 +1,6 @@
 """The controllers of LeaderWorkerSets and of Kueue, as processes beside the control plane of a simulated cluster."""
 
+import base64
 import json
 import subprocess
 import time
@@ -15,7 +16,7 @@ from deploy.cluster.cluster import Cluster, CommandFailed
 from deploy.cluster.tools import BIN, CHARTS
 from fovea.runtime.hosts import free_ports
 
-_READY_S = 300
+_READY_S = 120
 _LOCAL = "127.0.0.1"
 _LEFT_OUT = {"Deployment", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "APIService"}
 """Kinds of the controllers' charts that a process with the rights of cluster-admin does not need."""
@@ -71,7 +72,7 @@ def _running(cluster: Cluster, name: str) -> Iterator[None]:
     with (cluster.log_folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen([*command, *_OPTIONS[name]], stdout=log, stderr=log)
     try:
-        _wait_for_webhook(cluster, name, process)
+        _wait_for_webhook(cluster, name, process, folder / "certificates")
         yield
     finally:
         process.terminate()
@@ -101,7 +102,9 @@ def _install(cluster: Cluster, name: str, objects: list[dict[str, Any]]) -> None
     cluster.kubectl("wait", "crd", "--all", "--for=condition=Established", f"--timeout={_READY_S}s")
 
 
-def _wait_for_webhook(cluster: Cluster, name: str, process: "subprocess.Popen[bytes]") -> None:
+def _wait_for_webhook(cluster: Cluster, name: str, process: "subprocess.Popen[bytes]", certificates: Path) -> None:
+    """Returns once the webhook answers. Copies its certificate from its secret, as a kubelet does."""
+    certificates.mkdir()
     probe = json.dumps(_PROBES[name] | {"metadata": {"name": "probe"}})
     deadline = time.monotonic() + _READY_S
     while True:
@@ -109,6 +112,10 @@ def _wait_for_webhook(cluster: Cluster, name: str, process: "subprocess.Popen[by
             cluster.kubectl("create", "--dry-run=server", "-n", "default", "-f", "-", stdin=probe)
             return
         except CommandFailed as failure:
+            secret = f"secret/{name}-webhook-server-cert"
+            found = json.loads(cluster.kubectl("get", secret, f"--namespace={name}-system", "-o", "json"))
+            for entry, text in found.get("data", {}).items():
+                (certificates / entry).write_bytes(base64.b64decode(text))
             if process.poll() is not None or time.monotonic() > deadline:
                 log: Path = cluster.log_folder / f"{name}.log"
                 raise CommandFailed(f"{name} does not answer: {failure}\n{log.read_text()[-4000:]}") from None
