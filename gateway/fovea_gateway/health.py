@@ -38,7 +38,7 @@ class Health:
         self._versions, self._state_dir = versions, state_dir
         self._depth = LabelledGauge(metrics.QUEUE_DEPTH)
         self._lag = LabelledGauge(metrics.VERSION_LAG)
-        self._waiting = LabelledGauge(metrics.WAITING)
+        self._waiting, self._tokens = LabelledGauge(metrics.WAITING), LabelledGauge(metrics.REPLICA_TOKENS)
         self._replicas = LabelledGauge(metrics.REPLICAS)
         self._trainer_instances: dict[str, str] = {}
 
@@ -70,25 +70,28 @@ class Health:
         metrics.SESSIONS.set(self._sessions.open_count)
         lags: dict[tuple[str, ...], float] = {}
         waiting: dict[tuple[str, ...], float] = {}
+        tokens: dict[tuple[str, ...], float] = {}
         there: dict[tuple[str, ...], float] = {}
         for base in self._base_models:
             for sampler in base.samplers.up:
                 lags[sampler.address,] = self._versions.lag((sampler.weights_lock.resident or "", *sampler.adapters))
             replicas = (*base.renderers.members, *base.samplers.members)
             waiting |= {(each.service, each.address): each.waiting for each in replicas}
+            tokens |= {(each.service, each.address): each.tokens for each in replicas}
             there |= _counted(base)
             if base.trainer is not None:
                 self._note_restart(base.trainer)
         self._replicas.set(there)
         self._lag.set(lags)
         self._waiting.set(waiting)
+        self._tokens.set(tokens)
         usage = shutil.disk_usage(self._state_dir)
         metrics.STATE_BYTES.labels("size").set(usage.total)
         metrics.STATE_BYTES.labels("free").set(usage.free)
 
     def clear_gauges(self) -> None:
         """Resets the gauges, which belong to the process and would otherwise outlive this gateway."""
-        for gauge in (self._depth, self._lag, self._waiting, self._replicas):
+        for gauge in (self._depth, self._lag, self._waiting, self._tokens, self._replicas):
             gauge.set({})
         metrics.SESSIONS.set(0)
 

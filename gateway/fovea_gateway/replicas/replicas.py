@@ -121,6 +121,7 @@ class Replica(Peer):
     Attributes:
         queued: The number of requests that wait for a slot or have one.
         waiting: The number of requests that wait for a slot.
+        tokens: The tokens of all queued requests, as estimated when they came.
         is_leaving: Set permanently when discovery no longer lists the replica. Running requests finish; no new one is
             sent.
     """
@@ -130,6 +131,7 @@ class Replica(Peer):
     ) -> None:
         super().__init__(service, address, on_change)
         self.queued = self.waiting = 0
+        self.tokens = 0.0
         self.is_leaving = False
         self._slots = FairQueue(concurrency, weight_of)
         self._idle = asyncio.Event()
@@ -158,8 +160,10 @@ class Replica(Peer):
         Raises ReplicaLeft if the replica leaves.
         """
         self.check_stays()
+        tokens = turn.cost
         self.queued += 1
         self.waiting += 1
+        self.tokens += tokens
         self._idle.clear()
         is_waiting = True
         try:
@@ -171,6 +175,7 @@ class Replica(Peer):
         finally:
             self.waiting -= is_waiting
             self.queued -= 1
+            self.tokens = self.tokens - tokens if self.queued else 0.0
             if not self.queued:
                 self._idle.set()
 
