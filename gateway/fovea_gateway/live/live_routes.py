@@ -43,6 +43,7 @@ _ALIVE_S = 15.0
 _STREAMS = 512
 _POINTS = 300
 _MOST_POINTS = 1024
+_MOST_HOURS = 24
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.\-/@ ]+$")]
 Text = Annotated[str, Field(max_length=4096)]
@@ -100,6 +101,7 @@ class LiveRoutes:
             *page,
             endpoints.route("GET", "live/events", self.events, Scope.READ),
             endpoints.route("GET", "live/curves/{run}", self.curves, Scope.READ),
+            endpoints.route("GET", "live/system", self.system, Scope.ADMIN),
             endpoints.route("GET", "live/samples", self.samples, Scope.READ),
             endpoints.route("GET", "live/pictures/{digest}", self.picture, Scope.READ),
             endpoints.route("POST", "live/reports", self.report, Scope.TRAIN),
@@ -133,6 +135,14 @@ class LiveRoutes:
         check_query(request, "points")
         most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
         found = await self._view.curves(_visible_owner(CALLER.get()), request.path_params["run"], most)
+        return await compress(_json(found), request.headers.get("accept-encoding", ""))
+
+    async def system(self, request: Request, owner: str) -> Response:
+        """Returns the figures of the services in the last `hours`, with at most `points` points each."""
+        check_query(request, "hours", "points")
+        hours = min(max(count_of(request, "hours", 1), 1), _MOST_HOURS)
+        most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
+        found = self._view.history.points(hours * 3600, most)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
     async def samples(self, request: Request, owner: str) -> Response:

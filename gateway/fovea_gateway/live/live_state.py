@@ -8,7 +8,7 @@ minute. Samples and errors are only in memory.
 import asyncio
 import logging
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, live_curves
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.http.request_body import off_loop_by_size
+from fovea_gateway.live.alerts import Alerts
 from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
 from fovea_gateway.live.step_curves import StepCurves
 from fovea_gateway.replicas.base_models import BaseModels
@@ -77,9 +78,11 @@ class LiveState:
         models: Models,
         sampling: Sampling,
         base_models: BaseModels,
+        alerts: Alerts,
     ) -> None:
         self._activity, self._database, self._models = activity, database, models
-        self._sampling, self._base_models = sampling, base_models
+        self._sampling, self._base_models, self.alerts = sampling, base_models, alerts
+        self.token_counts: Counter[str] = Counter()  # by kind of usage, of all requests that have ended
         self.gallery = SampleGallery()
         self._curves: OrderedDict[str, StepCurves] = OrderedDict()
         # The metrics of the forward_backwards since a model's last step.
@@ -119,6 +122,7 @@ class LiveState:
         at = curves.last_step if step is None else step
         curves.add(at, metrics)
         self._save_soon(model_id, curves)
+        self._watch(model_id, curves)
         return at
 
     def errors(self, owner: str | None) -> list[tuple[str, SeenError]]:
@@ -152,6 +156,8 @@ class LiveState:
     async def _add_command(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
         kind, model_id = submission.kind, submission.scope
+        self.alerts.note_end(ending)
+        self.token_counts["trained"] += ending.pending.usage.trained_tokens
         if ending.pending.usage.gpu_seconds:
             model = await self._models.load(model_id)
             self._work.append((time.time(), model.base_model, True, ending.pending.usage.gpu_seconds))
@@ -177,6 +183,7 @@ class LiveState:
                 since = self._since.pop(model_id, ())
                 curves.add(curves.last_step + 1, summed(since) | _of_step(metrics))
             self._save_soon(model_id, curves)
+            self._watch(model_id, curves)
 
     async def _continue(self, owner: str, model_id: str, result: bytes) -> None:
         """Gives a new model that continues from a checkpoint with its optimizer the curves until then."""
@@ -191,6 +198,7 @@ class LiveState:
 
     async def _add_sample(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
+        self.token_counts["sampled"] += ending.pending.usage.sampled_tokens
         if outcome.error is not None or ending.pending.request is None:
             return
         request = gateway_pb2.SampleTokensRequest.FromString(ending.pending.request)
@@ -244,6 +252,10 @@ class LiveState:
         for model_id in due:
             if curves := self._curves.get(model_id):
                 curves.mark_stored()
+
+    def _watch(self, model_id: str, curves: StepCurves) -> None:
+        if model := self._models.find(model_id):
+            self.alerts.note_values(model, curves.last)
 
     def _save_soon(self, model_id: str, curves: StepCurves) -> None:
         self._unsaved.setdefault(model_id, time.time() if curves.is_stored else 0.0)

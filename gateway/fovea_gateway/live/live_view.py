@@ -18,7 +18,7 @@ from fovea_gateway.database.schema import checkpoints, models, sessions
 from fovea_gateway.http.endpoint import iso_time
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
-from fovea_gateway.live.step_curves import StepCurves
+from fovea_gateway.live.step_curves import StepCurves, SystemHistory
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import PushTimes
@@ -32,7 +32,10 @@ _SPARK_POINTS = 40
 _DRAWN = 1024
 _ROWS_S = 2.0
 _SECTION_S = 0.9
+SYSTEM_S = 10.0
+"""Seconds between two figures of the services."""
 _SPARKS = ("reward", "loss_per_token", "loss_sum")
+_TOKENS = ("trained", "sampled")
 
 Section = dict[str, Any]
 
@@ -54,6 +57,8 @@ class LiveView:
         # For each model: its curves, their version, and the section that was made from that version.
         self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
         self.closing = asyncio.Event()
+        self.history = SystemHistory(SYSTEM_S)
+        self._counted: tuple[float, Counter[str], dict[str, tuple[int, float]]] = time.monotonic(), Counter(), {}
 
     def close(self) -> None:
         """Ends all streams, because the process is about to end. The page reconnects to the next process."""
@@ -71,6 +76,8 @@ class LiveView:
             "models": {row["id"]: await self._model(row, queue["of_model"].get(row["id"], 0)) for row in rows},
             "queue": {name: value for name, value in queue.items() if name != "of_model"},
             "services": self._services(is_admin=owner is None),
+            "alerts": self.state.alerts.shown(owner),
+            **({"system": self.history.newest} if owner is None else {}),
             "errors": {"errors": [_shown_error(name, error) for name, error in self.state.errors(owner)]},
             "samples": {"version": self.state.gallery.version, "sources": self._sources(owner)},
             "checkpoints": {"version": saved},
@@ -191,6 +198,38 @@ class LiveView:
                 rows[alike]["count"] += 1
                 rows[alike]["tokens"] += submission.token_count
         return {"total": kinds.total(), "kinds": dict(kinds), "rows": list(rows.values()), "of_model": of_model}
+
+    async def record(self) -> None:
+        """Adds the present figures of the services to the history. A name is `figure|label`."""
+        now, (then, tokens, pushes) = time.monotonic(), self._counted
+        states = Counter(
+            "waiting" if one.progress.begun_at is None else "running" for one in self._futures.unfinished()
+        )
+        values = {f"queue|{state}": float(states[state]) for state in ("waiting", "running")}
+        values["lag|durable points"] = max(self.state.alerts.durable_lags().values(), default=0.0)
+        counts = self.state.token_counts
+        values |= {f"tokens|{kind}": (counts[kind] - tokens[kind]) / max(now - then, 1e-3) for kind in _TOKENS}
+        times = {base.name: base.snapshots.push_times for base in self._base_models}
+        for base in self._base_models:
+            values |= self._figures(base)
+            count, total_s = pushes.get(base.name, (0, 0.0))
+            if (new := times[base.name].count - count) > 0:
+                values[f"push|{base.name}"] = (times[base.name].total_s - total_s) / new
+        self._counted = now, counts.copy(), {name: (each.count, each.total_s) for name, each in times.items()}
+        self.history.add(time.time(), values)
+
+    def _figures(self, base: BaseModel) -> dict[str, float]:
+        """Returns the used memory of the services of a base model in bytes, and their share at work."""
+        samplers, found = base.samplers.members, {}
+        infos = {f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up}
+        if base.trainer is not None and base.trainer.up and (info := base.trainer.info):
+            infos[f"trainer of {base.name}"] = info
+            found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, info.world_size)
+        if samplers:
+            devices = sum(sampler.device_count for sampler in samplers)
+            found[f"busy|samplers of {base.name}"] = self.state.busy(base.name, False, devices)
+        known = {name: info for name, info in infos.items() if info is not None and info.memory_total_bytes}
+        return found | {f"{one.memory_kind}_memory|{name}": float(one.memory_used_bytes) for name, one in known.items()}
 
     def _services(self, is_admin: bool) -> Section:
         shown = [self._base_model(base, is_admin) for base in self._base_models]

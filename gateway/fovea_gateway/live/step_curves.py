@@ -1,6 +1,7 @@
-"""The curves of one model: its metrics by step, in bounded memory, reduced to as many points as a screen can show.
+"""Curves in bounded memory, reduced to as many points as a screen can show: of one model's metrics by step, and of the
+services' figures by time.
 
-Each column is an array of shape [metrics, BUCKETS].
+Each column of a model's curves is an array of shape [metrics, BUCKETS].
 """
 
 import json
@@ -14,6 +15,7 @@ import zstandard
 
 BUCKETS = 1024
 MOST_METRICS = 32
+MOST_SERIES = 64
 _COLUMNS = ("count", "total", "low", "high")
 _EMPTY = {"count": 0.0, "total": 0.0, "low": math.inf, "high": -math.inf}
 _HEAD_BYTES = 4
@@ -166,6 +168,67 @@ class StepCurves:
                 joined[:, : BUCKETS // 2] = _joined(values, column, 2)
             self._columns[column] = joined
         self.stride *= 2
+
+
+class SystemHistory:
+    """A ring with the figures of the services in the last day: one column for each period.
+
+    Args:
+        period_s: Seconds of a column. Of several values in one period, the last is kept.
+        columns: The number of columns.
+    """
+
+    def __init__(self, period_s: float = 10.0, columns: int = 8640) -> None:
+        self._period_s, self._columns = period_s, columns
+        self._series: dict[str, npt.NDArray[np.float32]] = {}
+        self._last: dict[str, int] = {}
+        self._newest = 0
+        self.newest: dict[str, Any] = {"at": 0.0, "values": {}}
+
+    def add(self, at: float, values: Mapping[str, float]) -> None:
+        """Records figures by name at a time in seconds since the epoch. Of too many names, the oldest is dropped."""
+        number = int(at // self._period_s)
+        for series in self._series.values():
+            for passed in range(max(self._newest + 1, number - self._columns + 1), number + 1):
+                series[passed % self._columns] = np.nan
+        self._newest = max(number, self._newest)
+        for name, value in values.items():
+            if name not in self._series:
+                if len(self._series) >= MOST_SERIES:
+                    oldest = min(self._last, key=lambda each: self._last[each])
+                    del self._series[oldest], self._last[oldest]
+                self._series[name] = np.full(self._columns, np.nan, np.float32)
+            self._series[name][number % self._columns] = value
+            self._last[name] = number
+        shown = {name: float(f"{value:.4g}") for name, value in values.items()}
+        self.newest = {"at": number * self._period_s, "values": shown}
+
+    def points(self, span_s: float, most: int) -> dict[str, Any]:
+        """Returns the figures of the last `span_s` seconds as at most `most` points.
+
+        `at` is the time of each point. Each series has `mean` and `high`, with None where nothing is known.
+        """
+        count = max(1, min(math.ceil(span_s / self._period_s), self._columns))
+        together = math.ceil(count / most)
+        groups = math.ceil(count / together)
+        # Whole groups of equal columns, so that a point does not change with each new column.
+        last = self._newest // together * together + together - 1
+        numbers = np.arange(last - groups * together + 1, last + 1)
+        is_there = (numbers <= self._newest) & (numbers > self._newest - self._columns)
+        found: dict[str, Any] = {}
+        for name, series in self._series.items():
+            values = np.where(is_there, series[numbers % self._columns], np.nan).reshape(groups, together)
+            known = ~np.isnan(values)
+            counts = known.sum(1)
+            if counts.any():
+                totals = np.where(known, values, 0.0).sum(1, dtype=np.float64)
+                highs = np.where(known, values, -np.inf).max(1)
+                found[name] = {
+                    "mean": [float(f"{t / n:.4g}") if n else None for t, n in zip(totals, counts, strict=True)],
+                    "high": [float(f"{high:.4g}") if n else None for high, n in zip(highs, counts, strict=True)],
+                }
+        at = (numbers.reshape(groups, together)[:, 0] * self._period_s).tolist()
+        return {"period_s": self._period_s * together, "at": at, "series": found}
 
 
 def _joined(values: Array, column: str, together: int) -> Array:

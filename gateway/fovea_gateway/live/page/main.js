@@ -1,7 +1,9 @@
 import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
 import { chart, spark } from "./charts.js";
 import { isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
+import { showAlerts } from "./alerts.js";
 import { prefer, takeSamples } from "./samples.js";
+import { beginSystem, setTip, showSystem } from "./system.js";
 import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
 
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
@@ -41,6 +43,7 @@ const runOf = (path) => path.replace("tinker://", "").split("/")[0];
 const stateOf = (model) => (isDead ? "unknown" : model.state);
 const nameOfSource = (one) => nameOfId(one.source) + (isAdmin() ? ` · ${ownerName(one.owner)}` : "");
 setNames(nameOfId);
+setTip(tip);
 const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
@@ -135,6 +138,7 @@ function showRun() {
 function take(name, told) {
   if (name === "caller") {
     setCaller(told);
+    beginSystem();
     $("caller").textContent = `${ownerName(told.owner)} · ${told.scope}`;
     $("wrong").textContent = ""; $("ask").hidden = true; $("app").hidden = false; $("forget").hidden = false;
     loadUsage(true);
@@ -155,7 +159,7 @@ function take(name, told) {
 
 function render() {
   drawing = false;
-  const { models: changed, queue, services, errors, samples, checkpoints } = pending;
+  const { models: changed, queue, services, errors, samples, checkpoints, alerts, system } = pending;
   pending = {};
   if (changed) {
     const latest = new Map(changed.map((model) => [model.id, model]));
@@ -169,6 +173,8 @@ function render() {
   if (errors) showErrors(errors);
   if (samples) { samplesTold = samples; takeSamples(samples, nameOfSource); if (selected) prefer(selected); }
   if (checkpoints) loadCheckpoints();
+  if (alerts) showAlerts(alerts);
+  if (system) showSystem(system);
   loadUsage();
 }
 
