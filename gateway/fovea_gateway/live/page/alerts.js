@@ -1,4 +1,4 @@
-import { $, ago, many, make } from "./dom.js";
+import { $, many, make } from "./dom.js";
 import { nameOf, ownerName } from "./panels.js";
 
 const TITLES = { loss_not_finite: "Loss not finite", kl_high: "KL above its bound", trainer_gone: "Trainer gone", sampler_gone: "Sampler gone", renderer_gone: "Renderer gone",
@@ -7,7 +7,7 @@ const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB", 
 let told = null, isOpen = false;
 
 function entry(one) {
-  const facts = [one.owner ? nameOf(one.subject) : null, one.owner ? ownerName(one.owner) : null, one.ended_at ? `${clock(one.begun_at)} to ${clock(one.ended_at)}` : `for ${ago(one.begun_at)}`];
+  const facts = [one.owner ? nameOf(one.subject) : null, one.owner ? ownerName(one.owner) : null, one.ended_at ? `${clock(one.begun_at)} to ${clock(one.ended_at)}` : `since ${clock(one.begun_at)}`];
   return make("li", { class: one.ended_at ? null : "now" }, make("b", {}, TITLES[one.kind] ?? one.kind.replaceAll("_", " ")), make("span", {}, one.message),
     make("span", { class: "soft small number" }, facts.filter(Boolean).join(" · ")));
 }
@@ -29,4 +29,3 @@ function show() {
 export function showAlerts(section) { told = section; show(); }
 
 $("alerts-ended").addEventListener("toggle", () => { isOpen = $("alerts-ended").open; if (told) show(); });
-setInterval(() => { if (told?.open.length) show(); }, 20000);  // the age of an alert

@@ -4,8 +4,8 @@ import { isAdmin } from "./panels.js";
 import { get } from "./stream.js";
 
 const percent = (value) => `${Math.round(100 * value)} %`, seconds = (value) => `${short(value)} s`;
-const FIGURES = { gpu_memory: ["GPU memory", bytes], host_memory: ["Memory", bytes], busy: ["At work in the last minute", percent], gpu_use: ["GPU utilisation", percent],
-  queue: ["Requests", (value) => short(value)], tokens: ["Tokens per second", (value) => short(value)], push: ["Push of weights", seconds], lag: ["Oldest change that is not durable", seconds] };
+const FIGURES = { gpu_memory: ["GPU memory", bytes], host_memory: ["Memory", bytes], busy: ["At work", percent], gpu_use: ["GPU utilisation", percent],
+  queue: ["Requests", (value) => short(value)], tokens: ["Tokens per second", (value) => short(value)], push: ["Push of weights", seconds], lag: ["Oldest change not durable", seconds] };
 const HEIGHT = 132, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
 let past = null, counts = {}, busy = false, tip = () => {};
 
@@ -74,7 +74,7 @@ function shortened(labels) {
 }
 
 function marks(top, unit) {
-  const base = unit === bytes ? 1024 ** Math.floor(Math.log(top) / Math.log(1024)) : 1, power = base * 10 ** Math.floor(Math.log10(top / base / 2));
+  const base = unit === bytes ? 1000 ** Math.floor(Math.log10(top) / 3) : 1, power = base * 10 ** Math.floor(Math.log10(top / base / 2));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => top / size <= 3) ?? top;
   return Array.from({ length: Math.ceil(top / step - 1e-9) + 1 }, (_, at) => at * step);
 }
@@ -98,7 +98,8 @@ function chart(figure, series, width) {
   series.forEach(([, one], number) => {
     let path = "", isDown = false;
     one.mean.forEach((value, index) => {
-      if (value !== null) path += `${isDown ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}${isDown || (one.mean[index + 1] ?? null) !== null ? "" : "h1"}`;  // a point alone is a dot
+      if (value !== null) path += `${isDown ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
+      if (value !== null && !isDown && (one.mean[index + 1] ?? null) === null) svg.append(draw("circle", { class: `line-${number % 6}`, cx: x(index), cy: y(value), r: 2 }));
       isDown = value !== null;
     });
     svg.append(draw("path", { class: `path line-${number % 6}`, d: path }));
@@ -113,7 +114,7 @@ function chart(figure, series, width) {
     tip(event, [hour(at[index], true), ...(known.length ? known : ["nothing known"])]);
   });
   svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip(null); });
-  const legend = make("span", { class: "keys" }, names.map((name, number) => make("span", {}, make("i", { class: `line-${number % 6}` }), `${name} `, make("b", {}, unit(last[number])))));
+  const legend = make("span", { class: "keys" }, names.map((name, number) => make("span", {}, make("i", { class: `line-${number % 6}` }), names.length > 1 ? `${name} ` : null, make("b", {}, unit(last[number])))));
   return make("figure", { class: "curve" }, make("figcaption", {}, make("span", {}, title), legend), svg);
 }
 
