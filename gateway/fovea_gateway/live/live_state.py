@@ -9,11 +9,12 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from cachetools import LRUCache
 from google.protobuf.message import DecodeError
 
 from fovea.api.v1 import gateway_pb2
@@ -23,8 +24,15 @@ from fovea_gateway.database.schema import checkpoints, live_curves
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.http.request_body import off_loop_by_size
 from fovea_gateway.live.alerts import Alerts
-from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
-from fovea_gateway.live.step_curves import StepCurves
+from fovea_gateway.live.sample_gallery import (
+    Group,
+    SampleGallery,
+    places_of,
+    read_drawn,
+    read_losses,
+    read_prompt,
+)
+from fovea_gateway.live.step_curves import RewardHistogram, StepCurves
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.snapshot_pushes import version_of
 from fovea_gateway.sampling.sampling_sessions import Sampling
@@ -82,6 +90,7 @@ class LiveState:
     ) -> None:
         self._activity, self._database, self._models = activity, database, models
         self._sampling, self._base_models, self.alerts = sampling, base_models, alerts
+        self.rewards: LRUCache[str, RewardHistogram] = LRUCache(_MOST_MODELS)  # by model
         self.token_counts: Counter[str] = Counter()  # by kind of usage, of all requests that have ended
         self.gallery = SampleGallery()
         self._curves: OrderedDict[str, StepCurves] = OrderedDict()
@@ -115,12 +124,16 @@ class LiveState:
         self._curves.move_to_end(model_id)
         return found
 
-    async def report(self, model_id: str, step: int | None, metrics: Mapping[str, float]) -> int:
-        """Records a client's metrics for a step of its model, by default the last one. Returns the step."""
+    async def report(
+        self, model_id: str, step: int | None, metrics: Mapping[str, float], rewards: Sequence[float] = ()
+    ) -> int:
+        """Records a client's metrics and rewards for a step of its model, by default the last one. Returns the step."""
         await self._process_activity()
         curves = await self.curves(model_id)
         at = curves.last_step if step is None else step
         curves.add(at, metrics)
+        if rewards:
+            self.rewards.setdefault(model_id, RewardHistogram()).add(at, rewards)
         self._save_soon(model_id, curves)
         self._watch(model_id, curves)
         return at
@@ -141,9 +154,10 @@ class LiveState:
 
     async def _process_activity(self) -> None:
         async with self._processing:  # Events must be processed in order, even by concurrent callers.
+            # Samples first: a loss may contain them.
             for add, ended in (
-                (self._add_command, self._activity.pop_training()),
                 (self._add_sample, self._activity.pop_samples()),
+                (self._add_command, self._activity.pop_training()),
             ):
                 for ending in ended:
                     try:
@@ -170,6 +184,8 @@ class LiveState:
             await self._continue(submission.owner, model_id, outcome.result)
         if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP):
             metrics = _metrics_of(outcome.result)
+            if kind is not Kind.OPTIM_STEP:
+                await self._add_losses(ending)
             if kind is Kind.FORWARD_BACKWARD:
                 self._since[model_id].append(metrics)
                 return
@@ -184,6 +200,14 @@ class LiveState:
                 curves.add(curves.last_step + 1, summed(since) | _of_step(metrics))
             self._save_soon(model_id, curves)
             self._watch(model_id, curves)
+
+    async def _add_losses(self, ending: Ending) -> None:
+        """Finds the log-probabilities that the trainer computed for stored sequences."""
+        submission, request = ending.pending.submission, ending.pending.request
+        if request is None or not self.gallery.awaits_losses(submission.owner, submission.scope):
+            return
+        found = await off_loop_by_size(len(request), read_losses, request, ending.outcome.result)
+        self.gallery.note_losses(submission.owner, submission.scope, found)
 
     async def _continue(self, owner: str, model_id: str, result: bytes) -> None:
         """Gives a new model that continues from a checkpoint with its optimizer the curves until then."""
@@ -217,7 +241,10 @@ class LiveState:
                 step = (await base.snapshots.get(snapshot)).identity.step
             except NotFound:  # The snapshot has been freed meanwhile.
                 step = (await self.curves(version[0])).last_step
-        digest, pieces = await off_loop_by_size(len(ending.pending.request), read_prompt, request)
+        size = len(ending.pending.request)
+        digest, pieces = await off_loop_by_size(size, read_prompt, request)
+        for one, place in zip(drawn, await off_loop_by_size(size, places_of, request, drawn), strict=True):
+            one.place = place
         source = version[0] if version is not None else base.name
         self.gallery.add(Group(submission.owner, source, step, digest, base.name, pieces), drawn)
 

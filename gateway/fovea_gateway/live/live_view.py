@@ -17,9 +17,9 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, models, sessions
 from fovea_gateway.http.endpoint import iso_time
 from fovea_gateway.live.live_state import LiveState
-from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
+from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
 from fovea_gateway.live.step_curves import StepCurves, SystemHistory
-from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels, token_texts
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import PushTimes
 from fovea_gateway.sessions.futures import Futures
@@ -38,6 +38,7 @@ _SPARKS = ("reward", "loss_per_token", "loss_sum")
 _TOKENS = ("trained", "sampled")
 
 Section = dict[str, Any]
+Info = trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse
 
 
 class LiveView:
@@ -91,7 +92,9 @@ class LiveView:
         await self._check_model(owner, model_id)
         curves = await self.state.curves(model_id)
         shown = {name: curves.points(name, most) for name in curves.names}
-        return {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+        found = {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+        rewards = self.state.rewards.get(model_id)
+        return found | ({"rewards": rewards.points()} if rewards is not None else {})
 
     async def _check_model(self, owner: str | None, model_id: str) -> Model:
         model = await self._database.read(lambda connection: get_model(connection, model_id))
@@ -101,12 +104,19 @@ class LiveView:
 
     def samples(self, owner: str, source: str, step: int | None) -> Section:
         """Returns the groups of a step, with token texts if a tokenizer is available. Blocks: it may read a file."""
-        groups = self.state.gallery.groups(owner, source, step)
+        return self.shown(owner, source, self.state.gallery.groups(owner, source, step))
+
+    def shown(self, owner: str, source: str, groups: Sequence[Group]) -> Section:
+        """Returns groups of a source with token texts. Blocks."""
         return {"owner": owner, "source": source, "groups": [self._group(group) for group in groups]}
 
+    def tokenizer_of(self, base_model: str) -> str:
+        """Returns the tokenizer of a base model; empty if it is no longer served."""
+        base = self._base_models.find(base_model)
+        return base.tokenizer_id if base else ""
+
     def _group(self, group: Group) -> Section:
-        base = self._base_models.find(group.base_model)
-        tokenizer = base.tokenizer_id if base else ""
+        tokenizer = self.tokenizer_of(group.base_model)
 
         def piece(one: Any) -> Section:
             if isinstance(one, Picture):
@@ -121,6 +131,7 @@ class LiveView:
                 "ids": ids,
                 "texts": token_texts(tokenizer, ids),
                 "logprobs": [round(value, 4) if math.isfinite(value) else None for value in logprobs],
+                "trained": [round(value, 4) if math.isfinite(value) else None for value in one.trained.tolist()],
                 "stop": one.stop,
                 "is_cut": one.is_cut,
                 "reward": one.reward,
@@ -220,8 +231,10 @@ class LiveView:
 
     def _figures(self, base: BaseModel) -> dict[str, float]:
         """Returns the used memory of the services of a base model in bytes, and their share at work."""
-        samplers, found = base.samplers.members, {}
-        infos = {f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up}
+        samplers, found = base.samplers.members, dict[str, float]()
+        infos: dict[str, Info | None] = {
+            f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up
+        }
         if base.trainer is not None and base.trainer.up and (info := base.trainer.info):
             infos[f"trainer of {base.name}"] = info
             found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, info.world_size)
@@ -290,7 +303,7 @@ def _sampler(sampler: Sampler) -> Section:
     }
 
 
-def _memory(info: trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse | None) -> Section | None:
+def _memory(info: Info | None) -> Section | None:
     """Returns the memory, rounded to 100 MB, so that small changes cause no new event."""
     if info is None or not info.memory_total_bytes:
         return None

@@ -6,7 +6,7 @@ Each column of a model's curves is an array of shape [metrics, BUCKETS].
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ import zstandard
 BUCKETS = 1024
 MOST_METRICS = 32
 MOST_SERIES = 64
+REWARD_BINS = 24
+REWARD_ROWS = 128
 _COLUMNS = ("count", "total", "low", "high")
 _EMPTY = {"count": 0.0, "total": 0.0, "low": math.inf, "high": -math.inf}
 _HEAD_BYTES = 4
@@ -168,6 +170,41 @@ class StepCurves:
                 joined[:, : BUCKETS // 2] = _joined(values, column, 2)
             self._columns[column] = joined
         self.stride *= 2
+
+
+class RewardHistogram:
+    """The numbers of rewards by step and by bin, in bounded memory: bins widen, and neighbouring steps share a row."""
+
+    def __init__(self) -> None:
+        self._stride, self._low, self._width = 1, 0.0, 0.0
+        self._counts = np.zeros((REWARD_ROWS, REWARD_BINS))
+
+    def add(self, step: int, rewards: Sequence[float]) -> None:
+        """Counts finite rewards of a step."""
+        if not rewards:
+            return
+        while step // self._stride >= REWARD_ROWS:
+            joined = _joined(self._counts.T, "count", 2).T
+            self._counts = np.pad(joined, ((0, REWARD_ROWS // 2), (0, 0)))
+            self._stride *= 2
+        low, high = min(rewards), max(rewards)
+        if not self._width:
+            span = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else max(1.0, abs(low))
+            self._low, self._width = low, span / REWARD_BINS
+        while low < self._low or high > self._low + REWARD_BINS * self._width * (1 + 1e-9):
+            is_below = low < self._low
+            self._low -= is_below * REWARD_BINS * self._width
+            room = (REWARD_BINS // 2, 0) if is_below else (0, REWARD_BINS // 2)
+            self._counts = np.pad(_joined(self._counts, "count", 2), ((0, 0), room))
+            self._width *= 2
+        places = np.clip((np.asarray(rewards) - self._low) // self._width, 0, REWARD_BINS - 1).astype(int)
+        np.add.at(self._counts[step // self._stride], places, 1)
+
+    def points(self) -> dict[str, Any]:
+        """Returns the lower edge of the bins, their width, and for each row with rewards its first step and counts."""
+        rows = np.flatnonzero(self._counts.any(1))
+        steps, counts = (rows * self._stride).tolist(), self._counts[rows].astype(int).tolist()
+        return {"low": self._low, "width": self._width, "stride": self._stride, "step": steps, "counts": counts}
 
 
 class SystemHistory:

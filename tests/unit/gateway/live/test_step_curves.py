@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from fovea_gateway.live.live_state import summed
 from fovea_gateway.live.live_view import to_text
-from fovea_gateway.live.step_curves import BUCKETS, MOST_METRICS, MOST_SERIES, StepCurves, SystemHistory
+from fovea_gateway.live.step_curves import (
+    BUCKETS,
+    MOST_METRICS,
+    MOST_SERIES,
+    REWARD_BINS,
+    REWARD_ROWS,
+    RewardHistogram,
+    StepCurves,
+    SystemHistory,
+)  # fmt: skip
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -151,3 +160,17 @@ def test_a_gap_in_the_history_stays_a_gap_and_old_names_make_room() -> None:
         history.add(101.0 + number / 100, {f"b{number}": 1.0})
     assert "a" not in history.points(4, 4)["series"]
     assert len(history.points(4, 4)["series"]) == MOST_SERIES
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.lists(NUMBERS, min_size=1, max_size=4)), min_size=1, max_size=20))
+def test_no_reward_is_lost_however_wide_they_spread(reports: list[tuple[int, list[float]]]) -> None:
+    histogram = RewardHistogram()
+    for step, rewards in reports:
+        histogram.add(step, rewards)
+    found = histogram.points()
+    assert sum(map(sum, found["counts"])) == sum(len(rewards) for _, rewards in reports)
+    everything = [reward for _, rewards in reports for reward in rewards]
+    assert found["low"] <= min(everything)
+    assert found["low"] + REWARD_BINS * found["width"] >= max(everything) * (1 - 1e-6) - 1e-6
+    assert found["step"] == sorted({step // found["stride"] * found["stride"] for step, _ in reports})
+    assert len(found["step"]) <= REWARD_ROWS
