@@ -153,7 +153,7 @@ class SampleGallery:
         return True
 
     def awaits_losses(self, owner: str, source: str) -> bool:
-        """Returns whether a loss of a model may contain stored sequences whose trainer's values are unknown."""
+        """Returns whether stored sequences of a model lack the trainer's values."""
         return (owner, source) in self._untrained
 
     def note_losses(self, owner: str, source: str, found: Mapping[bytes, npt.NDArray[np.float32]]) -> None:

@@ -223,7 +223,7 @@ class SystemHistory:
         self.newest: dict[str, Any] = {"at": 0.0, "values": {}}
 
     def add(self, at: float, values: Mapping[str, float]) -> None:
-        """Records figures by name at a time in seconds since the epoch. Of too many names, the oldest is dropped."""
+        """Records named figures at a time in seconds since the epoch. Of too many names, the oldest is dropped."""
         number = int(at // self._period_s)
         for series in self._series.values():
             for passed in range(max(self._newest + 1, number - self._columns + 1), number + 1):

@@ -2,6 +2,7 @@ import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
 import { chart, spark } from "./charts.js";
 import { isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
 import { showAlerts } from "./alerts.js";
+import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
 import { beginSystem, setTip, showSystem } from "./system.js";
 import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
@@ -44,6 +45,7 @@ const stateOf = (model) => (isDead ? "unknown" : model.state);
 const nameOfSource = (one) => nameOfId(one.source) + (isAdmin() ? ` · ${ownerName(one.owner)}` : "");
 setNames(nameOfId);
 setTip(tip);
+beginRewards(tip);
 const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
@@ -88,7 +90,7 @@ async function loadCurves() {
   fetching = true;
   try {
     const found = await get(`live/curves/${encodeURIComponent(id)}?points=300`);
-    if (id === selected) { curves = found; showRun(); }
+    if (id === selected) { curves = found; showRun(); showRewards(found.rewards); }
   } catch (error) {
     if (error instanceof Refused && error.status === 401) askKey(error.message);
   } finally {
