@@ -190,8 +190,8 @@ class RewardHistogram:
         low, high = min(rewards), max(rewards)
         if not self._width:
             span = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else max(1.0, abs(low))
-            self._low, self._width = low, span / REWARD_BINS
-        while low < self._low or high > self._low + REWARD_BINS * self._width * (1 + 1e-9):
+            self._low, self._width = low, span / REWARD_BINS * (1 + 1e-6)  # the highest is within the last bin
+        while low < self._low or high >= self._low + REWARD_BINS * self._width:
             is_below = low < self._low
             self._low -= is_below * REWARD_BINS * self._width
             room = (REWARD_BINS // 2, 0) if is_below else (0, REWARD_BINS // 2)

@@ -115,9 +115,8 @@ function sequence(one) {
   const sum = one.logprobs.reduce((total, value) => total + (value ?? 0), 0);
   const words = [one.is_cut ? `${count(one.ids.length)}+ tokens` : many(one.ids.length, "token"), one.stop === "length" ? "cut by max_tokens" : null].filter(Boolean).join(", ");
   return make("div", { class: "one" },
-    make("div", { class: one.texts ? "tokens" : "tokens ids" }, tokens),
-    make("div", { class: "figures-small" }, one.reward !== null ? make("b", {}, `reward ${short(one.reward)}`) : null, words, make("br"), `log p ${short(sum)}`),
-    one.trained.length ? strip(one) : null);
+    make("div", {}, make("div", { class: one.texts ? "tokens" : "tokens ids" }, tokens), one.trained.length ? strip(one) : null),
+    make("div", { class: "figures-small" }, one.reward !== null ? make("b", {}, `reward ${short(one.reward)}`) : null, words, make("br"), `log p ${short(sum)}`));
 }
 
 function render(found) {
