@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 import fsspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -231,6 +232,22 @@ class GatewaySettings(ServiceSettings):
         " storage fails for 5 minutes, its model with the most bytes cannot be restored before its next point.",
     )
     max_sessions: int = Field(10_000, gt=0, description="Open sessions of all owners, shared like max_pending.")
+    alerts_webhook: str = Field(
+        "", description="URL to which the beginning and end of each alert are posted as JSON; treat it as a secret."
+    )
+    alerts_kl: float = Field(0.5, ge=0, description="KL in nats per token above which an alert begins; 0 for none.")
+    alerts_gone_s: float = Field(
+        30.0, ge=0, description="Seconds without an answer of a service until an alert; 0 for none."
+    )
+    alerts_disk_share: float = Field(
+        0.95, ge=0, le=1, description="Used share of a local volume above which an alert begins; 0 for none."
+    )
+    alerts_durable_lag_s: float = Field(
+        300.0, ge=0, description="Age in seconds of a change without a durable point until an alert; 0 for none."
+    )
+    alerts_slot_wait_s: float = Field(
+        120.0, ge=0, description="Seconds of requests waiting for an adapter's slot until an alert; 0 for none."
+    )
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether LoRA models created over REST also adapt the vision tower.")
     sdk_flags: dict[str, bool | int | str] = Field(
@@ -252,6 +269,14 @@ class GatewaySettings(ServiceSettings):
             raise ValueError("the model has neither --trainer nor --sampler; set at least one of them")
         if "," in value or value.startswith("["):
             raise ValueError(f"{value!r} names several trainers; a base model has one: give one host:port")
+        return value
+
+    @field_validator("alerts_webhook")
+    @classmethod
+    def _is_web_address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and not (parts.scheme in ("http", "https") and parts.hostname):
+            raise ValueError("it must be a URL such as https://hooks.example.org/fovea, or empty")
         return value
 
     @field_validator("default_limits")

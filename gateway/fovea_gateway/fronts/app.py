@@ -31,7 +31,9 @@ from fovea_gateway.fronts.grpc_interceptors import (
 )
 from fovea_gateway.fronts.rest_app import build_api
 from fovea_gateway.http.connections import Connection, Connections
+from fovea_gateway.live.alerts import LOOK_S as ALERTS_S
 from fovea_gateway.live.live_state import TICK_S
+from fovea_gateway.live.live_view import SYSTEM_S
 from fovea_gateway.sessions.sessions import Session
 from fovea_gateway.settings import GatewaySettings
 
@@ -86,6 +88,9 @@ class Upkeep:
         background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
         background.start(repeat(components.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
         background.start(repeat(components.live_state.tick, TICK_S, "watching for the page"), "page")
+        background.start(repeat(components.alerts.tick, ALERTS_S, "looking for alerts"), "alerts")
+        background.start(components.alerts.webhook.run(), "webhook")
+        background.start(repeat(components.live_view.record, SYSTEM_S, "recording the services' figures"), "system")
         background.start(self._check_storage(), "storage")
         background.start(
             repeat(

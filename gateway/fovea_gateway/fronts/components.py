@@ -16,6 +16,7 @@ from fovea_gateway.checkpoints.exports import Exports, LinkSigner
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.health import Health
+from fovea_gateway.live.alerts import Alerts, Bounds, Webhook
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
@@ -139,8 +140,14 @@ class Components:
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints, self.uploads)
+        bounds = Bounds(
+            settings.alerts_kl, settings.alerts_gone_s, settings.alerts_disk_share, settings.alerts_durable_lag_s,
+            settings.alerts_slot_wait_s, settings.retry_deadline_s,
+        )  # fmt: skip
+        webhook = Webhook(settings.alerts_webhook)
+        self.alerts = Alerts(self.models, self.base_models, bounds, settings.private_folders, webhook)
         self.live_state = LiveState(
-            self.activity, self.database, self.models, self.sampling, self.base_models
+            self.activity, self.database, self.models, self.sampling, self.base_models, self.alerts
         )  # fmt: skip
         self.live_view = LiveView(self.live_state, self.futures, self.base_models, self.database)
 

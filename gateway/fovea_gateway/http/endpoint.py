@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
-_PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/pictures/{digest}")
+_PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/system", "live/pictures/{digest}")
 _UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
 """Requests that clients repeat automatically and never give up; no rate limit counts them."""
 _CLIENT_GONE = "CLIENT_GONE"

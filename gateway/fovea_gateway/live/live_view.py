@@ -17,9 +17,9 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, models, sessions
 from fovea_gateway.http.endpoint import iso_time
 from fovea_gateway.live.live_state import LiveState
-from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
-from fovea_gateway.live.step_curves import StepCurves
-from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
+from fovea_gateway.live.step_curves import StepCurves, SystemHistory
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels, token_texts
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import PushTimes
 from fovea_gateway.sessions.futures import Futures
@@ -32,9 +32,13 @@ _SPARK_POINTS = 40
 _DRAWN = 1024
 _ROWS_S = 2.0
 _SECTION_S = 0.9
+SYSTEM_S = 10.0
+"""Seconds between two figures of the services."""
 _SPARKS = ("reward", "loss_per_token", "loss_sum")
+_TOKENS = ("trained", "sampled")
 
 Section = dict[str, Any]
+Info = trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse
 
 
 class LiveView:
@@ -54,6 +58,8 @@ class LiveView:
         # For each model: its curves, their version, and the section that was made from that version.
         self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
         self.closing = asyncio.Event()
+        self.history = SystemHistory(SYSTEM_S)
+        self._counted: tuple[float, Counter[str], dict[str, tuple[int, float]]] = time.monotonic(), Counter(), {}
 
     def close(self) -> None:
         """Ends all streams, because the process is about to end. The page reconnects to the next process."""
@@ -71,6 +77,8 @@ class LiveView:
             "models": {row["id"]: await self._model(row, queue["of_model"].get(row["id"], 0)) for row in rows},
             "queue": {name: value for name, value in queue.items() if name != "of_model"},
             "services": self._services(is_admin=owner is None),
+            "alerts": self.state.alerts.shown(owner),
+            **({"system": self.history.newest} if owner is None else {}),
             "errors": {"errors": [_shown_error(name, error) for name, error in self.state.errors(owner)]},
             "samples": {"version": self.state.gallery.version, "sources": self._sources(owner)},
             "checkpoints": {"version": saved},
@@ -84,7 +92,9 @@ class LiveView:
         await self._check_model(owner, model_id)
         curves = await self.state.curves(model_id)
         shown = {name: curves.points(name, most) for name in curves.names}
-        return {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+        found = {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+        rewards = self.state.rewards.get(model_id)
+        return found | ({"rewards": rewards.points()} if rewards is not None else {})
 
     async def _check_model(self, owner: str | None, model_id: str) -> Model:
         model = await self._database.read(lambda connection: get_model(connection, model_id))
@@ -94,12 +104,19 @@ class LiveView:
 
     def samples(self, owner: str, source: str, step: int | None) -> Section:
         """Returns the groups of a step, with token texts if a tokenizer is available. Blocks: it may read a file."""
-        groups = self.state.gallery.groups(owner, source, step)
+        return self.shown(owner, source, self.state.gallery.groups(owner, source, step))
+
+    def shown(self, owner: str, source: str, groups: Sequence[Group]) -> Section:
+        """Returns groups of a source with token texts. Blocks."""
         return {"owner": owner, "source": source, "groups": [self._group(group) for group in groups]}
 
+    def tokenizer_of(self, base_model: str) -> str:
+        """Returns the tokenizer of a base model; empty if it is no longer served."""
+        base = self._base_models.find(base_model)
+        return base.tokenizer_id if base else ""
+
     def _group(self, group: Group) -> Section:
-        base = self._base_models.find(group.base_model)
-        tokenizer = base.tokenizer_id if base else ""
+        tokenizer = self.tokenizer_of(group.base_model)
 
         def piece(one: Any) -> Section:
             if isinstance(one, Picture):
@@ -114,6 +131,7 @@ class LiveView:
                 "ids": ids,
                 "texts": token_texts(tokenizer, ids),
                 "logprobs": [round(value, 4) if math.isfinite(value) else None for value in logprobs],
+                "trained": [round(value, 4) if math.isfinite(value) else None for value in one.trained.tolist()],
                 "stop": one.stop,
                 "is_cut": one.is_cut,
                 "reward": one.reward,
@@ -192,6 +210,40 @@ class LiveView:
                 rows[alike]["tokens"] += submission.token_count
         return {"total": kinds.total(), "kinds": dict(kinds), "rows": list(rows.values()), "of_model": of_model}
 
+    async def record(self) -> None:
+        """Adds the present figures of the services to the history. A name is `figure|label`."""
+        now, (then, tokens, pushes) = time.monotonic(), self._counted
+        states = Counter(
+            "waiting" if one.progress.begun_at is None else "running" for one in self._futures.unfinished()
+        )
+        values = {f"queue|{state}": float(states[state]) for state in ("waiting", "running")}
+        values["lag|durable points"] = max(self.state.alerts.durable_lags().values(), default=0.0)
+        counts = self.state.token_counts
+        values |= {f"tokens|{kind}": (counts[kind] - tokens[kind]) / max(now - then, 1e-3) for kind in _TOKENS}
+        times = {base.name: base.snapshots.push_times for base in self._base_models}
+        for base in self._base_models:
+            values |= self._figures(base)
+            count, total_s = pushes.get(base.name, (0, 0.0))
+            if (new := times[base.name].count - count) > 0:
+                values[f"push|{base.name}"] = (times[base.name].total_s - total_s) / new
+        self._counted = now, counts.copy(), {name: (each.count, each.total_s) for name, each in times.items()}
+        self.history.add(time.time(), values)
+
+    def _figures(self, base: BaseModel) -> dict[str, float]:
+        """Returns the used memory of the services of a base model in bytes, and their share at work."""
+        samplers, found = base.samplers.members, dict[str, float]()
+        infos: dict[str, Info | None] = {
+            f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up
+        }
+        if base.trainer is not None and base.trainer.up and (info := base.trainer.info):
+            infos[f"trainer of {base.name}"] = info
+            found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, info.world_size)
+        if samplers:
+            devices = sum(sampler.device_count for sampler in samplers)
+            found[f"busy|samplers of {base.name}"] = self.state.busy(base.name, False, devices)
+        known = {name: info for name, info in infos.items() if info is not None and info.memory_total_bytes}
+        return found | {f"{one.memory_kind}_memory|{name}": float(one.memory_used_bytes) for name, one in known.items()}
+
     def _services(self, is_admin: bool) -> Section:
         shown = [self._base_model(base, is_admin) for base in self._base_models]
         return {"base_models": shown, "pushes": _pushes([base.snapshots.push_times for base in self._base_models])}
@@ -251,7 +303,7 @@ def _sampler(sampler: Sampler) -> Section:
     }
 
 
-def _memory(info: trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse | None) -> Section | None:
+def _memory(info: Info | None) -> Section | None:
     """Returns the memory, rounded to 100 MB, so that small changes cause no new event."""
     if info is None or not info.memory_total_bytes:
         return None

@@ -1,8 +1,15 @@
-"""The served base models. Maps the name of each to its renderers, samplers, snapshots and trainer."""
+"""The served base models. Maps the name of each to its renderers, samplers, snapshots and trainer.
+
+Texts of tokens come from a tokenizer file on this machine, if there is one; nothing is downloaded.
+"""
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
 
 from fovea.api.v1.weights_pb2 import LoraConfig
 from fovea.wire.errors import InvalidInput, NotFound
@@ -11,8 +18,12 @@ from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler, Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots
 
+logger = logging.getLogger(__name__)
+
 _CHECK_S = 60.0
 """Deadline for a trainer to read the header of an adapter from storage, in seconds."""
+_TOKENIZER_FILE = "tokenizer.json"
+_CHARACTER_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -120,3 +131,62 @@ class BaseModels:
 
 def _listed(models: "BaseModels | list[BaseModel]") -> str:
     return " or ".join(repr(model.name) for model in models)
+
+
+def whole_text(tokenizer: str, ids: Sequence[int]) -> str | None:
+    """Returns the text of tokens together, as `token_texts` does of each. Blocks."""
+    found = _load_tokenizer(tokenizer)
+    return None if found is None else found.decode(ids, skip_special_tokens=False)
+
+
+class _Tokenizer(Protocol):
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+def token_texts(tokenizer: str, ids: Sequence[int]) -> list[str] | None:
+    """Returns the text of each token, from a tokenizer file on this machine; None if there is none. Blocks.
+
+    If a character consists of several tokens, its last token has the text and the others are empty.
+
+    Args:
+        tokenizer: A directory, or the name of a hub repository in this machine's cache.
+    """
+    found = _load_tokenizer(tokenizer)
+    return None if found is None else list(_decoded(found, ids))
+
+
+def _decoded(tokenizer: _Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    pending: list[int] = []
+    for token in ids:
+        pending.append(token)
+        text = tokenizer.decode(pending, skip_special_tokens=False)
+        if text.endswith("\ufffd") and len(pending) < _CHARACTER_TOKENS:
+            yield ""
+        else:
+            yield text
+            pending = []
+
+
+@lru_cache(maxsize=8)
+def _load_tokenizer(tokenizer: str) -> _Tokenizer | None:
+    try:
+        from tokenizers import Tokenizer
+
+        path = Path(tokenizer) / _TOKENIZER_FILE
+        if not path.is_file():
+            path = _cached_file(tokenizer)
+        loaded: Any = Tokenizer.from_file(str(path))
+        found: _Tokenizer = loaded
+        return found
+    except Exception as error:  # The library raises plain exceptions.
+        logger.info("token ids are shown without texts: found no tokenizer of %s (%s)", tokenizer, error)
+        return None
+
+
+def _cached_file(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, _TOKENIZER_FILE)
+    if not isinstance(found, str):
+        raise FileNotFoundError(f"{_TOKENIZER_FILE} of {name} is not in the cache")
+    return Path(found)

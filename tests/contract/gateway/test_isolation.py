@@ -137,6 +137,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "/page/{file}"): Answer(OPEN, own=404, other=404),  # no such file
     ("GET", "live/curves/{run}"): Answer(READ),
     ("GET", "live/samples"): Answer(READ, other=200),
+    ("GET", "live/system"): Answer(ADMIN, other=403),
     ("GET", "live/pictures/{digest}"): Answer(READ),
     ("POST", "live/reports"): Answer(TRAIN, body="report"),
     ("POST", "sessions/{session_id}/finish"): Answer(READ, body="sessions/sess-none/finish"),

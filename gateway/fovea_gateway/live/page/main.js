@@ -1,7 +1,10 @@
 import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
 import { chart, spark } from "./charts.js";
 import { isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
+import { showAlerts } from "./alerts.js";
+import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
+import { beginSystem, setTip, showSystem } from "./system.js";
 import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
 
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
@@ -41,6 +44,8 @@ const runOf = (path) => path.replace("tinker://", "").split("/")[0];
 const stateOf = (model) => (isDead ? "unknown" : model.state);
 const nameOfSource = (one) => nameOfId(one.source) + (isAdmin() ? ` · ${ownerName(one.owner)}` : "");
 setNames(nameOfId);
+setTip(tip);
+beginRewards(tip);
 const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
@@ -85,7 +90,7 @@ async function loadCurves() {
   fetching = true;
   try {
     const found = await get(`live/curves/${encodeURIComponent(id)}?points=300`);
-    if (id === selected) { curves = found; showRun(); }
+    if (id === selected) { curves = found; showRun(); showRewards(found.rewards); }
   } catch (error) {
     if (error instanceof Refused && error.status === 401) askKey(error.message);
   } finally {
@@ -135,6 +140,7 @@ function showRun() {
 function take(name, told) {
   if (name === "caller") {
     setCaller(told);
+    beginSystem();
     $("caller").textContent = `${ownerName(told.owner)} · ${told.scope}`;
     $("wrong").textContent = ""; $("ask").hidden = true; $("app").hidden = false; $("forget").hidden = false;
     loadUsage(true);
@@ -155,7 +161,7 @@ function take(name, told) {
 
 function render() {
   drawing = false;
-  const { models: changed, queue, services, errors, samples, checkpoints } = pending;
+  const { models: changed, queue, services, errors, samples, checkpoints, alerts, system } = pending;
   pending = {};
   if (changed) {
     const latest = new Map(changed.map((model) => [model.id, model]));
@@ -169,6 +175,8 @@ function render() {
   if (errors) showErrors(errors);
   if (samples) { samplesTold = samples; takeSamples(samples, nameOfSource); if (selected) prefer(selected); }
   if (checkpoints) loadCheckpoints();
+  if (alerts) showAlerts(alerts);
+  if (system) showSystem(system);
   loadUsage();
 }
 

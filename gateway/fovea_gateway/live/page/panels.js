@@ -9,6 +9,7 @@ const confirming = new Set();  // paths of checkpoints for which "Delete" has be
 
 export function setCaller(told) { caller = told; }
 export function setNames(name) { nameOfId = name; }
+export const nameOf = (id) => nameOfId(id);
 // The settings may give a key without an owner; its owner's name is then made of the key's hash.
 export function ownerName(owner) {
   const nameless = /^key-([0-9a-f]{6})[0-9a-f]{6}$/.exec(owner);
