@@ -13,6 +13,7 @@ from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import FoveaError
 from fovea_gateway.access.api_keys import PUBLISHED, GivenKey, parse_given
+from fovea_gateway.access.oidc import OidcSettings
 from fovea_gateway.access.owners import LIMITS, Owner
 
 _LIMITS_BEYOND_LOOPBACK = {"max_requests_per_s": 500.0, "max_tokens_in_flight": 16e6, "max_stored_bytes": 500e9}
@@ -36,7 +37,7 @@ class BaseModelSettings(BaseModel):
         return self.tokenizer or self.model
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(OidcSettings, ServiceSettings):
     """Fovea's gateway: Tinker's REST API and a gRPC API, in front of renderer, samplers and trainer."""
 
     model_config = SettingsConfigDict(env_prefix="FOVEA_GATEWAY_", cli_prog_name="python -m fovea_gateway")

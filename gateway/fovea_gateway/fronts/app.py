@@ -73,6 +73,7 @@ class Upkeep:
         await components.keys.load()
         await components.owners.read()
         await components.link_signer.open()
+        await components.sign_ins.open()
         await components.base_models.start()
         await self._restore()
         await components.kept_rows.sweep()

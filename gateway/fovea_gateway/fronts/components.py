@@ -9,7 +9,9 @@ from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.audit_log import AuditLog
 from fovea_gateway.access.fair_queue import FairQueue
 from fovea_gateway.access.kept_rows import KeptRows
+from fovea_gateway.access.oidc import OidcProvider
 from fovea_gateway.access.owners import Owners, Quota
+from fovea_gateway.access.sign_ins import SignIns
 from fovea_gateway.checkpoints.checkpoint import Storage
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.exports import Exports, LinkSigner
@@ -83,7 +85,12 @@ class Components:
         max_pending = Quota("max_pending", settings.max_pending, "unfinished requests")
         max_sessions = Quota("max_sessions", settings.max_sessions, "open sessions")
         self.database = Database(settings.store_url, on_superseded)
-        self.keys = KeyRing(self.database, settings.given_keys, settings.host, settings.allowed_host)
+        self.keys = KeyRing(
+            self.database, settings.given_keys, settings.host, settings.allowed_host,
+            lambda token: self.sign_ins.key_id_of(token),
+        )  # fmt: skip
+        provider = OidcProvider(settings) if settings.oidc_issuer else None
+        self.sign_ins = SignIns(self.database, self.keys, provider, settings.oidc_session_s)
         self.owners = Owners(self.database, settings.owner_limits)
         self._clock = clock = ExpiryClock()
         self.audit = AuditLog(self.database, settings.row_room_bytes // 4, clock)

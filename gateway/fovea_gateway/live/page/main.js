@@ -5,7 +5,7 @@ import { showAlerts } from "./alerts.js";
 import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
 import { beginSystem, setTip, showSystem } from "./system.js";
-import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
+import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, post, setKey } from "./stream.js";
 
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
 const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", held_out_reward: "Held-out reward", held_out_loss: "Held-out loss per token",
@@ -223,7 +223,16 @@ async function connect() {
   }
 }
 
+let isSignedIn = false;
 async function begin() {
+  const { sign_in } = await get("auth/methods").catch(() => ({}));
+  $("sign-in").hidden = !sign_in;
+  if (!hasKey() && sign_in) {
+    try { await get("auth/apikey/me"); } catch (error) { if (error instanceof Refused) return askKey(); }
+    isSignedIn = true;
+    $("forget").textContent = "Sign out";
+    return connect();
+  }
   if (!hasKey() && isLoopback) {
     setKey(PUBLISHED);
     try { await get("auth/apikey/me"); } catch (error) { if (error instanceof Refused) return askKey(); }
@@ -243,7 +252,12 @@ $("ask").addEventListener("submit", async (event) => {
     askKey(error instanceof Refused ? error.message : "the gateway does not answer; try again");
   }
 });
-$("forget").addEventListener("click", () => askKey());
+$("forget").addEventListener("click", async () => {
+  if (isSignedIn) await post("auth/logout").catch(() => {});
+  isSignedIn = false;
+  $("forget").textContent = "Change key";
+  askKey();
+});
 
 let resized = null;
 function fit() {
