@@ -195,7 +195,7 @@ def check_memory(models: Sequence[ServedModel]) -> None:
 
     Counts the weights in float32 plus the minimum memory of the processes.
     """
-    trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus)]
+    trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus) for _ in each.trainer_devices]
     samplers = [each for each in models for devices in each.sampler_devices if not any(devices)]
     weight_bytes = 4 * sum(each.parameter_count for each in (*trainers, *samplers))
     if not (trainers or samplers):

@@ -73,8 +73,12 @@ _AlsoTrain = Annotated[
 _Host = Annotated[str, typer.Option(help="Address on which the gateway listens.")]
 _Port = Annotated[int, typer.Option(help="REST port of the gateway; 0 picks a free port.")]
 _GrpcPort = Annotated[int, typer.Option(help="gRPC port of the gateway; 0 picks a free port.")]
+_Trainers = Annotated[
+    int, typer.Option(min=1, help="Number of trainers, which share the models and divide the trainer GPUs equally.")
+]
 _Ranks = Annotated[
-    int | None, typer.Option(min=1, help="Number of trainer processes. Default: one per trainer GPU, or 2 on the CPU.")
+    int | None,
+    typer.Option(min=1, help="Number of processes of each trainer. Default: one per trainer GPU, or 2 on the CPU."),
 ]
 _ApiKeys = Annotated[
     list[str] | None,
@@ -113,6 +117,7 @@ def up(
     model_name: _ModelName = None,
     gpus: _Gpus = "auto",
     samplers: _Samplers = None,
+    trainers: _Trainers = 1,
     setting: _Setting = None,
     also_sample: _AlsoSample = None,
     also_train: _AlsoTrain = None,
@@ -154,6 +159,7 @@ def up(
             ready_timeout_s=ready_timeout_s,
             drain_s=drain_s,
             log_level=log_level,
+            trainer_count=trainers,
         )
         _check_place(state_dir, host, port, grpc_port)
         layout = _choose_gpus(options, gpus, trainer_gpus, sampler_gpus, samplers, ranks)
@@ -163,8 +169,7 @@ def up(
         raise typer.Exit(print_error(f"fovea up: {error}", MISUSED)) from None
     console = Console()
     console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
-    if not model:
-        options = _with_tiny_model(options, model_name, console)
+    options = options if model else _with_tiny_model(options, model_name, console)
     _prepare_access(options, tls_dir, own_tls)
     raise typer.Exit(asyncio.run(Supervisor(options, console).run()))
 
@@ -196,15 +201,29 @@ def _choose_gpus(
 
 
 def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | None) -> UpOptions:
-    """Returns the options with the chosen devices, and by default with one trainer process per device."""
+    """Returns the options with the chosen devices, and by default with one trainer process per device. Raises
+    StartRefused.
+    """
+    gpu_count = len(tuple(filter(None, layout.trainer)))
+    _check_trainers(options, gpu_count)
     return replace(
         options,
-        ranks=ranks or len(tuple(filter(None, layout.trainer))) or CPU_RANKS,
+        ranks=ranks or gpu_count // options.trainer_count or CPU_RANKS,
         trainer_gpus=layout.trainer,
         sampler_gpus=layout.samplers,
         sampler_count=layout.sampler_count,
         suggestions=layout.suggestions,
     )
+
+
+def _check_trainers(options: UpOptions, gpu_count: int) -> None:
+    count, given = options.trainer_count, os.environ | {each.variable: each.value for each in options.settings}
+    if gpu_count % count:
+        fix = "set --trainer-gpus to a multiple"
+        raise StartRefused("--trainers", f"{count} trainers cannot divide {gpu_count} trainer GPUs equally; {fix}")
+    if count > 1 and given.get("FOVEA_TRAINER_RECOVERY") == "":
+        fix = "set trainer.recovery to a folder, or leave it out"
+        raise StartRefused("--trainers", f"{count} trainers need shared recovery data; {fix}")
 
 
 def _check_services(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None:

@@ -71,9 +71,12 @@ class TrainerClient(ServiceClient):
         response: trainer_pb2.ParkModelResponse = await self._unary(self._stub.ParkModel, request, timeout_s)
         return response
 
-    async def delete_model(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        """Deletes a model from memory."""
-        await self._unary(self._stub.DeleteModel, trainer_pb2.DeleteModelRequest(model_id=model_id), timeout_s)
+    async def delete_model(
+        self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S, *, keeps_recovery: bool = False
+    ) -> None:
+        """Deletes a model from memory and, unless `keeps_recovery`, from recovery storage."""
+        request = trainer_pb2.DeleteModelRequest(model_id=model_id, keeps_recovery=keeps_recovery)
+        await self._unary(self._stub.DeleteModel, request, timeout_s)
 
     async def forward_backward(
         self,

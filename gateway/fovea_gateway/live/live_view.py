@@ -20,6 +20,7 @@ from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
 from fovea_gateway.live.step_curves import StepCurves, SystemHistory
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels, token_texts
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import PushTimes
 from fovea_gateway.sessions.futures import Futures
@@ -175,7 +176,12 @@ class LiveView:
                 "resumed": curves.resumed and {"path": curves.resumed[0], "step": curves.resumed[1]},
             }
             known = self._drawn[row["id"]] = curves, curves.version, drawn
-        return row | known[2] | {"unfinished": unfinished}
+        base = self._base_models.find(row["base_model"])
+        links = base.trainers.links if base is not None else []
+        held = [number for number, link in enumerate(links, 1) if link.instance_id == row["trainer_instance"]]
+        shown = {name: value for name, value in row.items() if name != "trainer_instance"}
+        trainer = held[0] if held and len(links) > 1 else None
+        return shown | known[2] | {"unfinished": unfinished, "trainer": trainer}
 
     def _queue(self, owner: str | None) -> Section:
         """Returns the unfinished requests. Each row joins those of one model and kind; `reason` is the oldest one's."""
@@ -253,19 +259,11 @@ class LiveView:
             state = {"up": peer.up, "starting": not peer.has_been_up}
             return state | {"address": peer.address} if is_admin else state
 
-        trainer = base.trainer
-        shown: Section = {"name": base.name, "trainer": None}
-        if trainer is not None:
-            info = trainer.info
-            shown["trainer"] = address(trainer) | {
-                "ranks": info.world_size if info else 0,
-                "models": len(info.model_ids) if info else 0,
-                "dtype": info.dtype if info else "",
-                "version": info.version if info else "",
-                "keeps_recovery": bool(info and info.keeps_recovery),
-                "busy": round(self.state.busy(base.name, True, info.world_size if info else 1), 3),
-                "memory": _memory(info),
-            }
+        trainers = base.trainers.links
+        ranks = sum(trainer.info.world_size for trainer in trainers if trainer.info)
+        shown: Section = {"name": base.name}
+        shown["trainer_busy"] = round(self.state.busy(base.name, True, ranks), 3)
+        shown["trainers"] = [address(trainer) | _trainer(trainer) for trainer in trainers]
         samplers = base.samplers.members
         devices = sum(sampler.device_count for sampler in samplers)
         shown["sampler_busy"] = round(self.state.busy(base.name, False, devices), 3)
@@ -285,6 +283,19 @@ def _pushes(times: Sequence[PushTimes]) -> Section:
         "count": count,
         "mean_s": round(total_s / count, 3) if count else None,
         "last_s": None if last_s is None else round(last_s, 3),
+    }
+
+
+def _trainer(trainer: TrainerLink) -> Section:
+    info = trainer.info
+    return {
+        "draining": trainer.is_draining,
+        "ranks": info.world_size if info else 0,
+        "models": len(info.model_ids) if info else 0,
+        "dtype": info.dtype if info else "",
+        "version": info.version if info else "",
+        "keeps_recovery": bool(info and info.keeps_recovery),
+        "memory": _memory(info),
     }
 
 
@@ -340,6 +351,7 @@ def _row(row: Any) -> Section:
         "metadata": {name: str(value) for name, value in (row["user_metadata"] or {}).items()},
         "state": "parked" if row["parked_at"] is not None and row["state"] == "ready" else row["state"],
         "state_reason": row["state_reason"],
+        "trainer_instance": row["trainer_instance"] or None,
         "rank": weights_pb2.LoraConfig.FromString(row["lora"]).rank,
         "created": iso_time(row["created_at"]),
         "used_at": round(row["last_request_at"], 1),

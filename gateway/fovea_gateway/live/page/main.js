@@ -111,7 +111,7 @@ function figure(value, name) { return make("div", { class: "figure" }, make("b",
 function showRun() {
   const run = $("run"), model = models.get(selected);
   if (!model) { curvesOf = ""; return run.replaceChildren(...introduction()); }
-  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, isAdmin() ? `of ${ownerName(model.owner)}` : null];
+  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, model.trainer ? `in trainer ${model.trainer}` : null, isAdmin() ? `of ${ownerName(model.owner)}` : null];
   const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${stateOf(model)}` }, stateOf(model)),
     model.resumed ? make("span", { class: "state", title: model.resumed.path }, `resumed at step ${count(model.resumed.step)} of ${nameOfId(runOf(model.resumed.path))}`) : null,
     make("span", { class: "id mono" }, model.id)), make("p", { class: "note head-note" }, facts.filter(Boolean).join(" · "), model.state_reason ? ` · ${model.state_reason}` : "")];

@@ -63,7 +63,7 @@ def test_further_models_have_services_of_their_own_behind_one_gateway() -> None:
     arguments = specs["gateway"].arguments
     told = json.loads(arguments[arguments.index("--further-models") + 1])
     assert [(each["model_name"], each["model"]) for each in told] == [("org/teacher 2", "t"), ("other", "o")]
-    assert (told[0]["trainer"], told[1]["trainer"]) == ("", specs["trainer-other"].address)
+    assert (told[0]["trainer"], told[1]["trainer"]) == ([], [specs["trainer-other"].address])
     assert told[0]["sampler"] == [specs["sampler-org_teacher_2"].address]
     assert specs["sampler-org_teacher_2"].environment["CUDA_VISIBLE_DEVICES"] == "3"
     assert specs["sampler-other"].starts_after == "trainer-other"
@@ -78,6 +78,18 @@ def test_devices_are_visible_to_their_service_alone() -> None:
     assert specs["sampler"].environment["CUDA_VISIBLE_DEVICES"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in specs["gateway"].environment
     assert "--transfer" not in specs["sampler"].arguments
+
+
+def test_several_trainers_divide_the_gpus_and_share_the_recovery_data() -> None:
+    options = replace(OPTIONS, trainer_gpus=("0", "1", "2", "3"), sampler_gpus=("4",), trainer_count=2)
+    specs = {s.name: s for s in service_specs(options)}
+    assert [specs[name].environment["CUDA_VISIBLE_DEVICES"] for name in ("trainer", "trainer2")] == ["0,1", "2,3"]
+    first, second = (specs[name].arguments for name in ("trainer", "trainer2"))
+    assert first[first.index("--recovery") + 1] == second[second.index("--recovery") + 1]
+    gateway = specs["gateway"].arguments
+    told = json.loads(gateway[gateway.index("--trainer") + 1])
+    assert told == [specs["trainer"].address, specs["trainer2"].address]
+    assert specs["trainer2"].kind == "trainer"
 
 
 @pytest.mark.parametrize(
