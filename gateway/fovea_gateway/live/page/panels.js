@@ -16,6 +16,7 @@ export function ownerName(owner) {
   return owner === caller.owner ? (hasPublishedKey() ? "tml-local" : "you") : `unnamed key ${nameless[1]}`;
 }
 export const isAdmin = () => caller.scope === "admin";
+export const canTrain = (owner) => ["train", "admin"].includes(caller.scope) && owner === caller.owner;
 
 export function showQueue(queue) {
   $("queue-count").textContent = queue.total ? `${count(queue.total)} unfinished` : "";
