@@ -44,6 +44,7 @@ _EVENTS_AT_ONCE: dict[str, tuple[str, ...]] = {
     "session_create": ("POST create_session", "CreateSession"),
     "session_finish": ("POST sessions/{session_id}/finish", "FinishSession"),
     "project_assign": ("PUT sessions/{session_id}/project",),
+    "run_label_set": ("PUT live/runs/{run}",),
     "checkpoint_delete": (f"DELETE {_CHECKPOINT}", f"DELETE {_UNTYPED}"),
     "checkpoint_ttl_set": (f"PUT {_CHECKPOINT}/ttl", f"PUT {_UNTYPED}/ttl"),
     "checkpoint_publish": (f"POST {_CHECKPOINT}/publish", f"POST {_UNTYPED}/publish"),

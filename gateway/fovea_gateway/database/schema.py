@@ -66,6 +66,17 @@ live_curves = sa.Table(
     sa.Column("curves", sa.LargeBinary, nullable=False),
 )
 
+# Names, notes and tags that people give to runs on the live page.
+run_labels = sa.Table(
+    "run_labels",
+    metadata,
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("notes", sa.Text, nullable=False),
+    sa.Column("tags", sa.JSON, nullable=False),
+)
+
 usage = sa.Table(
     "usage",
     metadata,

@@ -144,6 +144,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "live/system"): Answer(ADMIN, other=403),
     ("GET", "live/pictures/{digest}"): Answer(READ),
     ("POST", "live/reports"): Answer(TRAIN, body="report"),
+    ("PUT", "live/runs/{run}"): Answer(TRAIN, body="label"),
     ("POST", "sessions/{session_id}/finish"): Answer(READ, body="sessions/sess-none/finish"),
 }  # fmt: skip
 """In an order in which each finds what it names."""
@@ -259,6 +260,7 @@ def _request(world: World, method: str, path: str, body: str) -> dict[str, Any]:
         "response": {"model": world.values["model"], "input": "hi"},
         "project": {"project_id": "p"},
         "message": {"model": world.values["model"], "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]},
+        "label": {"name": "n", "notes": "a", "tags": ["t"]},
         "report": {"model_id": world.made.model_id, "metrics": {"reward": 0.5}},
     }
     return {"method": method, "url": url, "json": ours.get(body) or (world.made.of(body) if body else {})}

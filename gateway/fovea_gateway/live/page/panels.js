@@ -17,6 +17,7 @@ export function ownerName(owner) {
   return owner === caller.owner ? (hasPublishedKey() ? "tml-local" : "you") : `unnamed key ${nameless[1]}`;
 }
 export const isAdmin = () => caller.scope === "admin";
+export const canTrain = (owner) => ["train", "admin"].includes(caller.scope) && owner === caller.owner;
 
 export function showQueue(queue) {
   $("queue-count").textContent = queue.total ? `${count(queue.total)} unfinished` : "";
@@ -55,7 +56,7 @@ export function showServices(told) {
   $("services").replaceChildren(...told.base_models.map((base) => {
     const rows = [];
     base.trainers.forEach((trainer, index) => rows.push(service(base.trainers.length > 1 ? `Trainer ${index + 1}` : "Trainer", trainer, base.trainer_busy, `${Math.round(100 * base.trainer_busy)} %`,
-      [index ? null : "at work in the last minute", trainer.draining ? "draining" : null, many(trainer.models, "model"), many(trainer.ranks, "rank"), trainer.dtype, memory(trainer.memory), trainer.address]));
+      [index ? null : "at work in the last minute", trainer.draining ? "draining" : null, many(trainer.models, "model"), many(trainer.ranks, "rank"), trainer.dtype, memory(trainer.memory), trainer.address])));
     base.samplers.forEach((one, index) => rows.push(service(base.samplers.length > 1 ? `Sampler ${index + 1}` : "Sampler", one, base.sampler_busy, `${Math.round(100 * base.sampler_busy)} %`,
       [index ? null : "at work in the last minute", `${one.inside} inside`, one.waiting ? `${one.waiting} wait` : null, `${many(one.adapters, "adapter")} held`, one.waiting_for_slot ? `${one.waiting_for_slot} wait for an adapter's slot` : null, one.dtype, memory(one.memory), one.address])));
     if (!base.samplers.length) rows.push(make("div", { class: "soft small" }, "No sampler: this model is trained, not sampled."));

@@ -23,6 +23,7 @@ async function ask(path, options = {}) {
 export const get = async (path) => (await ask(path)).json();
 export const remove = (path) => ask(path, { method: "DELETE" });
 export const post = (path) => ask(path, { method: "POST" });
+export const put = async (path, body) => (await ask(path, { method: "PUT", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } })).json();
 export const blob = async (path) => (await ask(path)).blob();
 
 // Calls `take(event, data)` until the stream ends; throws Refused, or the errors of fetch.
