@@ -14,6 +14,11 @@ def _trainers(release: Release) -> dict[str, Object]:
     return {pod["metadata"]["name"]: pod for pod in release.get("pods", "trainer")}
 
 
+def _names(release: Release) -> list[str]:
+    """Pods of two nodes."""
+    return [f"{release.fullname}-trainers-{suffix}" for suffix in ("0", "0-1")]
+
+
 def _uids(release: Release) -> set[str]:
     return {pod["metadata"]["uid"] for pod in _trainers(release).values()}
 
@@ -36,7 +41,7 @@ def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> No
     """Two pods that know each other. One is deleted, and both are replaced; an upgrade replaces both, too."""
     release = Release(cluster, namespace, "vision", (*_SMALL, *_GROUP))
     release.install()
-    leader, worker = f"{release.fullname}-trainer-0", f"{release.fullname}-trainer-0-1"
+    leader, worker = _names(release)
     wait_for("both pods run", lambda: _running(release) == {leader, worker})
     pods = _trainers(release)
     for index, name in enumerate((leader, worker)):
@@ -45,7 +50,7 @@ def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> No
         names = _environment(pods[name])
         assert names.index("LWS_LEADER_ADDRESS") < names.index("FOVEA_TRAINER_MASTER_ADDR"), "it refers to it"
     address = {item["name"]: item.get("value") for item in pods[worker]["spec"]["containers"][0]["env"]}
-    assert address["LWS_LEADER_ADDRESS"] == f"{leader}.{release.fullname}-trainer.{namespace}"
+    assert address["LWS_LEADER_ADDRESS"] == f"{leader}.{release.fullname}-trainers.{namespace}"
 
     def renewed() -> bool:
         return _running(release) == {leader, worker} and not _uids(release) & before
@@ -60,13 +65,13 @@ def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> No
 
 
 def test_one_host_becomes_two_and_back(cluster: Cluster, namespace: str) -> None:
-    """A StatefulSet makes way for a LeaderWorkerSet, whose leader has the name of its pod, and returns."""
+    """A StatefulSet makes way for a LeaderWorkerSet, and returns."""
     release = Release(cluster, namespace, "vision", _SMALL)
     release.install()
     single = {f"{release.fullname}-trainer-0"}
     assert _running(release) == single
     release.upgrade(*_GROUP)
-    wait_for("two pods", lambda: _running(release) == {*single, f"{release.fullname}-trainer-0-1"})
+    wait_for("two pods", lambda: _running(release) == {*_names(release)})
     release.upgrade("--set", "trainer.nodes=1")
     wait_for("one pod", lambda: _running(release) == single)
     release.uninstall()

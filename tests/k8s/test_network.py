@@ -29,8 +29,8 @@ _COMPONENTS = {
     "renderer": "renderer",
     "sampler": "sampler",
     "sampler-1": "sampler",
-    "trainer": "trainer",
-    "trainer-worker": "trainer",
+    "trainer": "trainers",
+    "trainer-worker": "trainers",
 }
 """Pods of the release, and how the name of the workload ends whose pods they are."""
 

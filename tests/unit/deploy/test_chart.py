@@ -189,18 +189,18 @@ def test_mounts_have_volumes(manifests: list[Manifest]) -> None:
 
 def test_two_nodes_meet_at_the_leader_of_their_group(chart: Chart) -> None:
     manifests = chart.manifests("--values", chart.values_file("two-nodes"))
-    group = of_kind(manifests, "LeaderWorkerSet")["fovea-trainer"]["spec"]
+    group = of_kind(manifests, "LeaderWorkerSet")["fovea-trainers"]["spec"]
     assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (1, 2)
     assert group["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
     assert "leaderTemplate" not in group["leaderWorkerTemplate"], "all nodes run the same pod"
-    only = container(pods(manifests)["fovea-trainer"])
+    only = container(pods(manifests)["fovea-trainers"])
     assert "command" not in only
     variables = {item["name"].removeprefix("FOVEA_TRAINER_"): item for item in only["env"]}
     assert variables["NODES"]["value"] == "2"
     assert variables["MASTER_ADDR"]["value"] == "$(LWS_LEADER_ADDRESS).svc"
     assert "sigs.k8s.io/worker-index" in variables["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
     gateway = {item["name"]: item.get("value") for item in container(pods(manifests)["fovea-gateway"])["env"]}
-    assert gateway["FOVEA_GATEWAY_TRAINER"] == "fovea-trainer-0.fovea-trainer.ml.svc:50053"
+    assert gateway["FOVEA_GATEWAY_TRAINER"] == "fovea-trainers-0.fovea-trainers.ml.svc:50053"
     assert of_kind(manifests, "Service")["fovea-trainer"]["spec"]["publishNotReadyAddresses"] is True
 
 

@@ -33,9 +33,9 @@ def test_a_queue_holds_back_single_pods_one_by_one(chart: Chart) -> None:
 
 def test_a_queue_admits_a_group_of_pods_as_a_whole(chart: Chart) -> None:
     found = chart.manifests("--set", "kueue.queue=gpus,trainer.nodes=4")
-    group = of_kind(found, "LeaderWorkerSet")["fovea-trainer"]
+    group = of_kind(found, "LeaderWorkerSet")["fovea-trainers"]
     assert group["metadata"]["labels"][_QUEUE] == "gpus"
-    assert _QUEUE not in _labels(pods(found)["fovea-trainer"])
+    assert _QUEUE not in _labels(pods(found)["fovea-trainers"])
 
 
 @pytest.mark.parametrize("kind", ["LeaderWorkerSet", "ResourceClaimTemplate"])
