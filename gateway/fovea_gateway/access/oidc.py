@@ -45,8 +45,8 @@ class OidcSettings(BaseModel):
 
     oidc_issuer: str = Field(
         "",
-        description="URL of an OpenID Connect provider through which people sign in to the live page, and whose ID"
-        " tokens the SDK exchanges; empty turns both off.",
+        description="URL of an OpenID Connect provider. People sign in to the live page through it, and the SDK"
+        " exchanges its ID tokens. Empty turns both off.",
     )
     oidc_client_id: str = Field("", description="Client id of the gateway at the provider.")
     oidc_client_secret: str = Field(
@@ -55,7 +55,7 @@ class OidcSettings(BaseModel):
     )
     oidc_client_secret_file: Path | None = Field(None, description="A file with that secret.")
     oidc_audience: list[str] = Field(
-        [], description="Client ids, besides oidc_client_id, whose ID tokens the SDK may exchange."
+        [], description="The SDK may exchange ID tokens of these client ids, besides those of oidc_client_id."
     )
     oidc_owner_claim: str = Field(
         "email",
@@ -65,7 +65,7 @@ class OidcSettings(BaseModel):
     oidc_groups_claim: str = Field("groups", description="Claim with a person's groups.")
     oidc_roles: dict[str, str] = Field(
         {},
-        description='Scope of each group, as JSON such as {"ml-admins": "admin", "*": "read"}; * means everybody. The'
+        description='Scope of each group, as JSON such as {"ml-admins": "admin", "*": "read"}; * means all people. The'
         " highest one applies, and a person without any is refused.",
     )
     oidc_public_url: str = Field(

@@ -173,8 +173,10 @@ class Components:
         pool = TrainerPool(self.models)
         batches = Batches(self.futures, renderers, self.custom_losses, self.recordings, pool.find_trainer)
         pool.sides += [self._build_side(name, link, pool, batches, settings) for link in trainers.links]
-        finders = (pool.find_trainer, pool.check_snapshots) if trainers else (None, None)
-        snapshots = Snapshots(self.database, name, trainers.links, *finders, settings.push_timeout_s)
+        snapshots = Snapshots(
+            self.database, name, trainers.links, pool.find_trainer if trainers else None,
+            pool.check_snapshots if trainers else None, settings.push_timeout_s,
+        )  # fmt: skip
         samplers = Samplers(
             found("sampler", own.sampler), settings.sampler_concurrency,
             snapshots.put_resident, snapshots.catch_up, snapshots.is_lost,

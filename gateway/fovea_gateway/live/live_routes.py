@@ -267,9 +267,9 @@ class LiveRoutes:
         """Stores the name, the notes and the tags that people give to a model of the caller."""
         model = await self._models.get(owner, request.path_params["run"])
         body = await parse_json(request, Label, await read(request))
-        found = {"name": body.name.strip(), "notes": body.notes.strip(), "tags": list(dict.fromkeys(body.tags))}
-        await self._view.put_label(model, **found)
-        return Json({"model_id": model.model_id} | found)
+        name, notes, tags = body.name.strip(), body.notes.strip(), list(dict.fromkeys(body.tags))
+        await self._view.put_label(model, name, notes, tags)
+        return Json({"model_id": model.model_id, "name": name, "notes": notes, "tags": tags})
 
     async def _stream(self, caller: Caller, key: str | None) -> AsyncGenerator[str]:
         sent: dict[str, Any] = {}
@@ -303,14 +303,15 @@ def _wanted(request: Request) -> Wanted | None:
     query = request.query_params
     if not any(name in query for name in Wanted._fields):
         return None
-    found = Wanted(query.get("text", "")[:_MOST_SEARCHED])
-    for name in ("least_reward", "most_reward"):
-        if name in query:
-            found = found._replace(**{name: _reward_of(query[name], name)})
-    for name in ("first_step", "last_step"):
-        if name in query:
-            found = found._replace(**{name: count_of(request, name, 0)})
-    return found
+
+    def reward(name: str) -> float | None:
+        return _reward_of(query[name], name) if name in query else None
+
+    def step(name: str) -> int | None:
+        return count_of(request, name, 0) if name in query else None
+
+    text = query.get("text", "")[:_MOST_SEARCHED]
+    return Wanted(text, reward("least_reward"), reward("most_reward"), step("first_step"), step("last_step"))
 
 
 def _reward_of(given: str, field: str) -> float:

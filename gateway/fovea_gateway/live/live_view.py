@@ -171,13 +171,12 @@ class LiveView:
 
     async def _read_rows(self, owner: str | None) -> tuple[list[Section], str, Section]:
         now = time.monotonic()
-        at, *found = self._rows.get(owner, (-math.inf, [], "", {}))
-        if now - at >= _ROWS_S:
-            found = list(await self._database.read(lambda connection: read_rows(connection, owner)))
+        known = self._rows.get(owner)
+        if known is None or now - known[0] >= _ROWS_S:
+            found = await self._database.read(lambda connection: read_rows(connection, owner))
             self._rows = {name: kept for name, kept in self._rows.items() if now - kept[0] < _ROWS_S}
-            self._rows[owner] = (now, *found)
-        rows, saved, labels = found
-        return rows, saved, labels
+            known = self._rows[owner] = (now, *found)
+        return known[1:]
 
     async def _model(self, row: Section, unfinished: int) -> Section:
         curves = await self.state.curves(row["id"])
@@ -253,13 +252,15 @@ class LiveView:
 
     def _figures(self, base: BaseModel) -> dict[str, float]:
         """Returns the used memory of the services of a base model in bytes, and their share at work."""
-        samplers, found = base.samplers.members, dict[str, float]()
+        samplers, links, found = base.samplers.members, base.trainers.links, dict[str, float]()
         infos: dict[str, Info | None] = {
             f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up
         }
-        if base.trainer is not None and base.trainer.up and (info := base.trainer.info):
-            infos[f"trainer of {base.name}"] = info
-            found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, info.world_size)
+        for number, link in enumerate(links, 1):
+            if link.up:
+                infos[f"trainer {number} of {base.name}" if len(links) > 1 else f"trainer of {base.name}"] = link.info
+        if ranks := sum(link.info.world_size for link in base.trainers.up if link.info):
+            found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, ranks)
         if samplers:
             devices = sum(sampler.device_count for sampler in samplers)
             found[f"busy|samplers of {base.name}"] = self.state.busy(base.name, False, devices)
