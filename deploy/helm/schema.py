@@ -182,7 +182,7 @@ def values() -> Schema:
             "renderer", start=10, replicas=at_least(1), workers=at_least(1, 256), autoscaling=scaling, **spread
         ),
         sampler=component("sampler", start=60, replicas=at_least(0), autoscaling=by_tokens, **shared),
-        trainer=component("trainer", start=60, nodes=at_least(1), **shared),
+        trainer=component("trainer", start=60, replicas=at_least(1), nodes=at_least(1), **shared),
         networkPolicy=closed(
             enabled=BOOLEAN,
             clients=reference("peers"),

@@ -35,18 +35,15 @@ class Adapter:
         self.tokens = 0
         self.asked: set[tuple[str, str]] = set()
 
-    def answer(self, url: str) -> dict[str, Any]:
-        """Answers a request of the API server."""
+    def answer(self, url: str) -> dict[str, Any] | None:
+        """Answers a request of the API server; None if there is nothing at the URL."""
         head = {"apiVersion": f"{_GROUP}/{_VERSION}"}
-        _, _, *rest = urlsplit(url).path.strip("/").split("/")
-        if len(rest) < 4:
-            return {
-                "kind": "APIResourceList",
-                "apiVersion": "v1",
-                "groupVersion": f"{_GROUP}/{_VERSION}",
-                "resources": [],
-            }
-        _, _, namespace, metric = rest
+        below = urlsplit(url).path.removeprefix(f"/apis/{_GROUP}/{_VERSION}").strip("/")
+        if not below:
+            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": head["apiVersion"], "resources": []}
+        if not below.startswith("namespaces/"):
+            return None
+        _, namespace, metric = below.split("/")
         self.asked.add((namespace, parse_qs(urlsplit(url).query)["labelSelector"][0]))
         value = {
             "metricName": metric, "metricLabels": {}, "timestamp": "2026-11-29T00:00:00Z", "value": str(self.tokens),
@@ -68,8 +65,9 @@ def _served(adapter: Adapter, folder: Path) -> Iterator[int]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(adapter.answer(self.path)).encode()
-            self.send_response(200)
+            answer = adapter.answer(self.path)
+            body = json.dumps(answer).encode()
+            self.send_response(404 if answer is None else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

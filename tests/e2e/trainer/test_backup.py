@@ -44,7 +44,7 @@ class Site:
         gateway = Process(self._stand)
         try:
             async with await trainer.ready():
-                where = {"checkpoint_dir": self.folder / "checkpoints", "database_url": self._url}
+                where: dict[str, Any] = {"checkpoint_dir": self.folder / "checkpoints", "database_url": self._url}
                 process = await gateway.start(trainer=trainer.address, **where)
             async with gateway.http() as http:
                 yield Rest(http)

@@ -38,6 +38,17 @@ def test_a_queue_admits_a_group_of_pods_as_a_whole(chart: Chart) -> None:
     assert _QUEUE not in _labels(pods(found)["fovea-trainers"])
 
 
+@pytest.mark.parametrize(("nodes", "name"), [(1, "fovea-trainer"), (2, "fovea-trainers")])
+def test_several_trainers_have_an_address_each(chart: Chart, nodes: int, name: str) -> None:
+    found = chart.manifests("--set", f"trainer.replicas=2,trainer.nodes={nodes}")
+    kind = "StatefulSet" if nodes == 1 else "LeaderWorkerSet"
+    assert of_kind(found, kind)[name]["spec"]["replicas"] == 2
+    (gateway,) = pods(found)["fovea-gateway"]["spec"]["containers"]
+    variables = {item["name"]: item.get("value") for item in gateway["env"]}
+    addresses = [f"{name}-{index}.{name}.ml.svc:50053" for index in range(2)]
+    assert variables["FOVEA_GATEWAY_TRAINER"] == ",".join(addresses)
+
+
 @pytest.mark.parametrize("kind", ["LeaderWorkerSet", "ResourceClaimTemplate"])
 def test_one_host_needs_no_controller_of_others(chart: Chart, kind: str) -> None:
     for values in (), ("--values", chart.values_file("eight-gpus")):
