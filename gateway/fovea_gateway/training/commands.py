@@ -72,19 +72,16 @@ class CommandRunner:
     async def free(self, model: Model) -> None:
         """Makes the trainer free a model that has ended."""
         try:
-            await self._side_of(model).link.client.delete_model(model.model_id)
+            await self._pool.side_of(model).link.client.delete_model(model.model_id)
         except FoveaError as error:
             logger.warning("the trainer could not free model %s: %s", model.model_id, error)
 
     async def run(self, pending: Pending) -> None:
         """Runs a command, then stores its outcome and the new state of its model in one transaction. Never raises."""
         model = await self._models.load(pending.submission.scope)
-        self._pool.running.add(model.model_id)
-        try:
+        with self._pool.running(model):
             done, outcome = await run_to_outcome(pending, self._attempt(model, pending))
             await self._end(model, pending, done, outcome)
-        finally:
-            self._pool.running.discard(model.model_id)
 
     async def refuse(self, pending: Pending, error: FoveaError | None) -> None:
         """Fails a command that can no longer run because it came too late or because its session has ended."""
@@ -99,9 +96,6 @@ class CommandRunner:
         if model.failed_seq_id is None:
             model.failed_seq_id, model.failed_reason = first, f"requests {first} to {last} never arrived"
 
-    def _side_of(self, model: Model) -> TrainerSide:
-        return self._pool.homes.get(model.model_id) or self._pool.side_of(model)
-
     async def _attempt(self, model: Model, pending: Pending) -> Done:
         submission = pending.submission
         is_afresh = submission.kind is Kind.FORWARD_BACKWARD and _begin_afresh(model, submission)
@@ -110,7 +104,7 @@ class CommandRunner:
         if submission.kind is not Kind.CREATE_MODEL:
             await self._models.check_ready(model)
         while True:
-            side = self._side_of(model)
+            side = self._pool.side_of(model)
             try:
                 return await self._attempt_at(side, model, pending, is_afresh)
             except HandedOver:
@@ -158,7 +152,7 @@ class CommandRunner:
         _note_end(model, submission, outcome.error)
         effects = [
             *done.effects,
-            *self._journal.record(self._side_of(model).link, model, pending, done, outcome.error, is_first),
+            *self._journal.record(self._pool.side_of(model).link, model, pending, done, outcome.error, is_first),
         ]
         if submission.kind in BATCH_KINDS:
             self._batches.drop(pending)

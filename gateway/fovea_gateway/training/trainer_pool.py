@@ -7,6 +7,7 @@ has its newest durable point, and the journal has the later commands. Each train
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import sqlalchemy as sa
@@ -45,18 +46,13 @@ class TrainerSide:
 
 
 class TrainerPool:
-    """The trainers of one base model. Add at least one side before use.
-
-    Attributes:
-        homes: The side of each model that has one.
-        running: The models of which a command runs or is being stored. Sweeps do not move them.
-    """
+    """The trainers of one base model, and the home of each model among them. Add at least one side before use."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self.sides: list[TrainerSide] = []
-        self.homes: dict[str, TrainerSide] = {}
-        self.running: set[str] = set()
+        self._homes: dict[str, TrainerSide] = {}
+        self._running: set[str] = set()
         self._refused_by: dict[str, set[str]] = {}
 
     @property
@@ -71,9 +67,9 @@ class TrainerPool:
 
     def side_of(self, model: Model) -> TrainerSide:
         """Returns the home of a model. A model without one gets the trainer that holds it, or the best one."""
-        side = self.homes.get(model.model_id)
+        side = self._homes.get(model.model_id)
         if side is None:
-            side = self.homes[model.model_id] = self._holder(model) or self._place(model)
+            side = self._homes[model.model_id] = self._holder(model) or self._place(model)
         return side
 
     def find_trainer(self, model_id: str) -> TrainerLink:
@@ -87,7 +83,7 @@ class TrainerPool:
 
     def is_home(self, model: Model, link: TrainerLink) -> bool:
         """Returns whether a model belongs to a trainer and may be restored there while no command asks for it."""
-        return self.side_of(model).link is link and not (self.is_plural and model.model_id in self.running)
+        return self.side_of(model).link is link and not (self.is_plural and model.model_id in self._running)
 
     def leaves(self, model: Model, link: TrainerLink) -> bool:
         """Returns whether a model should continue in another trainer than this one."""
@@ -104,11 +100,11 @@ class TrainerPool:
 
     def move(self, model: Model, side: TrainerSide) -> None:
         """Gives a model another home than `side`. Does nothing if it has one already."""
-        if self.homes.get(model.model_id, side) is side:
+        if self._homes.get(model.model_id, side) is side:
             chosen = self._holder(model)
             if chosen is None or chosen is side or not chosen.link.up:
                 chosen = self._place(model, but=side)
-            self.homes[model.model_id] = chosen
+            self._homes[model.model_id] = chosen
             logger.info("model %s moves from %s to %s", model.model_id, side.link.address, chosen.link.address)
 
     def try_elsewhere(self, model: Model, side: TrainerSide) -> bool:
@@ -123,6 +119,15 @@ class TrainerPool:
         del self._refused_by[model.model_id]
         return False
 
+    @contextmanager
+    def running(self, model: Model) -> Iterator[None]:
+        """Keeps sweeps from moving a model until its command has ended and is stored."""
+        self._running.add(model.model_id)
+        try:
+            yield
+        finally:
+            self._running.discard(model.model_id)
+
     def drain(self, addresses: Iterable[str]) -> None:
         """Marks exactly these trainers as draining."""
         chosen = set(addresses)
@@ -133,11 +138,11 @@ class TrainerPool:
         """Moves idle models from trainers that are draining or lost, frees copies that a lost trainer still holds, and
         restores models.
         """
-        for model_id, side in list(self.homes.items()):
+        for model_id, side in list(self._homes.items()):
             model = self._models.find(model_id)
             if model is None or model.state not in _PLACED:
-                self.homes.pop(model_id, None)
-            elif model_id not in self.running and self.leaves(model, side.link):
+                self._homes.pop(model_id, None)
+            elif model_id not in self._running and self.leaves(model, side.link):
                 await self._move_idle(model, side)
         for side in self.sides:
             if self.is_plural and side.link.up and side.link.info is not None:
@@ -163,7 +168,7 @@ class TrainerPool:
         """Drops the records of ended models from memory."""
         ended = list(model_ids)
         for model_id in ended:
-            self.homes.pop(model_id, None)
+            self._homes.pop(model_id, None)
             self._refused_by.pop(model_id, None)
         for side in self.sides:
             side.residency.forget(ended)
@@ -180,13 +185,13 @@ class TrainerPool:
             except FoveaError as error:
                 logger.warning("model %s cannot leave trainer %s yet: %s", model.model_id, side.link.address, error)
                 return
-        if model.model_id not in self.running and self._models.find(model.model_id) is model:
+        if model.model_id not in self._running and self._models.find(model.model_id) is model:
             self.move(model, side)
 
     async def _free_copies(self, side: TrainerSide, held: Iterable[str]) -> None:
         """Makes a trainer that came back free its copies of models that continue elsewhere."""
         for model_id in held:
-            model, home = self._models.find(model_id), self.homes.get(model_id)
+            model, home = self._models.find(model_id), self._homes.get(model_id)
             instance = model.trainer_instance if model is not None else ""
             if model is not None and home not in (None, side) and instance not in ("", side.link.instance_id):
                 await side.residency.free_copy(model)
@@ -220,13 +225,13 @@ class TrainerPool:
 
     def _placed(self, side: TrainerSide) -> list[Model]:
         """Returns the models with this home that are in the trainer or on their way; not the parked ones."""
-        found = (self._models.find(model_id) for model_id, home in self.homes.items() if home is side)
+        found = (self._models.find(model_id) for model_id, home in self._homes.items() if home is side)
         return [
             model
             for model in found
             if model is not None
             and model.state in _PLACED
-            and (model.trainer_instance or model.model_id in self.running)
+            and (model.trainer_instance or model.model_id in self._running)
         ]
 
     def _bytes(self, model: Model) -> float:
