@@ -1,8 +1,8 @@
 """Builds the binaries of a cluster with Go, from the modules pinned in go.mod next to this file and checked by go.sum.
 
 A real node needs further modules, which are pinned in `runtime/` and `network/`; the checker of the alert rules is
-pinned in `rules/`, the controllers of LeaderWorkerSets and of Kueue in `groups/` and `queue/`. In a single go.mod they
-would change each other's dependencies and those of Kubernetes.
+pinned in `rules/`, the controllers of LeaderWorkerSets and of Kueue in `groups/` and `queue/`, and Dex, an OpenID
+Connect provider, in `issuer/`. In a single go.mod they would change each other's dependencies and those of Kubernetes.
 """
 
 import json
@@ -20,6 +20,7 @@ NETWORK = _MODULE / "network"
 RULES = _MODULE / "rules"
 GROUPS = _MODULE / "groups"
 QUEUE = _MODULE / "queue"
+ISSUER = _MODULE / "issuer"
 FOLDER = Path(os.environ.get("FOVEA_K8S_HOME") or cache_directory() / "k8s").expanduser()
 BIN = FOLDER / "bin"
 PACKAGES: Mapping[str, str] = {
@@ -61,6 +62,8 @@ CONTROLLER_PACKAGES: Mapping[Path, Mapping[str, str]] = {
 """Controllers that the chart can use, by the module that pins them. Each has a chart, which `CHARTS` holds."""
 
 CHARTS = FOLDER / "charts"
+ISSUER_PACKAGES: Mapping[str, str] = {"dex": "github.com/dexidp/dex/cmd/dex"}
+"""The same for the module in `issuer/`."""
 
 _MODULES = {
     _MODULE: PACKAGES,
@@ -68,6 +71,7 @@ _MODULES = {
     NETWORK: NETWORK_PACKAGES,
     RULES: RULES_PACKAGES,
     **CONTROLLER_PACKAGES,
+    ISSUER: ISSUER_PACKAGES,
 }
 NAMES = tuple(name for packages in _MODULES.values() for name in packages)
 """All binaries."""

@@ -6,6 +6,8 @@ from pathlib import Path
 import deploy.cluster
 from deploy.cluster.tools import (
     CONTROLLER_PACKAGES,
+    ISSUER,
+    ISSUER_PACKAGES,
     NETWORK,
     NETWORK_PACKAGES,
     PACKAGES,
@@ -27,6 +29,7 @@ def test_every_tool_is_pinned() -> None:
     assert _tools((RULES / "go.mod").read_text()) == set(RULES_PACKAGES.values())
     for module, packages in CONTROLLER_PACKAGES.items():
         assert _tools((module / "go.mod").read_text()) == set(packages.values())
+    assert _tools((ISSUER / "go.mod").read_text()) == set(ISSUER_PACKAGES.values())
     assert (RUNTIME / Path(_OWN).name / "main.go").exists()
 
 

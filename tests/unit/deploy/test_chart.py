@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.helm.schema import SETTINGS
-from fovea.runtime.secret import VARIABLE
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.runtime.settings import TRACE_VARIABLE, ServiceSettings
 from fovea_sampler.settings import SamplerSettings
 from tests.unit.deploy.chart import GOLDEN, VALUE_SETS, Chart, Manifest, of_kind, pods
@@ -73,8 +73,8 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
             item["name"]: item["value"] if "value" in item else _injected(item["valueFrom"]) for item in service["env"]
         }
         ours = {name for name in variables if name.startswith("FOVEA_")}
-        assert VARIABLE in ours
-        assert ours - {TRACE_VARIABLE, VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
+        assert SECRET_VARIABLE in ours
+        assert ours - {TRACE_VARIABLE, SECRET_VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
         with monkeypatch.context() as patch:
             for name in ours:
                 patch.setenv(name, variables[name])
@@ -237,7 +237,7 @@ def test_a_service_secret_is_made_unless_one_is_given(chart: Chart) -> None:
     manifests = chart.manifests("--set", "serviceSecret.secret=mine")
     assert "service-secret" not in {name.removeprefix("fovea-") for name in of_kind(manifests, "Secret")}
     for pod in pods(manifests).values():
-        (given,) = [item["valueFrom"] for item in container(pod)["env"] if item["name"] == VARIABLE]
+        (given,) = [item["valueFrom"] for item in container(pod)["env"] if item["name"] == SECRET_VARIABLE]
         assert given == {"secretKeyRef": {"name": "mine", "key": "service-secret"}}
 
 
