@@ -2,6 +2,7 @@ import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
 import { chart, spark } from "./charts.js";
 import { isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
 import { showAlerts } from "./alerts.js";
+import { chatWith, loadChatModels } from "./playground.js";
 import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
 import { beginSystem, setTip, showSystem } from "./system.js";
@@ -174,7 +175,7 @@ function render() {
   if (services) showServices(services);
   if (errors) showErrors(errors);
   if (samples) { samplesTold = samples; takeSamples(samples, nameOfSource); if (selected) prefer(selected); }
-  if (checkpoints) loadCheckpoints();
+  if (checkpoints) { loadCheckpoints(); loadChatModels(); }
   if (alerts) showAlerts(alerts);
   if (system) showSystem(system);
   loadUsage();
@@ -243,6 +244,7 @@ $("ask").addEventListener("submit", async (event) => {
     askKey(error instanceof Refused ? error.message : "the gateway does not answer; try again");
   }
 });
+document.addEventListener("chat", (event) => chatWith(event.detail));
 $("forget").addEventListener("click", () => askKey());
 
 let resized = null;
