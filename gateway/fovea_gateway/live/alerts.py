@@ -182,14 +182,14 @@ class Alerts:
         model = self._models.find(model_id)
         if model is None or not self._is_trained(model_id):
             return None
-        trainer = self._base_models.get(model.base_model).trainer
+        trainer = self._base_models.get(model.base_model).trainers.holder(model.trainer_instance)
         info = trainer.info if trainer is not None else None
         return info.durable_seq_ids.get(model_id, 0) if info is not None and info.keeps_recovery else None
 
     def _of_services(self, base: BaseModel) -> dict[Key, Cause]:
         bounds, found = self._bounds, dict[Key, Cause]()
         services: dict[str, Sequence[Peer] | None] = {
-            "trainer": [base.trainer] if base.trainer is not None else None,
+            "trainer": base.trainers.links or None,
             "sampler": base.samplers.members if base.is_sampled else None,
             "renderer": base.renderers.members,
         }

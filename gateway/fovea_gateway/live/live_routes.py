@@ -5,10 +5,13 @@ The page itself contains no data of any owner. Its user enters a key, which the 
 
 import asyncio
 import hashlib
+import json
 import math
 import time
+import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,9 +25,9 @@ from starlette.routing import Route
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound
 from fovea_gateway.access.api_keys import CALLER, Caller, Scope
 from fovea_gateway.access.owners import Quota
-from fovea_gateway.http.endpoint import Endpoints, Json, check_query, compress, count_of, key_of
+from fovea_gateway.http.endpoint import Endpoints, Json, accepted_encoding, check_query, compress, count_of, key_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
-from fovea_gateway.live.live_view import LiveView, to_text
+from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
 from fovea_gateway.live.step_curves import LARGEST
 from fovea_gateway.replicas.base_models import whole_text
@@ -45,6 +48,8 @@ PERIOD_S = 1.0
 """The shortest time between two events of one section, in seconds."""
 _ALIVE_S = 15.0
 _STREAMS = 512
+_GZIP_LEVEL = 3
+_GZIP_FORMAT = 31  # zlib's number for a gzip header and the largest window
 _POINTS = 300
 _MOST_POINTS = 1024
 _MOST_HOURS = 24
@@ -55,6 +60,10 @@ _SEARCHED_TOKENS = 400_000
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.\-/@ ]+$")]
 Text = Annotated[str, Field(max_length=4096)]
+_LINE = r"^[^\x00-\x1f\x7f]*$"
+_PRINTED = r"^[^\x00-\x08\x0b-\x1f\x7f]*$"
+_TAG = r"^[^\x00-\x20,\x7f]+$"
+"""A tag has no spaces and no commas, so that people can type several."""
 
 
 def _drawable(value: float) -> float:
@@ -111,6 +120,16 @@ class Wanted(NamedTuple):
         return kept, sum(map(len, ids))
 
 
+class Label(Body):
+    """The body of PUT live/runs/{run}: what people call a run, replacing what they called it before."""
+
+    name: Annotated[str, Field(max_length=120, pattern=_LINE)] = ""
+    notes: Annotated[str, Field(max_length=2000, pattern=_PRINTED)] = ""
+    tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=40, pattern=_TAG)]], Field(max_length=16)] = (
+        Field([])
+    )
+
+
 class LiveRoutes:
     """Handlers of the page.
 
@@ -140,6 +159,7 @@ class LiveRoutes:
             endpoints.route("GET", "live/samples", self.samples, Scope.READ),
             endpoints.route("GET", "live/pictures/{digest}", self.picture, Scope.READ),
             endpoints.route("POST", "live/reports", self.report, Scope.TRAIN),
+            endpoints.route("PUT", "live/runs/{run}", self.label, Scope.TRAIN),
         ]
 
     async def page(self, request: Request) -> Response:
@@ -162,14 +182,20 @@ class LiveRoutes:
         check_query(request)
         with self._streams.holding(owner) as use:
             use.take(1)  # Raises if there are too many streams. A running stream counts itself.
-        stream = self._stream(CALLER.get(), key_of(request))
-        return StreamingResponse(stream, media_type="text/event-stream", headers=_EVENT_HEADERS)
+        stream, headers = self._stream(CALLER.get(), key_of(request)), dict(_EVENT_HEADERS)
+        if accepted_encoding(request.headers.get("accept-encoding", "").replace("zstd", "")) is None:
+            return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+        headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+        return StreamingResponse(_gzipped(stream), media_type="text/event-stream", headers=headers)
 
     async def curves(self, request: Request, owner: str) -> Response:
-        """Returns the curves of a model, with at most `points` points each."""
-        check_query(request, "points")
+        """Returns the curves of a model with at most `points` points; `name`, `first` and `last` select some."""
+        check_query(request, "points", "name", "first", "last")
+        query = request.query_params
         most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
-        found = await self._view.curves(_visible_owner(CALLER.get()), request.path_params["run"], most)
+        steps = count_of(request, "first", 0), count_of(request, "last", 0) if "last" in query else None
+        owner_seen, run = _visible_owner(CALLER.get()), request.path_params["run"]
+        found = await self._view.curves(owner_seen, run, most, set(query.getlist("name")), steps)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
     async def system(self, request: Request, owner: str) -> Response:
@@ -237,7 +263,15 @@ class LiveRoutes:
         kept = [state.gallery.judge(owner, one.sequence_id, one.reward, one.truth) for one in body.samples]
         return Json({"step": step, "samples_kept": sum(kept)})
 
-    async def _stream(self, caller: Caller, key: str | None) -> AsyncIterator[str]:
+    async def label(self, request: Request, owner: str) -> Response:
+        """Stores the name, the notes and the tags that people give to a model of the caller."""
+        model = await self._models.get(owner, request.path_params["run"])
+        body = await parse_json(request, Label, await read(request))
+        name, notes, tags = body.name.strip(), body.notes.strip(), list(dict.fromkeys(body.tags))
+        await self._view.put_label(model, name, notes, tags)
+        return Json({"model_id": model.model_id, "name": name, "notes": notes, "tags": tags})
+
+    async def _stream(self, caller: Caller, key: str | None) -> AsyncGenerator[str]:
         sent: dict[str, Any] = {}
         said_at = time.monotonic()
         with self._streams.holding(caller.owner) as use:
@@ -269,14 +303,15 @@ def _wanted(request: Request) -> Wanted | None:
     query = request.query_params
     if not any(name in query for name in Wanted._fields):
         return None
-    found = Wanted(query.get("text", "")[:_MOST_SEARCHED])
-    for name in ("least_reward", "most_reward"):
-        if name in query:
-            found = found._replace(**{name: _reward_of(query[name], name)})
-    for name in ("first_step", "last_step"):
-        if name in query:
-            found = found._replace(**{name: count_of(request, name, 0)})
-    return found
+
+    def reward(name: str) -> float | None:
+        return _reward_of(query[name], name) if name in query else None
+
+    def step(name: str) -> int | None:
+        return count_of(request, name, 0) if name in query else None
+
+    text = query.get("text", "")[:_MOST_SEARCHED]
+    return Wanted(text, reward("least_reward"), reward("most_reward"), step("first_step"), step("last_step"))
 
 
 def _reward_of(given: str, field: str) -> float:
@@ -284,6 +319,14 @@ def _reward_of(given: str, field: str) -> float:
         return float(given)
     except ValueError:
         raise InvalidInput(f"{field} is {given[:40]!r}; it must be a number", field=field) from None
+
+
+async def _gzipped(texts: AsyncGenerator[str]) -> AsyncIterator[bytes]:
+    """Compresses a stream. Each text can be decompressed at once."""
+    compressor = zlib.compressobj(_GZIP_LEVEL, wbits=_GZIP_FORMAT)
+    async with aclosing(texts):
+        async for text in texts:
+            yield compressor.compress(text.encode()) + compressor.flush(zlib.Z_SYNC_FLUSH)
 
 
 def _changes(sections: dict[str, Any], sent: dict[str, Any]) -> list[str]:
@@ -331,3 +374,20 @@ def _file_response(request: Request, name: str) -> Response:
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(data, media_type=_TYPES[Path(name).suffix], headers=headers)
+
+
+def to_text(section: Any) -> str:
+    """Returns JSON that browsers can parse. A number that is not finite becomes null, so it cannot end a stream."""
+    try:
+        return json.dumps(section, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(section), separators=(",", ":"), allow_nan=False)
+
+
+def _without_nan(section: Any) -> Any:
+    """Returns a copy of JSON values with None in place of numbers that are not finite."""
+    if isinstance(section, dict):
+        return {name: _without_nan(value) for name, value in section.items()}
+    if isinstance(section, list | tuple):
+        return [_without_nan(value) for value in section]
+    return None if isinstance(section, float) and not math.isfinite(section) else section

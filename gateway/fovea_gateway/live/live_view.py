@@ -1,11 +1,10 @@
 """The sections of the live page for one owner or for all. A section is sent again when it has changed."""
 
 import asyncio
-import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,19 +13,21 @@ from cachetools import LRUCache
 from fovea.api.v1 import sampler_pb2, trainer_pb2, weights_pb2
 from fovea.wire.errors import NotFound
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import checkpoints, models, sessions
+from fovea_gateway.database.schema import checkpoints, models, run_labels, sessions
+from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.http.endpoint import iso_time
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
 from fovea_gateway.live.step_curves import StepCurves, SystemHistory
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels, token_texts
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import PushTimes
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training.models import Model
 from fovea_gateway.training.models import get_row as get_model
 
-_MODELS = 100
+_MODELS = 200
 _WAITING = 40
 _SPARK_POINTS = 40
 _DRAWN = 1024
@@ -54,7 +55,7 @@ class LiveView:
         self.state = state
         self._futures, self._base_models, self._database = futures, base_models, database
         self._made: dict[str | None, tuple[float, dict[str, Section]]] = {}
-        self._rows: dict[str | None, tuple[float, list[Section], str]] = {}
+        self._rows: dict[str | None, tuple[float, list[Section], str, Section]] = {}
         # For each model: its curves, their version, and the section that was made from that version.
         self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
         self.closing = asyncio.Event()
@@ -71,10 +72,11 @@ class LiveView:
         at, made = self._made.get(owner, (-math.inf, {}))
         if now - at < _SECTION_S:
             return made
-        rows, saved = await self._read_rows(owner)
+        rows, saved, labels = await self._read_rows(owner)
         queue = self._queue(owner)
         made = {
             "models": {row["id"]: await self._model(row, queue["of_model"].get(row["id"], 0)) for row in rows},
+            "labels": {"labels": labels},
             "queue": {name: value for name, value in queue.items() if name != "of_model"},
             "services": self._services(is_admin=owner is None),
             "alerts": self.state.alerts.shown(owner),
@@ -87,14 +89,28 @@ class LiveView:
         self._made[owner] = now, made
         return made
 
-    async def curves(self, owner: str | None, model_id: str, most: int) -> Section:
-        """Returns the curves of a model. Raises NotFound if there is none or if it belongs to another owner."""
+    async def curves(
+        self, owner: str | None, model_id: str, most: int, names: Collection[str], steps: tuple[int, int | None]
+    ) -> Section:
+        """Returns the curves of a model. Raises NotFound if there is none or if it belongs to another owner.
+
+        Args:
+            most: The maximum number of points of a curve.
+            names: The metrics wanted; empty for all.
+            steps: The first and the last step wanted; None for the last one taken.
+        """
         await self._check_model(owner, model_id)
         curves = await self.state.curves(model_id)
-        shown = {name: curves.points(name, most) for name in curves.names}
+        wanted = [name for name in curves.names if not names or name in names]
+        shown = {name: curves.points(name, most, *steps) for name in wanted}
         found = {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
         rewards = self.state.rewards.get(model_id)
         return found | ({"rewards": rewards.points()} if rewards is not None else {})
+
+    async def put_label(self, model: Model, name: str, notes: str, tags: list[str]) -> None:
+        """Stores the name, notes and tags that people give to a model, in place of earlier ones."""
+        values = {"owner": model.owner, "name": name, "notes": notes, "tags": tags}
+        await self._database.write(lambda connection: write_label(connection, model.model_id, values))
 
     async def _check_model(self, owner: str | None, model_id: str) -> Model:
         model = await self._database.read(lambda connection: get_model(connection, model_id))
@@ -153,14 +169,14 @@ class LiveView:
             for of, source, steps, at in self.state.gallery.sources(owner)
         ]
 
-    async def _read_rows(self, owner: str | None) -> tuple[list[Section], str]:
+    async def _read_rows(self, owner: str | None) -> tuple[list[Section], str, Section]:
         now = time.monotonic()
-        at, rows, saved = self._rows.get(owner, (-math.inf, [], ""))
-        if now - at >= _ROWS_S:
-            rows, saved = await self._database.read(lambda connection: read_rows(connection, owner))
+        known = self._rows.get(owner)
+        if known is None or now - known[0] >= _ROWS_S:
+            found = await self._database.read(lambda connection: read_rows(connection, owner))
             self._rows = {name: kept for name, kept in self._rows.items() if now - kept[0] < _ROWS_S}
-            self._rows[owner] = now, rows, saved
-        return rows, saved
+            known = self._rows[owner] = (now, *found)
+        return known[1:]
 
     async def _model(self, row: Section, unfinished: int) -> Section:
         curves = await self.state.curves(row["id"])
@@ -175,7 +191,12 @@ class LiveView:
                 "resumed": curves.resumed and {"path": curves.resumed[0], "step": curves.resumed[1]},
             }
             known = self._drawn[row["id"]] = curves, curves.version, drawn
-        return row | known[2] | {"unfinished": unfinished}
+        base = self._base_models.find(row["base_model"])
+        links = base.trainers.links if base is not None else []
+        held = [number for number, link in enumerate(links, 1) if link.instance_id == row["trainer_instance"]]
+        shown = {name: value for name, value in row.items() if name != "trainer_instance"}
+        trainer = held[0] if held and len(links) > 1 else None
+        return shown | known[2] | {"unfinished": unfinished, "trainer": trainer}
 
     def _queue(self, owner: str | None) -> Section:
         """Returns the unfinished requests. Each row joins those of one model and kind; `reason` is the oldest one's."""
@@ -231,13 +252,15 @@ class LiveView:
 
     def _figures(self, base: BaseModel) -> dict[str, float]:
         """Returns the used memory of the services of a base model in bytes, and their share at work."""
-        samplers, found = base.samplers.members, dict[str, float]()
+        samplers, links, found = base.samplers.members, base.trainers.links, dict[str, float]()
         infos: dict[str, Info | None] = {
             f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up
         }
-        if base.trainer is not None and base.trainer.up and (info := base.trainer.info):
-            infos[f"trainer of {base.name}"] = info
-            found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, info.world_size)
+        for number, link in enumerate(links, 1):
+            if link.up:
+                infos[f"trainer {number} of {base.name}" if len(links) > 1 else f"trainer of {base.name}"] = link.info
+        if ranks := sum(link.info.world_size for link in base.trainers.up if link.info):
+            found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, ranks)
         if samplers:
             devices = sum(sampler.device_count for sampler in samplers)
             found[f"busy|samplers of {base.name}"] = self.state.busy(base.name, False, devices)
@@ -253,19 +276,11 @@ class LiveView:
             state = {"up": peer.up, "starting": not peer.has_been_up}
             return state | {"address": peer.address} if is_admin else state
 
-        trainer = base.trainer
-        shown: Section = {"name": base.name, "trainer": None}
-        if trainer is not None:
-            info = trainer.info
-            shown["trainer"] = address(trainer) | {
-                "ranks": info.world_size if info else 0,
-                "models": len(info.model_ids) if info else 0,
-                "dtype": info.dtype if info else "",
-                "version": info.version if info else "",
-                "keeps_recovery": bool(info and info.keeps_recovery),
-                "busy": round(self.state.busy(base.name, True, info.world_size if info else 1), 3),
-                "memory": _memory(info),
-            }
+        trainers = base.trainers.links
+        ranks = sum(trainer.info.world_size for trainer in trainers if trainer.info)
+        shown: Section = {"name": base.name}
+        shown["trainer_busy"] = round(self.state.busy(base.name, True, ranks), 3)
+        shown["trainers"] = [address(trainer) | _trainer(trainer) for trainer in trainers]
         samplers = base.samplers.members
         devices = sum(sampler.device_count for sampler in samplers)
         shown["sampler_busy"] = round(self.state.busy(base.name, False, devices), 3)
@@ -285,6 +300,19 @@ def _pushes(times: Sequence[PushTimes]) -> Section:
         "count": count,
         "mean_s": round(total_s / count, 3) if count else None,
         "last_s": None if last_s is None else round(last_s, 3),
+    }
+
+
+def _trainer(trainer: TrainerLink) -> Section:
+    info = trainer.info
+    return {
+        "draining": trainer.is_draining,
+        "ranks": info.world_size if info else 0,
+        "models": len(info.model_ids) if info else 0,
+        "dtype": info.dtype if info else "",
+        "version": info.version if info else "",
+        "keeps_recovery": bool(info and info.keeps_recovery),
+        "memory": _memory(info),
     }
 
 
@@ -319,8 +347,10 @@ def _finite(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def read_rows(connection: sa.Connection, owner: str | None) -> tuple[list[Section], str]:
-    """Returns the most recently used models of one owner or of all, and a text that changes when checkpoints change."""
+def read_rows(connection: sa.Connection, owner: str | None) -> tuple[list[Section], str, Section]:
+    """Returns the most recently used models of one owner or of all, a text that changes when checkpoints change, and
+    the labels of these models, keyed by their ids.
+    """
     joined = models.join(sessions, models.c.session_id == sessions.c.session_id)
     query = sa.select(models, sessions.c.display_name, sessions.c.parked_at).select_from(joined)
     counting = sa.select(sa.func.count(), sa.func.max(checkpoints.c.created_at)).select_from(checkpoints)
@@ -328,7 +358,18 @@ def read_rows(connection: sa.Connection, owner: str | None) -> tuple[list[Sectio
         query, counting = query.where(models.c.owner == owner), counting.where(checkpoints.c.owner == owner)
     newest = query.order_by(models.c.last_request_at.desc()).limit(_MODELS)
     rows = [_row(row) for row in connection.execute(newest).mappings()]
-    return rows, "-".join(map(str, connection.execute(counting).one()))
+    labelled = sa.select(run_labels).where(run_labels.c.model_id.in_([row["id"] for row in rows]))
+    labels = {
+        row["model_id"]: {"name": row["name"], "notes": row["notes"], "tags": row["tags"]}
+        for row in connection.execute(labelled).mappings()
+    }
+    return rows, "-".join(map(str, connection.execute(counting).one())), labels
+
+
+def write_label(connection: sa.Connection, model_id: str, values: Section) -> None:
+    """Writes a model's label, in place of an earlier one."""
+    if not insert_new(connection, run_labels, {"model_id": model_id} | values):
+        connection.execute(sa.update(run_labels).where(run_labels.c.model_id == model_id).values(values))
 
 
 def _row(row: Any) -> Section:
@@ -340,24 +381,8 @@ def _row(row: Any) -> Section:
         "metadata": {name: str(value) for name, value in (row["user_metadata"] or {}).items()},
         "state": "parked" if row["parked_at"] is not None and row["state"] == "ready" else row["state"],
         "state_reason": row["state_reason"],
+        "trainer_instance": row["trainer_instance"] or None,
         "rank": weights_pb2.LoraConfig.FromString(row["lora"]).rank,
         "created": iso_time(row["created_at"]),
         "used_at": round(row["last_request_at"], 1),
     }
-
-
-def to_text(section: Any) -> str:
-    """Returns JSON that browsers can parse. A number that is not finite becomes null, so it cannot end a stream."""
-    try:
-        return json.dumps(section, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        return json.dumps(_without_nan(section), separators=(",", ":"), allow_nan=False)
-
-
-def _without_nan(section: Any) -> Any:
-    """Returns a copy of JSON values with None in place of numbers that are not finite."""
-    if isinstance(section, dict):
-        return {name: _without_nan(value) for name, value in section.items()}
-    if isinstance(section, list | tuple):
-        return [_without_nan(value) for value in section]
-    return None if isinstance(section, float) and not math.isfinite(section) else section

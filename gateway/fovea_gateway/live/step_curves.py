@@ -110,16 +110,26 @@ class StepCurves:
         there = np.flatnonzero(count)
         return _rounded(total[there] / count[there])
 
-    def points(self, name: str, most: int) -> dict[str, list[float]]:
-        """Returns a metric as at most `most` points: `step`, `mean`, and `low` and `high` if a point joins steps."""
-        row, used = self._rows.get(name), self.last_step // self.stride + 1
-        if row is None:
+    def points(self, name: str, most: int, first_step: int = 0, last_step: int | None = None) -> dict[str, list[float]]:
+        """Returns a metric as at most `most` points: `step`, `mean`, and `low` and `high` if a point joins steps.
+
+        Args:
+            first_step: The first step wanted. Steps that share a bucket with it are included.
+            last_step: The last one, by default the last with a value.
+        """
+        row, begin = self._rows.get(name), first_step // self.stride
+        wanted = self.last_step if last_step is None else min(last_step, self.last_step)
+        end = wanted // self.stride + 1
+        if row is None or begin >= end:
             return {"step": [], "mean": []}
-        together = math.ceil(used / most)
-        count, total, low, high = (_joined(self._columns[column][row, :used], column, together) for column in _COLUMNS)
+        together = math.ceil((end - begin) / most)
+        shown = (self._columns[column][row, begin:end] for column in _COLUMNS)
+        count, total, low, high = (
+            _joined(values, column, together) for values, column in zip(shown, _COLUMNS, strict=True)
+        )
         there = np.flatnonzero(count)
         width = together * self.stride
-        first = there * width
+        first = begin * self.stride + there * width
         last = np.minimum(first + width - 1, self.last_step)
         found = {"step": ((first + last) / 2).tolist(), "mean": _rounded(total[there] / count[there])}
         if width > 1:

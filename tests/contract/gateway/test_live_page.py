@@ -247,14 +247,14 @@ async def test_administrators_see_everybodys_and_others_their_own(stand: Stand, 
         told = await _until(http, "models", lambda told: told["changed"])
         assert [model["id"] for model in told["changed"]] == [model_id]
         services = await _until(http, "services", lambda told: True)
-        assert services["base_models"][0]["trainer"]["address"] == stand.trainer.address
+        assert services["base_models"][0]["trainers"][0]["address"] == stand.trainer.address
         (listed,) = (await http.get("checkpoints", params={"owner": "*"})).json()["checkpoints"]
         assert listed["owner"] not in ("", "root", "bob")
     async with stand.http(other) as http, asyncio.timeout(60):
         told = await _until(http, "models", lambda told: True)
         assert told == {"changed": [], "order": []}
         services = await _until(http, "services", lambda told: True)
-        assert "address" not in services["base_models"][0]["trainer"]
+        assert "address" not in services["base_models"][0]["trainers"][0]
         assert (await http.get("checkpoints", params={"owner": "*"})).status_code == 403
         assert (await http.get("live/samples", params={"owner": "root"})).status_code == 403
 
@@ -268,7 +268,7 @@ async def test_the_page_says_how_many_requests_wait_for_a_slot_of_an_adapter(sta
 async def test_a_part_that_never_answered_is_starting_and_one_that_left_is_not(stand: Stand) -> None:
     async def state(wanted: tuple[bool, bool]) -> None:
         def is_right(told: dict[str, Any]) -> bool:
-            trainer = told["base_models"][0]["trainer"]
+            trainer = told["base_models"][0]["trainers"][0]
             return (trainer["up"], trainer["starting"]) == wanted
 
         async with stand.http() as http, asyncio.timeout(30):

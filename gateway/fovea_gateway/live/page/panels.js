@@ -19,6 +19,7 @@ export function ownerName(owner) {
 export const isAdmin = () => caller.scope === "admin";
 const SCOPES = ["read", "sample", "train", "admin"];
 export const mayDo = (scope) => SCOPES.indexOf(caller.scope) >= SCOPES.indexOf(scope);
+export const canTrain = (owner) => ["train", "admin"].includes(caller.scope) && owner === caller.owner;
 
 export function showQueue(queue) {
   $("queue-count").textContent = queue.total ? `${count(queue.total)} unfinished` : "";
@@ -56,9 +57,8 @@ export function showServices(told) {
   $("pushes").textContent = pushes.count ? `${many(pushes.count, "push", "pushes")} of weights, last ${short(pushes.last_s)} s, mean ${short(pushes.mean_s)} s` : "";
   $("services").replaceChildren(...told.base_models.map((base) => {
     const rows = [];
-    const trainer = base.trainer;
-    if (trainer) rows.push(service("Trainer", trainer, trainer.busy, `${Math.round(100 * trainer.busy)} %`,
-      ["at work in the last minute", many(trainer.models, "model"), many(trainer.ranks, "rank"), trainer.dtype, memory(trainer.memory), trainer.address]));
+    base.trainers.forEach((trainer, index) => rows.push(service(base.trainers.length > 1 ? `Trainer ${index + 1}` : "Trainer", trainer, base.trainer_busy, `${Math.round(100 * base.trainer_busy)} %`,
+      [index ? null : "at work in the last minute", trainer.draining ? "draining" : null, many(trainer.models, "model"), many(trainer.ranks, "rank"), trainer.dtype, memory(trainer.memory), trainer.address])));
     base.samplers.forEach((one, index) => rows.push(service(base.samplers.length > 1 ? `Sampler ${index + 1}` : "Sampler", one, base.sampler_busy, `${Math.round(100 * base.sampler_busy)} %`,
       [index ? null : "at work in the last minute", `${one.inside} inside`, one.waiting ? `${one.waiting} wait` : null, `${many(one.adapters, "adapter")} held`, one.waiting_for_slot ? `${one.waiting_for_slot} wait for an adapter's slot` : null, one.dtype, memory(one.memory), one.address])));
     if (!base.samplers.length) rows.push(make("div", { class: "soft small" }, "No sampler: this model is trained, not sampled."));

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fovea_gateway.live.live_routes import to_text
 from fovea_gateway.live.live_state import summed
-from fovea_gateway.live.live_view import to_text
 from fovea_gateway.live.step_curves import (
     BUCKETS,
     MOST_METRICS,
