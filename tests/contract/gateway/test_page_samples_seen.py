@@ -111,7 +111,7 @@ async def test_samples_are_searched_and_enlarged_and_show_the_trainers_values(tm
         wide = "return document.querySelector('#viewer-picture').getBoundingClientRect().height > innerHeight / 2"
         assert await see(browser.run, wide)
         if PICTURES:
-            Path(PICTURES).mkdir(parents=True, exist_ok=True)
+            await see(os.makedirs, PICTURES, 0o777, True)
             await see(browser.screenshot, Path(PICTURES) / "viewer-1280-light.png", 900)
         await see(browser.press, ESCAPE)
         await see(browser.wait, "return !document.querySelector('#viewer').open")
