@@ -17,6 +17,8 @@ export function ownerName(owner) {
   return owner === caller.owner ? (hasPublishedKey() ? "tml-local" : "you") : `unnamed key ${nameless[1]}`;
 }
 export const isAdmin = () => caller.scope === "admin";
+const SCOPES = ["read", "sample", "train", "admin"];
+export const mayDo = (scope) => SCOPES.indexOf(caller.scope) >= SCOPES.indexOf(scope);
 export const canTrain = (owner) => ["train", "admin"].includes(caller.scope) && owner === caller.owner;
 
 export function showQueue(queue) {
@@ -138,6 +140,7 @@ function showCheckpoints({ checkpoints, cursor }) {
         one.expires_at ? make("div", { class: "soft" }, `until ${new Date(one.expires_at).toLocaleDateString("en-GB")}`) : null),
       make("td", {}, make("div", { class: "actions" },
         line ? make("button", { class: "quiet", type: "button", title: line[1], onclick: (event) => copy(line[1], event.target) }, line[0]) : null,
+        one.checkpoint_type === "sampler" && own && mayDo("sample") ? make("button", { class: "quiet", type: "button", onclick: () => document.dispatchEvent(new CustomEvent("chat", { detail: one.tinker_path })) }, "Chat") : null,
         own ? download(one, place) : null, own && mayChange ? deletion(one) : null)));
   });
   swap($("checkpoints"), table([["Name"], ["Kind"], ["Size", "number"], ["Saved", "number hide-small"], [""]], rows));
