@@ -95,7 +95,7 @@ def test_what_happens_appears_without_a_reload(
     learning.run(stack.model_name)
 
     browser.wait_text("#run .figures", f"{STEPS}\nsteps", "Reward", "Loss per token", "Learning rate")
-    browser.wait("return document.querySelectorAll('#run .curve .path').length >= 2")
+    browser.wait("return document.querySelectorAll('#run .curve canvas').length >= 2")
     browser.wait("return [...document.querySelectorAll('#groups img')].some((one) => one.naturalWidth > 0)")
     browser.wait_text("#groups", "Which digit is this?", "right answer:", "reward")
     assert browser.run("return document.querySelectorAll('#groups .token').length") > 0

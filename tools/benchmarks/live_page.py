@@ -96,7 +96,7 @@ def _browse(url: str) -> tuple[float, list[float], list[float]]:
     with running_browser() as browser:
         browser.show(1280, dark=False)
         browser.open(f"{url}/")
-        browser.wait("return document.querySelectorAll('#run .curve .path').length >= 4")
+        browser.wait("return document.querySelectorAll('#run .curve canvas').length >= 4")
         drawn = browser.run(_DRAWN)
         frames, long = browser.run(_FRAMES, _WATCHED_S)
         assert browser.complaints() == []

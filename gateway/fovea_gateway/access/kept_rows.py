@@ -22,6 +22,7 @@ from fovea_gateway.database.schema import (
     models,
     recorded_sequences,
     recordings,
+    run_labels,
     sampling_sessions,
     session_projects,
     sessions,
@@ -45,6 +46,7 @@ _TEXTS: dict[sa.Table, tuple[str, ...]] = {
     sessions: ("tags", "user_metadata", "display_name", "request_key", "end_detail"),
     session_projects: ("project_id",),
     models: ("user_metadata",),
+    run_labels: ("name", "notes", "tags"),
     sampling_sessions: ("model_path",),
     checkpoints: ("user_metadata",),
 }
@@ -188,7 +190,7 @@ def forget_over(connection: sa.Connection, before: float, owner: str | None) -> 
     own = sa.select(models.c.model_id).where(models.c.session_id.in_(gone))
     model_ids = list(connection.scalars(failed.order_by(models.c.last_request_at).limit(_ROWS_PER_JOB)))
     model_ids += [model_id for model_id in connection.scalars(own) if model_id not in model_ids]
-    for table in (snapshots, copies, live_curves, models):
+    for table in (snapshots, copies, live_curves, run_labels, models):
         connection.execute(sa.delete(table).where(table.c.model_id.in_(model_ids)))
     recorded = sa.select(recordings.c.future_id).where(recordings.c.session_id.in_(gone))
     connection.execute(sa.delete(recorded_sequences).where(recorded_sequences.c.future_id.in_(recorded)))

@@ -54,6 +54,9 @@ owners = sa.Table(
     sa.Column("max_requests_per_s", sa.Float, nullable=False),
 )
 
+# The trainers that an operator drains: their models move to others.
+drained_trainers = sa.Table("drained_trainers", metadata, sa.Column("address", sa.Text, primary_key=True))
+
 # The curves that the page at / shows, by model: see `fovea_gateway.live`.
 live_curves = sa.Table(
     "live_curves",
@@ -61,6 +64,17 @@ live_curves = sa.Table(
     sa.Column("model_id", sa.Text, primary_key=True),
     sa.Column("updated_at", sa.Float, nullable=False),
     sa.Column("curves", sa.LargeBinary, nullable=False),
+)
+
+# Names, notes and tags that people give to runs on the live page.
+run_labels = sa.Table(
+    "run_labels",
+    metadata,
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("notes", sa.Text, nullable=False),
+    sa.Column("tags", sa.JSON, nullable=False),
 )
 
 usage = sa.Table(

@@ -1,4 +1,4 @@
-"""Engines, inserts, ownership and all else that differs between SQLite in a file and PostgreSQL through psycopg 3.
+"""Engines, errors, inserts and ownership, which differ between SQLite in a file and PostgreSQL through psycopg 3.
 
 One gateway at a time owns the state, because two would both run the queued work. With SQLite, ownership is a lock on a
 file beside the database, and a second gateway is refused. With PostgreSQL, it is an advisory lock of the session that

@@ -78,13 +78,13 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
 
         await see(browser.click, f"#models button[title='{resumed}']")
         await see(browser.wait_text, "#run", "birds", "resumed at step 8 of birds", "11\nsteps")
-        await see(browser.wait, "return document.querySelectorAll('#run .curve .path.beside').length === 1")
-        await see(browser.wait, "return document.querySelectorAll('#run .curve line.resumed').length >= 3")
+        await see(browser.wait, "return document.querySelectorAll('#run .curve[data-held-out=\"1\"]').length === 1")
+        await see(browser.wait, "return document.querySelectorAll('#run .curve[data-resumed=\"8\"]').length >= 3")
         assert await see(browser.run, _TITLES) == ["Loss, sum of the step", "Held-out accuracy", "Learning rate"]
         if PICTURES:
             await see(browser.pictures, Path(PICTURES), "contract", 1500)
         await see(browser.show, 390, True)
-        assert await see(browser.too_wide, ".scroll, .models, svg") == []
+        assert await see(browser.too_wide, ".scroll, .models") == []
         await see(browser.show, 1280, False)
 
         # The focus stays where it is while the model's figures and its place in the list change.

@@ -78,10 +78,10 @@ def watch(hour: Hour, browser: Browser, address: str) -> None:
         browser.wait_text("#link", "live")
     with hour.timed("until the page has the first points of a curve"):
         browser.click("#models button")
-        browser.wait("return document.querySelector('#run .curve .path')?.getAttribute('d').includes('L')")
+        browser.wait("return document.querySelector('#run .curve')?.dataset.points > 1")
     steps = hour.until(r"(\d+) steps; of 60 held-out pictures \d+% are read right")[1]
     browser.wait_text("#run .figures", f"{steps}\nsteps", "Loss per token")
-    points = "return document.querySelector('#run .curve .path').getAttribute('d').split('L').length"
+    points = "return Number(document.querySelector('#run .curve').dataset.points)"
     browser.wait(f"{points} >= arguments[0] / 2", int(steps))
     assert browser.complaints() == []
 

@@ -1,8 +1,14 @@
 import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
-import { chart, spark } from "./charts.js";
-import { isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
+import { showAlerts } from "./alerts.js";
+import { spark } from "./charts.js";
+import { isBeside, showCharts, startCharts, toggleBeside } from "./compare.js";
+import { isFound, labelOf, showLabel, startLabels, takeLabels } from "./labels.js";
+import { canTrain, isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
+import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
-import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
+import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, post, setKey } from "./stream.js";
+import { beginSystem, setTip, showSystem } from "./system.js";
+import { change, onChange, view } from "./view.js";
 
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
 const TITLES = { loss_per_token: "Loss per token", loss_sum: "Loss, sum of the step", reward: "Reward", held_out_reward: "Held-out reward", held_out_loss: "Held-out loss per token",
@@ -13,8 +19,8 @@ const FIRST = [[["loss_per_token", "loss_sum"], ["held_out_loss", "forward_loss_
   [["reward"], ["held_out_reward"]], [["accuracy"], []], [["kl"], []], [["learning_rate"], []]];
 
 const models = new Map(), items = new Map();
-let order = [], selected = decodeURIComponent(location.hash.slice(1)) || null, curves = null, curvesOf = "", moreOpen = false;
-let pending = {}, drawing = false, fetching = false, stale = false, stop = null, samplesTold = null, isWide = false;
+let order = [], selected = view.run;
+let pending = {}, drawing = false, stop = null, samplesTold = null;
 let isDead = false, toldAt = Date.now();
 
 function tip(event, lines) {
@@ -28,19 +34,21 @@ function tip(event, lines) {
 document.addEventListener("pointermove", (event) => {
   const token = event.target.closest?.(".token");
   if (token) tip(event, token.tip);
-  else if (!event.target.closest?.(".curve svg")) tip(null);
+  else if (!event.target.closest?.(".plot")) tip(null);
 });
 
 // A run without a name is known by its base model and its beginning; models of one session also by their number.
 const lastPart = (path) => path.replace(/\/+$/, "").split("/").at(-1);
 const began = (model) => new Date(model.created).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
 const numberOf = (id) => { const number = +(/:train:(\d+)$/.exec(id)?.[1] ?? 0); return number ? ` (${number + 1})` : ""; };
-const nameOf = (model) => model.name || model.metadata.name || model.metadata.run_name || `${lastPart(model.base_model)}, ${began(model)}${numberOf(model.id)}`;
+const nameOf = (model) => labelOf(model.id).name || model.name || model.metadata.name || model.metadata.run_name || `${lastPart(model.base_model)}, ${began(model)}${numberOf(model.id)}`;
 const nameOfId = (id) => (models.has(id) ? nameOf(models.get(id)) : id.startsWith("sess-") ? shortId(id) : lastPart(id));
 const runOf = (path) => path.replace("tinker://", "").split("/")[0];
 const stateOf = (model) => (isDead ? "unknown" : model.state);
 const nameOfSource = (one) => nameOfId(one.source) + (isAdmin() ? ` · ${ownerName(one.owner)}` : "");
 setNames(nameOfId);
+setTip(tip);
+beginRewards(tip);
 const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
@@ -54,44 +62,62 @@ function item(model) {
 }
 const words = (name) => (TITLES[name] ?? name.replaceAll("_", " ")).toLowerCase();
 
+// An entry is drawn when it can be seen: with hundreds of runs most are out of sight.
+const sight = new IntersectionObserver((seen) => {
+  for (const { target, isIntersecting } of seen) { target.inSight = isIntersecting; if (isIntersecting) drawItem(target); }
+}, { root: $("models"), rootMargin: "150px 0px" });
+
+function drawItem(entry) {
+  if (!entry.isStale || !models.has(entry.model)) return;
+  entry.isStale = false;
+  entry.firstChild.setAttribute("aria-label", `Show ${nameOf(models.get(entry.model))} beside the selected run`);
+  swap(entry.lastChild, item(models.get(entry.model)));
+}
+
+function entryOf(model) {
+  const tick = make("input", { type: "checkbox", title: "Show beside the selected run" });
+  tick.addEventListener("change", () => toggleBeside(model.id, tick.checked));
+  const entry = make("li", {}, tick, make("div"));
+  entry.model = model.id;
+  sight.observe(entry);
+  return entry;
+}
+
 function showModels(changed) {
   for (const model of changed) {
-    const fresh = item(model), entry = items.get(model.id);
-    if (entry) swap(entry, fresh);
-    else items.set(model.id, make("li", {}, fresh));
+    if (!items.has(model.id)) items.set(model.id, entryOf(model));
+    const entry = items.get(model.id);
+    entry.isStale = true;
+    if (entry.inSight) drawItem(entry);
   }
-  for (const id of [...items.keys()]) if (!models.has(id)) { items.get(id).remove(); items.delete(id); }
-  const list = $("models"), wanted = order.map((id) => items.get(id)).filter(Boolean);
-  if (wanted.some((entry, at) => list.children[at] !== entry)) swap(list, wanted);
+  for (const id of [...items.keys()]) if (!models.has(id)) { sight.unobserve(items.get(id)); items.get(id).remove(); items.delete(id); }
+  const list = $("models"), wanted = order.map((id) => items.get(id)).filter(Boolean), active = document.activeElement;
+  wanted.forEach((entry, at) => { if (list.children[at] !== entry) list.insertBefore(entry, list.children[at] ?? null); });
+  if (active !== document.activeElement && list.contains(active)) active.focus({ preventScroll: true });
+  filterModels();
+}
+
+function filterModels() {
+  let found = 0;
+  for (const [id, entry] of items) {
+    entry.hidden = !isFound(models.get(id), [nameOf(models.get(id)), isAdmin() ? ownerName(models.get(id).owner) : ""]);
+    entry.firstChild.checked = id === selected || isBeside(id);
+    entry.firstChild.disabled = id === selected;
+    found += !entry.hidden;
+  }
   const running = [...models.values()].filter((model) => model.state === "ready").length;
-  $("models-count").textContent = models.size ? `${count(running)} in training, ${count(models.size)} shown` : "";
-  if (!models.size) list.replaceChildren(make("li", { class: "empty" }, "None yet."));
+  $("models-count").textContent = !models.size ? "" : view.search.trim() ? `${count(found)} of ${count(models.size)} found` : `${count(running)} in training, ${count(models.size)} shown`;
+  $("models-none").hidden = found > 0;
+  $("models-none").textContent = models.size ? "No run matches." : "None yet.";
 }
 
 function select(id) {
   const before = selected;
   selected = id;
-  history.replaceState(null, "", `#${encodeURIComponent(id)}`);
-  for (const model of [before, id]) items.get(model)?.firstChild.setAttribute("aria-current", model === id);
-  if (before !== id) { curves = null; showRun(); }
+  if (view.run !== id) change({ run: id, beside: view.beside.filter((one) => one !== id) });
+  for (const model of [before, id]) items.get(model)?.querySelector("button")?.setAttribute("aria-current", model === id);
+  showRun();
   prefer(id);
-  loadCurves();
-}
-
-async function loadCurves() {
-  if (fetching) { stale = true; return; }
-  const id = selected;
-  if (!models.has(id)) return;
-  fetching = true;
-  try {
-    const found = await get(`live/curves/${encodeURIComponent(id)}?points=300`);
-    if (id === selected) { curves = found; showRun(); }
-  } catch (error) {
-    if (error instanceof Refused && error.status === 401) askKey(error.message);
-  } finally {
-    fetching = false;
-    if (stale || id !== selected) { stale = false; setTimeout(loadCurves, 800); }
-  }
 }
 
 function introduction() {
@@ -104,9 +130,11 @@ function introduction() {
 function figure(value, name) { return make("div", { class: "figure" }, make("b", {}, value), make("span", {}, name)); }
 
 function showRun() {
-  const run = $("run"), model = models.get(selected);
-  if (!model) { curvesOf = ""; return run.replaceChildren(...introduction()); }
-  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, isAdmin() ? `of ${ownerName(model.owner)}` : null];
+  const run = $("run-head"), model = models.get(selected);
+  showLabel(model, model && canTrain(model.owner));
+  showCharts();
+  if (!model) return run.replaceChildren(...introduction());
+  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, model.trainer ? `in trainer ${model.trainer}` : null, isAdmin() ? `of ${ownerName(model.owner)}` : null];
   const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${stateOf(model)}` }, stateOf(model)),
     model.resumed ? make("span", { class: "state", title: model.resumed.path }, `resumed at step ${count(model.resumed.step)} of ${nameOfId(runOf(model.resumed.path))}`) : null,
     make("span", { class: "id mono" }, model.id)), make("p", { class: "note head-note" }, facts.filter(Boolean).join(" · "), model.state_reason ? ` · ${model.state_reason}` : "")];
@@ -115,26 +143,14 @@ function showRun() {
   const figures = make("div", { class: "figures" }, figure(count(model.step), "steps"),
     ...FIRST.flatMap((groups) => groups.map((names) => names.find((name) => name in model.last))).filter(Boolean).map((name) => figure(short(model.last[name]), TITLES[name])),
     figure(count(model.unfinished), "requests unfinished"));
-  const known = curves && curves.model_id === model.id ? curves : null;
-  const width = Math.max(220, Math.floor((run.clientWidth - 36 - (isWide ? 29 : 0)) / (isWide ? 2 : 1)));
-  const latest = (name) => model.last[name] ?? known.curves[name].mean.at(-1);
-  const one = (name, other) => chart({ title: TITLES[name] ?? name, curve: known.curves[name], latest: latest(name), lastStep: known.last_step, width, tip,
-    fromZero: ["learning_rate", "accuracy"].includes(name), resumed: model.resumed?.step ?? null,
-    beside: other ? { name: "held out", curve: known.curves[other], latest: latest(other) } : null });
-  const has = (name) => known && known.curves[name]?.step.length;
-  const drawn = FIRST.map((groups) => groups.map((names) => names.find(has)).filter(Boolean)).filter((names) => names.length);
-  const shown = drawn.map(([name, other]) => one(name, other));
-  const others = known ? Object.keys(known.curves).filter((name) => !FIRST.flat(2).includes(name) && has(name)) : [];
-  const more = others.length ? make("details", { class: "more", open: moreOpen }, make("summary", {}, many(others.length, "further curve")), make("div", { class: "curves" }, moreOpen ? others.map((name) => one(name)) : [])) : null;
-  more?.addEventListener("toggle", () => { if (more.open !== moreOpen) { moreOpen = more.open; showRun(); } });
-  const curvesBox = shown.length ? make("div", { class: "curves" }, shown) : make("p", { class: "empty" }, known ? "The first optim_step brings the first curves." : "…");
-  swap(run, head, figures, curvesBox, more);
+  swap(run, head, figures);
   run.dataset.model = model.id;
 }
 
 function take(name, told) {
   if (name === "caller") {
     setCaller(told);
+    beginSystem();
     $("caller").textContent = `${ownerName(told.owner)} · ${told.scope}`;
     $("wrong").textContent = ""; $("ask").hidden = true; $("app").hidden = false; $("forget").hidden = false;
     loadUsage(true);
@@ -155,13 +171,15 @@ function take(name, told) {
 
 function render() {
   drawing = false;
-  const { models: changed, queue, services, errors, samples, checkpoints } = pending;
+  const { models: changed, labels, queue, services, errors, samples, checkpoints, alerts, system } = pending;
   pending = {};
+  if (labels) { takeLabels(labels); relabel(models.keys()); }
   if (changed) {
     const latest = new Map(changed.map((model) => [model.id, model]));
     showModels([...latest.values()]);
     if (!models.has(selected) && order.length) select(order[0]);
-    else if (latest.has(selected) || !models.size) { showRun(); loadCurves(); }
+    else if (latest.has(selected) || !models.size) showRun();
+    else if ([...latest.keys()].some(isBeside)) showCharts();
     if (samplesTold) takeSamples({ ...samplesTold, version: samplesTold.version }, nameOfSource);
   }
   if (queue) showQueue(queue);
@@ -169,6 +187,8 @@ function render() {
   if (errors) showErrors(errors);
   if (samples) { samplesTold = samples; takeSamples(samples, nameOfSource); if (selected) prefer(selected); }
   if (checkpoints) loadCheckpoints();
+  if (alerts) showAlerts(alerts);
+  if (system) showSystem(system);
   loadUsage();
 }
 
@@ -215,7 +235,16 @@ async function connect() {
   }
 }
 
+let isSignedIn = false;
 async function begin() {
+  const { sign_in } = await get("auth/methods").catch(() => ({}));
+  $("sign-in").hidden = !sign_in;
+  if (!hasKey() && sign_in) {
+    try { await get("auth/apikey/me"); } catch (error) { if (error instanceof Refused) return askKey(); }
+    isSignedIn = true;
+    $("forget").textContent = "Sign out";
+    return connect();
+  }
   if (!hasKey() && isLoopback) {
     setKey(PUBLISHED);
     try { await get("auth/apikey/me"); } catch (error) { if (error instanceof Refused) return askKey(); }
@@ -235,14 +264,24 @@ $("ask").addEventListener("submit", async (event) => {
     askKey(error instanceof Refused ? error.message : "the gateway does not answer; try again");
   }
 });
-$("forget").addEventListener("click", () => askKey());
+$("forget").addEventListener("click", async () => {
+  if (isSignedIn) await post("auth/logout").catch(() => {});
+  isSignedIn = false;
+  $("forget").textContent = "Change key";
+  askKey();
+});
 
-let resized = null;
-function fit() {
-  isWide = innerWidth > 56 * 16;
-  clearTimeout(resized);
-  resized = setTimeout(showRun, 120);
+function relabel(ids) {
+  showModels([...ids].map((id) => models.get(id)).filter(Boolean));
+  if (models.size) showRun();
 }
-addEventListener("resize", fit);
-isWide = innerWidth > 56 * 16;
+startLabels(relabel);
+startCharts({ models, nameOf, titles: TITLES, pairs: FIRST, tip, showRewards, refused: askKey });
+let searched = view.search;
+onChange(() => {
+  if (view.run !== selected && models.has(view.run)) select(view.run);
+  if (view.search !== searched) $("models").scrollTop = 0;
+  searched = view.search;
+  filterModels();
+});
 begin();

@@ -221,7 +221,7 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     shutil.copytree(ground.kept / "a%2Eb%2Fc" / "9", first)
     await gateway.train(client, 12)
     parked = await client.park_model("a.b/c")
-    size_bytes = sum(path.stat().st_size for path in ground.kept.rglob("*") if path.is_file())
+    size_bytes = sum(path.stat().st_size for path in (ground.kept / "a%2Eb%2Fc").rglob("*") if path.is_file())
     assert (parked.seq_id, parked.size_bytes) == (12, size_bytes)
     assert await client.park_model("a.b/c") == parked
     info = await client.info(with_kept=True)
