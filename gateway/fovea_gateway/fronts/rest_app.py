@@ -65,7 +65,6 @@ _TRACE_TTL_S = 3600
 _TRACED_PER_PIECE, _MOST_TRACED = 1000, 100_000
 _HOSTED_ONLY = {
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator revokes them with `fovea keys revoke`",
-    ("GET", "billing/usage/events"): "billing",
 }
 """Routes that only the hosted service has. Each is refused with an error that names the missing feature."""
 
@@ -116,7 +115,9 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
         CheckpointRoutes(components.checkpoints),
         ExportRoutes(components.exports, base_path),
         UploadRoutes(components.uploads, components.base_models, lora, base_path, settings.request_timeout_s),
-        AdminRoutes(components.keys, components.owners, components.database, components.audit),
+        AdminRoutes(
+            components.keys, components.owners, components.database, components.audit, settings.gpu_hour_price_usd
+        ),
         SignInRoutes(components.sign_ins, base_path, settings.oidc_public_url),
         LiveRoutes(components.live_view, components.models, components.keys.identify, base_path),
     ]

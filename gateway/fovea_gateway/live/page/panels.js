@@ -165,11 +165,13 @@ function showUsage(found, names) {
     sums.set(id, sum);
   }
   if (!sums.size) return $("usage").replaceChildren(empty("Nothing was trained or sampled in the last 30 days."));
+  const price = found.gpu_hour_price_usd;
   const rows = [...sums.values()].map((row) => make("tr", {},
     make("td", { class: "long" }, isAdmin() ? ownerName(row.owner) : names.get(row.key_id) || ownerName(row.owner), make("br"), make("span", { class: "soft mono" }, row.key_id || "–")),
     ...["trained_tokens", "prompt_tokens", "sampled_tokens"].map((name) => make("td", { class: "number" }, count(row[name]))),
-    make("td", { class: "number" }, short(row.gpu_seconds))));
+    make("td", { class: "number" }, short(row.gpu_seconds)),
+    price ? make("td", { class: "number" }, `$${(row.gpu_seconds / 3600 * price).toFixed(2)}`) : null));
   const stored = Object.values(found.stored_bytes).reduce((total, size) => total + size, 0);
-  $("usage").replaceChildren(table([["Key"], ["Trained", "number"], ["Prompts", "number"], ["Sampled", "number"], ["Device s", "number"]], rows),
+  $("usage").replaceChildren(table([["Key"], ["Trained", "number"], ["Prompts", "number"], ["Sampled", "number"], ["Device s", "number"], ...(price ? [["Cost", "number"]] : [])], rows),
     make("p", { class: "note" }, `Tokens, and seconds of trainer and samplers. Checkpoints take ${bytes(stored)}.`));
 }
