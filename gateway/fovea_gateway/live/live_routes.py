@@ -151,7 +151,7 @@ class LiveRoutes:
         return StreamingResponse(_gzipped(stream), media_type="text/event-stream", headers=headers)
 
     async def curves(self, request: Request, owner: str) -> Response:
-        """Returns the curves of a model with at most `points` points; `name`, `first` and `last` select some of them."""
+        """Returns curves of a model: those with a `name`, in steps `first` to `last`, as at most `points` points."""
         check_query(request, "points", "name", "first", "last")
         query = request.query_params
         most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
@@ -201,9 +201,9 @@ class LiveRoutes:
         """Stores the name, the notes and the tags that people give to a model of the caller."""
         model = await self._models.get(owner, request.path_params["run"])
         body = await parse_json(request, Label, await read(request))
-        found = {"name": body.name.strip(), "notes": body.notes.strip(), "tags": list(dict.fromkeys(body.tags))}
-        await self._view.put_label(model, **found)
-        return Json({"model_id": model.model_id} | found)
+        name, notes, tags = body.name.strip(), body.notes.strip(), list(dict.fromkeys(body.tags))
+        await self._view.put_label(model, name, notes, tags)
+        return Json({"model_id": model.model_id, "name": name, "notes": notes, "tags": tags})
 
     async def _stream(self, caller: Caller, key: str | None) -> AsyncGenerator[str]:
         sent: dict[str, Any] = {}

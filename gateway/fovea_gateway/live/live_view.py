@@ -153,12 +153,11 @@ class LiveView:
 
     async def _read_rows(self, owner: str | None) -> tuple[list[Section], str, Section]:
         now = time.monotonic()
-        at, *found = self._rows.get(owner, (-math.inf, [], "", {}))
+        at, rows, saved, labels = self._rows.get(owner, (-math.inf, [], "", {}))
         if now - at >= _ROWS_S:
-            found = list(await self._database.read(lambda connection: read_rows(connection, owner)))
+            rows, saved, labels = await self._database.read(lambda connection: read_rows(connection, owner))
             self._rows = {name: kept for name, kept in self._rows.items() if now - kept[0] < _ROWS_S}
-            self._rows[owner] = (now, *found)
-        rows, saved, labels = found
+            self._rows[owner] = now, rows, saved, labels
         return rows, saved, labels
 
     async def _model(self, row: Section, unfinished: int) -> Section:

@@ -284,7 +284,7 @@ async def test_an_administrator_sees_labels_of_all_and_sets_only_its_own(stand: 
 async def test_curves_are_limited_to_names_and_steps(stand: Stand) -> None:
     async with stand.http() as http:
         model_id, *_ = await _runs(stand, Rest(http))
-        params = {"name": ["reward"], "first": 1000, "last": 1099, "points": 300}
+        params: dict[str, Any] = {"name": ["reward"], "first": 1000, "last": 1099, "points": 300}
         found = (await http.get(f"live/curves/{model_id}", params=params)).json()["curves"]
         assert list(found) == ["reward"]
         steps = found["reward"]["step"]
