@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from deploy.cluster.cluster import Cluster, CommandFailed, running_cluster
+from deploy.cluster.controllers import running_controllers
 from deploy.cluster.machine import NoMachine
 from deploy.cluster.node import CONTAINERD, running_node
 from deploy.cluster.tools import BIN, NAMES, NoGo, missing
@@ -23,7 +24,7 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_loc
 def build(
     names: list[str] = typer.Argument(None, help=f"Binaries to build, of {', '.join(NAMES)}. Default: all."),
 ) -> None:
-    """Build the control plane's binaries, helm and kubectl with Go. Binaries of the right version are kept.
+    """Build the control plane, its controllers, helm and kubectl with Go. Binaries of the right version are kept.
 
     Without Go nothing is built, and the exit code is 0; tests that need the binaries are then skipped.
     """
@@ -45,7 +46,7 @@ def up(
     ),
 ) -> None:
     """Run a cluster with simulated nodes on this machine until Ctrl-C."""
-    if absent := missing():
+    if absent := missing(node):
         typer.echo(f"not built: {', '.join(absent)}; run: python -m deploy.cluster build", err=True)
         raise typer.Exit(1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -53,6 +54,8 @@ def up(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fovea-k8s-", ignore_cleanup_errors=True)))
         try:
             cluster = stack.enter_context(_real(folder) if node else running_cluster(folder))
+            if not node:
+                stack.enter_context(running_controllers(cluster))
         except (NoMachine, CommandFailed) as reason:
             typer.echo(f"could not start the cluster: {reason}", err=True)
             raise typer.Exit(1) from None

@@ -20,8 +20,6 @@ _PATIENCE = (f"--timeout={_READY_S}s", f"--wait={_READY_S}s")
 _SCHEDULER = {
     "apiVersion": "kubescheduler.config.k8s.io/v1",
     "kind": "KubeSchedulerConfiguration",
-    # The second name is that of the scheduler in scheduler-plugins' Helm chart. Here it schedules pods one by one.
-    "profiles": [{"schedulerName": "default-scheduler"}, {"schedulerName": "scheduler-plugins-scheduler"}],
     "leaderElection": {"leaderElect": False},
 }
 
@@ -79,9 +77,14 @@ class Cluster:
         """Creates or updates objects, given as dictionaries."""
         self.kubectl("apply", "-f", "-", stdin="\n---\n".join(json.dumps(item) for item in objects))
 
+    @property
+    def log_folder(self) -> Path:
+        """Returns the folder with a log of each process."""
+        return self._state / "logs"
+
     def logs(self, last_lines: int = 40) -> str:
         """Returns the end of the log of every component."""
-        files = sorted((self._state / "logs").glob("*.log"))
+        files = sorted(self.log_folder.glob("*.log"))
         tails = (file.read_text(errors="replace").splitlines()[-last_lines:] for file in files)
         return "\n".join(f"== {file.name}\n" + "\n".join(tail) for file, tail in zip(files, tails, strict=True))
 

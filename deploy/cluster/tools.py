@@ -1,7 +1,8 @@
 """Builds the binaries of a cluster with Go, from the modules pinned in go.mod next to this file and checked by go.sum.
 
 A real node needs further modules, which are pinned in `runtime/` and `network/`; the checker of the alert rules is
-pinned in `rules/`. In a single go.mod they would change each other's dependencies and those of Kubernetes.
+pinned in `rules/`, the controllers of LeaderWorkerSets and of Kueue in `groups/` and `queue/`, and Dex, an OpenID
+Connect provider, in `issuer/`. In a single go.mod they would change each other's dependencies and those of Kubernetes.
 """
 
 import json
@@ -17,6 +18,9 @@ _MODULE = Path(__file__).parent
 RUNTIME = _MODULE / "runtime"
 NETWORK = _MODULE / "network"
 RULES = _MODULE / "rules"
+GROUPS = _MODULE / "groups"
+QUEUE = _MODULE / "queue"
+ISSUER = _MODULE / "issuer"
 FOLDER = Path(os.environ.get("FOVEA_K8S_HOME") or cache_directory() / "k8s").expanduser()
 BIN = FOLDER / "bin"
 PACKAGES: Mapping[str, str] = {
@@ -51,7 +55,24 @@ NETWORK_PACKAGES: Mapping[str, str] = {
 RULES_PACKAGES: Mapping[str, str] = {"promtool": "github.com/prometheus/prometheus/cmd/promtool"}
 """The same for the module in `rules/`."""
 
-_MODULES = {_MODULE: PACKAGES, RUNTIME: RUNTIME_PACKAGES, NETWORK: NETWORK_PACKAGES, RULES: RULES_PACKAGES}
+CONTROLLER_PACKAGES: Mapping[Path, Mapping[str, str]] = {
+    GROUPS: {"lws": "sigs.k8s.io/lws/cmd"},
+    QUEUE: {"kueue": "sigs.k8s.io/kueue/cmd/kueue"},
+}
+"""Controllers that the chart can use, by the module that pins them. Each has a chart, which `CHARTS` holds."""
+
+CHARTS = FOLDER / "charts"
+ISSUER_PACKAGES: Mapping[str, str] = {"dex": "github.com/dexidp/dex/cmd/dex"}
+"""The same for the module in `issuer/`."""
+
+_MODULES = {
+    _MODULE: PACKAGES,
+    RUNTIME: RUNTIME_PACKAGES,
+    NETWORK: NETWORK_PACKAGES,
+    RULES: RULES_PACKAGES,
+    **CONTROLLER_PACKAGES,
+    ISSUER: ISSUER_PACKAGES,
+}
 NAMES = tuple(name for packages in _MODULES.values() for name in packages)
 """All binaries."""
 
@@ -86,7 +107,6 @@ _DEFINED_IN: Mapping[str, Sequence[str]] = {
         "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
         "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
     ),
-    "sigs.k8s.io/scheduler-plugins@v0.33.5": ("config/crd/bases/scheduling.x-k8s.io_podgroups.yaml",),
 }
 """Custom resources that the chart may use, by the module with their definitions."""
 
@@ -95,11 +115,17 @@ class NoGo(Exception):
     """Go is missing or unusable. The message says what to install."""
 
 
-def missing() -> list[str]:
-    """Returns the names of files that a cluster needs and that are not built yet."""
-    binaries = (*PACKAGES, *RUNTIME_PACKAGES, *NETWORK_PACKAGES)
-    absent = [name for name in binaries if not os.access(BIN / name, os.X_OK)]
-    absent += [] if CILIUM.exists() else [CILIUM.name]
+def missing(node: bool = False) -> list[str]:
+    """Returns the names of files that a cluster needs and that are not built yet.
+
+    Args:
+        node: Whether the cluster has a real node instead of simulated ones.
+    """
+    real = {"kubelet", "kube-proxy", *RUNTIME_PACKAGES, *NETWORK_PACKAGES}
+    controllers = {name for packages in CONTROLLER_PACKAGES.values() for name in packages}
+    binaries = {*PACKAGES} | real if node else ({*PACKAGES} - real) | controllers
+    absent = sorted(name for name in binaries if not os.access(BIN / name, os.X_OK))
+    absent += [CILIUM.name] if node and not CILIUM.exists() else []
     wanted = {Path(file).name for files in _DEFINED_IN.values() for file in files}
     return absent + sorted(wanted - {file.name for file in DEFINITIONS.glob("*.yaml")})
 
@@ -126,8 +152,11 @@ def build(report: Callable[[str], None], names: Collection[str] = ()) -> None:
         for name, package in packages.items():
             if not names or name in names:
                 _build(report, module, name, package, versions, flags)
-    if not names:
+                if module in CONTROLLER_PACKAGES:
+                    _copy_chart(module, name)
+    if not names or "kube-apiserver" in names:
         _fetch_definitions(report)
+    if not names or "cilium-agent" in names:
         _copy_cilium(report)
 
 
@@ -153,6 +182,15 @@ def _fetch_definitions(report: Callable[[str], None]) -> None:
         folder = Path(json.loads(_go("mod", "download", "-json", module))["Dir"])
         for file in files:
             shutil.copyfile(folder / file, DEFINITIONS / Path(file).name)
+
+
+def _copy_chart(module: Path, name: str) -> None:
+    """Copies a controller's own Helm chart, which holds its definitions, webhooks and configuration."""
+    (package,) = CONTROLLER_PACKAGES[module].values()
+    versions = _versions(module)
+    pinned = _module_of(package, versions)
+    source = Path(json.loads(_go("mod", "download", "-json", pinned, module=module))["Dir"])
+    shutil.copytree(source / "charts" / name, CHARTS / name, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
 
 def _copy_cilium(report: Callable[[str], None]) -> None:

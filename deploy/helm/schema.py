@@ -145,10 +145,11 @@ def gateway() -> Schema:
 
 def values() -> Schema:
     """Returns the complete schema."""
-    shared: dict[str, Any] = {"gpus": at_least(0), "sharedMemory": SIZE}
-    scaling = closed(
-        enabled=BOOLEAN, minReplicas=at_least(1), maxReplicas=at_least(1), cpuPercent=at_least(1, 100)
-    )  # fmt: skip
+    spread: dict[str, Any] = {"topologySpread": STRING}
+    shared: dict[str, Any] = {"gpus": at_least(0), "sharedMemory": SIZE} | spread
+    replicas = {"enabled": BOOLEAN, "minReplicas": at_least(1), "maxReplicas": at_least(1)}
+    scaling = closed(**replicas, cpuPercent=at_least(1, 100))
+    by_tokens = closed(**replicas, tokens=at_least(1), scaleDownSeconds=at_least(0, 3600))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions()} | closed(
         **{"global": {"type": "object"}},  # Helm passes it to every chart
         fullnameOverride=STRING,
@@ -167,16 +168,21 @@ def values() -> Schema:
         database=closed(secret=STRING, key=STRING, volume=reference("volume")),
         apiKeys=closed(secret=STRING),
         serviceSecret=closed(secret=STRING),
+        secretSeed={"type": "string", "pattern": "^(.{32,})?$", "description": "At least 32 random characters."},
         tls=closed(enabled=BOOLEAN, secret=STRING),
         serviceAccount=closed(annotations=MAP),
         traceEndpoint=STRING,
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
         gpuResource={"type": "string", "pattern": "/"},
+        gpuDeviceClass=STRING,
+        kueue=closed(queue=STRING),
         ipcLock=BOOLEAN,
         gateway=gateway(),
-        renderer=component("renderer", start=10, replicas=at_least(1), workers=at_least(1, 256), autoscaling=scaling),
-        sampler=component("sampler", start=60, replicas=at_least(0), **shared),
-        trainer=component("trainer", start=60, nodes=at_least(1), podGroup=closed(enabled=BOOLEAN), **shared),
+        renderer=component(
+            "renderer", start=10, replicas=at_least(1), workers=at_least(1, 256), autoscaling=scaling, **spread
+        ),
+        sampler=component("sampler", start=60, replicas=at_least(0), autoscaling=by_tokens, **shared),
+        trainer=component("trainer", start=60, replicas=at_least(1), nodes=at_least(1), **shared),
         networkPolicy=closed(
             enabled=BOOLEAN,
             clients=reference("peers"),

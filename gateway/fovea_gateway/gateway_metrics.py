@@ -48,6 +48,11 @@ WAITING = Gauge(
     "Requests that wait in the gateway for a slot in a replica; the settings limit its concurrent requests.",
     ["service", "replica"],
 )
+REPLICA_TOKENS = Gauge(
+    "fovea_gateway_replica_tokens",
+    "Tokens of the requests that wait for a slot in a replica or have one: prompt and largest completion.",
+    ["service", "replica"],
+)
 SAMPLE_RETRIES = Counter("fovea_gateway_sample_retries_total", "Retried samples by reason.", ["reason"])
 PUSHES = Counter("fovea_gateway_snapshot_pushes_total", "Pushes of snapshots to samplers by outcome.", ["outcome"])
 PUSH_SECONDS = Histogram("fovea_gateway_snapshot_push_seconds", "Seconds of a push of a snapshot.", buckets=_SECONDS)

@@ -38,7 +38,7 @@ class Health:
         self._versions, self._state_dir = versions, state_dir
         self._depth = LabelledGauge(metrics.QUEUE_DEPTH)
         self._lag = LabelledGauge(metrics.VERSION_LAG)
-        self._waiting = LabelledGauge(metrics.WAITING)
+        self._waiting, self._tokens = LabelledGauge(metrics.WAITING), LabelledGauge(metrics.REPLICA_TOKENS)
         self._replicas = LabelledGauge(metrics.REPLICAS)
         self._trainer_instances: dict[str, str] = {}
 
@@ -56,7 +56,7 @@ class Health:
         for base in self._base_models:
             of_model = "" if base is self._base_models.default else f" of {base.name}"
             up = {
-                "the trainer": base.trainer is None or base.trainer.up,
+                "the trainer": not base.trainers or bool(base.trainers.up),
                 "a sampler": not base.is_sampled
                 or any(_is_of_trainer(base, sampler.info) for sampler in base.samplers.up),
                 "a renderer": any(_is_of_trainer(base, renderer.info) for renderer in base.renderers.up),
@@ -70,25 +70,28 @@ class Health:
         metrics.SESSIONS.set(self._sessions.open_count)
         lags: dict[tuple[str, ...], float] = {}
         waiting: dict[tuple[str, ...], float] = {}
+        tokens: dict[tuple[str, ...], float] = {}
         there: dict[tuple[str, ...], float] = {}
         for base in self._base_models:
             for sampler in base.samplers.up:
                 lags[sampler.address,] = self._versions.lag((sampler.weights_lock.resident or "", *sampler.adapters))
             replicas = (*base.renderers.members, *base.samplers.members)
             waiting |= {(each.service, each.address): each.waiting for each in replicas}
+            tokens |= {(each.service, each.address): each.tokens for each in replicas}
             there |= _counted(base)
-            if base.trainer is not None:
-                self._note_restart(base.trainer)
+            for trainer in base.trainers.links:
+                self._note_restart(trainer)
         self._replicas.set(there)
         self._lag.set(lags)
         self._waiting.set(waiting)
+        self._tokens.set(tokens)
         usage = shutil.disk_usage(self._state_dir)
         metrics.STATE_BYTES.labels("size").set(usage.total)
         metrics.STATE_BYTES.labels("free").set(usage.free)
 
     def clear_gauges(self) -> None:
         """Resets the gauges, which belong to the process and would otherwise outlive this gateway."""
-        for gauge in (self._depth, self._lag, self._waiting, self._replicas):
+        for gauge in (self._depth, self._lag, self._waiting, self._tokens, self._replicas):
             gauge.set({})
         metrics.SESSIONS.set(0)
 
@@ -106,8 +109,8 @@ def _counted(base: BaseModel) -> dict[tuple[str, ...], float]:
     counts = {"renderer": (len(base.renderers.members), len(base.renderers.up))}
     if base.is_sampled:
         counts["sampler"] = (len(base.samplers.members), len(base.samplers.up))
-    if base.trainer is not None:
-        counts["trainer"] = (1, int(base.trainer.up))
+    if base.trainers:
+        counts["trainer"] = (len(base.trainers.links), len(base.trainers.up))
     return {
         (service, base.name, state): count
         for service, (known, up) in counts.items()
@@ -117,7 +120,7 @@ def _counted(base: BaseModel) -> dict[tuple[str, ...], float]:
 
 async def _served(base: BaseModel) -> gateway_pb2.ServedModel:
     renderer = await base.renderers.info()
-    trainer = base.trainer.info if base.trainer is not None else None
+    trainer = base.trainers.info
     limits = [renderer.max_context_length]
     limits += [info.max_context_length for info in (base.samplers.info, trainer) if info is not None]
     return gateway_pb2.ServedModel(
@@ -125,13 +128,13 @@ async def _served(base: BaseModel) -> gateway_pb2.ServedModel:
         max_context_length=min(limit for limit in limits if limit),
         supports_images=renderer.supports_images,
         max_lora_rank=trainer.max_lora_rank if trainer is not None else 0,
-        is_trained=base.trainer is not None,
+        is_trained=bool(base.trainers),
         is_sampled=base.is_sampled,
     )
 
 
 def _is_of_trainer(base: BaseModel, info: GetSamplerInfoResponse | GetRendererInfoResponse | None) -> bool:
-    return info is not None and not (base.trainer and base.trainer.find_unlike(info.model_files))
+    return info is not None and not base.trainers.find_unlike(info.model_files)
 
 
 class LabelledGauge:

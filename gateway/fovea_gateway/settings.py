@@ -1,20 +1,35 @@
 """Settings of the gateway. The command line overrides `FOVEA_GATEWAY_*`, which override the defaults."""
 
+import json
 import shutil
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import fsspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from fovea.runtime.hosts import is_loopback
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.errors import FoveaError
 from fovea_gateway.access.api_keys import PUBLISHED, GivenKey, parse_given
+from fovea_gateway.access.oidc import OidcSettings
 from fovea_gateway.access.owners import LIMITS, Owner
 
 _LIMITS_BEYOND_LOOPBACK = {"max_requests_per_s": 500.0, "max_tokens_in_flight": 16e6, "max_stored_bytes": 500e9}
+
+
+def _addresses(value: object) -> object:
+    """Returns a list of addresses. A text is a JSON list, or addresses with commas between them."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith(('["', "[]")) else value.split(",")
+    if not isinstance(value, list):
+        return value
+    return [address for text in value for address in str(text).split(",") if address]
+
+
+Addresses = Annotated[list[str], NoDecode, BeforeValidator(_addresses)]
 
 
 class BaseModelSettings(BaseModel):
@@ -27,7 +42,9 @@ class BaseModelSettings(BaseModel):
     tokenizer: str = Field("", description="Tokenizer that clients load; the model's by default.")
     renderer: list[str] = Field(description="Like --renderer, with the same --discovery.")
     sampler: list[str] = Field(description="Like --sampler; if empty, the model is served for training only.")
-    trainer: str = Field("", description="Like --trainer; if empty, the model is served for sampling only.")
+    trainer: Annotated[Addresses, WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}})] = Field(
+        [], description="Like --trainer; if empty, the model is served for sampling only."
+    )
 
     @property
     def tokenizer_id(self) -> str:
@@ -35,7 +52,7 @@ class BaseModelSettings(BaseModel):
         return self.tokenizer or self.model
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(OidcSettings, ServiceSettings):
     """Fovea's gateway: Tinker's REST API and a gRPC API, in front of renderer, samplers and trainer."""
 
     model_config = SettingsConfigDict(env_prefix="FOVEA_GATEWAY_", cli_prog_name="python -m fovea_gateway")
@@ -56,8 +73,9 @@ class GatewaySettings(ServiceSettings):
     sampler: list[str] = Field(
         description="The samplers, in the format of --renderer; if empty ([]), the model is served for training only."
     )
-    trainer: str = Field(
-        description="host:port of the trainer, with any --discovery; if empty, the model is served for sampling only."
+    trainer: Addresses = Field(
+        description="host:port of a trainer, with any --discovery, repeated for several; if empty, the model is served"
+        " for sampling only. Several trainers share the models, and must share one --recovery storage."
     )
     further_models: list[BaseModelSettings] = Field(
         [],
@@ -231,6 +249,22 @@ class GatewaySettings(ServiceSettings):
         " storage fails for 5 minutes, its model with the most bytes cannot be restored before its next point.",
     )
     max_sessions: int = Field(10_000, gt=0, description="Open sessions of all owners, shared like max_pending.")
+    alerts_webhook: str = Field(
+        "", description="URL to which the beginning and end of each alert are posted as JSON; treat it as a secret."
+    )
+    alerts_kl: float = Field(0.5, ge=0, description="KL in nats per token above which an alert begins; 0 for none.")
+    alerts_gone_s: float = Field(
+        30.0, ge=0, description="Seconds without an answer of a service until an alert; 0 for none."
+    )
+    alerts_disk_share: float = Field(
+        0.95, ge=0, le=1, description="Used share of a local volume above which an alert begins; 0 for none."
+    )
+    alerts_durable_lag_s: float = Field(
+        300.0, ge=0, description="Age in seconds of a change without a durable point until an alert; 0 for none."
+    )
+    alerts_slot_wait_s: float = Field(
+        120.0, ge=0, description="Seconds of requests waiting for an adapter's slot until an alert; 0 for none."
+    )
     default_lora_alpha: float = Field(32.0, gt=0, description="LoRA alpha of models created over REST.")
     train_vision: bool = Field(False, description="Whether LoRA models created over REST also adapt the vision tower.")
     sdk_flags: dict[str, bool | int | str] = Field(
@@ -247,11 +281,19 @@ class GatewaySettings(ServiceSettings):
 
     @field_validator("trainer")
     @classmethod
-    def _has_a_use(cls, value: str, info: ValidationInfo) -> str:
+    def _has_a_use(cls, value: list[str], info: ValidationInfo) -> list[str]:
         if not value and info.data.get("sampler") == []:
             raise ValueError("the model has neither --trainer nor --sampler; set at least one of them")
-        if "," in value or value.startswith("["):
-            raise ValueError(f"{value!r} names several trainers; a base model has one: give one host:port")
+        if twice := next((address for address in value if value.count(address) > 1), ""):
+            raise ValueError(f"{twice!r} is given twice; give each trainer once")
+        return value
+
+    @field_validator("alerts_webhook")
+    @classmethod
+    def _is_web_address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and not (parts.scheme in ("http", "https") and parts.hostname):
+            raise ValueError("it must be a URL such as https://hooks.example.org/fovea, or empty")
         return value
 
     @field_validator("default_limits")

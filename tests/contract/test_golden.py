@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import Message
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, renderer_pb2, sampler_pb2, trainer_pb2, weights_pb2
-from fovea.wire import features, tensors
+from fovea.wire import tensors
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 RENDERED = model_input_pb2.RenderedInput(
@@ -32,7 +32,7 @@ RENDERED = model_input_pb2.RenderedInput(
     positions=tensors.encode(np.arange(12, dtype=np.int32).reshape(3, 4)),
 )
 MESSAGES: dict[str, Message] = {
-    "renderer": next(features.iter_pieces("d", {"pixel_values": np.arange(6, dtype=np.uint8).reshape(2, 3)})),
+    "renderer": next(tensors.iter_pieces("d", {"pixel_values": np.arange(6, dtype=np.uint8).reshape(2, 3)})),
     "rendered_input": renderer_pb2.RenderResponse(rendered=RENDERED),
     "sampler": sampler_pb2.SampleRequest(
         request_id="r",

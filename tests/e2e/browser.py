@@ -100,6 +100,11 @@ class Browser:
         found = self.wait("return document.querySelector(arguments[0])", selector)
         self._call("POST", f"element/{found[_ELEMENT]}/value", text=f"{text}\ue007")
 
+    def press(self, key: str) -> None:
+        """Presses and releases a key, wherever the focus is; its code is WebDriver's."""
+        steps = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        self._call("POST", "actions", actions=[{"type": "key", "id": "keyboard", "actions": steps}])
+
     def command(self, name: str, **parameters: Any) -> Any:
         """A command of Chromium's own protocol."""
         return self._call("POST", "goog/cdp/execute", cmd=name, params=parameters)

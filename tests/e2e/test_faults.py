@@ -26,7 +26,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 import fovea_tinyvlm
 from benchmarks.running import metric_total
-from fovea.runtime import tls
+from fovea.runtime import credentials
 from tests.e2e.prompts import PromptBuilder, picture
 from tests.e2e.stack import Stack, running_stack
 from tests.e2e.test_agreement import assert_agree, sampler_logprobs, take_steps, trainer_logprobs
@@ -92,7 +92,9 @@ def test_nobody_talks_to_a_service_without_a_certificate(fragile: Stack, name: s
     request = health_pb2.HealthCheckRequest()
     for channel in (
         grpc.insecure_channel(fragile.address(name)),
-        grpc.secure_channel(fragile.address(name), grpc.ssl_channel_credentials(authority), options=tls.CLIENT_OPTIONS),
+        grpc.secure_channel(
+            fragile.address(name), grpc.ssl_channel_credentials(authority), options=credentials.CLIENT_OPTIONS
+        ),
     ):
         with channel, pytest.raises(grpc.RpcError) as refused:
             health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)

@@ -27,10 +27,10 @@ from tinker import types
 
 from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
-from fovea.runtime.secret import VARIABLE
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
-from fovea.wire.features import tensors_sha256
+from fovea.wire.tensors import tensors_sha256
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.trainer_part import datum_of
 from fovea_tinyvlm.families import ensure_family
@@ -96,7 +96,7 @@ def replaying(models: tuple[Path, Path]) -> Iterator[Stack]:
 @pytest.fixture
 async def client(replaying: Stack) -> AsyncIterator[SamplerClient]:
     """Of its sampler alone."""
-    with mock.patch.dict(os.environ, {VARIABLE: replaying.secret}):
+    with mock.patch.dict(os.environ, {SECRET_VARIABLE: replaying.secret}):
         client = SamplerClient(replaying.address("sampler"))
     async with client:
         yield client

@@ -7,7 +7,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fovea.api.v1 import renderer_pb2, renderer_pb2_grpc, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from fovea.runtime.secret import KEY
+from fovea.runtime.credentials import SECRET_KEY
 from tests.e2e.stack import Stack
 
 SERVICES = {
@@ -27,13 +27,13 @@ def test_health_and_reflection_answer(stack: Stack, name: str) -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        known = ((KEY, stack.secret),)
+        known = ((SECRET_KEY, stack.secret),)
         answers = reflection.ServerReflectionInfo(iter([asked]), timeout=5, metadata=known)
         listed = next(answers).list_services_response.service
         assert SERVICES[name] in {service.name for service in listed}
 
 
-@pytest.mark.parametrize("metadata", [(), ((KEY, "a guess of the secret"),)])
+@pytest.mark.parametrize("metadata", [(), ((SECRET_KEY, "a guess of the secret"),)])
 def test_strangers_are_refused(stack: Stack, metadata: tuple[tuple[str, str], ...]) -> None:
     """Who reaches a service's port but does not know the secret, such as another user of this machine."""
     calls = (

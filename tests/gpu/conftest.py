@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.client import Bench
 from benchmarks.shapes import build
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.runtime.hosts import free_ports
-from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import Stack, running_stack
 from tests.service_process import service_process
 
@@ -61,7 +61,7 @@ def second_node(model: pathlib.Path) -> Iterator[None]:
         "FOVEA_TRAINER_NODES": "2",
         "FOVEA_TRAINER_MASTER_ADDR": "127.0.0.1",
         "FOVEA_TRAINER_MASTER_PORT": str(meeting),
-        VARIABLE: secrets.token_urlsafe(32),
+        SECRET_VARIABLE: secrets.token_urlsafe(32),
     }
     own = {"FOVEA_TRAINER_NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": SECOND}
     log, address = model.with_name("second-node.log"), f"127.0.0.1:{port}"

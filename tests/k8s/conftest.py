@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cluster.cluster import Cluster, running_cluster
+from deploy.cluster.controllers import running_controllers
 from deploy.cluster.machine import NoMachine
 from deploy.cluster.node import Node, running_node
 from deploy.cluster.tools import missing
@@ -26,11 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A control plane with four simulated nodes."""
+    """A control plane with four simulated nodes and the controllers of LeaderWorkerSets and Kueue."""
     if missing():
         pytest.skip("no Kubernetes tools: python -m deploy.cluster build makes them, with Go")
     with (
         running_cluster(tmp_path_factory.mktemp("k8s")) as cluster,
+        running_controllers(cluster),
         logs_with_failures(request.session, "control plane", cluster.logs),
     ):
         yield cluster
@@ -39,7 +41,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A cluster of its own with one real node; skipped where this host cannot carry one."""
-    if missing():
+    if missing(node=True):
         pytest.skip("no Kubernetes tools: python -m deploy.cluster build makes them, with Go")
     with ExitStack() as stack:
         try:

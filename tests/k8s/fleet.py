@@ -10,8 +10,8 @@ from pathlib import Path
 
 import fovea_tinyvlm
 from deploy.cluster.cluster import Cluster
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.runtime.hosts import free_ports
-from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import API_KEY
 from tests.service_process import ServiceProcess, service_process
 
@@ -30,7 +30,7 @@ class Fleet:
     def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
         self._cluster, self._namespace, self._folder = cluster, namespace, folder
         self._host = own_address()
-        self._shared = {VARIABLE: secrets.token_urlsafe(32)}
+        self._shared = {SECRET_VARIABLE: secrets.token_urlsafe(32)}
         self._metrics: dict[str, str] = {}
         self.samplers: list[ServiceProcess] = []
         self.base_url = self.metrics = ""

@@ -1,11 +1,13 @@
 """Every value set of the chart, from `helm install` to `helm uninstall`."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from deploy.cluster.cluster import Cluster, CommandFailed
 from tests.k8s.cluster import CHART, COMPONENTS, Object, Release, get, ready_addresses, wait_for
+from tests.k8s.queues import queue
 
 VALUE_SETS = sorted(CHART.glob("values-*.yaml"))
 _KEEP = ("helm.sh/resource-policy", "keep")
@@ -27,17 +29,14 @@ def test_there_are_value_sets() -> None:
 @pytest.mark.parametrize("values", VALUE_SETS, ids=lambda path: path.stem)
 def test_a_value_set_installs_and_leaves(cluster: Cluster, namespace: str, values: Path) -> None:
     """All objects are accepted, all pods run and are endpoints; afterwards nothing is left but what the chart keeps."""
-    prepare_secrets(cluster, namespace)
+    prepare(cluster, namespace)
     before = _names(cluster, namespace)
     release = Release(cluster, namespace, "vision", ("--values", str(values)))
 
     notes = release.install()
     assert "export TINKER_BASE_URL" in notes
     for component in COMPONENTS:
-        pods = release.get("pods", component)
-        assert pods, f"no {component} pods"
-        assert all(pod["status"]["phase"] == "Running" for pod in pods)
-        _wait_for_endpoints(release, component, {pod["status"]["podIP"] for pod in pods})
+        wait_for(f"all pods of the {component} run and are endpoints", partial(_serves, release, component))
     claims = get(cluster, namespace, "persistentvolumeclaims")
     assert all(claim["status"]["phase"] == "Bound" for claim in claims)
     kept = {
@@ -70,20 +69,26 @@ def test_a_typo_is_refused_by_name(cluster: Cluster, namespace: str) -> None:
     assert _names(cluster, namespace) == before
 
 
-def prepare_secrets(cluster: Cluster, namespace: str) -> None:
-    """What values-two-nodes.yaml asks its user to make first."""
-    url = "--from-literal=url=postgresql+psycopg://fovea:secret@db/fovea"
-    cluster.kubectl("create", "secret", "generic", "fovea-database", url, "-n", namespace)
-    key = "--from-literal=AWS_ACCESS_KEY_ID=none"
-    cluster.kubectl("create", "secret", "generic", "fovea-bucket", key, "-n", namespace)
+def prepare(cluster: Cluster, namespace: str) -> None:
+    """Makes what the value sets ask their user to make first: secrets, and a queue."""
+    secrets = {
+        "fovea-database": "url=postgresql+psycopg://fovea:secret@db/fovea",
+        "fovea-bucket": "AWS_ACCESS_KEY_ID=none",
+        "fovea-keys": 'api-keys=["admin=tml-key"]',
+        "fovea-services": "service-secret=0123456789012345678901234567890123456789",
+    }
+    for name, entry in secrets.items():
+        cluster.kubectl("create", "secret", "generic", name, f"--from-literal={entry}", "-n", namespace)
+    cluster.apply(*queue(namespace, "fovea", gpus=16))
 
 
-def _wait_for_endpoints(release: Release, component: str, addresses: set[str]) -> None:
-    service = f"{release.fullname}-{component}"
-    wait_for(
-        f"the EndpointSlices of {service} hold {sorted(addresses)}",
-        lambda: ready_addresses(release.cluster, release.namespace, service) == addresses,
-    )
+def _serves(release: Release, component: str) -> bool:
+    """Whether a component has pods, and all of them run and are ready endpoints. Helm waits for no LeaderWorkerSet."""
+    pods = release.get("pods", component)
+    if not pods or any(pod["status"]["phase"] != "Running" for pod in pods):
+        return False
+    endpoints = ready_addresses(release.cluster, release.namespace, f"{release.fullname}-{component}")
+    return endpoints == {pod["status"]["podIP"] for pod in pods}
 
 
 def _names(cluster: Cluster, namespace: str) -> set[str]:

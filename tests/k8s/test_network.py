@@ -17,6 +17,7 @@ from deploy.cluster.image import IMAGE
 from deploy.cluster.machine import HOST_ADDRESS
 from deploy.cluster.node import Node
 from tests.k8s.cluster import CHART, WAIT_S, Object, fresh_namespace, get, wait_for
+from tests.unit.deploy.chart import pods
 
 _METRICS, _CHOSEN = 9090, 40961
 _PORTS = (8000, 50050, 50051, 50052, 50053, _METRICS, _CHOSEN)
@@ -28,8 +29,8 @@ _COMPONENTS = {
     "renderer": "renderer",
     "sampler": "sampler",
     "sampler-1": "sampler",
-    "trainer": "trainer",
-    "trainer-worker": "trainer-worker",
+    "trainer": "trainers",
+    "trainer-worker": "trainers",
 }
 """Pods of the release, and how the name of the workload ends whose pods they are."""
 
@@ -120,8 +121,7 @@ class Network:
 @pytest.fixture(scope="module")
 def network(node: Node) -> Iterator[Network]:
     """Without policies."""
-    owners = (item for item in _rendered(node) if item["kind"] in ("Deployment", "StatefulSet"))
-    templates = {owner["metadata"]["name"]: owner["spec"]["template"] for owner in owners}
+    templates = pods(_rendered(node))
     labels = {pod: templates[f"{_NAME}-fovea-{suffix}"]["metadata"]["labels"] for pod, suffix in _COMPONENTS.items()}
     labels["client"] = {"app": "client"}
     labels["other-release"] = labels["sampler"] | {"app.kubernetes.io/instance": "other"}

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import deploy.cluster
 from deploy.cluster.tools import (
+    CONTROLLER_PACKAGES,
+    ISSUER,
+    ISSUER_PACKAGES,
     NETWORK,
     NETWORK_PACKAGES,
     PACKAGES,
@@ -24,6 +27,9 @@ def test_every_tool_is_pinned() -> None:
     assert _tools((RUNTIME / "go.mod").read_text()) | {_OWN} == set(RUNTIME_PACKAGES.values())
     assert _tools((NETWORK / "go.mod").read_text()) == set(NETWORK_PACKAGES.values())
     assert _tools((RULES / "go.mod").read_text()) == set(RULES_PACKAGES.values())
+    for module, packages in CONTROLLER_PACKAGES.items():
+        assert _tools((module / "go.mod").read_text()) == set(packages.values())
+    assert _tools((ISSUER / "go.mod").read_text()) == set(ISSUER_PACKAGES.values())
     assert (RUNTIME / Path(_OWN).name / "main.go").exists()
 
 
@@ -36,5 +42,5 @@ def test_the_parts_of_kubernetes_are_of_one_version() -> None:
 
 
 def _tools(go_mod: str) -> set[str]:
-    (block,) = re.findall(r"^tool \((.*?)^\)", go_mod, re.DOTALL | re.MULTILINE)
-    return set(block.split())
+    (found,) = re.findall(r"^tool (\(.*?^\)|\S+$)", go_mod, re.DOTALL | re.MULTILINE)
+    return set(found.strip("()").split())

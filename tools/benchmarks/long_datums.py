@@ -26,7 +26,7 @@ from fovea.api.v1 import trainer_pb2
 from fovea.runtime.hosts import free_ports
 from fovea.wire import tensors
 from fovea.wire.errors import ResourceExhausted
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.refusals import running_renderer
 from fovea_trainer.batches.datum_decoding import decode_datum

@@ -24,7 +24,7 @@ from benchmarks.client import Bench, datum, take_step
 from benchmarks.figure import emit
 from benchmarks.running import Running
 from fovea.client.trainer import TrainerClient
-from fovea.runtime import secret
+from fovea.runtime import credentials
 
 PAUSE = "fovea_sampler_pause_seconds_sum"
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -96,7 +96,7 @@ def measure(bench: Bench, fovea: Running, rank: int, repeats: int, gpus: list[in
 
 async def push_base(fovea: Running, repeats: int) -> None:
     """Prints how long a push of the base's own weights takes; the first one, which computes digests, separately."""
-    os.environ[secret.VARIABLE] = fovea.service_secret
+    os.environ[credentials.SECRET_VARIABLE] = fovea.service_secret
     async with TrainerClient(fovea.addresses["trainer"]) as trainer:
         pushes = [
             await trainer.push_snapshot("", [fovea.addresses["sampler"]], timeout_s=300) for _ in range(repeats + 1)

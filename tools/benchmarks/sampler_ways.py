@@ -17,7 +17,7 @@ from benchmarks.client import Bench
 from benchmarks.running import Running
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.client import GatewayClient, RendererClient
-from fovea.runtime.secret import VARIABLE
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.wire.rendered_input import ImageSpan
 from fovea.wire.tensors import decode_tokens, encode_tokens
 
@@ -130,7 +130,7 @@ class Direct:
         from fovea_sampler.engine import request_conversion
 
         self._llm = llm
-        os.environ[VARIABLE] = running.service_secret
+        os.environ[SECRET_VARIABLE] = running.service_secret
         self._renderer = RendererClient(running.addresses["renderer"])
         self._maker = request_conversion.PromptMaker.of(llm)
         self._drawing = sampler_pb2.SamplingParams(

@@ -23,7 +23,7 @@ from fovea.cli.service_specs import UpOptions, service_specs, temporary_dir
 from fovea.cli.supervisor import Supervisor
 from fovea.cli.up_command import make_certificates
 from fovea.client.channel import ServiceClient
-from fovea.runtime import tls
+from fovea.runtime import credentials
 from fovea.runtime.hosts import free_ports
 from fovea.runtime.processes import die_with_parent
 
@@ -252,7 +252,9 @@ async def running(
     """Runs a stack inside the context."""
     stack = Stack(folder, model, environment, disk_mib)
     make_certificates(folder / "tls")
-    os.environ[tls.VARIABLE] = str(folder / "tls")  # for the services, and for this process, which checks their health
+    os.environ[credentials.TLS_VARIABLE] = str(
+        folder / "tls"
+    )  # for the services, and for this process, which checks their health
     try:
         await stack.start()
         yield stack
@@ -260,7 +262,7 @@ async def running(
         await stack.stop()
         if stack.disk:
             stack.disk.close()
-        del os.environ[tls.VARIABLE]
+        del os.environ[credentials.TLS_VARIABLE]
 
 
 def main(parts: pathlib.Path) -> int:

@@ -22,7 +22,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink);
   background: var(--page) }
 h1 { margin: 0; line-height: 1.2 } .sub { color: var(--soft); margin-top: .4rem }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 1.2rem 2rem;
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: 1.2rem 2rem;
   margin: 1.5rem 0 }
 .figure b { display: block; font-size: 2rem; line-height: 1.1 } .figure span { color: var(--soft) }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1.6rem }

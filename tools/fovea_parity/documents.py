@@ -17,7 +17,7 @@ from fovea.api.v1 import model_input_pb2
 from fovea.runtime.model_files import read_directory
 from fovea.vision.vision_family import ImageAt, Replacement, image_margin
 from fovea.wire import tensors
-from fovea.wire.features import FeatureTensors, size_bytes, tensors_sha256
+from fovea.wire.tensors import FeatureTensors, size_bytes, tensors_sha256
 from fovea_renderer.image_worker import anywhere, open_processor
 
 SIZES = (

@@ -17,10 +17,10 @@ from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampl
 from fovea.client.renderer import RendererClient
 from fovea.client.sampler import SamplerClient
 from fovea.client.trainer import TrainerClient
-from fovea.runtime import secret
+from fovea.runtime import credentials
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError
-from fovea.wire.features import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
+from fovea.wire.tensors import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
 from fovea_parity.prompts import Prompt, scores
 
 _WAIT_S = 300
@@ -57,7 +57,7 @@ def wrong_tensor_problems(state: dict[str, Any], prompt: Prompt, adapts: bool) -
     Returns:
         The problems of the responses.
     """
-    os.environ[secret.VARIABLE] = str(state["service_secret"])
+    os.environ[credentials.SECRET_VARIABLE] = str(state["service_secret"])
     lora = weights_pb2.LoraConfig(rank=8, train_attention=True) if adapts else None
     with running_renderer() as (address, held):
         return asyncio.run(_wrong_tensor_problems(state, _message(prompt), lora, address, held))

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
 
 from fovea.api.v1 import model_input_pb2
-from fovea.wire.features import tensors_sha256
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import tensors_sha256
 from fovea_parity.documents import Content, Document, DocumentMaker, picture
 from fovea_parity.finding import Finding
 from fovea_parity.mixed_batch import fullness

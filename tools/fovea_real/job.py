@@ -56,10 +56,10 @@ class Reinforcement:
     Attributes:
         steps: Number of steps.
         groups: Sums of a step, with eight samples each.
-        learning_rate: Rate of the first step, three times the default's mean: some 20 steps must do.
+        learning_rate: Rate of the first step, three times the default's mean, because 12 steps must suffice.
     """
 
-    steps: int = 24
+    steps: int = 12
     groups: int = 4
     learning_rate: float = 1e-3
 

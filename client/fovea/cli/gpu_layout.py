@@ -195,7 +195,7 @@ def _least_needs(served: ServedModel, fraction: float, here: Mapping[str, Gpu]) 
     weight_bytes = 2 * served.parameter_count
     known = {name for name, gpu in here.items() if gpu.total_bytes}
     for name in known.intersection(served.trainer_gpus if served.is_trained else ()):
-        yield name, "the trainer", weight_bytes // len(served.trainer_gpus) + LEAST_BYTES
+        yield name, "the trainer", served.trainer_count * weight_bytes // len(served.trainer_gpus) + LEAST_BYTES
     for devices in served.sampler_devices:
         for name in known.intersection(devices):
             # vLLM refuses to start unless its whole share of the GPU is free. The share excludes memory reserved for

@@ -56,6 +56,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fovea keys": ("fovea_gateway.access.access_command", ("keys",)),
     "fovea owners": ("fovea_gateway.access.access_command", ("owners",)),
     "fovea usage": ("fovea_gateway.access.access_command", ("usage",)),
+    "fovea drain": ("fovea_gateway.access.access_command", ("drain",)),
     "fovea downgrade": ("fovea_gateway.database.migrations", ()),
     "fovea models check": ("fovea_parity", ()),
     "fovea plan": ("fovea_plan", ()),
@@ -231,6 +232,12 @@ def owners(context: typer.Context) -> None:
 def usage(context: typer.Context) -> None:
     """Show usage by owner, key and day."""
     _run_program("fovea usage", *context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
+def drain(context: typer.Context) -> None:
+    """Move the models of one of several trainers to the others."""
+    _run_program("fovea drain", *context.args)
 
 
 @sessions_app.command("list")

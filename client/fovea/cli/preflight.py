@@ -17,7 +17,7 @@ from typing import Any
 from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import ServedModel, Setting
 from fovea.cli.state_folder import StateFolder
-from fovea.runtime import tls
+from fovea.runtime import credentials
 from fovea.runtime.hosts import listening
 from fovea.runtime.machine_memory import host_free_bytes
 from fovea.runtime.model_files import check_directory, language_entries, read_json
@@ -195,7 +195,7 @@ def check_memory(models: Sequence[ServedModel]) -> None:
 
     Counts the weights in float32 plus the minimum memory of the processes.
     """
-    trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus)]
+    trainers = [each for each in models if each.is_trained and not any(each.trainer_gpus) for _ in each.trainer_devices]
     samplers = [each for each in models for devices in each.sampler_devices if not any(devices)]
     weight_bytes = 4 * sum(each.parameter_count for each in (*trainers, *samplers))
     if not (trainers or samplers):
@@ -270,11 +270,11 @@ def check_certificates(folder: pathlib.Path | None) -> None:
     """Raises StartRefused if the folder has no valid certificates."""
     if folder is None:
         return
-    with _environment({tls.VARIABLE: str(folder)}):
+    with _environment({credentials.TLS_VARIABLE: str(folder)}):
         try:
-            tls.certificates()
+            credentials.certificates()
         except (ValueError, FoveaError) as error:
-            raise StartRefused("--tls-dir", f"{str(error).removeprefix(f'{tls.VARIABLE}: ')}") from None
+            raise StartRefused("--tls-dir", f"{str(error).removeprefix(f'{credentials.TLS_VARIABLE}: ')}") from None
 
 
 def read_setting(text: str) -> Setting:

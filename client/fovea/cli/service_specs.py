@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fovea.cli.service import MODEL_SEPARATOR, ServiceSpec, kind_of
-from fovea.runtime import secret
+from fovea.runtime import credentials
 from fovea.runtime.hosts import WILDCARDS, free_ports
 from fovea.wire import conventions
 
@@ -42,10 +42,12 @@ class ServedModel:
         name: Model name that clients use.
         model: Checkpoint folder or Hugging Face model name.
         is_trained: Whether the model has a trainer; if not, it is for sampling only.
-        trainer_gpus: Devices visible to the trainer, as CUDA numbers them; empty leaves the environment unchanged.
+        trainer_gpus: Devices visible to the trainers, as CUDA numbers them, divided equally; empty leaves the
+            environment unchanged.
         sampler_gpus: Devices of the samplers, divided equally; each sampler splits its model over its devices. A single
             device is shared by all samplers.
         sampler_count: Number of samplers; 0 for training only.
+        trainer_count: Number of trainers. They share the model's recovery data.
         parameter_count: Number of parameters; 0 if unknown until the weights are downloaded.
     """
 
@@ -56,6 +58,7 @@ class ServedModel:
     sampler_gpus: tuple[str, ...] = ()
     sampler_count: int = 1
     parameter_count: int = 0
+    trainer_count: int = 1
 
     @property
     def label(self) -> str:
@@ -65,10 +68,12 @@ class ServedModel:
     @property
     def sampler_devices(self) -> list[tuple[str, ...]]:
         """The devices of each sampler."""
-        if len(self.sampler_gpus) < 2:
-            return [self.sampler_gpus] * self.sampler_count
-        size = len(self.sampler_gpus) // max(self.sampler_count, 1)
-        return [self.sampler_gpus[number * size : (number + 1) * size] for number in range(self.sampler_count)]
+        return _divided(self.sampler_gpus, self.sampler_count)
+
+    @property
+    def trainer_devices(self) -> list[tuple[str, ...]]:
+        """The devices of each trainer."""
+        return _divided(self.trainer_gpus, self.trainer_count if self.is_trained else 0)
 
     @property
     def transfer(self) -> str:
@@ -81,12 +86,20 @@ class ServedModel:
         if self.trainer_gpus == self.sampler_gpus != NO_GPU and len(self.sampler_gpus) == 1:
             return "cuda_ipc"
         shared = self.sampler_count > 1 and len(self.sampler_gpus) == 1 and self.sampler_gpus != NO_GPU
-        return "gloo" if shared or {*self.trainer_gpus[:1]} & {*self.sampler_gpus} - {*NO_GPU} else ""
+        senders = {devices[0] for devices in self.trainer_devices if devices}
+        return "gloo" if shared or senders & {*self.sampler_gpus} - {*NO_GPU} else ""
 
     @property
     def shares_memory(self) -> bool:
         """True if any rank of the trainer shares its device with a sampler."""
         return bool(set(self.trainer_gpus) & set(self.sampler_gpus) - {*NO_GPU})
+
+
+def _divided(devices: tuple[str, ...], count: int) -> list[tuple[str, ...]]:
+    if len(devices) < 2:
+        return [devices] * count
+    size = len(devices) // max(count, 1)
+    return [devices[number * size : (number + 1) * size] for number in range(count)]
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class UpOptions:
         host: Address on which the gateway listens; the other services stay on 127.0.0.1.
         port: REST port of the gateway.
         grpc_port: gRPC port of the gateway; 0 picks a free port.
-        ranks: Number of trainer processes.
+        ranks: Number of processes of each trainer.
         state_dir: Folder of the database, checkpoints, recovery data and `up.json`.
         api_keys: Accepted API keys, in the format of the gateway's setting; keys in its database are accepted too.
         api_key_file: File of further keys, one per line.
@@ -111,6 +124,7 @@ class UpOptions:
         further_models: Further models behind the same gateway.
         sampler_count: Samplers of the model; 0 serves it for training only.
         parameter_count: Number of parameters of the model; 0 if unknown.
+        trainer_count: Number of trainers of the model.
         settings: Service settings; they override the environment.
         suggestions: Settings of the model's services that apply unless the environment or `settings` contain any of
             them.
@@ -133,6 +147,7 @@ class UpOptions:
     further_models: tuple[ServedModel, ...] = ()
     sampler_count: int = 1
     parameter_count: int = 0
+    trainer_count: int = 1
     settings: tuple[Setting, ...] = ()
     suggestions: tuple[Setting, ...] = ()
 
@@ -147,6 +162,7 @@ class UpOptions:
             self.sampler_gpus,
             self.sampler_count,
             self.parameter_count,
+            self.trainer_count,
         )
         return own, *self.further_models
 
@@ -185,7 +201,7 @@ def _digest(text: str) -> str:
 def service_specs(options: UpOptions) -> list[ServiceSpec]:
     """Returns the processes of one Fovea, with ports that stay the same across restarts."""
     environment = _environment(options.models)
-    count = sum(4 + 2 * served.sampler_count for served in options.models)
+    count = sum(2 + 2 * served.sampler_count + 2 * served.trainer_count for served in options.models)
     ports = iter(free_ports(2 + count))  # in one call, so that no port is returned twice
     specs: list[ServiceSpec] = []
     addresses: list[dict[str, Any]] = []
@@ -195,8 +211,7 @@ def service_specs(options: UpOptions) -> list[ServiceSpec]:
         found = {
             kind: [spec.address for spec in own if spec.kind == kind] for kind in ("renderer", "sampler", "trainer")
         }
-        names = {"model_name": served.name, "model": served.model, "trainer": "".join(found["trainer"])}
-        addresses.append({**names, "renderer": found["renderer"], "sampler": found["sampler"]})
+        addresses.append({"model_name": served.name, "model": served.model, **found})
         specs += own
     return [*specs, _gateway_spec(options, addresses, environment, ports)]
 
@@ -213,7 +228,7 @@ def _environment(models: Sequence[ServedModel]) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         # A secret is needed because other users of this machine can reach 127.0.0.1 too.
-        secret.VARIABLE: secret.service_secret() or secrets.token_urlsafe(32),
+        credentials.SECRET_VARIABLE: credentials.service_secret() or secrets.token_urlsafe(32),
     }
     if all(pathlib.Path(served.model).is_dir() for served in models):
         environment["HF_HUB_OFFLINE"] = "1"
@@ -223,8 +238,8 @@ def _environment(models: Sequence[ServedModel]) -> dict[str, str]:
 def _model_specs(
     options: UpOptions, served: ServedModel, of_model: str, environment: dict[str, str], ports: Iterator[int]
 ) -> Iterator[ServiceSpec]:
-    """Yields the renderer, the samplers and, if the model is trained, the trainer of one base model."""
-    renderer, trainer = (next(ports) for _ in range(2))
+    """Yields the renderer, the samplers and, if the model is trained, the trainers of one base model."""
+    renderer = next(ports)
     if not of_model:
         environment = environment | _suggested(options)
     model = ("--model", served.model)
@@ -250,12 +265,13 @@ def _model_specs(
             # meanwhile as its own. Next to a trainer that was loading, it found no memory left and exited.
             starts_after=_before(served, number, of_model),
         )  # fmt: skip
-    if served.is_trained:
-        kept = ("--checkpoints", checkpoints, "--recovery", recovery)
+    kept = ("--checkpoints", checkpoints, "--recovery", recovery)
+    for number, devices in enumerate(served.trainer_devices):
+        trainer = next(ports)
         yield _spec(
-            options, f"trainer{of_model}", "fovea_trainer", conventions.TRAINER_SERVICE, trainer, next(ports),
-            ("--port", str(trainer), *model, *to_renderer, "--ranks", str(options.ranks), *kept),
-            environment | _visible(served.trainer_gpus),
+            options, f"trainer{number + 1 if number else ''}{of_model}", "fovea_trainer", conventions.TRAINER_SERVICE,
+            trainer, next(ports), ("--port", str(trainer), *model, *to_renderer, "--ranks", str(options.ranks), *kept),
+            environment | _visible(devices),
         )  # fmt: skip
 
 
@@ -279,7 +295,7 @@ def _gateway_spec(
     own, *further = models
     port = options.grpc_port or next(ports)
     arguments = ["--grpc-port", str(port), "--host", options.host, "--port", str(options.port)]
-    arguments += ["--model", options.model, "--model-name", options.model_name, "--trainer", own["trainer"]]
+    arguments += ["--model", options.model, "--model-name", options.model_name, "--trainer", _listed(own["trainer"])]
     arguments += ["--renderer", *own["renderer"], "--sampler", _listed(own["sampler"])]
     if further:
         arguments += ["--further-models", json.dumps(further)]

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from fovea.client.channel import ServiceClient
-from fovea.runtime import tls
+from fovea.runtime import credentials
 
 _TIMEOUT_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -134,7 +134,7 @@ def describe_health(item: dict[str, Any], is_healthy: bool) -> str:
 def all_healthy(state: dict[str, Any]) -> dict[str, bool]:
     """Returns whether each service in `up.json` serves; keys are service names."""
     if state["tls_dir"]:
-        os.environ[tls.VARIABLE] = state["tls_dir"]
+        os.environ[credentials.TLS_VARIABLE] = state["tls_dir"]
     return asyncio.run(_health({name: item["address"] for name, item in state["services"].items()}))
 
 

@@ -16,7 +16,7 @@ from fovea.cli.service import KILL_NAMES, Service, ServiceFailed, ServiceSpec, k
 from fovea.cli.service_specs import UpOptions, base_url, service_specs
 from fovea.cli.state_folder import FolderTaken, ServiceLog, StateFolder, log_folder
 from fovea.client.channel import ServiceClient
-from fovea.runtime import secret, tls
+from fovea.runtime import credentials
 from fovea.runtime.hosts import is_loopback
 
 COLORS = {"renderer": "cyan", "sampler": "green", "trainer": "magenta", "gateway": "yellow", "fovea": "bold white"}
@@ -151,8 +151,8 @@ class Supervisor:
             "model_name": self._options.model_name,
             "further_models": {served.name: served.model for served in self._options.further_models},
             "ready_s": round(ready_s, 2),
-            "service_secret": self._specs[0].environment[secret.VARIABLE],
-            "tls_dir": os.environ.get(tls.VARIABLE, ""),
+            "service_secret": self._specs[0].environment[credentials.SECRET_VARIABLE],
+            "tls_dir": os.environ.get(credentials.TLS_VARIABLE, ""),
             "services": {
                 spec.name: {
                     "address": spec.address,

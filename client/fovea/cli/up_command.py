@@ -23,7 +23,7 @@ from fovea.cli.service import SAFE_PATH
 from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
 from fovea.cli.state_folder import DEFAULT_STATE_DIR, MISUSED, StateDir, make_first_key, may_have_keys, print_error
 from fovea.cli.supervisor import Supervisor
-from fovea.runtime import tls
+from fovea.runtime import credentials
 from fovea.runtime.hosts import free_ports, is_loopback
 
 KEYS_VARIABLE = "FOVEA_API_KEY"
@@ -73,8 +73,12 @@ _AlsoTrain = Annotated[
 _Host = Annotated[str, typer.Option(help="Address on which the gateway listens.")]
 _Port = Annotated[int, typer.Option(help="REST port of the gateway; 0 picks a free port.")]
 _GrpcPort = Annotated[int, typer.Option(help="gRPC port of the gateway; 0 picks a free port.")]
+_Trainers = Annotated[
+    int, typer.Option(min=1, help="Number of trainers, which share the models and divide the trainer GPUs equally.")
+]
 _Ranks = Annotated[
-    int | None, typer.Option(min=1, help="Number of trainer processes. Default: one per trainer GPU, or 2 on the CPU.")
+    int | None,
+    typer.Option(min=1, help="Number of processes of each trainer. Default: one per trainer GPU, or 2 on the CPU."),
 ]
 _ApiKeys = Annotated[
     list[str] | None,
@@ -90,7 +94,7 @@ _Drain = Annotated[float, typer.Option(help="Seconds that requests in flight may
 _TlsDir = Annotated[
     pathlib.Path | None,
     typer.Option(
-        envvar=tls.VARIABLE,
+        envvar=credentials.TLS_VARIABLE,
         help="Use mutual TLS between the services, with ca.crt, tls.crt and tls.key from this folder.",
     ),
 ]
@@ -113,6 +117,7 @@ def up(
     model_name: _ModelName = None,
     gpus: _Gpus = "auto",
     samplers: _Samplers = None,
+    trainers: _Trainers = 1,
     setting: _Setting = None,
     also_sample: _AlsoSample = None,
     also_train: _AlsoTrain = None,
@@ -154,6 +159,7 @@ def up(
             ready_timeout_s=ready_timeout_s,
             drain_s=drain_s,
             log_level=log_level,
+            trainer_count=trainers,
         )
         _check_place(state_dir, host, port, grpc_port)
         layout = _choose_gpus(options, gpus, trainer_gpus, sampler_gpus, samplers, ranks)
@@ -163,8 +169,7 @@ def up(
         raise typer.Exit(print_error(f"fovea up: {error}", MISUSED)) from None
     console = Console()
     console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
-    if not model:
-        options = _with_tiny_model(options, model_name, console)
+    options = options if model else _with_tiny_model(options, model_name, console)
     _prepare_access(options, tls_dir, own_tls)
     raise typer.Exit(asyncio.run(Supervisor(options, console).run()))
 
@@ -196,15 +201,29 @@ def _choose_gpus(
 
 
 def _with_layout(options: UpOptions, layout: gpu_layout.GpuLayout, ranks: int | None) -> UpOptions:
-    """Returns the options with the chosen devices, and by default with one trainer process per device."""
+    """Returns the options with the chosen devices, and by default with one trainer process per device. Raises
+    StartRefused.
+    """
+    gpu_count = len(tuple(filter(None, layout.trainer)))
+    _check_trainers(options, gpu_count)
     return replace(
         options,
-        ranks=ranks or len(tuple(filter(None, layout.trainer))) or CPU_RANKS,
+        ranks=ranks or gpu_count // options.trainer_count or CPU_RANKS,
         trainer_gpus=layout.trainer,
         sampler_gpus=layout.samplers,
         sampler_count=layout.sampler_count,
         suggestions=layout.suggestions,
     )
+
+
+def _check_trainers(options: UpOptions, gpu_count: int) -> None:
+    count, given = options.trainer_count, os.environ | {each.variable: each.value for each in options.settings}
+    if gpu_count % count:
+        fix = "set --trainer-gpus to a multiple"
+        raise StartRefused("--trainers", f"{count} trainers cannot divide {gpu_count} trainer GPUs equally; {fix}")
+    if count > 1 and given.get("FOVEA_TRAINER_RECOVERY") == "":
+        fix = "set trainer.recovery to a folder, or leave it out"
+        raise StartRefused("--trainers", f"{count} trainers need shared recovery data; {fix}")
 
 
 def _check_services(options: UpOptions, trainer_gpus: str, sampler_gpus: str) -> None:
@@ -224,7 +243,7 @@ def _prepare_access(options: UpOptions, tls_dir: pathlib.Path | None, own_tls: b
     if own_tls and not tls_dir:
         tls_dir = make_certificates(options.state_dir / "tls")
     if tls_dir:
-        os.environ[tls.VARIABLE] = str(tls_dir.resolve())
+        os.environ[credentials.TLS_VARIABLE] = str(tls_dir.resolve())
 
 
 def _with_tiny_model(options: UpOptions, model_name: str | None, console: Console) -> UpOptions:
@@ -285,11 +304,11 @@ def make_certificates(folder: pathlib.Path) -> pathlib.Path:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     files = {
-        tls.CA: signed("fovea-ca", "fovea-ca", ca_key, ca_key),
-        tls.CERTIFICATE: signed(tls.NAME, "fovea-ca", key, ca_key),
+        credentials.CA: signed("fovea-ca", "fovea-ca", ca_key, ca_key),
+        credentials.CERTIFICATE: signed(credentials.TLS_NAME, "fovea-ca", key, ca_key),
     }
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, content in {**files, tls.KEY: encoded}.items():
+    for name, content in {**files, credentials.PRIVATE_KEY: encoded}.items():
         (folder / name).unlink(missing_ok=True)
         with open(folder / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(content)

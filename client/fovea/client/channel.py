@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fovea.runtime import tls, tracing
+from fovea.runtime import credentials, tracing
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import STATUS_DETAILS, BrokenOff, Cancelled, FoveaError, Unavailable, from_rpc_error
 
@@ -46,15 +46,17 @@ def retry_options(methods: list[tuple[str, str]]) -> list[tuple[str, object]]:
 
 def open_channel(address: str, options: list[tuple[str, object]]) -> grpc.aio.Channel:
     """Opens a channel to a service of the same Fovea, with mutual TLS if this process has certificates."""
-    if certificates := tls.certificates():
-        return grpc.aio.secure_channel(address, certificates.for_client(), options=[*options, *tls.CLIENT_OPTIONS])
+    if certificates := credentials.certificates():
+        return grpc.aio.secure_channel(
+            address, certificates.for_client(), options=[*options, *credentials.CLIENT_OPTIONS]
+        )
     return grpc.aio.insecure_channel(address, options=options)
 
 
 def open_blocking_channel(address: str) -> grpc.Channel:
     """Opens a blocking channel, for use in threads."""
-    if certificates := tls.certificates():
-        return grpc.secure_channel(address, certificates.for_client(), options=[*OPTIONS, *tls.CLIENT_OPTIONS])
+    if certificates := credentials.certificates():
+        return grpc.secure_channel(address, certificates.for_client(), options=[*OPTIONS, *credentials.CLIENT_OPTIONS])
     return grpc.insecure_channel(address, options=OPTIONS)
 
 

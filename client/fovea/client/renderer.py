@@ -8,12 +8,12 @@ from cachetools import LRUCache
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.client.channel import ServiceClient, open_blocking_channel
-from fovea.runtime import secret, tracing
+from fovea.runtime import credentials, tracing
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.conventions import INLINE_IMAGE_BYTES, PIECE_BYTES, RENDERER_SERVICE
 from fovea.wire.errors import InvalidInput, from_rpc_error
-from fovea.wire.features import FeatureAssembler, FeatureTensors, check_feature, size_bytes
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureAssembler, FeatureTensors, check_feature, size_bytes
 
 
 class RendererClient(ServiceClient):
@@ -23,7 +23,7 @@ class RendererClient(ServiceClient):
         super().__init__(
             address,
             retryable=[(RENDERER_SERVICE, name) for name in ("GetRendererInfo", "Render", "FetchFeatures")],
-            metadata=secret.metadata(),
+            metadata=credentials.metadata(),
         )
         self._stub = renderer_pb2_grpc.RendererServiceStub(self.channel)
 
@@ -94,7 +94,7 @@ class FeatureFetcher:
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.Channel] = {}
-        self._metadata = secret.metadata()
+        self._metadata = credentials.metadata()
 
     def fetch(
         self, features: list[model_input_pb2.VisionFeature], timeout_s: float = 60.0

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
-from fovea.runtime import secret
+from fovea.runtime import credentials
 from fovea.wire.conventions import SAMPLER_SERVICE
 
 
@@ -12,7 +12,7 @@ class SamplerClient(ServiceClient):
     """Typed calls to one sampler."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, retryable=[(SAMPLER_SERVICE, "GetSamplerInfo")], metadata=secret.metadata())
+        super().__init__(address, retryable=[(SAMPLER_SERVICE, "GetSamplerInfo")], metadata=credentials.metadata())
         self._stub = sampler_pb2_grpc.SamplerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0) -> sampler_pb2.GetSamplerInfoResponse:

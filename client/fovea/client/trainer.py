@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fovea.api.v1 import model_input_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
 from fovea.client.channel import ServiceClient
-from fovea.runtime import secret
+from fovea.runtime import credentials
 from fovea.wire.conventions import TRAINER_SERVICE, group_by_size
 from fovea.wire.errors import Internal
 
@@ -27,7 +27,7 @@ class TrainerClient(ServiceClient):
     """Typed calls to one trainer. It never retries a command, because one without `seq_id` could step twice."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, retryable=[(TRAINER_SERVICE, "GetTrainerInfo")], metadata=secret.metadata())
+        super().__init__(address, retryable=[(TRAINER_SERVICE, "GetTrainerInfo")], metadata=credentials.metadata())
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 
     async def info(self, timeout_s: float = 10.0, with_kept: bool = False) -> trainer_pb2.GetTrainerInfoResponse:
@@ -71,9 +71,12 @@ class TrainerClient(ServiceClient):
         response: trainer_pb2.ParkModelResponse = await self._unary(self._stub.ParkModel, request, timeout_s)
         return response
 
-    async def delete_model(self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        """Deletes a model from memory."""
-        await self._unary(self._stub.DeleteModel, trainer_pb2.DeleteModelRequest(model_id=model_id), timeout_s)
+    async def delete_model(
+        self, model_id: str, timeout_s: float = COMMAND_TIMEOUT_S, *, keeps_recovery: bool = False
+    ) -> None:
+        """Deletes a model from memory and, unless `keeps_recovery`, from recovery storage."""
+        request = trainer_pb2.DeleteModelRequest(model_id=model_id, keeps_recovery=keeps_recovery)
+        await self._unary(self._stub.DeleteModel, request, timeout_s)
 
     async def forward_backward(
         self,

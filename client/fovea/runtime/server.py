@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram, start_http_server
 
-from fovea.runtime import secret, tls, tracing
+from fovea.runtime import credentials, tracing
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import FoveaError, Internal, Unauthenticated, to_status
@@ -95,7 +95,7 @@ class ServiceServer:
         self._serving = False
         self._metrics_port: int | None = None
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, translate), *bounds]
-        if settings.internal and (known := secret.service_secret()):
+        if settings.internal and (known := credentials.service_secret()):
             interceptors.insert(0, SecretInterceptor(known))
         self.grpc = grpc.aio.server(
             interceptors=interceptors, options=list({**dict(SERVER_OPTIONS), **options}.items())
@@ -116,7 +116,7 @@ class ServiceServer:
     async def start(self) -> None:
         """Binds the port and starts to listen. Raises RuntimeError if the port is in use."""
         address = f"{self._settings.host}:{self._settings.port}"
-        certificates = tls.certificates() if self._settings.internal else None
+        certificates = credentials.certificates() if self._settings.internal else None
         if certificates:
             self.port = self.grpc.add_secure_port(address, certificates.for_server())
         else:
@@ -302,7 +302,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         method: str = handler_call_details.method
-        given = dict(handler_call_details.invocation_metadata or ()).get(secret.KEY, "")
+        given = dict(handler_call_details.invocation_metadata or ()).get(credentials.SECRET_KEY, "")
         if method.startswith(_OPEN) or hmac.compare_digest(str(given).encode(), self._secret):
             return await continuation(handler_call_details)
         ERRORS.labels("refused", Unauthenticated.reason).inc()
@@ -311,6 +311,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
 
 async def _refuse(_: object, context: Any) -> None:
     error = Unauthenticated(
-        f"this service accepts only calls with its Fovea's secret; start the caller with the same {secret.VARIABLE}"
+        "this service accepts only calls with its Fovea's secret; start the caller with the same "
+        f"{credentials.SECRET_VARIABLE}"
     )
     await context.abort_with_status(rpc_status.to_status(to_status(error)))

@@ -10,7 +10,7 @@ from typing import ClassVar, Self, get_origin
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fovea.runtime import secret, tls
+from fovea.runtime import credentials
 from fovea.runtime.hosts import is_loopback
 
 TRACE_VARIABLE = "FOVEA_TRACE_ENDPOINT"
@@ -30,7 +30,7 @@ class ServiceSettings(BaseSettings):
     host: str = Field(
         "127.0.0.1",
         description="Address to listen on. Beyond loopback, services behind the gateway need the environment variable "
-        f"{secret.VARIABLE} or {secret.FILE_VARIABLE}.",
+        f"{credentials.SECRET_VARIABLE} or {credentials.SECRET_FILE_VARIABLE}.",
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 picks a free port.")
     metrics_port: int | None = Field(
@@ -38,7 +38,7 @@ class ServiceSettings(BaseSettings):
     )
     health_port: int | None = Field(
         None,
-        description=f"Port for health checks only, without a certificate even if {tls.VARIABLE} is set.",
+        description=f"Port for health checks only, without a certificate even if {credentials.TLS_VARIABLE} is set.",
     )
     log_level: str = Field("INFO", description="Log level: DEBUG, INFO, WARNING or ERROR.")
     drain_s: float = Field(20.0, ge=0, description="Seconds that requests in flight may take to finish on shutdown.")
@@ -59,12 +59,12 @@ class ServiceSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_secret(self) -> Self:
-        if self.internal and not secret.service_secret() and (open_at := self._reached_at()):
+        if self.internal and not credentials.service_secret() and (open_at := self._reached_at()):
             raise ValueError(
-                f"other machines can reach {open_at}; set {secret.VARIABLE} or {secret.FILE_VARIABLE} to the same "
-                "secret for all services"
+                f"other machines can reach {open_at}; set {credentials.SECRET_VARIABLE} or "
+                f"{credentials.SECRET_FILE_VARIABLE} to the same secret for all services"
             )
-        tls.certificates()  # reports missing certificates before anything starts
+        credentials.certificates()  # reports missing certificates before anything starts
         return self
 
     def _reached_at(self) -> str:

@@ -3,17 +3,21 @@
 Sparse tensors are compressed rows (CSR): row i is `values[offsets[i]:offsets[i + 1]]`, and for rows with columns,
 `columns[j]` is the column of `values[j]`.
 
+The renderer splits the vision tensors of an image into chunks; sampler and trainer join and check them.
+
 The support of a sampled token is the set of ids from which it was drawn; `pack_support` describes its packed rows.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from fovea.api.v1 import tensor_pb2
-from fovea.wire.errors import InvalidInput
+from fovea.api.v1 import model_input_pb2, renderer_pb2, tensor_pb2
+from fovea.wire.conventions import PIECE_BYTES
+from fovea.wire.errors import Internal, InvalidInput
 
 _DTYPES: dict[int, np.dtype] = {
     tensor_pb2.ELEMENT_TYPE_FLOAT32: np.dtype("<f4"),
@@ -251,3 +255,89 @@ def _element_type(dtype: np.dtype) -> tensor_pb2.ElementType:
     if element_type is None:
         raise TypeError(f"no element type for {dtype}")
     return tensor_pb2.ElementType.ValueType(element_type)  # type: ignore[return-value]
+
+
+FeatureTensors = dict[str, npt.NDArray]
+"""Tensors of one image, keyed by the names that the model's processor uses, such as `pixel_values`."""
+
+
+def tensors_sha256(feature: Mapping[str, npt.NDArray]) -> str:
+    """Returns the SHA-256 of name, type, shape and bytes of each tensor, in name order, in lower-case hexadecimal."""
+    digest = hashlib.sha256()
+    for name in sorted(feature):
+        array = feature[name]
+        digest.update(f"{name}\0{array.dtype.name}\0{','.join(map(str, array.shape))}\0".encode())
+        digest.update(_flat_bytes(array))
+    return digest.hexdigest()
+
+
+def _flat_bytes(array: npt.NDArray) -> memoryview:
+    """Returns the bytes of an array, without a copy if they are contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def size_bytes(feature: Mapping[str, npt.NDArray]) -> int:
+    """Returns the total size of the tensors."""
+    return sum(array.nbytes for array in feature.values())
+
+
+def iter_pieces(digest: str, feature: Mapping[str, npt.NDArray]) -> Iterator[renderer_pb2.FetchFeaturesResponse]:
+    """Splits the tensors of one image into messages with at most 1 MiB of data each."""
+    names = sorted(feature)
+    for name in names:
+        data = _flat_bytes(feature[name])
+        offsets = range(0, max(len(data), 1), PIECE_BYTES)
+        for offset in offsets:
+            yield renderer_pb2.FetchFeaturesResponse(
+                digest=digest,
+                name=name,
+                header=header(feature[name]) if offset == 0 else None,
+                data=bytes(data[offset : offset + PIECE_BYTES]),
+                feature_complete=name == names[-1] and offset == offsets[-1],
+            )
+
+
+def check_feature(feature: model_input_pb2.VisionFeature, tensors: FeatureTensors | None) -> FeatureTensors:
+    """Returns the tensors if they match the digest in `feature`. Raises Internal if not."""
+    if tensors is None:
+        raise Internal(f"the renderer at {feature.source} sent no tensors for image {feature.digest}")
+    if (found := tensors_sha256(tensors)) != feature.tensors_sha256:
+        raise Internal(
+            f"the tensors of image {feature.digest} from {feature.source} have digest {found}, not "
+            f"{feature.tensors_sha256}"
+        )
+    return tensors
+
+
+class FeatureAssembler:
+    """The receiver of a FetchFeatures stream, which joins its chunks into tensors."""
+
+    def __init__(self) -> None:
+        self._feature: FeatureTensors = {}
+        self._header: tensor_pb2.Tensor | None = None
+        self._name = ""
+        self._data = bytearray()
+
+    def feed(self, piece: renderer_pb2.FetchFeaturesResponse) -> tuple[str, FeatureTensors] | None:
+        """Adds the next chunk. Returns (digest, tensors) when it completes a feature, else None.
+
+        Raises:
+            Internal: The stream starts in the middle of a tensor.
+            InvalidInput: The bytes of a tensor do not match its type and shape.
+        """
+        if piece.HasField("header"):
+            self._finish_tensor()
+            self._header, self._name = piece.header, piece.name
+        elif self._header is None:
+            raise Internal(f"feature stream of {piece.digest} begins without a header")
+        self._data += piece.data
+        if not piece.feature_complete:
+            return None
+        self._finish_tensor()
+        feature, self._feature = self._feature, {}
+        return piece.digest, feature
+
+    def _finish_tensor(self) -> None:
+        if self._header is not None:
+            self._feature[self._name] = from_bytes(self._data, self._header, self._name)
+        self._header, self._data = None, bytearray()

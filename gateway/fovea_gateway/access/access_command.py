@@ -1,4 +1,4 @@
-"""`fovea keys create | list | revoke | expire`, `fovea owners list | set` and `fovea usage`.
+"""`fovea keys create | list | revoke | expire`, `fovea owners list | set`, `fovea usage` and `fovea drain`.
 
 The commands work on a gateway's database directly, whether or not a gateway runs; a running gateway reads changes
 within seconds.
@@ -18,8 +18,8 @@ from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, chec
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
-from fovea_gateway.database.schema import REVISION, checkpoints, keys, owners, usage
-from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine
+from fovea_gateway.database.schema import REVISION, checkpoints, drained_trainers, keys, owners, usage
+from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, insert_new, make_engine
 
 _DAY_S = 24 * 3600
 _DAYS = 30
@@ -104,6 +104,20 @@ def _usage(arguments: argparse.Namespace) -> None:
         print(f"{owner} has {size_bytes} bytes of checkpoints")
 
 
+def _drain(arguments: argparse.Namespace) -> None:
+    def change(connection: sa.Connection) -> list[str]:
+        if arguments.address and arguments.undo:
+            connection.execute(sa.delete(drained_trainers).where(drained_trainers.c.address == arguments.address))
+        elif arguments.address:
+            insert_new(connection, drained_trainers, {"address": arguments.address})
+        return sorted(connection.scalars(sa.select(drained_trainers.c.address)))
+
+    found = run(arguments, change)
+    print_table(("DRAINED TRAINER",), ((address,) for address in found))
+    if arguments.address:
+        print("a running gateway applies this within a second", file=sys.stderr)
+
+
 def run(arguments: argparse.Namespace, job: Job[Result], *, may_create: bool = False) -> Result:
     """Runs a job in a committed transaction and returns its result.
 
@@ -125,7 +139,7 @@ def run(arguments: argparse.Namespace, job: Job[Result], *, may_create: bool = F
                 f"this database has schema {found}, and this version of Fovea uses {REVISION}: start this version's "
                 "gateway on it first"
             )
-        for table in (keys, owners, usage, checkpoints):
+        for table in (keys, owners, usage, checkpoints, drained_trainers):
             table.create(connection, checkfirst=True)
         return job(connection)
 
@@ -150,6 +164,17 @@ def _parse() -> argparse.Namespace:
         "--days", type=int, default=_DAYS, help=f"number of days to show, including today; default: {_DAYS}"
     )
     add_state_dir(usage)
+    drain = commands.add_parser(
+        "drain",
+        description="Moves the models of one of several trainers to the others, so that it can be stopped. Without an"
+        " address, lists the drained trainers.",
+    )
+    drain.set_defaults(run=_drain)
+    drain.add_argument(
+        "address", metavar="ADDRESS", nargs="?", default="", help="host:port, as in the gateway's --trainer"
+    )
+    drain.add_argument("--undo", action="store_true", help="use the trainer again")
+    add_state_dir(drain)
     return parser.parse_args()
 
 

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -223,15 +223,18 @@ class KeyRing:
             address.
         host: The address that the gateway listens on.
         allowed_hosts: Host names, besides loopback ones, under which the published key may be used.
+        read_token: Returns the id of the key that a token names. Raises Unauthenticated.
     """
 
     def __init__(
-        self, database: Database, given: Iterable[GivenKey], host: str, allowed_hosts: Iterable[str] = ()
-    ) -> None:
-        self._database, self._host = database, host
+        self, database: Database, given: Iterable[GivenKey], host: str, allowed_hosts: Iterable[str] = (),
+        read_token: Callable[[str], str] = str,
+    ) -> None:  # fmt: skip
+        self._database, self._host, self._read_token = database, host, read_token
         self._allowed_hosts = {name.lower() for name in allowed_hosts}
         self._given = list(given) or ([GivenKey("", PUBLISHED)] if is_loopback(host) else [])
         self._keys: dict[str, Key] = {}
+        self._named: dict[str, Key] = {}
 
     async def load(self) -> None:
         """Makes the settings' keys the only configured ones, and reads all keys.
@@ -278,7 +281,7 @@ class KeyRing:
             raise Unauthenticated(
                 "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY), or as Authorization: Bearer"
             )
-        known = self._keys.get(hash_key(key))
+        known = self._named.get(self._read_token(key)) if key.startswith("eyJ") else self._keys.get(hash_key(key))
         if known is None:
             raise Unauthenticated("this API key is unknown to this gateway")
         if problem := known.problem(time.time()):
@@ -315,10 +318,14 @@ class KeyRing:
         await self._read()
         return text, key
 
+    async def keep(self, key: Key) -> Key:
+        """Stores a key, or updates the stored one with its hash unless that is revoked. Returns the stored record."""
+        await self._database.write(lambda connection: insert_key(connection, key))
+        return await self._changed(key.key_id, owner=key.owner, scope=key.scope, expires_at=key.expires_at)
+
     def is_valid(self, key_id: str) -> bool:
         """Returns whether a key with this id exists and has neither expired nor been revoked."""
-        now = time.time()
-        return any(key.key_id == key_id and not key.problem(now) for key in self._keys.values())
+        return key_id in self._named and not self._named[key_id].problem(time.time())
 
     def listed(self) -> list[Key]:
         """Returns all keys, valid or not, oldest first."""
@@ -332,7 +339,7 @@ class KeyRing:
         """Sets when a key expires, in seconds since the epoch; None means never. Raises NotFound."""
         return await self._changed(key_id, expires_at=expires_at)
 
-    async def _changed(self, key_id: str, **values: float | None) -> Key:
+    async def _changed(self, key_id: str, **values: float | str | None) -> Key:
         key = await self._database.write(lambda connection: change_key(connection, key_id, **values))
         if key is None:
             raise NotFound(f"there is no key {key_id!r}", field="key_id")
@@ -341,6 +348,7 @@ class KeyRing:
 
     async def _read(self) -> None:
         self._keys = {key.key_hash: key for key in await self._database.read(all_keys)}
+        self._named = {key.key_id: key for key in self._keys.values()}
 
 
 def all_keys(connection: sa.Connection) -> list[Key]:
@@ -354,7 +362,7 @@ def insert_key(connection: sa.Connection, key: Key) -> bool:
     return insert_new(connection, keys, vars(key))
 
 
-def change_key(connection: sa.Connection, key_id: str, **values: float | None) -> Key | None:
+def change_key(connection: sa.Connection, key_id: str, **values: float | str | None) -> Key | None:
     """Updates columns of a key unless it is revoked. Returns the key, or None for an unknown id.
 
     The change also applies to a key that the settings still list.

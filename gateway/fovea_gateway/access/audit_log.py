@@ -58,6 +58,8 @@ _EVENTS_AT_ONCE: dict[str, tuple[str, ...]] = {
     "key_revoke": ("DELETE keys/{key_id}", "RevokeKey"),
     "key_expiry_set": ("PUT keys/{key_id}/expiry", "ExpireKey"),
     "owner_set": ("PUT owners/{owner}", "PutOwner"),
+    "sign_in": ("GET auth/callback",),
+    "sign_out": ("POST auth/logout",),
 }
 _WORK: dict[str, tuple[str, ...]] = {
     "model_create": ("POST create_model", "SubmitCreateModel"),
@@ -76,6 +78,7 @@ _WORK: dict[str, tuple[str, ...]] = {
         "POST asample", "SampleTokens", "POST chat/completions", "POST completions", "POST responses", "POST messages"
     ),
     "sample_cancel": ("POST cancel_future",),
+    "token_create": ("POST auth/token",),
 }  # fmt: skip
 """Events that clients cause again and again."""
 
@@ -88,7 +91,7 @@ SINGLE = frozenset((event, OK) for event in _EVENTS_AT_ONCE)
 UNLOGGED = frozenset(
     "POST retrieve_future,POST retrieve_futures,POST session_heartbeat,POST telemetry,POST client/config,"
     "POST client/dynamic_config,POST get_info,POST weights_info,POST checkpoints/search,POST sessions/search,"
-    "POST auth/token,DELETE auth/apikey/me,"
+    "DELETE auth/apikey/me,"
     "GetCapabilities,Heartbeat,GetModel,WaitFuture,GetUsage,ListParkedSessions,ListKeys,ListOwners".split(",")
 )
 """Routes and methods without an entry although they are not GET: they look things up, or clients repeat them by
@@ -99,7 +102,7 @@ _RESOURCES = {
     "checkpoints": ("checkpoint_",),
     "projects": ("project_",),
     "teams": (),
-    "organizations": ("key_", "owner_"),
+    "organizations": ("key_", "owner_", "sign_", "token_"),
 }
 """The prefixes of events by the `event_type` of the SDK. Fovea has no teams."""
 SEARCHED = ("owner", "key_id", "event", "object_id", "outcome")

@@ -25,8 +25,17 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import Unavailable
 from fovea_gateway.database import migrations
-from fovea_gateway.database.ownership import DiskReserve, SessionOwnership, Superseded, make_ownership
-from fovea_gateway.database.sql_engine import describe, is_lost, make_engine, parse_url, translate
+from fovea_gateway.database.sql_engine import (
+    DiskReserve,
+    SessionOwnership,
+    Superseded,
+    describe,
+    is_lost,
+    make_engine,
+    make_ownership,
+    parse_url,
+    translate,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,15 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, Internal
-from fovea_gateway.database.ownership import make_ownership
 from fovea_gateway.database.schema import REVISION, alembic_version, metadata, schema_version
-from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, make_engine, parse_url
+from fovea_gateway.database.sql_engine import (
+    add_state_dir,
+    command_url,
+    describe,
+    make_engine,
+    make_ownership,
+    parse_url,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -54,6 +54,9 @@ owners = sa.Table(
     sa.Column("max_requests_per_s", sa.Float, nullable=False),
 )
 
+# The trainers that an operator drains: their models move to others.
+drained_trainers = sa.Table("drained_trainers", metadata, sa.Column("address", sa.Text, primary_key=True))
+
 # The curves that the page at / shows, by model: see `fovea_gateway.live`.
 live_curves = sa.Table(
     "live_curves",

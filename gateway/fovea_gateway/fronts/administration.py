@@ -6,21 +6,36 @@ checked before a handler or method runs.
 
 import asyncio
 import dataclasses
+from html import escape
+from typing import Literal
 
 import grpc
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
-from fovea_gateway.access.api_keys import Key, KeyRing, Scope, parse_scope
+from fovea.wire.errors import FoveaError, NotFound, Unauthenticated
+from fovea_gateway.access.api_keys import CALLER, Key, KeyRing, Scope, parse_scope
 from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, AuditLog, question_of
+from fovea_gateway.access.oidc import CALLBACK
 from fovea_gateway.access.owners import LIMITS, Owner, Owners, stored_checkpoints, usage_for
+from fovea_gateway.access.sign_ins import LOGIN_S, SignIns
 from fovea_gateway.database.database import Database
 from fovea_gateway.fronts.components import Components
-from fovea_gateway.http.endpoint import Endpoints, Json, check_query, count_of, paging
+from fovea_gateway.http.endpoint import (
+    SESSION_COOKIE,
+    TINKER,
+    Api,
+    Endpoints,
+    Json,
+    check_query,
+    count_of,
+    key_of,
+    paging,
+)
 from fovea_gateway.http.request_body import Body, parse_json, read
 
 _Time = Field(None, gt=0, le=1e11, allow_inf_nan=False)
@@ -130,6 +145,89 @@ class AdminRoutes:
         project_id = request.query_params.get("project_id")
         listed = await self._database.read(lambda connection: stored_checkpoints(connection, project_id))
         return Json({"effective_rate_usd_per_gigabyte_month": None, "data": listed})
+
+
+class SignInRoutes:
+    """Handlers of sign-in through an OpenID Connect provider, and of the SDK's exchange of credentials.
+
+    Args:
+        base_path: The prefix of all paths, without a trailing slash.
+        public_url: The page's address; if empty, that of each request.
+    """
+
+    def __init__(self, sign_ins: SignIns, base_path: str, public_url: str) -> None:
+        self._sign_ins, self._base_path, self._public_url = sign_ins, base_path, public_url.rstrip("/")
+
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        return [
+            endpoints.open_route("auth/methods", {"api_key": True, "sign_in": self._sign_ins.is_on}),
+            endpoints.keyless_route("GET", "auth/login", self.login, _BROWSER),
+            endpoints.keyless_route("GET", "auth/callback", self.callback, _BROWSER),
+            endpoints.route("POST", "auth/logout", self.logout, Scope.READ),
+            endpoints.route("POST", "auth/token", self.exchange, Scope.READ, exchanges=True),
+        ]
+
+    async def login(self, request: Request) -> Response:
+        """Sends the browser to the provider. A cookie ties the answer to this browser."""
+        ours, state = self._sign_ins, self._sign_ins.begin()
+        secrets = ours.derive("nonce", state), ours.derive("verifier", state)
+        found = await ours.provider.login_url(self._root(request) + CALLBACK, state, *secrets)
+        answer = RedirectResponse(found, status_code=303, headers=_UNSTORED)
+        self._put_cookie(request, answer, _LOGIN_COOKIE, state, LOGIN_S)
+        return answer
+
+    async def callback(self, request: Request) -> Response:
+        """Opens a session for the person that the provider names, and leads to the page."""
+        query, ours = request.query_params, self._sign_ins
+        provider, state = ours.provider, query.get("state", "")
+        ours.check_state(state, request.cookies.get(_LOGIN_COOKIE, ""))
+        if told := query.get("error_description") or query.get("error"):
+            raise Unauthenticated(f"the provider refused the sign-in: {told[:200]}")
+        secrets = ours.derive("nonce", state), ours.derive("verifier", state)
+        person = await provider.redeem(query.get("code", ""), self._root(request) + CALLBACK, *secrets)
+        text, key = await ours.open_session(person)
+        CALLER.set(key.caller)
+        answer = RedirectResponse(f"{self._base_path}/", status_code=303, headers=_UNSTORED)
+        self._put_cookie(request, answer, SESSION_COOKIE, text, ours.session_s)
+        self._put_cookie(request, answer, _LOGIN_COOKIE, "", 0)
+        return answer
+
+    async def logout(self, request: Request, owner: str) -> Response:
+        """Ends the session of the page's cookie."""
+        await self._sign_ins.close_session(key_of(request) or "")
+        answer = Json({"status": "ok"})
+        self._put_cookie(request, answer, SESSION_COOKIE, "", 0)
+        return answer
+
+    async def exchange(self, request: Request, owner: str) -> Response:
+        """Exchanges an ID token or an API key for a short-lived token, which is sent in place of an API key."""
+        await read(request)
+        if not self._sign_ins.is_on:
+            words = "it does not offer JWTs; send the API key itself, as X-API-Key"
+            raise NotFound(f"Fovea has no auth/token: {words}")
+        return Json({"jwt": self._sign_ins.exchange(key_of(request) or "", CALLER.get())}, headers=_UNSTORED)
+
+    def _root(self, request: Request) -> str:
+        return self._public_url or f"{request.url.scheme}://{request.url.netloc}{self._base_path}"
+
+    def _put_cookie(self, request: Request, answer: Response, name: str, value: str, age_s: float) -> None:
+        # The provider's page leads back to `callback`, so the cookie of a login must be sent then.
+        same_site: Literal["lax", "strict"] = "lax" if name == _LOGIN_COOKIE else "strict"
+        is_secure, path = self._root(request).startswith("https:"), f"{self._base_path}/"
+        answer.set_cookie(name, value, int(age_s), path=path, secure=is_secure, httponly=True, samesite=same_site)
+
+
+def _refused_page(error: FoveaError) -> Response:
+    """Returns an error as a page with a link to the live page."""
+    words = f'<h1>Not signed in</h1><p>{escape(error.message)}</p><p><a href="../../../">Back to the page</a></p>'
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Fovea</title>{words}'
+    policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'"}
+    return Response(page, error.http_status, _UNSTORED | policy, "text/html")
+
+
+_LOGIN_COOKIE = "fovea_login"
+_UNSTORED = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+_BROWSER = Api(TINKER.prefix, _refused_page)
 
 
 # ruff: noqa: N802 - gRPC names the methods.

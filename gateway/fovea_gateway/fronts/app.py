@@ -31,9 +31,12 @@ from fovea_gateway.fronts.grpc_interceptors import (
 )
 from fovea_gateway.fronts.rest_app import build_api
 from fovea_gateway.http.connections import Connection, Connections
+from fovea_gateway.live.alerts import LOOK_S as ALERTS_S
 from fovea_gateway.live.live_state import TICK_S
+from fovea_gateway.live.live_view import SYSTEM_S
 from fovea_gateway.sessions.sessions import Session
 from fovea_gateway.settings import GatewaySettings
+from fovea_gateway.training.trainer_pool import read_drained
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,8 @@ class Upkeep:
         await components.keys.load()
         await components.owners.read()
         await components.link_signer.open()
+        await components.sign_ins.open()
+        await self._read_drained()
         await components.base_models.start()
         await self._restore()
         await components.kept_rows.sweep()
@@ -79,13 +84,17 @@ class Upkeep:
         background.start(self._free_ended(), "free what ended sessions owned")
         background.start(components.keys.watch(), "keys")
         background.start(repeat(components.owners.read, LOOK_S, "reading the owners"), "owners")
+        background.start(repeat(self._read_drained, LOOK_S, "reading the drained trainers"), "drained trainers")
         background.start(self._sweep_forever(), "sweep")
-        for residency in components.residencies.values():
-            background.start(repeat(residency.sweep, _RETURN_S, "bringing models back"), "residency")
+        for pool in components.pools.values():
+            background.start(repeat(pool.sweep, _RETURN_S, "bringing models back"), "residency")
         background.start(repeat(components.audit.flush, _AUDIT_S, "writing audit entries"), "audit log")
         background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
         background.start(repeat(components.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")
         background.start(repeat(components.live_state.tick, TICK_S, "watching for the page"), "page")
+        background.start(repeat(components.alerts.tick, ALERTS_S, "looking for alerts"), "alerts")
+        background.start(components.alerts.webhook.run(), "webhook")
+        background.start(repeat(components.live_view.record, SYSTEM_S, "recording the services' figures"), "system")
         background.start(self._check_storage(), "storage")
         background.start(
             repeat(
@@ -110,8 +119,8 @@ class Upkeep:
         await components.custom_losses.stop()
         await components.training.stop()
         await self._background.cancel()
-        for residency in components.residencies.values():
-            await residency.stop()
+        for pool in components.pools.values():
+            await pool.stop()
         for base in components.base_models:
             await base.snapshots.close()
         await components.copies.stop()
@@ -167,6 +176,11 @@ class Upkeep:
         period_s = min(_SWEEP_S, self._settings.session_ttl_s / 4)
         await asyncio.sleep(period_s)
         await repeat(self._sweep, period_s, "a sweep")
+
+    async def _read_drained(self) -> None:
+        drained = await self._components.database.read(read_drained)
+        for pool in self._components.pools.values():
+            pool.drain(drained)
 
     async def _tend_journal(self) -> None:
         for trainer in self._components.base_models.trainers:

@@ -9,16 +9,19 @@ from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.audit_log import AuditLog
 from fovea_gateway.access.fair_queue import FairQueue
 from fovea_gateway.access.kept_rows import KeptRows
+from fovea_gateway.access.oidc import OidcProvider
 from fovea_gateway.access.owners import Owners, Quota
+from fovea_gateway.access.sign_ins import SignIns
 from fovea_gateway.checkpoints.checkpoint import Storage
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
 from fovea_gateway.checkpoints.exports import Exports, LinkSigner
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.health import Health
+from fovea_gateway.live.alerts import Alerts, Bounds, Webhook
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.live_view import LiveView
-from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels, Trainers
 from fovea_gateway.replicas.discovery import Discovery, StaticDiscovery
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
@@ -33,26 +36,24 @@ from fovea_gateway.sessions.result_room import ResultRoom
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import BaseModelSettings, GatewaySettings
 from fovea_gateway.training.batches import Batches, CustomLosses
-from fovea_gateway.training.commands import Command, CommandRunner, StepCommands
+from fovea_gateway.training.commands import CommandRunner, StepCommands
 from fovea_gateway.training.housekeeping import OrphanCollector, Suspension
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Models
 from fovea_gateway.training.residency import Residency
-from fovea_gateway.training.trainer_queue import SAVE_SLOTS, TRAINER_SLOTS, Replay, TrainerQueue
+from fovea_gateway.training.trainer_pool import TrainerPool, TrainerSide
+from fovea_gateway.training.trainer_queue import SAVE_SLOTS, TRAINER_SLOTS, Replay, Suspects, TrainerQueue
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import Copies, TrainingRuns
 from fovea_gateway.training.weight_commands import CreationCommands, SaveCommands
 
 
 @dataclass(frozen=True)
-class TrainerSide:
-    """The components that work with the trainer of one base model."""
+class TrainingParts:
+    """The components that train one base model."""
 
-    link: TrainerLink
+    pool: TrainerPool
     batches: Batches
-    steps: StepCommands
-    queue: TrainerQueue
-    residency: Residency
 
 
 class Components:
@@ -63,16 +64,16 @@ class Components:
 
     Attributes:
         base_models: The served base models, each with its renderers, samplers and trainer.
-        residencies: For each base model with a trainer, the models that are loaded in it.
+        pools: For each base model with trainers, the homes of its models.
     """
 
     def __init__(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
         self._build_state(settings, on_superseded)
         built = [self._build_base_model(own, settings) for own in settings.base_models]
         self.base_models = BaseModels([base for base, _ in built])
-        sides = {base.name: side for base, side in built if side is not None}
-        self.residencies = {name: side.residency for name, side in sides.items()}
-        self._build_features(settings, sides)
+        trained = {base.name: parts for base, parts in built if parts is not None}
+        self.pools = {name: parts.pool for name, parts in trained.items()}
+        self._build_features(settings, trained)
 
     def _build_state(self, settings: GatewaySettings, on_superseded: Callable[[], None]) -> None:
         """Builds the components that do not depend on base models."""
@@ -82,7 +83,12 @@ class Components:
         max_pending = Quota("max_pending", settings.max_pending, "unfinished requests")
         max_sessions = Quota("max_sessions", settings.max_sessions, "open sessions")
         self.database = Database(settings.store_url, on_superseded)
-        self.keys = KeyRing(self.database, settings.given_keys, settings.host, settings.allowed_host)
+        self.keys = KeyRing(
+            self.database, settings.given_keys, settings.host, settings.allowed_host,
+            lambda token: self.sign_ins.key_id_of(token),
+        )  # fmt: skip
+        provider = OidcProvider(settings) if settings.oidc_issuer else None
+        self.sign_ins = SignIns(self.database, self.keys, provider, settings.oidc_session_s)
         self.owners = Owners(self.database, settings.owner_limits)
         self._clock = clock = ExpiryClock()
         self.audit = AuditLog(self.database, settings.row_room_bytes // 4, clock)
@@ -110,8 +116,9 @@ class Components:
         self.recordings = Recordings(self.database, self.checkpoints, clock, settings.row_room_bytes // 2)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
         self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
+        self._suspects = Suspects()
 
-    def _build_features(self, settings: GatewaySettings, sides: Mapping[str, TrainerSide]) -> None:
+    def _build_features(self, settings: GatewaySettings, trained: Mapping[str, TrainingParts]) -> None:
         """Builds the components that use the base models."""
         self.versions = Versions()
         self.health = Health(self.futures, self.sessions, self.base_models, self.versions, settings.state_dir)
@@ -127,82 +134,92 @@ class Components:
             self.kept_rows,
             self.recordings,
         )
-        runners = {name: self._build_runner(name, side, settings) for name, side in sides.items()}
+        runners = {name: self._build_runner(name, parts, settings) for name, parts in trained.items()}
         self.training = Training(
-            self.futures, self.sessions, self.models, self.base_models, runners, self.residencies, self.journal,
+            self.futures, self.sessions, self.models, self.base_models, runners, self.pools, self.journal,
             self.kept_rows, settings.gap_timeout_s,
         )  # fmt: skip
         self.suspension = Suspension(
-            self.futures, self.sessions, self.models, self.training, self.residencies, self.base_models,
+            self.futures, self.sessions, self.models, self.training, self.pools, self.base_models,
             settings.parked_ttl_s, settings.parked_bytes, self.owners.weight, self._clock,
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
         self.orphans = OrphanCollector(self.database, self.base_models, self.checkpoints, self.uploads)
+        bounds = Bounds(
+            settings.alerts_kl, settings.alerts_gone_s, settings.alerts_disk_share, settings.alerts_durable_lag_s,
+            settings.alerts_slot_wait_s, settings.retry_deadline_s,
+        )  # fmt: skip
+        webhook = Webhook(settings.alerts_webhook)
+        self.alerts = Alerts(self.models, self.base_models, bounds, settings.private_folders, webhook)
         self.live_state = LiveState(
-            self.activity, self.database, self.models, self.sampling, self.base_models
+            self.activity, self.database, self.models, self.sampling, self.base_models, self.alerts
         )  # fmt: skip
         self.live_view = LiveView(self.live_state, self.futures, self.base_models, self.database)
 
     def _build_base_model(
         self, own: BaseModelSettings, settings: GatewaySettings
-    ) -> tuple[BaseModel, TrainerSide | None]:
+    ) -> tuple[BaseModel, TrainingParts | None]:
         def found(service: str, addresses: list[str]) -> Discovery:
             in_kubernetes = settings.discovery == "kubernetes"
             return choose_discovery(service, addresses, in_kubernetes, settings.kubernetes_namespace)
 
         name, weight_of = own.model_name, self.owners.weight
-        trainer = TrainerLink(own.trainer, settings.trainer_wait_s) if own.trainer else None
+        trainers = Trainers(own.trainer, settings.trainer_wait_s)
         renderers = Renderers(
             found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
-            trainer.check_files if trainer else _check_nothing, weight_of,
+            trainers.check_files if trainers else _check_nothing, weight_of,
         )  # fmt: skip
-        side = self._build_trainer_side(name, trainer, renderers, settings) if trainer else None
-        check_restored = side.residency.check_snapshots if side else None
-        snapshots = Snapshots(self.database, name, trainer, check_restored, settings.push_timeout_s)
+        pool = TrainerPool(self.models)
+        batches = Batches(self.futures, renderers, self.custom_losses, self.recordings, pool.find_trainer)
+        pool.sides += [self._build_side(name, link, pool, batches, settings) for link in trainers.links]
+        snapshots = Snapshots(
+            self.database, name, trainers.links, pool.find_trainer if trainers else None,
+            pool.check_snapshots if trainers else None, settings.push_timeout_s,
+        )  # fmt: skip
         samplers = Samplers(
             found("sampler", own.sampler), settings.sampler_concurrency,
             snapshots.put_resident, snapshots.catch_up, snapshots.is_lost,
-            trainer.check_files if trainer else renderers.check_files, weight_of, settings.sampler_beside,
+            trainers.check_files if trainers else renderers.check_files, weight_of, settings.sampler_beside,
         )  # fmt: skip
         is_sampled = bool(own.sampler)
-        return BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainer, is_sampled=is_sampled), side
+        base = BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainers, is_sampled=is_sampled)
+        return base, TrainingParts(pool, batches) if trainers else None
 
-    def _build_trainer_side(
-        self, name: str, link: TrainerLink, renderers: Renderers, settings: GatewaySettings
+    def _build_side(
+        self, name: str, link: TrainerLink, pool: TrainerPool, batches: Batches, settings: GatewaySettings
     ) -> TrainerSide:
-        batches = Batches(self.futures, renderers, self.custom_losses, self.recordings, link)
         fair_queue = FairQueue(TRAINER_SLOTS, self.owners.weight, TRAINER_SLOTS * settings.trainer_concurrency)
         saves = FairQueue(SAVE_SLOTS, self.owners.weight)
-        queue = TrainerQueue(self.futures, link, fair_queue, saves, self.sessions.is_wanted)
+        queue = TrainerQueue(self.futures, link, fair_queue, saves, self.sessions.is_wanted, self._suspects)
         steps = StepCommands(self.futures, self.models, batches, link, queue)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
         replay = Replay(self.journal, steps.compute, self.checkpoints, self.database, link, queue, timeout_s)
-        residency = Residency(name, self.models, self.journal, replay, link, patience_s)
-        return TrainerSide(link, batches, steps, queue, residency)
+        residency = Residency(name, self.models, self.journal, replay, link, pool, patience_s)
+        side = TrainerSide(link, queue, residency)
+        side.commands[Kind.FORWARD] = side.commands[Kind.FORWARD_BACKWARD] = steps.forward_backward
+        side.commands[Kind.OPTIM_STEP] = steps.optim_step
+        return side
 
-    def _build_runner(self, name: str, side: TrainerSide, settings: GatewaySettings) -> CommandRunner:
+    def _build_runner(self, name: str, parts: TrainingParts, settings: GatewaySettings) -> CommandRunner:
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
-        steps, samplers = side.steps, self.base_models.get(name).samplers
-        creating = CreationCommands(
-            self.models, self.checkpoints, self.sessions, side.link, side.queue, samplers, timeout_s, patience_s,
-            lambda: self.suspension.make_room(name),
-        )  # fmt: skip
-        saving = SaveCommands(self.models, self.checkpoints, self.sampling, side.link, side.queue, timeout_s)
-        commands: dict[Kind, Command] = {
-            Kind.CREATE_MODEL: creating.create_model,
-            Kind.LOAD_STATE: creating.load_state,
-            Kind.FORWARD: steps.forward_backward,
-            Kind.FORWARD_BACKWARD: steps.forward_backward,
-            Kind.OPTIM_STEP: steps.optim_step,
-            Kind.SAVE_STATE: saving.save_state,
-            Kind.SAVE_FOR_SAMPLER: saving.save_for_sampler,
-            Kind.SAVE_EXTERNAL: saving.save_external,
-        }
-        return CommandRunner(
-            self.futures, self.models, side.link, side.residency, self.journal, side.batches, commands,
-            settings.disk_wait_s,
-        )  # fmt: skip
+        pool, samplers = parts.pool, self.base_models.get(name).samplers
+        for side in pool.sides:
+            creating = CreationCommands(
+                self.models, self.checkpoints, self.sessions, side.link, side.queue, samplers, timeout_s, patience_s,
+                lambda: self.suspension.make_room(name), pool,
+            )  # fmt: skip
+            saving = SaveCommands(self.models, self.checkpoints, self.sampling, side.link, side.queue, timeout_s)
+            side.commands.update(
+                {
+                    Kind.CREATE_MODEL: creating.create_model,
+                    Kind.LOAD_STATE: creating.load_state,
+                    Kind.SAVE_STATE: saving.save_state,
+                    Kind.SAVE_FOR_SAMPLER: saving.save_for_sampler,
+                    Kind.SAVE_EXTERNAL: saving.save_external,
+                }
+            )
+        return CommandRunner(self.futures, self.models, pool, self.journal, parts.batches, settings.disk_wait_s)
 
 
 def choose_discovery(service: str, addresses: Sequence[str], in_kubernetes: bool, namespace: str = "") -> Discovery:

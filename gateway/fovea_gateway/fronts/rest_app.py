@@ -18,11 +18,12 @@ from starlette.routing import Route
 from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from fovea.wire.errors import NotFound, PermissionDenied
 from fovea_gateway.access.api_keys import CALLER, Scope
+from fovea_gateway.access.sign_ins import is_token
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
 from fovea_gateway.checkpoints.exports import LinkSigner
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import futures
-from fovea_gateway.fronts.administration import AdminRoutes
+from fovea_gateway.fronts.administration import AdminRoutes, SignInRoutes
 from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.openai_answers import OpenAIAnswers
 from fovea_gateway.fronts.openai_routes import OPENAI, OpenAIRoutes
@@ -36,6 +37,7 @@ from fovea_gateway.http.endpoint import (
     Routes,
     count_of,
     error_response,
+    key_of,
 )
 from fovea_gateway.http.model_inputs import lora_message
 from fovea_gateway.http.request_body import read
@@ -63,7 +65,6 @@ _FLAGS = {
 _TRACE_TTL_S = 3600
 _TRACED_PER_PIECE, _MOST_TRACED = 1000, 100_000
 _HOSTED_ONLY = {
-    ("POST", "auth/token"): "JWTs; send the API key itself, as X-API-Key",
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator revokes them with `fovea keys revoke`",
     ("GET", "billing/usage/events"): "billing",
 }
@@ -78,7 +79,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
     endpoints = Endpoints(
         components.keys.identify, components.owners.check_rate, base_path, components.request_memory,
         settings.request_timeout_s, components.activity.note_refusal, components.paths.hide,
-        components.audit,
+        components.audit, components.sign_ins.identify,
     )  # fmt: skip
     limiter = BurstLimiter()
     future_routes = FutureRoutes(
@@ -117,6 +118,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
         ExportRoutes(components.exports, base_path),
         UploadRoutes(components.uploads, components.base_models, lora, base_path, settings.request_timeout_s),
         AdminRoutes(components.keys, components.owners, components.database, components.audit),
+        SignInRoutes(components.sign_ins, base_path, settings.oidc_public_url),
         LiveRoutes(components.live_view, components.models, components.keys.identify, base_path),
     ]
     return Starlette(
@@ -141,7 +143,7 @@ class ServerRoutes:
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
             endpoints.open_route("healthz", {"status": "ok"}),
-            endpoints.route("POST", "client/config", self.client_config, Scope.READ),
+            endpoints.route("POST", "client/config", self.client_config, Scope.READ, exchanges=True),
             endpoints.route("POST", "client/dynamic_config", self.dynamic_config, Scope.READ),
             endpoints.route("GET", "get_server_capabilities", self.get_capabilities, Scope.READ),
             endpoints.route("POST", "telemetry", self.telemetry, Scope.READ),
@@ -155,7 +157,9 @@ class ServerRoutes:
         # With this flag the gateway deletes results that the client reports as fetched, and with them the routed
         # experts.
         kept = {"sample_use_retrieve_futures": False} if asks_for_experts(request) else {}
-        return Json(_FLAGS | self._flags | kept)
+        # Only a client with a token exchanges it; an API key is valid by itself.
+        exchanged = {"pjwt_auth_enabled": True} if is_token(key_of(request) or "") else {}
+        return Json(_FLAGS | exchanged | self._flags | kept)
 
     async def dynamic_config(self, request: Request, owner: str) -> Response:
         """Returns the flags that clients read repeatedly. They say that this server supports cancel_future."""

@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
-_PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/pictures/{digest}")
+_PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/system", "live/pictures/{digest}")
 _UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
 """Requests that clients repeat automatically and never give up; no rate limit counts them."""
 _CLIENT_GONE = "CLIENT_GONE"
+SESSION_COOKIE, PAGE_HEADER = "fovea_session", "x-fovea-page"
 _PROCESS = os.urandom(3).hex()
 _NUMBERS = itertools.count(1)
 _PER_TURN = 8
@@ -73,7 +74,9 @@ def error_response(error: FoveaError) -> Response:
     }
     if error.field:
         body["field"] = error.field
-    return Json(body, status_code=error.http_status)
+    # The header makes the SDK exchange its credential for a new token.
+    headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.http_status == 401 else None
+    return Json(body, status_code=error.http_status, headers=headers)
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,13 @@ TINKER = Api("/api/v1/", error_response)
 
 
 def key_of(request: Request) -> str | None:
-    """Returns the API key of a request: X-API-Key, or the bearer token that OpenAI's clients send."""
+    """Returns the API key of a request: X-API-Key, the bearer token that OpenAI's clients send, or the page's cookie.
+
+    The cookie counts only beside a header that pages of other sites cannot send.
+    """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+    given = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+    return given or (request.cookies.get(SESSION_COOKIE) if PAGE_HEADER in request.headers else None)
 
 
 def _addresses(request: Request) -> list[str]:
@@ -189,6 +196,7 @@ class Endpoints:
             the error.
         translate: Converts an error into the one to send to the caller.
         audit: The log of the requests that change something.
+        identify_exchange: Like `identify`, for routes that also accept the tokens of an OpenID Connect provider.
     """
 
     def __init__(
@@ -201,17 +209,24 @@ class Endpoints:
         on_refusal: Callable[[str, str, FoveaError], None],
         translate: Callable[[FoveaError], FoveaError],
         audit: AuditLog,
+        identify_exchange: Callable[[str], Awaitable[Caller]],
     ) -> None:
         self._identify, self._check_rate, self._prefix = identify, check_rate, prefix
         self._memory, self._patience_s, self._on_refusal = memory, patience_s, on_refusal
-        self._translate, self._audit = translate, audit
+        self._translate, self._audit, self._identify_exchange = translate, audit, identify_exchange
 
-    def route(self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER) -> Route:
-        """Returns a route that needs an API key with this scope."""
+    def route(
+        self, method: str, path: str, handler: Handler, scope: Scope, api: Api = TINKER, exchanges: bool = False
+    ) -> Route:
+        """Returns a route that needs an API key with this scope; with `exchanges`, it also accepts ID tokens."""
 
         async def handle(request: Request) -> Response:
             # Authenticate before the first byte of the body is read.
-            caller = self._identify(key_of(request), _addresses(request))
+            key = key_of(request)
+            is_exchange = exchanges and key is not None and key.startswith("eyJ")
+            caller = (
+                await self._identify_exchange(key or "") if is_exchange else self._identify(key, _addresses(request))
+            )
             caller.require(scope, f"{method} {path}")
             if path not in _UNCOUNTED:
                 self._check_rate(caller.owner, "page" if path in _PAGE else "")

@@ -5,14 +5,17 @@ The page itself contains no data of any owner. Its user enters a key, which the 
 
 import asyncio
 import hashlib
+import json
 import math
 import time
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field
 from starlette.requests import Request
@@ -24,8 +27,10 @@ from fovea_gateway.access.api_keys import CALLER, Caller, Scope
 from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.endpoint import Endpoints, Json, accepted_encoding, check_query, compress, count_of, key_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
-from fovea_gateway.live.live_view import LiveView, to_text
+from fovea_gateway.live.live_view import LiveView
+from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
 from fovea_gateway.live.step_curves import LARGEST
+from fovea_gateway.replicas.base_models import whole_text
 from fovea_gateway.training.models import Models
 
 _FOLDER = Path(__file__).parent / "page"
@@ -47,6 +52,11 @@ _GZIP_LEVEL = 3
 _GZIP_FORMAT = 31  # zlib's number for a gzip header and the largest window
 _POINTS = 300
 _MOST_POINTS = 1024
+_MOST_HOURS = 24
+_MOST_SEARCHED = 200
+_FOUND = 24
+_SEARCHED_TOKENS = 400_000
+"""Tokens that one search reads as texts: about half a second."""
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.\-/@ ]+$")]
 Text = Annotated[str, Field(max_length=4096)]
@@ -81,6 +91,33 @@ class Report(Body):
     step: Number | None = None
     metrics: Annotated[dict[Name, Value], Field(max_length=16)] = Field({})
     samples: Annotated[list[Judgement], Field(max_length=1024)] = Field([])
+
+
+class Wanted(NamedTuple):
+    """A search of samples. None does not restrict; `text` is compared without case."""
+
+    text: str = ""
+    least_reward: float | None = None
+    most_reward: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+    def matching(self, group: Group, tokenizer: str) -> tuple[list[Drawn], int]:
+        """Returns the sequences of a group that match, and the number of tokens that were read as text."""
+        if not _within(group.step, self.first_step, self.last_step):
+            return [], 0
+        kept = list(group.drawn)
+        if self.least_reward is not None or self.most_reward is not None:
+            kept = [one for one in kept if _within(one.reward, self.least_reward, self.most_reward)]
+        text = self.text.casefold()
+        if not text or text in group.truth.casefold():
+            return kept, 0
+        prompts = [piece.tolist() for piece in group.pieces if not isinstance(piece, Picture)]
+        ids = [*prompts, *(one.tokens.tolist() for one in kept)]
+        has_text = [text in (whole_text(tokenizer, each) or "").casefold() for each in ids]
+        if not any(has_text[: len(prompts)]):
+            kept = [one for one, has in zip(kept, has_text[len(prompts) :], strict=True) if has]
+        return kept, sum(map(len, ids))
 
 
 class Label(Body):
@@ -118,6 +155,7 @@ class LiveRoutes:
             *page,
             endpoints.route("GET", "live/events", self.events, Scope.READ),
             endpoints.route("GET", "live/curves/{run}", self.curves, Scope.READ),
+            endpoints.route("GET", "live/system", self.system, Scope.ADMIN),
             endpoints.route("GET", "live/samples", self.samples, Scope.READ),
             endpoints.route("GET", "live/pictures/{digest}", self.picture, Scope.READ),
             endpoints.route("POST", "live/reports", self.report, Scope.TRAIN),
@@ -151,7 +189,7 @@ class LiveRoutes:
         return StreamingResponse(_gzipped(stream), media_type="text/event-stream", headers=headers)
 
     async def curves(self, request: Request, owner: str) -> Response:
-        """Returns curves of a model: those with a `name`, in steps `first` to `last`, as at most `points` points."""
+        """Returns the curves of a model with at most `points` points; `name`, `first` and `last` select some."""
         check_query(request, "points", "name", "first", "last")
         query = request.query_params
         most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
@@ -160,19 +198,46 @@ class LiveRoutes:
         found = await self._view.curves(owner_seen, run, most, set(query.getlist("name")), steps)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
+    async def system(self, request: Request, owner: str) -> Response:
+        """Returns the figures of the services in the last `hours`, with at most `points` points each."""
+        check_query(request, "hours", "points")
+        hours = min(max(count_of(request, "hours", 1), 1), _MOST_HOURS)
+        most = min(max(count_of(request, "points", _POINTS), 2), _MOST_POINTS)
+        found = self._view.history.points(hours * 3600, most)
+        return await compress(_json(found), request.headers.get("accept-encoding", ""))
+
     async def samples(self, request: Request, owner: str) -> Response:
-        """Returns the groups of one step of one source, which is a model's id or a base model's name.
+        """Returns the groups of one step of one source, which is a model's id or a base model's name, or those that
+        match a search.
 
         They are the caller's own, or for the scope admin those of another owner.
         """
-        check_query(request, "source", "step", "owner")
+        check_query(request, "source", "step", "owner", *Wanted._fields)
         query = request.query_params
         asked = query.get("owner", owner)
         if asked != owner:
             CALLER.get().require(Scope.ADMIN, "samples of other owners")
-        step = count_of(request, "step", 0) if "step" in query else None
-        found = await asyncio.to_thread(self._view.samples, asked, query.get("source", ""), step)
+        source, step = query.get("source", ""), count_of(request, "step", 0) if "step" in query else None
+        wanted = _wanted(request)
+        if wanted is None:
+            found = await asyncio.to_thread(self._view.samples, asked, source, step)
+        else:
+            groups = self._view.state.gallery.all_groups(asked, source)
+            found = await asyncio.to_thread(self._search, asked, source, groups, wanted)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
+
+    def _search(self, owner: str, source: str, groups: Sequence[Group], wanted: Wanted) -> dict[str, Any]:
+        """Finds the sequences that match, in the order of the groups. Blocks: it reads texts."""
+        found: list[Group] = []
+        left = _SEARCHED_TOKENS
+        for group in groups:
+            if left <= 0 or len(found) >= _FOUND:
+                break
+            kept, read = wanted.matching(group, self._view.tokenizer_of(group.base_model))
+            left -= read
+            if kept:
+                found.append(replace(group, drawn=deque(kept)))
+        return self._view.shown(owner, source, found) | {"is_partial": left <= 0 or len(found) >= _FOUND}
 
     async def picture(self, request: Request, owner: str) -> Response:
         """Returns a picture of a sample's prompt. Raises NotFound if there is none or it belongs to another owner."""
@@ -193,7 +258,8 @@ class LiveRoutes:
                 f"step is {body.step}; the model has taken {last} optimizer steps: leave step out for the last one",
                 field="step",
             )
-        step = await state.report(model.model_id, body.step, body.metrics)
+        rewards = [one.reward for one in body.samples if one.reward is not None]
+        step = await state.report(model.model_id, body.step, body.metrics, rewards)
         kept = [state.gallery.judge(owner, one.sequence_id, one.reward, one.truth) for one in body.samples]
         return Json({"step": step, "samples_kept": sum(kept)})
 
@@ -225,6 +291,34 @@ class LiveRoutes:
                     await asyncio.wait_for(self._view.closing.wait(), PERIOD_S)
                 except TimeoutError:
                     continue
+
+
+def _within(value: float | None, least: float | None, most: float | None) -> bool:
+    """Returns whether there is a value within the bounds; None as a bound does not restrict."""
+    return value is not None and (least is None or value >= least) and (most is None or value <= most)
+
+
+def _wanted(request: Request) -> Wanted | None:
+    """Reads a search from a query string; None if there is none. Raises InvalidInput."""
+    query = request.query_params
+    if not any(name in query for name in Wanted._fields):
+        return None
+
+    def reward(name: str) -> float | None:
+        return _reward_of(query[name], name) if name in query else None
+
+    def step(name: str) -> int | None:
+        return count_of(request, name, 0) if name in query else None
+
+    text = query.get("text", "")[:_MOST_SEARCHED]
+    return Wanted(text, reward("least_reward"), reward("most_reward"), step("first_step"), step("last_step"))
+
+
+def _reward_of(given: str, field: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise InvalidInput(f"{field} is {given[:40]!r}; it must be a number", field=field) from None
 
 
 async def _gzipped(texts: AsyncGenerator[str]) -> AsyncIterator[bytes]:
@@ -280,3 +374,20 @@ def _file_response(request: Request, name: str) -> Response:
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(data, media_type=_TYPES[Path(name).suffix], headers=headers)
+
+
+def to_text(section: Any) -> str:
+    """Returns JSON that browsers can parse. A number that is not finite becomes null, so it cannot end a stream."""
+    try:
+        return json.dumps(section, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(section), separators=(",", ":"), allow_nan=False)
+
+
+def _without_nan(section: Any) -> Any:
+    """Returns a copy of JSON values with None in place of numbers that are not finite."""
+    if isinstance(section, dict):
+        return {name: _without_nan(value) for name, value in section.items()}
+    if isinstance(section, list | tuple):
+        return [_without_nan(value) for value in section]
+    return None if isinstance(section, float) and not math.isfinite(section) else section

@@ -8,12 +8,13 @@ minute. Samples and errors are only in memory.
 import asyncio
 import logging
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from cachetools import LRUCache
 from google.protobuf.message import DecodeError
 
 from fovea.api.v1 import gateway_pb2
@@ -22,8 +23,16 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, live_curves
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.http.request_body import off_loop_by_size
-from fovea_gateway.live.sample_gallery import Group, SampleGallery, read_drawn, read_prompt
-from fovea_gateway.live.step_curves import StepCurves
+from fovea_gateway.live.alerts import Alerts
+from fovea_gateway.live.sample_gallery import (
+    Group,
+    SampleGallery,
+    places_of,
+    read_drawn,
+    read_losses,
+    read_prompt,
+)
+from fovea_gateway.live.step_curves import RewardHistogram, StepCurves
 from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.replicas.snapshot_pushes import version_of
 from fovea_gateway.sampling.sampling_sessions import Sampling
@@ -77,9 +86,12 @@ class LiveState:
         models: Models,
         sampling: Sampling,
         base_models: BaseModels,
+        alerts: Alerts,
     ) -> None:
         self._activity, self._database, self._models = activity, database, models
-        self._sampling, self._base_models = sampling, base_models
+        self._sampling, self._base_models, self.alerts = sampling, base_models, alerts
+        self.rewards: LRUCache[str, RewardHistogram] = LRUCache(_MOST_MODELS)  # by model
+        self.token_counts: Counter[str] = Counter()  # by kind of usage, of all requests that have ended
         self.gallery = SampleGallery()
         self._curves: OrderedDict[str, StepCurves] = OrderedDict()
         # The metrics of the forward_backwards since a model's last step.
@@ -112,13 +124,18 @@ class LiveState:
         self._curves.move_to_end(model_id)
         return found
 
-    async def report(self, model_id: str, step: int | None, metrics: Mapping[str, float]) -> int:
-        """Records a client's metrics for a step of its model, by default the last one. Returns the step."""
+    async def report(
+        self, model_id: str, step: int | None, metrics: Mapping[str, float], rewards: Sequence[float] = ()
+    ) -> int:
+        """Records a client's metrics and rewards for a step of its model, by default the last one. Returns the step."""
         await self._process_activity()
         curves = await self.curves(model_id)
         at = curves.last_step if step is None else step
         curves.add(at, metrics)
+        if rewards:
+            self.rewards.setdefault(model_id, RewardHistogram()).add(at, rewards)
         self._save_soon(model_id, curves)
+        self._watch(model_id, curves)
         return at
 
     def errors(self, owner: str | None) -> list[tuple[str, SeenError]]:
@@ -137,9 +154,10 @@ class LiveState:
 
     async def _process_activity(self) -> None:
         async with self._processing:  # Events must be processed in order, even by concurrent callers.
+            # Samples first: a loss may contain them.
             for add, ended in (
-                (self._add_command, self._activity.pop_training()),
                 (self._add_sample, self._activity.pop_samples()),
+                (self._add_command, self._activity.pop_training()),
             ):
                 for ending in ended:
                     try:
@@ -152,6 +170,8 @@ class LiveState:
     async def _add_command(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
         kind, model_id = submission.kind, submission.scope
+        self.alerts.note_end(ending)
+        self.token_counts["trained"] += ending.pending.usage.trained_tokens
         if ending.pending.usage.gpu_seconds:
             model = await self._models.load(model_id)
             self._work.append((time.time(), model.base_model, True, ending.pending.usage.gpu_seconds))
@@ -164,6 +184,8 @@ class LiveState:
             await self._continue(submission.owner, model_id, outcome.result)
         if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP):
             metrics = _metrics_of(outcome.result)
+            if kind is not Kind.OPTIM_STEP:
+                await self._add_losses(ending)
             if kind is Kind.FORWARD_BACKWARD:
                 self._since[model_id].append(metrics)
                 return
@@ -177,6 +199,15 @@ class LiveState:
                 since = self._since.pop(model_id, ())
                 curves.add(curves.last_step + 1, summed(since) | _of_step(metrics))
             self._save_soon(model_id, curves)
+            self._watch(model_id, curves)
+
+    async def _add_losses(self, ending: Ending) -> None:
+        """Finds the log-probabilities that the trainer computed for stored sequences."""
+        submission, request = ending.pending.submission, ending.pending.request
+        if request is None or not self.gallery.awaits_losses(submission.owner, submission.scope):
+            return
+        found = await off_loop_by_size(len(request), read_losses, request, ending.outcome.result)
+        self.gallery.note_losses(submission.owner, submission.scope, found)
 
     async def _continue(self, owner: str, model_id: str, result: bytes) -> None:
         """Gives a new model that continues from a checkpoint with its optimizer the curves until then."""
@@ -191,6 +222,7 @@ class LiveState:
 
     async def _add_sample(self, ending: Ending) -> None:
         submission, outcome = ending.pending.submission, ending.outcome
+        self.token_counts["sampled"] += ending.pending.usage.sampled_tokens
         if outcome.error is not None or ending.pending.request is None:
             return
         request = gateway_pb2.SampleTokensRequest.FromString(ending.pending.request)
@@ -209,7 +241,10 @@ class LiveState:
                 step = (await base.snapshots.get(snapshot)).identity.step
             except NotFound:  # The snapshot has been freed meanwhile.
                 step = (await self.curves(version[0])).last_step
-        digest, pieces = await off_loop_by_size(len(ending.pending.request), read_prompt, request)
+        size = len(ending.pending.request)
+        digest, pieces = await off_loop_by_size(size, read_prompt, request)
+        for one, place in zip(drawn, await off_loop_by_size(size, places_of, request, drawn), strict=True):
+            one.place = place
         source = version[0] if version is not None else base.name
         self.gallery.add(Group(submission.owner, source, step, digest, base.name, pieces), drawn)
 
@@ -244,6 +279,10 @@ class LiveState:
         for model_id in due:
             if curves := self._curves.get(model_id):
                 curves.mark_stored()
+
+    def _watch(self, model_id: str, curves: StepCurves) -> None:
+        if model := self._models.find(model_id):
+            self.alerts.note_values(model, curves.last)
 
     def _save_soon(self, model_id: str, curves: StepCurves) -> None:
         self._unsaved.setdefault(model_id, time.time() if curves.is_stored else 0.0)

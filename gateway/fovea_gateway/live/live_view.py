@@ -1,7 +1,6 @@
 """The sections of the live page for one owner or for all. A section is sent again when it has changed."""
 
 import asyncio
-import json
 import math
 import time
 from collections import Counter
@@ -18,9 +17,10 @@ from fovea_gateway.database.schema import checkpoints, models, run_labels, sessi
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.http.endpoint import iso_time
 from fovea_gateway.live.live_state import LiveState
-from fovea_gateway.live.sample_gallery import Drawn, Group, Picture, token_texts
-from fovea_gateway.live.step_curves import StepCurves
-from fovea_gateway.replicas.base_models import BaseModel, BaseModels
+from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
+from fovea_gateway.live.step_curves import StepCurves, SystemHistory
+from fovea_gateway.replicas.base_models import BaseModel, BaseModels, token_texts
+from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import PushTimes
 from fovea_gateway.sessions.futures import Futures
@@ -33,9 +33,13 @@ _SPARK_POINTS = 40
 _DRAWN = 1024
 _ROWS_S = 2.0
 _SECTION_S = 0.9
+SYSTEM_S = 10.0
+"""Seconds between two figures of the services."""
 _SPARKS = ("reward", "loss_per_token", "loss_sum")
+_TOKENS = ("trained", "sampled")
 
 Section = dict[str, Any]
+Info = trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse
 
 
 class LiveView:
@@ -55,6 +59,8 @@ class LiveView:
         # For each model: its curves, their version, and the section that was made from that version.
         self._drawn: LRUCache[str, tuple[StepCurves, int, Section]] = LRUCache(_DRAWN)
         self.closing = asyncio.Event()
+        self.history = SystemHistory(SYSTEM_S)
+        self._counted: tuple[float, Counter[str], dict[str, tuple[int, float]]] = time.monotonic(), Counter(), {}
 
     def close(self) -> None:
         """Ends all streams, because the process is about to end. The page reconnects to the next process."""
@@ -73,6 +79,8 @@ class LiveView:
             "labels": {"labels": labels},
             "queue": {name: value for name, value in queue.items() if name != "of_model"},
             "services": self._services(is_admin=owner is None),
+            "alerts": self.state.alerts.shown(owner),
+            **({"system": self.history.newest} if owner is None else {}),
             "errors": {"errors": [_shown_error(name, error) for name, error in self.state.errors(owner)]},
             "samples": {"version": self.state.gallery.version, "sources": self._sources(owner)},
             "checkpoints": {"version": saved},
@@ -95,7 +103,9 @@ class LiveView:
         curves = await self.state.curves(model_id)
         wanted = [name for name in curves.names if not names or name in names]
         shown = {name: curves.points(name, most, *steps) for name in wanted}
-        return {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+        found = {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+        rewards = self.state.rewards.get(model_id)
+        return found | ({"rewards": rewards.points()} if rewards is not None else {})
 
     async def put_label(self, model: Model, name: str, notes: str, tags: list[str]) -> None:
         """Stores the name, notes and tags that people give to a model, in place of earlier ones."""
@@ -110,12 +120,19 @@ class LiveView:
 
     def samples(self, owner: str, source: str, step: int | None) -> Section:
         """Returns the groups of a step, with token texts if a tokenizer is available. Blocks: it may read a file."""
-        groups = self.state.gallery.groups(owner, source, step)
+        return self.shown(owner, source, self.state.gallery.groups(owner, source, step))
+
+    def shown(self, owner: str, source: str, groups: Sequence[Group]) -> Section:
+        """Returns groups of a source with token texts. Blocks."""
         return {"owner": owner, "source": source, "groups": [self._group(group) for group in groups]}
 
+    def tokenizer_of(self, base_model: str) -> str:
+        """Returns the tokenizer of a base model; empty if it is no longer served."""
+        base = self._base_models.find(base_model)
+        return base.tokenizer_id if base else ""
+
     def _group(self, group: Group) -> Section:
-        base = self._base_models.find(group.base_model)
-        tokenizer = base.tokenizer_id if base else ""
+        tokenizer = self.tokenizer_of(group.base_model)
 
         def piece(one: Any) -> Section:
             if isinstance(one, Picture):
@@ -130,6 +147,7 @@ class LiveView:
                 "ids": ids,
                 "texts": token_texts(tokenizer, ids),
                 "logprobs": [round(value, 4) if math.isfinite(value) else None for value in logprobs],
+                "trained": [round(value, 4) if math.isfinite(value) else None for value in one.trained.tolist()],
                 "stop": one.stop,
                 "is_cut": one.is_cut,
                 "reward": one.reward,
@@ -153,12 +171,12 @@ class LiveView:
 
     async def _read_rows(self, owner: str | None) -> tuple[list[Section], str, Section]:
         now = time.monotonic()
-        at, rows, saved, labels = self._rows.get(owner, (-math.inf, [], "", {}))
-        if now - at >= _ROWS_S:
-            rows, saved, labels = await self._database.read(lambda connection: read_rows(connection, owner))
+        known = self._rows.get(owner)
+        if known is None or now - known[0] >= _ROWS_S:
+            found = await self._database.read(lambda connection: read_rows(connection, owner))
             self._rows = {name: kept for name, kept in self._rows.items() if now - kept[0] < _ROWS_S}
-            self._rows[owner] = now, rows, saved, labels
-        return rows, saved, labels
+            known = self._rows[owner] = (now, *found)
+        return known[1:]
 
     async def _model(self, row: Section, unfinished: int) -> Section:
         curves = await self.state.curves(row["id"])
@@ -173,7 +191,12 @@ class LiveView:
                 "resumed": curves.resumed and {"path": curves.resumed[0], "step": curves.resumed[1]},
             }
             known = self._drawn[row["id"]] = curves, curves.version, drawn
-        return row | known[2] | {"unfinished": unfinished}
+        base = self._base_models.find(row["base_model"])
+        links = base.trainers.links if base is not None else []
+        held = [number for number, link in enumerate(links, 1) if link.instance_id == row["trainer_instance"]]
+        shown = {name: value for name, value in row.items() if name != "trainer_instance"}
+        trainer = held[0] if held and len(links) > 1 else None
+        return shown | known[2] | {"unfinished": unfinished, "trainer": trainer}
 
     def _queue(self, owner: str | None) -> Section:
         """Returns the unfinished requests. Each row joins those of one model and kind; `reason` is the oldest one's."""
@@ -208,6 +231,42 @@ class LiveView:
                 rows[alike]["tokens"] += submission.token_count
         return {"total": kinds.total(), "kinds": dict(kinds), "rows": list(rows.values()), "of_model": of_model}
 
+    async def record(self) -> None:
+        """Adds the present figures of the services to the history. A name is `figure|label`."""
+        now, (then, tokens, pushes) = time.monotonic(), self._counted
+        states = Counter(
+            "waiting" if one.progress.begun_at is None else "running" for one in self._futures.unfinished()
+        )
+        values = {f"queue|{state}": float(states[state]) for state in ("waiting", "running")}
+        values["lag|durable points"] = max(self.state.alerts.durable_lags().values(), default=0.0)
+        counts = self.state.token_counts
+        values |= {f"tokens|{kind}": (counts[kind] - tokens[kind]) / max(now - then, 1e-3) for kind in _TOKENS}
+        times = {base.name: base.snapshots.push_times for base in self._base_models}
+        for base in self._base_models:
+            values |= self._figures(base)
+            count, total_s = pushes.get(base.name, (0, 0.0))
+            if (new := times[base.name].count - count) > 0:
+                values[f"push|{base.name}"] = (times[base.name].total_s - total_s) / new
+        self._counted = now, counts.copy(), {name: (each.count, each.total_s) for name, each in times.items()}
+        self.history.add(time.time(), values)
+
+    def _figures(self, base: BaseModel) -> dict[str, float]:
+        """Returns the used memory of the services of a base model in bytes, and their share at work."""
+        samplers, links, found = base.samplers.members, base.trainers.links, dict[str, float]()
+        infos: dict[str, Info | None] = {
+            f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up
+        }
+        for number, link in enumerate(links, 1):
+            if link.up:
+                infos[f"trainer {number} of {base.name}" if len(links) > 1 else f"trainer of {base.name}"] = link.info
+        if ranks := sum(link.info.world_size for link in base.trainers.up if link.info):
+            found[f"busy|trainer of {base.name}"] = self.state.busy(base.name, True, ranks)
+        if samplers:
+            devices = sum(sampler.device_count for sampler in samplers)
+            found[f"busy|samplers of {base.name}"] = self.state.busy(base.name, False, devices)
+        known = {name: info for name, info in infos.items() if info is not None and info.memory_total_bytes}
+        return found | {f"{one.memory_kind}_memory|{name}": float(one.memory_used_bytes) for name, one in known.items()}
+
     def _services(self, is_admin: bool) -> Section:
         shown = [self._base_model(base, is_admin) for base in self._base_models]
         return {"base_models": shown, "pushes": _pushes([base.snapshots.push_times for base in self._base_models])}
@@ -217,19 +276,11 @@ class LiveView:
             state = {"up": peer.up, "starting": not peer.has_been_up}
             return state | {"address": peer.address} if is_admin else state
 
-        trainer = base.trainer
-        shown: Section = {"name": base.name, "trainer": None}
-        if trainer is not None:
-            info = trainer.info
-            shown["trainer"] = address(trainer) | {
-                "ranks": info.world_size if info else 0,
-                "models": len(info.model_ids) if info else 0,
-                "dtype": info.dtype if info else "",
-                "version": info.version if info else "",
-                "keeps_recovery": bool(info and info.keeps_recovery),
-                "busy": round(self.state.busy(base.name, True, info.world_size if info else 1), 3),
-                "memory": _memory(info),
-            }
+        trainers = base.trainers.links
+        ranks = sum(trainer.info.world_size for trainer in trainers if trainer.info)
+        shown: Section = {"name": base.name}
+        shown["trainer_busy"] = round(self.state.busy(base.name, True, ranks), 3)
+        shown["trainers"] = [address(trainer) | _trainer(trainer) for trainer in trainers]
         samplers = base.samplers.members
         devices = sum(sampler.device_count for sampler in samplers)
         shown["sampler_busy"] = round(self.state.busy(base.name, False, devices), 3)
@@ -252,6 +303,19 @@ def _pushes(times: Sequence[PushTimes]) -> Section:
     }
 
 
+def _trainer(trainer: TrainerLink) -> Section:
+    info = trainer.info
+    return {
+        "draining": trainer.is_draining,
+        "ranks": info.world_size if info else 0,
+        "models": len(info.model_ids) if info else 0,
+        "dtype": info.dtype if info else "",
+        "version": info.version if info else "",
+        "keeps_recovery": bool(info and info.keeps_recovery),
+        "memory": _memory(info),
+    }
+
+
 def _sampler(sampler: Sampler) -> Section:
     info = sampler.info
     return {
@@ -267,7 +331,7 @@ def _sampler(sampler: Sampler) -> Section:
     }
 
 
-def _memory(info: trainer_pb2.GetTrainerInfoResponse | sampler_pb2.GetSamplerInfoResponse | None) -> Section | None:
+def _memory(info: Info | None) -> Section | None:
     """Returns the memory, rounded to 100 MB, so that small changes cause no new event."""
     if info is None or not info.memory_total_bytes:
         return None
@@ -317,24 +381,8 @@ def _row(row: Any) -> Section:
         "metadata": {name: str(value) for name, value in (row["user_metadata"] or {}).items()},
         "state": "parked" if row["parked_at"] is not None and row["state"] == "ready" else row["state"],
         "state_reason": row["state_reason"],
+        "trainer_instance": row["trainer_instance"] or None,
         "rank": weights_pb2.LoraConfig.FromString(row["lora"]).rank,
         "created": iso_time(row["created_at"]),
         "used_at": round(row["last_request_at"], 1),
     }
-
-
-def to_text(section: Any) -> str:
-    """Returns JSON that browsers can parse. A number that is not finite becomes null, so it cannot end a stream."""
-    try:
-        return json.dumps(section, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        return json.dumps(_without_nan(section), separators=(",", ":"), allow_nan=False)
-
-
-def _without_nan(section: Any) -> Any:
-    """Returns a copy of JSON values with None in place of numbers that are not finite."""
-    if isinstance(section, dict):
-        return {name: _without_nan(value) for name, value in section.items()}
-    if isinstance(section, list | tuple):
-        return [_without_nan(value) for value in section]
-    return None if isinstance(section, float) and not math.isfinite(section) else section

@@ -5,15 +5,12 @@ stored.
 """
 
 import hashlib
-import logging
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +18,7 @@ import numpy.typing as npt
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea_gateway.sessions.future import split_messages
-
-logger = logging.getLogger(__name__)
+from fovea_gateway.training.batches import request_from_blob
 
 _MOST_BYTES = 64 * 2**20
 _SOURCES = 256
@@ -48,7 +44,7 @@ class Picture(NamedTuple):
     data: bytes = b""
 
 
-@dataclass
+@dataclass(eq=False)
 class Drawn:
     """One sampled sequence.
 
@@ -56,6 +52,8 @@ class Drawn:
         logprobs: float32, one per token; empty if there are none.
         reward: The client's reward; None if it sent none.
         is_cut: Whether the sequence had more tokens than are stored.
+        trained: float32, the trainer's log-probabilities of the first loss with the sequence; empty until then.
+        place: The digest of prompt and tokens, by which a datum is recognized; empty for a sequence that is cut.
     """
 
     sequence_id: str
@@ -65,6 +63,8 @@ class Drawn:
     at: float
     is_cut: bool = False
     reward: float | None = None
+    trained: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    place: bytes = b""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Group:
     def size_bytes(self) -> int:
         """The memory of the group without its pictures."""
         pieces = sum(piece.nbytes for piece in self.pieces if isinstance(piece, np.ndarray))
-        return 1024 + pieces + sum(512 + one.tokens.nbytes + one.logprobs.nbytes for one in self.drawn)
+        return 1024 + pieces + sum(768 + one.tokens.nbytes + 2 * one.logprobs.nbytes for one in self.drawn)
 
 
 class SampleGallery:
@@ -114,6 +114,8 @@ class SampleGallery:
         self._lingering: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._bytes = 0
         self._groups_of: dict[str, Group] = {}
+        # For each owner and source: the sequences that no loss has had yet, by their places.
+        self._untrained: defaultdict[tuple[str, str], dict[bytes, list[Drawn]]] = defaultdict(dict)
         self.version = 0
 
     def add(self, group: Group, drawn: list[Drawn]) -> None:
@@ -125,8 +127,10 @@ class SampleGallery:
         self._bytes -= known.size_bytes
         for one in drawn:
             if len(known.drawn) == _SEQUENCES:
-                self._groups_of.pop(known.drawn[0].sequence_id, None)
+                self._forget(known, known.drawn[0])
             known.drawn.append(one)
+            if one.place:
+                self._untrained[known.owner, known.source].setdefault(one.place, []).append(one)
             self._groups_of[one.sequence_id] = known
         self._bytes += known.size_bytes
         known.at = time.time()
@@ -148,6 +152,20 @@ class SampleGallery:
         self.version += 1
         return True
 
+    def awaits_losses(self, owner: str, source: str) -> bool:
+        """Returns whether stored sequences of a model lack the trainer's values."""
+        return (owner, source) in self._untrained
+
+    def note_losses(self, owner: str, source: str, found: Mapping[bytes, npt.NDArray[np.float32]]) -> None:
+        """Records the trainer's log-probabilities of datums, by their places; float32, one per position."""
+        waiting = self._untrained.get((owner, source), {})
+        for place in found.keys() & waiting.keys():
+            for one in waiting.pop(place):
+                one.trained = found[place][len(found[place]) - len(one.tokens) :].copy()
+            self.version += 1
+        if not waiting:
+            self._untrained.pop((owner, source), None)
+
     def sources(self, owner: str | None) -> Iterator[tuple[str, str, list[int], float]]:
         """Yields the sources of samples, newest first: owner, source, sorted steps, and time of the newest sample."""
         for (of, source), steps in reversed(self._steps.items()):
@@ -159,6 +177,12 @@ class SampleGallery:
         steps = self._steps.get((owner, source), {})
         wanted = max(steps, default=0) if step is None else step
         return sorted(steps.get(wanted, []), key=lambda group: -group.at)
+
+    def all_groups(self, owner: str, source: str) -> list[Group]:
+        """Returns copies of all groups of a source, the newest steps first."""
+        steps = self._steps.get((owner, source), {})
+        found = [replace(group, drawn=group.drawn.copy()) for groups in steps.values() for group in groups]
+        return sorted(found, key=lambda group: (-group.step, -group.at))
 
     def picture(self, owner: str | None, digest: str) -> Picture | None:
         """Returns a picture from a prompt of the owner, or of any owner if that is None."""
@@ -210,13 +234,24 @@ class SampleGallery:
             del self._steps[group.owner, group.source]
         self._bytes -= group.size_bytes
         for one in group.drawn:
-            self._groups_of.pop(one.sequence_id, None)
+            self._forget(group, one)
         for piece in group.pieces:
             if isinstance(piece, Picture) and piece.data:
                 place = group.owner, piece.digest
                 if self._lingering.pop(place, None) is not None:
                     self._release(place)
                 self._lingering[place] = time.monotonic()
+
+    def _forget(self, group: Group, one: Drawn) -> None:
+        self._groups_of.pop(one.sequence_id, None)
+        waiting = self._untrained.get((group.owner, group.source), {})
+        alike = waiting.get(one.place, [])
+        if one in alike:
+            alike.remove(one)
+            if not alike:
+                del waiting[one.place]
+        if not waiting:
+            self._untrained.pop((group.owner, group.source), None)
 
     def _release(self, place: tuple[str, str]) -> None:
         """Releases one use of an owner's picture. The last release deletes the bytes."""
@@ -254,6 +289,48 @@ def read_prompt(request: gateway_pb2.SampleTokensRequest) -> tuple[str, list[Ids
     return digest, pieces[::-1]
 
 
+def places_of(request: gateway_pb2.SampleTokensRequest, drawn: Iterable[Drawn]) -> list[bytes]:
+    """Returns the place of each sequence drawn for a prompt: a digest of the prompt and its tokens."""
+    begun = _place_of(request.prompt)
+    found = []
+    for one in drawn:
+        whole = begun.copy()
+        whole.update(one.tokens.tobytes())
+        found.append(b"" if one.is_cut or not len(one.tokens) else whole.digest())
+    return found
+
+
+def read_losses(request: bytes, result: bytes) -> dict[bytes, npt.NDArray[np.float32]]:
+    """Returns the log-probabilities of the datums of a stored loss, one per position, by the places of the datums."""
+    answers = split_messages(gateway_pb2.WaitFutureResponse, result)
+    outputs = [record.output for record in answers if record.HasField("output")]
+    found = {}
+    for datum, output in zip(request_from_blob(request).data, outputs, strict=False):
+        if "target_tokens" not in datum.loss_inputs or "logprobs" not in output.tensors:
+            continue
+        targets = tensors.decode(datum.loss_inputs["target_tokens"])
+        logprobs = tensors.decode(output.tensors["logprobs"])
+        if targets.ndim == logprobs.ndim == 1 and len(targets):
+            whole = _place_of(datum.input)
+            whole.update(targets[-1:].astype(np.int32).tobytes())
+            found[whole.digest()] = logprobs.astype(np.float32)
+    return found
+
+
+def _place_of(given: model_input_pb2.ModelInput) -> "hashlib._Hash":
+    """Returns the running digest of a model input, which does not depend on the division of tokens into chunks."""
+    digest = hashlib.sha256()
+    for chunk in given.chunks:
+        match chunk.WhichOneof("kind"):
+            case "tokens":
+                digest.update(tensors.decode_tokens(chunk.tokens.tokens).tobytes())
+            case "image":
+                digest.update(f"\0{hashlib.sha256(chunk.image.data).hexdigest()}".encode())
+            case _:
+                digest.update(f"\0{chunk.image_reference.sha256 or chunk.image_reference.uri}".encode())
+    return digest
+
+
 def read_drawn(future_id: str, result: bytes, at: float) -> tuple[str, list[Drawn]]:
     """Returns the snapshot id of a stored result, empty for the base model, and the result's sequences."""
     snapshot, found = "", []
@@ -274,60 +351,3 @@ def read_drawn(future_id: str, result: bytes, at: float) -> tuple[str, list[Draw
             )
         )
     return snapshot, found[-_SEQUENCES:]
-
-
-_TOKENIZER_FILE = "tokenizer.json"
-_CHARACTER_TOKENS = 4
-
-
-class _Tokenizer(Protocol):
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-
-def token_texts(tokenizer: str, ids: Sequence[int]) -> list[str] | None:
-    """Returns the text of each token, from a tokenizer file on this machine; None if there is none. Blocks.
-
-    If a character consists of several tokens, its last token has the text and the others are empty.
-
-    Args:
-        tokenizer: A directory, or the name of a hub repository in this machine's cache.
-    """
-    found = _load_tokenizer(tokenizer)
-    return None if found is None else list(_decoded(found, ids))
-
-
-def _decoded(tokenizer: _Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    pending: list[int] = []
-    for token in ids:
-        pending.append(token)
-        text = tokenizer.decode(pending, skip_special_tokens=False)
-        if text.endswith("\ufffd") and len(pending) < _CHARACTER_TOKENS:
-            yield ""
-        else:
-            yield text
-            pending = []
-
-
-@lru_cache(maxsize=8)
-def _load_tokenizer(tokenizer: str) -> _Tokenizer | None:
-    try:
-        from tokenizers import Tokenizer
-
-        path = Path(tokenizer) / _TOKENIZER_FILE
-        if not path.is_file():
-            path = _cached_file(tokenizer)
-        loaded: Any = Tokenizer.from_file(str(path))
-        found: _Tokenizer = loaded
-        return found
-    except Exception as error:  # The library raises plain exceptions.
-        logger.info("the live page shows token ids only: found no tokenizer of %s (%s)", tokenizer, error)
-        return None
-
-
-def _cached_file(name: str) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, _TOKENIZER_FILE)
-    if not isinstance(found, str):
-        raise FileNotFoundError(f"{_TOKENIZER_FILE} of {name} is not in the cache")
-    return Path(found)

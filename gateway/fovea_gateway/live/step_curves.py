@@ -1,11 +1,12 @@
-"""The curves of one model: its metrics by step, in bounded memory, reduced to as many points as a screen can show.
+"""Curves in bounded memory, reduced to as many points as a screen can show: of one model's metrics by step, and of the
+services' figures by time.
 
-Each column is an array of shape [metrics, BUCKETS].
+Each column of a model's curves is an array of shape [metrics, BUCKETS].
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import zstandard
 
 BUCKETS = 1024
 MOST_METRICS = 32
+MOST_SERIES = 64
+REWARD_BINS = 24
+REWARD_ROWS = 128
 _COLUMNS = ("count", "total", "low", "high")
 _EMPTY = {"count": 0.0, "total": 0.0, "low": math.inf, "high": -math.inf}
 _HEAD_BYTES = 4
@@ -176,6 +180,102 @@ class StepCurves:
                 joined[:, : BUCKETS // 2] = _joined(values, column, 2)
             self._columns[column] = joined
         self.stride *= 2
+
+
+class RewardHistogram:
+    """The numbers of rewards by step and by bin, in bounded memory: bins widen, and neighbouring steps share a row."""
+
+    def __init__(self) -> None:
+        self._stride, self._low, self._width = 1, 0.0, 0.0
+        self._counts = np.zeros((REWARD_ROWS, REWARD_BINS))
+
+    def add(self, step: int, rewards: Sequence[float]) -> None:
+        """Counts finite rewards of a step."""
+        if not rewards:
+            return
+        while step // self._stride >= REWARD_ROWS:
+            joined = _joined(self._counts.T, "count", 2).T
+            self._counts = np.pad(joined, ((0, REWARD_ROWS // 2), (0, 0)))
+            self._stride *= 2
+        low, high = min(rewards), max(rewards)
+        if not self._width:
+            span = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else max(1.0, abs(low))
+            self._low, self._width = low, span / REWARD_BINS * (1 + 1e-6)  # the highest is within the last bin
+        while low < self._low or high >= self._low + REWARD_BINS * self._width:
+            is_below = low < self._low
+            self._low -= is_below * REWARD_BINS * self._width
+            room = (REWARD_BINS // 2, 0) if is_below else (0, REWARD_BINS // 2)
+            self._counts = np.pad(_joined(self._counts, "count", 2), ((0, 0), room))
+            self._width *= 2
+        places = np.clip((np.asarray(rewards) - self._low) // self._width, 0, REWARD_BINS - 1).astype(int)
+        np.add.at(self._counts[step // self._stride], places, 1)
+
+    def points(self) -> dict[str, Any]:
+        """Returns the lower edge of the bins, their width, and for each row with rewards its first step and counts."""
+        rows = np.flatnonzero(self._counts.any(1))
+        steps, counts = (rows * self._stride).tolist(), self._counts[rows].astype(int).tolist()
+        return {"low": self._low, "width": self._width, "stride": self._stride, "step": steps, "counts": counts}
+
+
+class SystemHistory:
+    """A ring with the figures of the services in the last day: one column for each period.
+
+    Args:
+        period_s: Seconds of a column. Of several values in one period, the last is kept.
+        columns: The number of columns.
+    """
+
+    def __init__(self, period_s: float = 10.0, columns: int = 8640) -> None:
+        self._period_s, self._columns = period_s, columns
+        self._series: dict[str, npt.NDArray[np.float32]] = {}
+        self._last: dict[str, int] = {}
+        self._newest = 0
+        self.newest: dict[str, Any] = {"at": 0.0, "values": {}}
+
+    def add(self, at: float, values: Mapping[str, float]) -> None:
+        """Records named figures at a time in seconds since the epoch. Of too many names, the oldest is dropped."""
+        number = int(at // self._period_s)
+        for series in self._series.values():
+            for passed in range(max(self._newest + 1, number - self._columns + 1), number + 1):
+                series[passed % self._columns] = np.nan
+        self._newest = max(number, self._newest)
+        for name, value in values.items():
+            if name not in self._series:
+                if len(self._series) >= MOST_SERIES:
+                    oldest = min(self._last, key=lambda each: self._last[each])
+                    del self._series[oldest], self._last[oldest]
+                self._series[name] = np.full(self._columns, np.nan, np.float32)
+            self._series[name][number % self._columns] = value
+            self._last[name] = number
+        shown = {name: float(f"{value:.4g}") for name, value in values.items()}
+        self.newest = {"at": number * self._period_s, "values": shown}
+
+    def points(self, span_s: float, most: int) -> dict[str, Any]:
+        """Returns the figures of the last `span_s` seconds as at most `most` points.
+
+        `at` is the time of each point. Each series has `mean` and `high`, with None where nothing is known.
+        """
+        count = max(1, min(math.ceil(span_s / self._period_s), self._columns))
+        together = math.ceil(count / most)
+        groups = math.ceil(count / together)
+        # Whole groups of equal columns, so that a point does not change with each new column.
+        last = self._newest // together * together + together - 1
+        numbers = np.arange(last - groups * together + 1, last + 1)
+        is_there = (numbers <= self._newest) & (numbers > self._newest - self._columns)
+        found: dict[str, Any] = {}
+        for name, series in self._series.items():
+            values = np.where(is_there, series[numbers % self._columns], np.nan).reshape(groups, together)
+            known = ~np.isnan(values)
+            counts = known.sum(1)
+            if counts.any():
+                totals = np.where(known, values, 0.0).sum(1, dtype=np.float64)
+                highs = np.where(known, values, -np.inf).max(1)
+                found[name] = {
+                    "mean": [float(f"{t / n:.4g}") if n else None for t, n in zip(totals, counts, strict=True)],
+                    "high": [float(f"{high:.4g}") if n else None for high, n in zip(highs, counts, strict=True)],
+                }
+        at = (numbers.reshape(groups, together)[:, 0] * self._period_s).tolist()
+        return {"period_s": self._period_s * together, "at": at, "series": found}
 
 
 def _joined(values: Array, column: str, together: int) -> Array:

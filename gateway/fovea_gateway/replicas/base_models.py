@@ -1,18 +1,106 @@
-"""The served base models. Maps the name of each to its renderers, samplers, snapshots and trainer."""
+"""The served base models. Maps the name of each to its renderers, samplers, snapshots and trainers.
+
+Texts of tokens come from a tokenizer file on this machine, if there is one; nothing is downloaded.
+"""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
 
 from fovea.api.v1.weights_pb2 import LoraConfig
-from fovea.wire.errors import InvalidInput, NotFound
+from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound, Unavailable
 from fovea_gateway.replicas.renderers import Renderers
-from fovea_gateway.replicas.replicas import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerInfo, TrainerLink, find_unlike
 from fovea_gateway.replicas.samplers import Sampler, Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots
 
+logger = logging.getLogger(__name__)
+
 _CHECK_S = 60.0
 """Deadline for a trainer to read the header of an adapter from storage, in seconds."""
+_TOKENIZER_FILE = "tokenizer.json"
+_CHARACTER_TOKENS = 4
+
+
+class Trainers:
+    """The trainers of one base model: none if it is served for sampling only. Models can move between them.
+
+    They must have the same model files, the same maximum rank of an adapter and, if there are several, one recovery
+    storage.
+
+    Args:
+        addresses: host:port of each.
+        wait_s: Seconds that a call waits for a trainer that went away.
+    """
+
+    def __init__(self, addresses: Sequence[str], wait_s: float) -> None:
+        self.links = [TrainerLink(address, wait_s, self._check) for address in addresses]
+
+    def __bool__(self) -> bool:
+        return bool(self.links)
+
+    @property
+    def up(self) -> list[TrainerLink]:
+        """The trainers that accept calls."""
+        return [link for link in self.links if link.up]
+
+    @property
+    def info(self) -> TrainerInfo | None:
+        """The info of a trainer, of one that is up if there is one; None until one has answered."""
+        return next((link.info for link in (*self.up, *self.links) if link.info is not None), None)
+
+    def holder(self, instance_id: str) -> TrainerLink | None:
+        """Returns the trainer with this instance id, or None."""
+        return next((link for link in self.links if instance_id and link.instance_id == instance_id), None)
+
+    def check_files(self, who: str, files: Mapping[str, str]) -> None:
+        """Raises FailedPrecondition, which names the file, if another service has different model files."""
+        if unlike := self.find_unlike(files):
+            link = next(link for link in (*self.up, *self.links) if link.info is not None)
+            raise FailedPrecondition(
+                f"{who} has another {unlike} than the trainer at {link.address}: give all services the same model"
+            )
+
+    def find_unlike(self, files: Mapping[str, str]) -> str:
+        """Returns the name of a model file in which another service differs from the trainers, or an empty text.
+
+        Until a trainer has answered, no file differs.
+        """
+        return find_unlike(self.info.model_files if self.info is not None else {}, files)
+
+    def _check(self, link: TrainerLink, info: TrainerInfo) -> None:
+        """Raises FailedPrecondition if a trainer could not continue models of the others, Unavailable if it is not
+        known yet.
+        """
+        if len(self.links) == 1:
+            return
+        who = f"the trainer at {link.address}"
+        if not info.keeps_recovery:
+            raise FailedPrecondition(f"{who} has no --recovery: several trainers need one shared recovery storage")
+        if not info.recovery_store:
+            raise Unavailable(f"{who} has not read its recovery storage yet")
+        other = next((other for other in self.up if other is not link and other.info is not None), None)
+        if other is None or other.info is None:
+            return
+        if unlike := find_unlike(other.info.model_files, info.model_files):
+            raise FailedPrecondition(
+                f"{who} has another {unlike} than the trainer at {other.address}: give all trainers of a base model "
+                "the same model"
+            )
+        if other.info.recovery_store != info.recovery_store:
+            raise FailedPrecondition(
+                f"{who} has another recovery storage than the trainer at {other.address}: give all trainers of a base "
+                "model the same shared --recovery, so that they can take over each other's models"
+            )
+        if other.info.max_lora_rank != info.max_lora_rank:
+            raise FailedPrecondition(
+                f"{who} allows rank {info.max_lora_rank}, the trainer at {other.address} {other.info.max_lora_rank}: "
+                "give all trainers of a base model the same --max-lora-rank"
+            )
 
 
 @dataclass(frozen=True)
@@ -23,7 +111,7 @@ class BaseModel:
         name: The name that clients use.
         tokenizer_id: The tokenizer that clients should load.
         snapshots: The snapshots trained from this base model. They are pushed only to its own samplers.
-        trainer: None if the base model is served for sampling only.
+        trainers: Empty if the base model is served for sampling only.
         is_sampled: Whether it has samplers, up or not. If not, it is served for training only.
     """
 
@@ -32,7 +120,7 @@ class BaseModel:
     renderers: Renderers
     samplers: Samplers
     snapshots: Snapshots
-    trainer: TrainerLink | None
+    trainers: Trainers
     is_sampled: bool = True
 
     def up_samplers(self) -> list[Sampler]:
@@ -61,8 +149,8 @@ class BaseModels:
 
     @property
     def trainers(self) -> list[TrainerLink]:
-        """The trainers of the base models that can be trained."""
-        return [model.trainer for model in self if model.trainer is not None]
+        """The trainers of all base models."""
+        return [link for model in self for link in model.trainers.links]
 
     def find(self, name: str) -> BaseModel | None:
         """Returns the base model with this name, or None if it is not served."""
@@ -76,8 +164,8 @@ class BaseModels:
 
     def check_trained(self, name: str) -> None:
         """Raises NotFound for a base model that is not served, InvalidInput for one that is for sampling only."""
-        if self.get(name).trainer is None:
-            trained = [model for model in self if model.trainer is not None]
+        if not self.get(name).trainers:
+            trained = [model for model in self if model.trainers]
             fix = f"train {_listed(trained)}" if trained else "no base model here has a trainer"
             raise InvalidInput(f"base_model {name!r} is served for sampling only; {fix}", field="base_model")
 
@@ -101,8 +189,8 @@ class BaseModels:
         Raises NotFound for a base model that is not served, InvalidInput for the first tensor that does not fit, and
         Unavailable while the trainer does not answer.
         """
-        if (trainer := self.get(name).trainer) is not None:
-            await trainer.client.check_adapter(uri, lora, _CHECK_S)
+        if trainers := self.get(name).trainers:
+            await (trainers.up or trainers.links)[0].client.check_adapter(uri, lora, _CHECK_S)
 
     async def start(self) -> None:
         """Starts the trainers first, because the files of the other services are compared with theirs."""
@@ -120,3 +208,62 @@ class BaseModels:
 
 def _listed(models: "BaseModels | list[BaseModel]") -> str:
     return " or ".join(repr(model.name) for model in models)
+
+
+def whole_text(tokenizer: str, ids: Sequence[int]) -> str | None:
+    """Returns the text of tokens together, as `token_texts` does of each. Blocks."""
+    found = _load_tokenizer(tokenizer)
+    return None if found is None else found.decode(ids, skip_special_tokens=False)
+
+
+class _Tokenizer(Protocol):
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+def token_texts(tokenizer: str, ids: Sequence[int]) -> list[str] | None:
+    """Returns the text of each token, from a tokenizer file on this machine; None if there is none. Blocks.
+
+    If a character consists of several tokens, its last token has the text and the others are empty.
+
+    Args:
+        tokenizer: A directory, or the name of a hub repository in this machine's cache.
+    """
+    found = _load_tokenizer(tokenizer)
+    return None if found is None else list(_decoded(found, ids))
+
+
+def _decoded(tokenizer: _Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    pending: list[int] = []
+    for token in ids:
+        pending.append(token)
+        text = tokenizer.decode(pending, skip_special_tokens=False)
+        if text.endswith("\ufffd") and len(pending) < _CHARACTER_TOKENS:
+            yield ""
+        else:
+            yield text
+            pending = []
+
+
+@lru_cache(maxsize=8)
+def _load_tokenizer(tokenizer: str) -> _Tokenizer | None:
+    try:
+        from tokenizers import Tokenizer
+
+        path = Path(tokenizer) / _TOKENIZER_FILE
+        if not path.is_file():
+            path = _cached_file(tokenizer)
+        loaded: Any = Tokenizer.from_file(str(path))
+        found: _Tokenizer = loaded
+        return found
+    except Exception as error:  # The library raises plain exceptions.
+        logger.info("token ids are shown without texts: found no tokenizer of %s (%s)", tokenizer, error)
+        return None
+
+
+def _cached_file(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, _TOKENIZER_FILE)
+    if not isinstance(found, str):
+        raise FileNotFoundError(f"{_TOKENIZER_FILE} of {name} is not in the cache")
+    return Path(found)

@@ -1,4 +1,4 @@
-"""The processes that the gateway calls: replicas of a service, and the one trainer of a base model.
+"""The processes that the gateway calls: replicas of a service, and the trainers of a base model.
 
 Replicas join, are checked for health, fail, recover, drain and leave. Owners divide the slots of each replica by their
 weights.
@@ -14,12 +14,13 @@ from typing import Generic, TypeVar
 from fovea.api.v1 import trainer_pb2
 from fovea.client import TrainerClient
 from fovea.client.channel import ServiceClient
-from fovea.wire.errors import DeadlineExceeded, FailedPrecondition, FoveaError, Unavailable
+from fovea.wire.errors import DeadlineExceeded, FoveaError, Unavailable
 from fovea_gateway.access.fair_queue import FairQueue, Turn
 from fovea_gateway.replicas.discovery import Addresses, Discovery
 
 logger = logging.getLogger(__name__)
 
+TrainerInfo = trainer_pb2.GetTrainerInfoResponse
 WeightOf = Callable[[str], float]
 CheckFiles = Callable[[str, Mapping[str, str]], None]
 """Raises FailedPrecondition if a service, named in the first argument, has other model files than ours."""
@@ -121,6 +122,7 @@ class Replica(Peer):
     Attributes:
         queued: The number of requests that wait for a slot or have one.
         waiting: The number of requests that wait for a slot.
+        tokens: The tokens of all queued requests, as estimated when they came.
         is_leaving: Set permanently when discovery no longer lists the replica. Running requests finish; no new one is
             sent.
     """
@@ -130,6 +132,7 @@ class Replica(Peer):
     ) -> None:
         super().__init__(service, address, on_change)
         self.queued = self.waiting = 0
+        self.tokens = 0.0
         self.is_leaving = False
         self._slots = FairQueue(concurrency, weight_of)
         self._idle = asyncio.Event()
@@ -158,8 +161,10 @@ class Replica(Peer):
         Raises ReplicaLeft if the replica leaves.
         """
         self.check_stays()
+        tokens = turn.cost
         self.queued += 1
         self.waiting += 1
+        self.tokens += tokens
         self._idle.clear()
         is_waiting = True
         try:
@@ -171,6 +176,7 @@ class Replica(Peer):
         finally:
             self.waiting -= is_waiting
             self.queued -= 1
+            self.tokens = self.tokens - tokens if self.queued else 0.0
             if not self.queued:
                 self._idle.set()
 
@@ -300,19 +306,22 @@ class Replicas(Generic[R]):
 
 
 class TrainerLink(Peer):
-    """The trainer of a base model. Call `start` before use.
+    """One trainer of a base model. Call `start` before use.
 
     Args:
         wait_s: Seconds that a call waits for a trainer that went away.
+        check: Raises FoveaError if the trainer may not be used beside the other trainers of the base model.
 
     Attributes:
         info: The last info that it sent; None until it has answered.
+        is_draining: Whether its models move to other trainers, because an operator wants to stop it.
     """
 
-    def __init__(self, address: str, wait_s: float) -> None:
+    def __init__(self, address: str, wait_s: float, check: "Callable[[TrainerLink, TrainerInfo], None]") -> None:
         super().__init__("trainer", address, self._note)
         self._client = TrainerClient(address)
-        self._wait_s = wait_s
+        self._wait_s, self._check = wait_s, check
+        self.is_draining = False
         self.info: trainer_pb2.GetTrainerInfoResponse | None = None
         self._is_up = asyncio.Event()
         self._down_since = 0.0
@@ -340,26 +349,24 @@ class TrainerLink(Peer):
         """The id of the last instance that answered; empty until the trainer has answered."""
         return self.info.instance_id if self.info is not None else ""
 
+    def set_draining(self, is_draining: bool) -> None:
+        """Starts or stops draining the trainer."""
+        if is_draining != self.is_draining:
+            self.is_draining = is_draining
+            logger.warning("trainer %s is %s", self.address, "draining" if is_draining else "in use again")
+
+    @property
+    def is_lost(self) -> bool:
+        """True once it has been down for so long that commands should wait for it no longer."""
+        return not self.up and asyncio.get_running_loop().time() - self._down_since >= self._wait_s
+
     async def ask(self) -> None:
         """Asks for the trainer's info. A new instance has no models in memory."""
         info = await self._client.info(timeout_s=5.0)
+        self._check(self, info)
         if self.info is not None and info.instance_id != self.info.instance_id:
             logger.warning("trainer %s restarted as instance %s", self.address, info.instance_id)
         self.info = info
-
-    def check_files(self, who: str, files: Mapping[str, str]) -> None:
-        """Raises FailedPrecondition, which names the file, if another service has different model files."""
-        if unlike := self.find_unlike(files):
-            raise FailedPrecondition(
-                f"{who} has another {unlike} than the trainer at {self.address}: give all services the same model"
-            )
-
-    def find_unlike(self, files: Mapping[str, str]) -> str:
-        """Returns the name of a model file in which another service differs from the trainer, or an empty text.
-
-        Until the trainer has answered, no file differs.
-        """
-        return find_unlike(self.info.model_files if self.info is not None else {}, files)
 
     async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
         """Returns the trainer's info once it is up.

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,9 @@ class Snapshots:
     """The snapshots of one base model, which are pushed to its samplers. Concurrent requests share a push.
 
     Args:
-        trainer: The trainer. It and `check_restored` are None for a base model that is served for sampling only.
+        trainers: The trainers of the base model.
+        find_trainer: Returns the trainer of a model, or of the base model for an empty id. It and `check_restored` are
+            None for a base model that is served for sampling only.
         check_restored: Raises RestoreInProgress while the unnamed snapshots of a model are being restored.
     """
 
@@ -77,14 +79,15 @@ class Snapshots:
         self,
         database: Database,
         base_model: str,
-        trainer: TrainerLink | None,
+        trainers: Sequence[TrainerLink],
+        find_trainer: Callable[[str], TrainerLink] | None,
         check_restored: Callable[[str], Awaitable[None]] | None,
         push_timeout_s: float,
     ) -> None:
         self.push_times = PushTimes()
         self._database = database
         self._base_model = base_model
-        self._trainer = trainer
+        self._trainers, self._find_trainer = trainers, find_trainer
         self._check_restored = check_restored
         self._push_timeout_s = push_timeout_s
         self._known: LRUCache[str, SnapshotRecord] = LRUCache(_KNOWN)
@@ -216,8 +219,9 @@ class Snapshots:
         self._lost.discard(snapshot_id)
         holders = [sampler for sampler in samplers if snapshot_id in sampler.adapters]
         calls = [_drop_from(sampler, snapshot_id) for sampler in holders]
-        if self._trainer is not None:
-            calls.append(self._trainer.client.forget_snapshot(snapshot_id))
+        # A trainer that is away has lost its memory, or drops old snapshots itself.
+        trainers = [trainer for trainer in self._trainers if trainer.up] or self._trainers[:1]
+        calls += [trainer.client.forget_snapshot(snapshot_id) for trainer in trainers]
         try:
             await asyncio.gather(*calls)
         except FoveaError as error:
@@ -258,19 +262,20 @@ class Snapshots:
         self, kept: SnapshotRecord | None, snapshot_id: str, addresses: list[str]
     ) -> trainer_pb2.PushSnapshotResponse:
         uri = kept.uri if kept else ""
-        if self._trainer is None or self._check_restored is None:
+        if self._find_trainer is None or self._check_restored is None:
             raise FailedPrecondition(
                 f"base model {self._base_model!r} is served for sampling only: without a trainer, no weights can be "
                 "pushed"
             )
         if kept and not uri:
             await self._check_restored(kept.identity.model_id)
-        await self._trainer.require()
+        trainer = self._find_trainer(kept.identity.model_id if kept else "")
+        await trainer.require()
         try:
-            return await self._trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
+            return await trainer.client.push_snapshot(snapshot_id, addresses, uri, self._push_timeout_s)
         except NotFound:
             if kept and not uri:  # The trainer may have restarted a moment ago.
-                await self._trainer.look_again()
+                await trainer.look_again()
                 await self._check_restored(kept.identity.model_id)
             raise self._gone(snapshot_id, kept) from None
         except DeadlineExceeded as error:

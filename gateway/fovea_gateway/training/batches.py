@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -238,7 +238,8 @@ class Batches:
     """The batches of forward and forward_backward, decoded and rendered ahead of their commands.
 
     Args:
-        trainer: Receives hints about images that it will need, so that it can fetch them ahead of the batch.
+        find_trainer: Returns the trainer of a model. It receives hints about images that it will need, so that it can
+            fetch them ahead of the batch.
     """
 
     def __init__(
@@ -247,11 +248,11 @@ class Batches:
         renderers: Renderers,
         custom_losses: CustomLosses,
         recordings: Recordings,
-        trainer: TrainerLink,
+        find_trainer: Callable[[str], TrainerLink],
     ) -> None:
         self._futures, self._renderers = futures, renderers
         self._custom_losses, self._recordings = custom_losses, recordings
-        self._trainer = trainer
+        self._find_trainer = find_trainer
         self._hints = BackgroundTasks()
         self._ahead: defaultdict[str, dict[str, asyncio.Task[Batch]]] = defaultdict(dict)
 
@@ -292,7 +293,7 @@ class Batches:
 
     async def _tell_trainer(self, model_id: str, features: list[model_input_pb2.VisionFeature]) -> None:
         try:
-            await self._trainer.client.fetch_ahead(model_id, features)
+            await self._find_trainer(model_id).client.fetch_ahead(model_id, features)
         except FoveaError as error:  # Only a hint: without it the trainer fetches the images when it computes.
             logger.debug("could not announce %d images of model %s to the trainer: %s", len(features), model_id, error)
 

@@ -7,7 +7,6 @@ asks.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
 
 from google.protobuf.message import Message
 
@@ -29,7 +28,8 @@ from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training.batches import BATCH_KINDS, Batch, Batches, LossRequest
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
-from fovea_gateway.training.residency import Residency
+from fovea_gateway.training.residency import HandedOver, Residency
+from fovea_gateway.training.trainer_pool import TrainerPool, TrainerSide
 from fovea_gateway.training.trainer_queue import TrainerQueue
 
 logger = logging.getLogger(__name__)
@@ -40,18 +40,15 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0
 _BEHIND_S = 0.5
 """The pause before a retry of a command that waits for durable points. The trainer remembers its queue position."""
 
-Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
-
 
 class CommandRunner:
     """The runner of the training commands of one base model.
 
-    Before a command, it makes sure that the trainer holds the model. Afterwards it stores the outcome and updates the
-    state of the model.
+    Before a command, it makes sure that the model's trainer holds the model. Afterwards it stores the outcome and
+    updates the state of the model. If the model moves meanwhile, the command runs in the next trainer.
 
     Args:
-        trainer: The trainer of this base model; `residency` and `batches` belong to it too.
-        commands: The function that runs each kind of command.
+        pool: The trainers of this base model.
         disk_wait_s: Seconds that a saving command waits for space on a full disk.
     """
 
@@ -59,16 +56,13 @@ class CommandRunner:
         self,
         futures: Futures,
         models: Models,
-        trainer: TrainerLink,
-        residency: Residency,
+        pool: TrainerPool,
         journal: Journal,
         batches: Batches,
-        commands: Mapping[Kind, Command],
         disk_wait_s: float,
     ) -> None:
-        self._futures, self._models, self._residency, self._journal = futures, models, residency, journal
-        self._trainer, self._batches, self._commands = trainer, batches, commands
-        self._disk_wait_s = disk_wait_s
+        self._futures, self._models, self._pool, self._journal = futures, models, pool, journal
+        self._batches, self._disk_wait_s = batches, disk_wait_s
 
     def begin(self, pending: Pending, decoded: LossRequest | None) -> None:
         """Starts the preparation of a command's batch before the command's turn."""
@@ -78,15 +72,16 @@ class CommandRunner:
     async def free(self, model: Model) -> None:
         """Makes the trainer free a model that has ended."""
         try:
-            await self._trainer.client.delete_model(model.model_id)
+            await self._pool.side_of(model).link.client.delete_model(model.model_id)
         except FoveaError as error:
             logger.warning("the trainer could not free model %s: %s", model.model_id, error)
 
     async def run(self, pending: Pending) -> None:
         """Runs a command, then stores its outcome and the new state of its model in one transaction. Never raises."""
         model = await self._models.load(pending.submission.scope)
-        done, outcome = await run_to_outcome(pending, self._attempt(model, pending))
-        await self._end(model, pending, done, outcome)
+        with self._pool.running(model):
+            done, outcome = await run_to_outcome(pending, self._attempt(model, pending))
+            await self._end(model, pending, done, outcome)
 
     async def refuse(self, pending: Pending, error: FoveaError | None) -> None:
         """Fails a command that can no longer run because it came too late or because its session has ended."""
@@ -106,16 +101,26 @@ class CommandRunner:
         is_afresh = submission.kind is Kind.FORWARD_BACKWARD and _begin_afresh(model, submission)
         if submission.rejection is not None:
             raise submission.rejection
+        if submission.kind is not Kind.CREATE_MODEL:
+            await self._models.check_ready(model)
+        while True:
+            side = self._pool.side_of(model)
+            try:
+                return await self._attempt_at(side, model, pending, is_afresh)
+            except HandedOver:
+                self._pool.move(model, side)
+
+    async def _attempt_at(self, side: TrainerSide, model: Model, pending: Pending, is_afresh: bool) -> Done:
+        submission, residency = pending.submission, side.residency
         is_creation = submission.kind is Kind.CREATE_MODEL
         if not is_creation:
-            await self._models.check_ready(model)
-            await self._residency.require(model, pending)
+            await residency.require(model, pending)
         while submission.kind is Kind.FORWARD_BACKWARD and self._journal.must_wait(model):
             words = (
                 "the journal is full (max_journal_bytes): the request waits until the trainer has written a durable "
                 "point of this owner's models"
             )
-            await self._wait_a_little(model, pending, words, _BEHIND_S)
+            await _wait_a_little(residency, model, pending, words, _BEHIND_S)
         if submission.kind is Kind.SAVE_FOR_SAMPLER:
             model.next_snapshot += 1
         pending.begin()
@@ -129,37 +134,17 @@ class CommandRunner:
         while True:
             asked = model.trainer_instance  # When the call fails, the model may already be in the next trainer process.
             try:
-                return await self._commands[submission.kind](model, pending, blob)
+                return await side.commands[submission.kind](model, pending, blob)
             except (Unavailable, NotFound) as error:
                 if is_creation:
                     raise
-                await self._residency.recover(model, pending, error, asked)
+                await residency.recover(model, pending, error, asked)
             except StorageBehind as error:
-                await self._wait_a_little(model, pending, error.message, _BEHIND_S)
+                await _wait_a_little(residency, model, pending, error.message, _BEHIND_S)
             except DiskFull as error:
                 if looks.is_over:
                     raise
-                await self._wait_for_room(model, pending, error, looks)
-
-    async def _wait_for_room(self, model: Model, pending: Pending, error: DiskFull, looks: Backoff) -> None:
-        """Waits for disk space: a save changes no model and leaves no partial files. Later commands wait behind it.
-
-        Raises the same errors as `Residency.require`.
-        """
-        place = error.metadata.get("place", "the checkpoints")
-        logger.warning("%s waits: the disk of %s is full", pending.submission.future_id, place)
-        words = (
-            "the disk of the checkpoints is full: the request waits for space. Delete checkpoints or enlarge the disk"
-        )
-        await self._wait_a_little(model, pending, words, min(looks.next_s, looks.left_s))
-        looks.lengthen()
-
-    async def _wait_a_little(self, model: Model, pending: Pending, words: str, seconds: float) -> None:
-        """Reports to the client why its command waits, then waits. Raises the same errors as `Residency.require`."""
-        pending.progress.wait_on(words, QueueState.PAUSED)
-        await self._residency.pause(model, seconds)
-        await self._residency.require(model, pending)  # The trainer may have restarted in the meantime.
-        pending.progress.wait_on("running")
+                await _wait_for_room(residency, model, pending, error, looks)
 
     async def _end(self, model: Model, pending: Pending, done: Done, outcome: Outcome) -> None:
         submission = pending.submission
@@ -167,7 +152,7 @@ class CommandRunner:
         _note_end(model, submission, outcome.error)
         effects = [
             *done.effects,
-            *self._journal.record(self._trainer, model, pending, done, outcome.error, is_first),
+            *self._journal.record(self._pool.side_of(model).link, model, pending, done, outcome.error, is_first),
         ]
         if submission.kind in BATCH_KINDS:
             self._batches.drop(pending)
@@ -178,6 +163,26 @@ class CommandRunner:
                 await step()
         except Exception:
             logger.exception("could not store the outcome of %s", submission.future_id)
+
+
+async def _wait_for_room(residency: Residency, model: Model, pending: Pending, error: DiskFull, looks: Backoff) -> None:
+    """Waits for disk space: a save changes no model and leaves no partial files. Later commands wait behind it.
+
+    Raises the same errors as `Residency.require`.
+    """
+    place = error.metadata.get("place", "the checkpoints")
+    logger.warning("%s waits: the disk of %s is full", pending.submission.future_id, place)
+    words = "the disk of the checkpoints is full: the request waits for space. Delete checkpoints or enlarge the disk"
+    await _wait_a_little(residency, model, pending, words, min(looks.next_s, looks.left_s))
+    looks.lengthen()
+
+
+async def _wait_a_little(residency: Residency, model: Model, pending: Pending, words: str, seconds: float) -> None:
+    """Reports to the client why its command waits, then waits. Raises the same errors as `Residency.require`."""
+    pending.progress.wait_on(words, QueueState.PAUSED)
+    await residency.pause(model, seconds)
+    await residency.require(model, pending)  # The trainer may have restarted in the meantime.
+    pending.progress.wait_on("running")
 
 
 def _note_end(model: Model, submission: Submission, error: FoveaError | None) -> None:

@@ -24,7 +24,7 @@ from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed, version_of
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.models import Models, ModelState, all_ids, ids_of_ended_sessions, ids_of_over, known_ids
-from fovea_gateway.training.residency import Residency
+from fovea_gateway.training.trainer_pool import TrainerPool
 from fovea_gateway.training.training import Training
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ class OrphanCollector:
         """Frees all kinds of orphans. If a service cannot be reached, the next call tries again."""
         for base in self._base_models:
             try:
-                if base.trainer is not None and base.trainer.up:
-                    await self.free_models(base.trainer)
+                for trainer in base.trainers.up:
+                    await self.free_models(trainer)
                 await self.free_adapters(base)
             except FoveaError as error:
                 logger.warning("could not free orphans in the trainer or the samplers of %s: %s", base.name, error)
@@ -151,7 +151,7 @@ class Suspension:
         sessions: Sessions,
         models: Models,
         training: Training,
-        residencies: Mapping[str, Residency],
+        pools: Mapping[str, TrainerPool],
         base_models: BaseModels,
         ttl_s: float,
         most_bytes: int,
@@ -159,7 +159,7 @@ class Suspension:
         clock: ExpiryClock,
     ) -> None:
         self._futures, self._sessions, self._models, self._training = futures, sessions, models, training
-        self._residencies, self._base_models = residencies, base_models
+        self._pools, self._base_models = pools, base_models
         self._ttl_s, self._most_bytes, self._weight_of, self._clock = ttl_s, most_bytes, weight_of, clock
         self._making_room: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._made_room: Counter[str] = Counter()
@@ -214,13 +214,13 @@ class Suspension:
             model = self._models.find(model_id)
             if model is None or model.state is not ModelState.READY or not model.trainer_instance:
                 continue
-            if model.base_model not in self._residencies:  # It is no longer trained here, so no trainer can park it.
+            if model.base_model not in self._pools:  # It is no longer trained here, so no trainer can park it.
                 continue
             if model.journaled_since is None:  # Its trainer kept no recovery, so nothing can be parked.
                 await self._sessions.expire(session)
                 return
             try:
-                size_bytes += await self._residencies[model.base_model].park(model)
+                size_bytes += await self._pools[model.base_model].park(model)
             except FoveaError as error:
                 logger.warning("could not park session %s yet: %s", session.session_id, error)
                 return

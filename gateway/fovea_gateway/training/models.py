@@ -3,7 +3,7 @@
 import enum
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,9 +163,9 @@ class Models:
             await self.save(model)
 
     @contextmanager
-    def restoring(self, model: Model, trainer_instance: str) -> Iterator[None]:
-        """Counts a model as held by the trainer while it is being restored. Raises as `check_share` does."""
-        self.check_share(model, trainer_instance)
+    def restoring(self, model: Model, instances: Collection[str]) -> Iterator[None]:
+        """Counts a model as held by a trainer while it is being restored. Raises as `check_share` does."""
+        self.check_share(model, instances)
         self._being_restored.add(model.model_id)
         try:
             yield
@@ -183,13 +183,13 @@ class Models:
             raise BrokenOff(f"model {model.model_id} is not back yet in the trainer, which restarted")
         return trainer.client
 
-    def check_share(self, model: Model, trainer_instance: str) -> None:
-        """Raises ResourceExhausted if the trainer holds or is restoring as many of the owner's models as it may."""
+    def check_share(self, model: Model, instances: Collection[str]) -> None:
+        """Raises ResourceExhausted if these trainers hold or restore as many of the owner's models as they may."""
         held = [
             other
             for other in self._models.values()
             if other.owner == model.owner
-            and (other.trainer_instance == trainer_instance or other.model_id in self._being_restored)
+            and (other.trainer_instance in instances or other.model_id in self._being_restored)
             and other.state in (ModelState.CREATING, ModelState.READY)
             and other is not model
         ]

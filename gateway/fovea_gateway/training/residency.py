@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import (
@@ -42,10 +42,33 @@ is full.
 """
 
 
+class HandedOver(Exception):
+    """A command must run in another trainer, because its model continues there. Nothing is lost."""
+
+
+class Homes(Protocol):
+    """The trainers of the models of one base model."""
+
+    @property
+    def is_plural(self) -> bool:
+        """True if there are several trainers."""
+
+    @property
+    def instances(self) -> set[str]:
+        """The ids of the present instances of all trainers."""
+
+    def is_home(self, model: Model, link: TrainerLink) -> bool:
+        """Returns whether a model belongs to a trainer."""
+
+    def leaves(self, model: Model, link: TrainerLink) -> bool:
+        """Returns whether a model should continue in another trainer."""
+
+
 class Residency:
-    """The moves of models of one base model into and out of its trainer. At most one task moves a model at a time.
+    """The moves of models into and out of one trainer. At most one task moves a model at a time.
 
     Args:
+        homes: The homes of all models of the base model.
         patience_s: Seconds that a command sent by an earlier process waits for a trainer that keeps no recovery.
     """
 
@@ -56,9 +79,10 @@ class Residency:
         journal: Journal,
         replay: Replay,
         trainer: TrainerLink,
+        homes: Homes,
         patience_s: float,
     ) -> None:
-        self._base_model = base_model
+        self._base_model, self._homes = base_model, homes
         self._models, self._journal, self._replay, self._trainer = models, journal, replay, trainer
         self._patience_s = patience_s
         self._moves: dict[str, asyncio.Task[Any]] = {}
@@ -66,18 +90,22 @@ class Residency:
         self._over: dict[str, SessionEnded] = {}
         self._not_before: dict[str, float] = {}
         self._refusals: dict[str, str] = {}
+        # The restores of this process that have begun: an interrupted one goes on from the trainer's state.
+        self._begun: set[tuple[str, str]] = set()
 
     async def require(self, model: Model, pending: Pending) -> None:
         """Returns once the trainer holds a model in the state in which its last command left it.
 
         Raises ModelLost if the model cannot be restored, FailedPrecondition if the trainer has other model files than
-        the model was trained with, and SessionEnded.
+        the model was trained with, SessionEnded, and HandedOver if the model continues in another trainer.
         """
         if model.journaled_since is None:
             was_sent = pending.state is State.RUNNING
             await self._require_kept_in_memory(model, pending.submission.kind, was_sent, self._patience_s)
             return
         while True:
+            if self._homes.leaves(model, self._trainer) and await self._part(model, pending):
+                raise HandedOver
             info = await self._present(model, pending)
             if (move := self._moves.get(model.model_id)) is None:
                 if model.trainer_instance == info.instance_id:
@@ -126,6 +154,8 @@ class Residency:
     async def sweep(self) -> None:
         """Starts to restore the models that another trainer instance held, even if no client waits for them."""
         for model in self._models.ready(self._base_model):
+            if not self._homes.is_home(model, self._trainer):
+                continue
             is_due = time.monotonic() >= self._not_before.get(model.model_id, 0.0)
             is_free = is_due and model.model_id not in self._moves
             info = self._trainer.info if self._trainer.up else None
@@ -143,6 +173,11 @@ class Residency:
         size_bytes: int = await self._begin(model, self._park(model))
         return size_bytes
 
+    async def free_copy(self, model: Model) -> None:
+        """Makes the trainer free a model that another trainer holds. The recovery data stays."""
+        if model.model_id not in self._moves:
+            await asyncio.wait((self._begin(model, self._free_copy(model)),))
+
     async def abandon(self, model_ids: Iterable[str], error: SessionEnded) -> None:
         """Cancels the moves of models of an ended session and fails the commands that wait for them."""
         moves = []
@@ -159,6 +194,8 @@ class Residency:
             self._over.pop(model_id, None)
             self._not_before.pop(model_id, None)
             self._refusals.pop(model_id, None)
+        ended = set(model_ids)
+        self._begun = {(model_id, instance) for model_id, instance in self._begun if model_id not in ended}
 
     async def stop(self) -> None:
         """Cancels all moves at the end of the process. The next process starts them anew."""
@@ -186,6 +223,24 @@ class Residency:
                 pending.progress.wait_on(
                     f"{error.message}: waiting for the trainer, nothing is lost", QueueState.PAUSED
                 )
+                if self._homes.leaves(model, self._trainer):
+                    raise HandedOver from None
+
+    async def _part(self, model: Model, pending: Pending) -> bool:
+        """Prepares a model to continue in another trainer: parks it if this one has it. Returns whether it may leave.
+
+        If the trainer cannot store the model, its commands continue here.
+        """
+        pending.progress.wait_on("this model moves to another trainer, nothing is lost", QueueState.PAUSED)
+        if move := self._moves.get(model.model_id):
+            await asyncio.wait((move,))
+            self._check_open(model)
+        if not self._trainer.up or model.trainer_instance != self._trainer.instance_id:
+            return True
+        move = self._begin(model, self._park(model))
+        await asyncio.wait((move,))
+        self._check_open(model)
+        return not move.cancelled() and (move.exception() is None or not self._trainer.up)
 
     def _begin(self, model: Model, move: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(move, name=f"moving {model.model_id}")
@@ -212,17 +267,27 @@ class Residency:
         def report(words: str) -> None:
             self._doing[model.model_id] = words
 
-        with self._models.restoring(model, info.instance_id):
+        with self._models.restoring(model, self._homes.instances):
+            begun = model.model_id, info.instance_id
+            if self._homes.is_plural and begun not in self._begun:
+                await self._free_copy(model)  # An earlier copy lacks what the model learned elsewhere.
+                self._begun.add(begun)
             try:
                 count = await self._replay.restore(model, report)
             except ModelLost as error:
                 raise await self._models.lose(model, error.message) from None
+            self._begun.discard(begun)
             model.trainer_instance = info.instance_id
         await self._models.save(model)
         self._refusals.pop(model.model_id, None)
         seconds = time.perf_counter() - started
         metrics.RESTORE_SECONDS.observe(seconds)
         logger.info("model %s is restored after %.2f s; %d commands ran again", model.model_id, seconds, count)
+
+    async def _free_copy(self, model: Model) -> None:
+        if model.model_id in (await self._trainer.client.info()).model_ids:
+            logger.warning("trainer %s frees its old copy of model %s", self._trainer.address, model.model_id)
+            await self._trainer.client.delete_model(model.model_id, keeps_recovery=True)
 
     async def _park(self, model: Model) -> int:
         self._doing[model.model_id] = "this model was parked and is being restored"

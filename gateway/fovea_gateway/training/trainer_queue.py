@@ -43,6 +43,20 @@ restore a model, which is lost without it.
 """
 
 
+class Suspects:
+    """The commands during which trainers may have died, of all trainers of a gateway: a command that ends each trainer
+    must not run in one after the other.
+
+    Attributes:
+        asked: By future and kind: the trainer instance that may have died in the command.
+        deaths: By future and kind: the number of deaths.
+    """
+
+    def __init__(self) -> None:
+        self.asked: LRUCache[tuple[str, Kind], str] = LRUCache(_KNOWN)
+        self.deaths: LRUCache[tuple[str, Kind], int] = LRUCache(_KNOWN)
+
+
 class TrainerQueue:
     """The queue of commands for one trainer, which divides the trainer's time fairly among owners.
 
@@ -56,6 +70,7 @@ class TrainerQueue:
         queue: The fair queue, with as many slots as keep the trainer busy.
         saves: The fair queue of saves, which use the trainer's storage and not its compute slots.
         is_wanted: Returns whether a client may still wait for the queued commands of a session.
+        suspects: Shared by the queues of all trainers.
     """
 
     def __init__(
@@ -65,16 +80,21 @@ class TrainerQueue:
         queue: FairQueue,
         saves: FairQueue,
         is_wanted: Callable[[str], bool],
+        suspects: Suspects,
     ) -> None:
         self._futures, self._trainer, self._queue, self._saves = futures, trainer, queue, saves
+        self._turns: set[Turn] = set()
         self._is_wanted = is_wanted
         # Seconds by owner and kind: per token for commands with a batch, per command otherwise.
         self._paces: LRUCache[tuple[str, Kind], float] = LRUCache(_KNOWN)
-        # By future and kind: the trainer instance that may have died in the command, and the number of deaths.
-        self._suspects: LRUCache[tuple[str, Kind], str] = LRUCache(_KNOWN)
-        self._deaths: LRUCache[tuple[str, Kind], int] = LRUCache(_KNOWN)
+        self._suspects, self._deaths = suspects.asked, suspects.deaths
         self._inside = self._isolated = 0  # Commands at the trainer; suspects that run or wait to run alone.
         self._changed = asyncio.Condition()
+
+    @property
+    def queued_s(self) -> float:
+        """The estimated seconds of the commands that wait or run."""
+        return sum(turn.price() for turn in self._turns) / 1000
 
     @asynccontextmanager
     async def admit(
@@ -104,6 +124,7 @@ class TrainerQueue:
         )  # fmt: skip
         kind = submission.kind.value
         pending.progress.queue(lambda: f"waiting for the trainer: {self._queue.describe(turn)}", QueueState.PAUSED)
+        self._turns.add(turn)
         try:
             async with AsyncExitStack() as held:
                 with stage("turn", kind):
@@ -113,6 +134,7 @@ class TrainerQueue:
                     async with self._watching(submission):
                         yield turn
         finally:
+            self._turns.discard(turn)
             if turn.used is not None and turn.seconds:
                 self._paces[key] = _NEWEST * turn.seconds / units + (1 - _NEWEST) * self._paces.get(key, first)
             devices = self._trainer.info.world_size if self._trainer.info is not None else 1

@@ -21,7 +21,7 @@ from fovea_gateway.training.batches import BATCH_KINDS, LossRequest, blob_of_mes
 from fovea_gateway.training.commands import CommandRunner
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState, id_of_model
-from fovea_gateway.training.residency import Residency
+from fovea_gateway.training.trainer_pool import TrainerPool
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Training:
     one of several requests, the client would wait forever for the others.
 
     Args:
-        runners: Runners by base model, for the base models that have a trainer. `residencies` has the same keys.
+        runners: Runners by base model, for the base models that have a trainer. `pools` has the same keys.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class Training:
         models: Models,
         base_models: BaseModels,
         runners: Mapping[str, CommandRunner],
-        residencies: Mapping[str, Residency],
+        pools: Mapping[str, TrainerPool],
         journal: Journal,
         rows: KeptRows,
         gap_timeout_s: float,
     ) -> None:
         self._futures, self._sessions, self._models, self._base_models = futures, sessions, models, base_models
-        self._runners, self._residencies, self._journal, self._rows = runners, residencies, journal, rows
+        self._runners, self._pools, self._journal, self._rows = runners, pools, journal, rows
         self._gap_timeout_s = gap_timeout_s
         self._queues: dict[str, CommandQueue] = {}
         self._refusals = BackgroundTasks()
@@ -293,16 +293,16 @@ class Training:
     async def end_session(self, session: Session, error: SessionEnded) -> None:
         """Discards the queued commands of a session's models, then frees the models."""
         model_ids = await self._models.of_session(session.session_id)
-        for residency in self._residencies.values():
-            await residency.abandon(model_ids, error)
+        for pool in self._pools.values():
+            await pool.abandon(model_ids, error)
         for model_id in model_ids:
             queue = self._queues.pop(model_id, None)
             if queue is not None:
                 await queue.close(error)
             await self._free(await self._models.load(model_id), error.message)
         self._models.forget(session.session_id)
-        for residency in self._residencies.values():
-            residency.forget(model_ids)
+        for pool in self._pools.values():
+            pool.forget(model_ids)
         await self._journal.forget(model_ids)
 
     def forget_idle(self, session_id: str) -> None:

@@ -18,13 +18,15 @@ from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, check_ttl
 from fovea_gateway.checkpoints.exports import complete_export, parse_recipients
 from fovea_gateway.database.database import Job
 from fovea_gateway.replicas import snapshot_pushes
-from fovea_gateway.replicas.replicas import TrainerLink
+from fovea_gateway.replicas.replicas import TrainerInfo, TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
 from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, id_of_export, id_of_snapshot
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Done, Pending, QueueState
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.training.models import Model, Models, ModelState
+from fovea_gateway.training.residency import HandedOver
+from fovea_gateway.training.trainer_pool import TrainerPool
 from fovea_gateway.training.trainer_queue import TrainerQueue
 
 logger = logging.getLogger(__name__)
@@ -53,9 +55,10 @@ class CreationCommands:
         timeout_s: float,
         patience_s: float,
         make_room: Callable[[], Awaitable[bool]],
+        pool: TrainerPool,
     ) -> None:
         self._models, self._checkpoints, self._sessions, self._trainer = models, checkpoints, sessions, trainer
-        self._trainer_queue, self._samplers = trainer_queue, samplers
+        self._trainer_queue, self._samplers, self._pool = trainer_queue, samplers, pool
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._make_room = make_room
 
@@ -79,15 +82,16 @@ class CreationCommands:
     ) -> tuple[int, str]:
         """Creates a model. Waits for a trainer that restarts, because a creation can be repeated without loss.
 
-        Returns the number of optimizer steps in the model, and the folder from which it was loaded or "".
+        Returns the number of optimizer steps in the model, and the folder from which it was loaded or "". Raises
+        HandedOver if another trainer shall create it.
         """
         # A client that closes one session and opens the next expects that the first one's models have freed their room.
         await self._sessions.wait_freed(but=model.session_id)
         backoff = Backoff(self._patience_s, longest_s=_LONGEST_PAUSE_S)
         while True:
             pending.progress.wait_on("waiting for the trainer", QueueState.PAUSED)
-            info = await self._trainer.require(backoff.left_s)
-            self._models.check_share(model, info.instance_id)
+            info = await self._present(model, backoff)
+            self._models.check_share(model, self._pool.instances)
             model.trainer_instance, model.model_files = info.instance_id, dict(info.model_files)
             try:
                 return await self._create(model, pending, request, info.max_lora_rank)
@@ -99,8 +103,27 @@ class CreationCommands:
                     raise
                 await backoff.pause()
             except (FailedPrecondition, ResourceExhausted) as error:
+                if self._pool.is_plural and self._pool.try_elsewhere(model, self._pool.side_of(model)):
+                    model.trainer_instance = ""
+                    raise HandedOver from None
                 pending.progress.wait_on(f"{error.message} Waiting for clients that seem to be gone", QueueState.PAUSED)
                 if not await self._make_room():
+                    raise
+                if self._pool.is_plural:  # The room may be in another trainer.
+                    model.trainer_instance = ""
+                    self._pool.forget([model.model_id])
+                    raise HandedOver from None
+
+    async def _present(self, model: Model, backoff: Backoff) -> TrainerInfo:
+        """Returns the info of the trainer once it answers. Raises HandedOver, or Unavailable when patience is over."""
+        while True:
+            if self._pool.leaves(model, self._trainer):
+                model.trainer_instance = ""
+                raise HandedOver
+            try:
+                return await self._trainer.require(min(backoff.left_s, 1.0) if self._pool.is_plural else backoff.left_s)
+            except Unavailable:
+                if backoff.is_over or not self._pool.is_plural:
                     raise
 
     async def _create(

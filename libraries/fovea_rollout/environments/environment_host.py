@@ -7,7 +7,6 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from fovea.wire.errors import InvalidInput
@@ -87,7 +86,12 @@ class EnvironmentHost:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()
         self._calls.put((loop, outcome, function, arguments))
-        value, error = await outcome
+        try:
+            value, error = await outcome
+        except asyncio.CancelledError:
+            if outcome.done() and not outcome.cancelled():  # cancelled after the result came, before this task resumed
+                _discard(outcome.result())
+            raise
         if error is not None:
             raise error
         return await value if inspect.isawaitable(value) else value
@@ -101,12 +105,20 @@ def _work(calls: queue.SimpleQueue[Call | None]) -> None:
             result = function(*arguments), None
         except BaseException as error:  # a library that calls sys.exit() must not end the thread silently
             result = None, error
-        with suppress(RuntimeError):  # the loop is closed, so no caller waits for the result
+        try:
             loop.call_soon_threadsafe(_settle, outcome, result)
+        except RuntimeError:  # the loop is closed, so no caller waits for the result
+            _discard(result)
 
 
 def _settle(outcome: asyncio.Future[Outcome], result: Outcome) -> None:
     if not outcome.done():
         outcome.set_result(result)
-    elif inspect.iscoroutine(result[0]):
-        result[0].close()  # the caller was cancelled, so the coroutine is never awaited
+    else:  # the caller was cancelled
+        _discard(result)
+
+
+def _discard(result: Outcome) -> None:
+    """Closes a coroutine that will never be awaited."""
+    if inspect.iscoroutine(result[0]):
+        result[0].close()

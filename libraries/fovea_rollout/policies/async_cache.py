@@ -32,6 +32,7 @@ class AsyncCache(Generic[Key, Value]):
 
         return await self._calls.run(key, made)
 
-    def forget(self, key: Key) -> None:
-        """Drops a value, so that the next caller makes it again."""
-        self._values.pop(key, None)
+    def forget(self, key: Key, value: Value) -> None:
+        """Drops a value, so that the next caller makes it again. Keeps a value that has replaced this one meanwhile."""
+        if self._values.get(key) is value:
+            del self._values[key]

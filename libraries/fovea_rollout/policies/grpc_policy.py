@@ -43,7 +43,7 @@ class GrpcPolicy:
         self._version = version
         self._snapshots: dict[str, int] = {}
         self._token_counts: AsyncCache[tuple[int, int], int] = AsyncCache()
-        self._uploads: AsyncCache[str, str] = AsyncCache()
+        self._uploads: AsyncCache[str, model_input_pb2.Chunk] = AsyncCache()
 
     def set_version(self, version: int, snapshot_id: str = "") -> None:
         """Sets the version of newer weights, to which an in-flight update has moved the session.
@@ -102,8 +102,9 @@ class GrpcPolicy:
     ) -> list[gateway_pb2.SampleTokensResponse]:
         """Samples. Sends pictures again, once, if the gateway has dropped one of them."""
         for is_last in (False, True):
+            sent = [await self._chunk(chunk) for chunk in prompt]
             del request.prompt.chunks[:]
-            request.prompt.chunks.extend([await self._chunk(chunk) for chunk in prompt])
+            request.prompt.chunks.extend(sent)
             try:
                 # Closing the generator cancels the call, so it must be closed at once if this task is cancelled.
                 async with aclosing(cast(Any, self._client.sample(request))) as events:
@@ -111,16 +112,19 @@ class GrpcPolicy:
             except NotFound as error:
                 if is_last or not (error.field or "").endswith("image_reference.sha256"):
                     raise
-                for chunk in prompt:
+                for chunk, message in zip(prompt, sent, strict=True):
                     if isinstance(chunk, Picture):
-                        self._uploads.forget(chunk.digest)
+                        self._uploads.forget(chunk.digest, message)
         raise AssertionError("both tries either return or raise")
 
     async def _chunk(self, chunk: Chunk) -> model_input_pb2.Chunk:
         if isinstance(chunk, Tokens):
             return model_input_pb2.Chunk(tokens=model_input_pb2.TokenChunk(tokens=encode_tokens(chunk.ids)))
         picture = chunk
-        sha256 = await self._uploads.get(picture.digest, lambda: self._client.upload_image(picture.data))
+        return await self._uploads.get(picture.digest, lambda: self._upload(picture))
+
+    async def _upload(self, picture: Picture) -> model_input_pb2.Chunk:
+        sha256 = await self._client.upload_image(picture.data)
         reference = model_input_pb2.ImageReference(sha256=sha256, format=_FORMATS[picture.format])
         return model_input_pb2.Chunk(image_reference=reference)
 

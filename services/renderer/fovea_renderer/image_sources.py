@@ -18,7 +18,7 @@ from cachetools import LRUCache
 from fovea.runtime.tasks import SingleFlight
 from fovea.wire.conventions import MAX_IMAGE_BYTES
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
-from fovea.wire.features import FeatureTensors, size_bytes
+from fovea.wire.tensors import FeatureTensors, size_bytes
 from fovea_renderer import renderer_metrics
 from fovea_renderer.image_header import InvalidChunk
 from fovea_renderer.worker_pool import ProcessedImage

@@ -33,7 +33,7 @@ with importing():
     from fovea.runtime.model_files import read_directory
     from fovea.vision.processor_vl import IDS, ProcessorVL
     from fovea.vision.vision_family import image_margin
-    from fovea.wire.features import tensors_sha256
+    from fovea.wire.tensors import tensors_sha256
     from fovea_renderer import pixels
     from fovea_renderer.image_header import ImageHeader, InvalidChunk
     from fovea_renderer.worker_protocol import Allocate, Done, Failed, Invalid, Job, Ready, SharedMemory, send

@@ -15,7 +15,7 @@ from fovea.runtime.model_files import ModelDirectory, fingerprints, locate, read
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import Unavailable
-from fovea.wire.features import iter_pieces
+from fovea.wire.tensors import iter_pieces
 from fovea_renderer import input_messages, renderer_metrics
 from fovea_renderer.image_sources import FeatureCache, ImageCache, ImageFetcher
 from fovea_renderer.rendering import ImageSupport, Renderer, ServedModel

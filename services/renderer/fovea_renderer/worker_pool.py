@@ -14,7 +14,7 @@ from pathlib import Path
 from fovea.runtime import tracing
 from fovea.runtime.processes import bare_environment
 from fovea.wire.errors import DeadlineExceeded, FoveaError, Internal, ResourceExhausted, Unavailable
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_renderer import renderer_metrics
 from fovea_renderer.image_header import ImageHeader, InvalidChunk
 from fovea_renderer.worker_protocol import Done, Failed, Invalid, Job, Ready, SharedMemory, send

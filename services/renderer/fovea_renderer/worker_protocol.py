@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_renderer.image_header import Cause, ImageHeader
 
 _ALIGNMENT = 64

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors
 
 SEED_MASK = 2**63 - 1
 FILLER_LOGPROB = -99999.0

@@ -23,8 +23,8 @@ from fovea.wire.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from fovea.wire.features import FeatureTensors, check_feature
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors, check_feature
 from fovea_sampler import sampler_metrics
 from fovea_sampler.engine_api import AdapterName, Delta, Event, PromptResult, SampleEngine, SampleSpec
 from fovea_sampler.weight_store import WeightStore

@@ -17,8 +17,8 @@ from fovea.runtime.model_files import fingerprints, read_added_tokens
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.conventions import SAMPLER_SERVICE
-from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors
 from fovea_sampler.engine.vllm_engine import Engine
 from fovea_sampler.engine.vllm_launch import AdapterCapacity, checkpoint_directory, runs_on_cpu
 from fovea_sampler.engine_api import Limits, SampleEngine, SampleSpec

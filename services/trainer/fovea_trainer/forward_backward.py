@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2, trainer_pb2
 from fovea.wire.errors import FoveaError
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_trainer.batches.datum_decoding import Datum, DatumLimits, decode_datum
 from fovea_trainer.batches.datum_groups import DatumGroups, Share, allowed_sizes
 from fovea_trainer.batches.micro_batch import Batch, BatchLayout, wanted_images

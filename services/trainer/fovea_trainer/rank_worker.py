@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from fovea.runtime.credentials import service_secret
 from fovea.runtime.machine_memory import show_gpu_memory
-from fovea.runtime.secret import service_secret
 from fovea.wire.errors import FoveaError
 from fovea_trainer import trainer_metrics
 from fovea_trainer.command_queue import (

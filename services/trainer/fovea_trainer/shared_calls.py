@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from fovea.wire.errors import FoveaError
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout, fillers, wanted_images
-from fovea_trainer.batches.places import PassTerms, Place, power_of_two, slot_count
+from fovea_trainer.batches.places import PassTerms, Place, packed_order, power_of_two, slot_count
 from fovea_trainer.batches.vision_cache import VisionOutputCache
 from fovea_trainer.command_queue import ForwardBackward
 from fovea_trainer.forward_backward import LossComputer, PreparedCall, losses_of
@@ -54,6 +56,8 @@ class SharedCalls:
     """Runs small calls of different models together.
 
     With several ranks, the calls are dealt to the ranks. A rank computes each of its calls whole, without the others.
+    On a CPU it then sends the gradients to rank 0, which would have computed the call alone: a sum of several calls has
+    other bits if ranks first add up parts of it.
 
     Args:
         computer: Computes the calls that share no pass.
@@ -76,6 +80,8 @@ class SharedCalls:
         self._computer, self._sharded, self._control = computer, sharded, control
         self._layout, self._vision, self._memory = layout, vision, memory
         self._small_passes = computer.small_passes
+        self._for_rank_0: dict[str, Tensor] = {}
+        """Gradients that this rank has computed and rank 0 adds up, keyed by model."""
 
     @property
     def most_tokens(self) -> int:
@@ -125,21 +131,38 @@ class SharedCalls:
         sharing = [one for one in members if _layout_of(one.model) == _layout_of(members[0].model) is not None]
         parts = self._control.gather(self._on_this_rank(sharing) if sharing else ({}, False))
         found = {index: outcome for part, _ in parts for index, outcome in part.items()}
-        failed, out_of_memory = self._control.broadcast(
-            ({index: isinstance(outcome, FoveaError) for index, outcome in found.items()}, any(ran for _, ran in parts))
-        )
+        ranks = {
+            index: None if isinstance(outcome, FoveaError) else rank
+            for rank, (part, _) in enumerate(parts)
+            for index, outcome in part.items()
+        }
+        ranks, out_of_memory = self._control.broadcast((ranks, any(ran for _, ran in parts)))
         if out_of_memory:  # on every rank, because the ranks gather parameters together
             self._sharded.abandon_pass()
             self._memory.collect()
         for member in members:
-            if member.index not in failed:
+            if member.index not in ranks:
                 found[member.index] = self._alone(member)
-            elif member.command.backward and not failed[member.index]:
+            elif member.command.backward and (rank := ranks[member.index]) is not None:
+                self._bring_gradients(cast(AdapterModel, member.model), rank)
                 member.model.gradients_added()  # on every rank, although one rank has them
+        self._for_rank_0.clear()
         return [
             found[index] if index in found else unknown_model(command.model_id)
             for index, command in enumerate(commands)
         ]
+
+    def _bring_gradients(self, model: AdapterModel, source: int) -> None:
+        """Adds the gradients of a call on a CPU to those of rank 0, if rank `source` has computed them. Collective."""
+        total = model.weights.flat_grad
+        if source == 0 or total.device.type != "cpu":
+            return
+        if self._control.rank == source:
+            dist.send(self._for_rank_0[model.model_id], 0)
+        elif self._control.rank == 0:
+            received = torch.empty_like(total)
+            dist.recv(received, source)
+            total.add_(received)
 
     def _on_this_rank(self, members: Sequence[Member]) -> tuple[Outcomes, bool]:
         """Computes the calls of this rank that fit into shared passes. Collective.
@@ -223,7 +246,7 @@ class SharedCalls:
         for slot, call in enumerate(calls, first):
             adapters[slot] = cast(AdapterModel, call.model).weights
             spans.append(slice(len(datums), len(datums) + len(call.datums)))
-            datums += call.datums.values()
+            datums += [call.datums[index] for index in packed_order(call.datums, call.command.sizes)]
             datums += fillers(rows - sum(size.token_count for size in call.command.sizes), longest)
         datums += fillers((slots - first - len(calls)) * rows, longest)
         cached = {digest: output for call in calls for digest, output in (call.cached or {}).items()}
@@ -242,12 +265,24 @@ class SharedCalls:
             result.add(found, call.loss.name, call.name)
         self._vision.store_all(cached)
         if backward:
-            healthy = iter(result.failure is None for result in results)
-            self._small_passes.add_gradients([weights if weights and next(healthy) else None for weights in adapters])
+            self._add_gradients(calls, results, adapters)
         return [
             _outcome(call, result, replace(place, slot=slot))
             for slot, (call, result) in enumerate(zip(calls, results, strict=True), first)
         ]
+
+    def _add_gradients(
+        self, calls: Sequence[PreparedCall], results: Sequence[RankResult], adapters: Sequence[LoraWeights | None]
+    ) -> None:
+        """Adds or sets aside the gradients of the calls of the last pass that succeeded."""
+        healthy = iter(result.failure is None for result in results)
+        used = [weights if weights and next(healthy) else None for weights in adapters]
+        if self._control.rank == 0 or calls[0].model.gradients()[0].device.type != "cpu":
+            return self._small_passes.add_gradients(used)
+        names = [call.model.model_id for call, result in zip(calls, results, strict=True) if result.failure is None]
+        for name, gradients in zip(names, self._small_passes.gradients(used), strict=True):
+            self._for_rank_0[name] = gradients.clone()
+        return None
 
 
 def _layout_of(model: TrainedModel) -> Hashable:

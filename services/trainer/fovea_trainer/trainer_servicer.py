@@ -59,11 +59,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         pusher: Pusher,
         keeper: RecoveryKeeper | None,
     ) -> None:
-        self._settings = settings
-        self._queue = queue
-        self._rank = rank
-        self._pusher = pusher
-        self._keeper = keeper
+        self._settings, self._queue, self._rank = settings, queue, rank
+        self._pusher, self._keeper = pusher, keeper
         self._replies = ReplyCache()
         self._losses_prepared = False
         self._preparing = asyncio.Lock()
@@ -74,8 +71,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetTrainerInfo(
         self, request: trainer_pb2.GetTrainerInfoRequest, context: Context
     ) -> trainer_pb2.GetTrainerInfoResponse:
-        engine = self._engine()
-        memory = memory_use(os.getppid())  # the launcher, the parent of all ranks of this node
+        engine, memory = self._engine(), memory_use(os.getppid())  # the launcher, the parent of this node's ranks
         return trainer_pb2.GetTrainerInfoResponse(
             model=self._settings.model,
             family=engine.family.model_type,
@@ -99,6 +95,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             takes_groups=True,
             shared_tokens=engine.shared.most_tokens,
             recovery_failure=self._keeper.failure if self._keeper else "",
+            recovery_store=engine.recovery.folder.known_id() if engine.recovery else "",
+            model_bytes={name: model.state_bytes for name, model in engine.models.copy().items()},
+            max_models=self._settings.max_models,
         )
 
     async def CreateModel(
@@ -148,7 +147,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.DeleteModelRequest, context: Context
     ) -> trainer_pb2.DeleteModelResponse:
         await self._whole.run(("free", request.model_id), lambda: self._free(request.model_id))
-        if self._keeper is not None:
+        if self._keeper is not None and not request.keeps_recovery:
             await self._keeper.remove_model(request.model_id)
         return trainer_pb2.DeleteModelResponse()
 

@@ -76,11 +76,15 @@ REST: dict[tuple[str, str], Answer] = {
     **{
         refused: Answer(READ, own=404)
         for refused in [
-            ("POST", "auth/token"),
+            ("POST", "auth/token"),  # this gateway has no provider
             ("DELETE", "auth/apikey/me"),
             ("GET", "billing/usage/events"),
         ]
     },
+    ("GET", "auth/methods"): Answer(OPEN, other=200),
+    ("GET", "auth/login"): Answer(OPEN, own=400, other=400),  # no provider
+    ("GET", "auth/callback"): Answer(OPEN, own=400, other=400),
+    ("POST", "auth/logout"): Answer(READ, own=400, other=400),  # a key is no sign-in
     ("POST", "create_session"): Answer(READ, other=200, body="create_session"),
     ("POST", "session_heartbeat"): Answer(READ, body="session_heartbeat"),
     ("POST", "sessions/search"): Answer(READ, other=200, body="sessions/search"),
@@ -137,6 +141,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "/page/{file}"): Answer(OPEN, own=404, other=404),  # no such file
     ("GET", "live/curves/{run}"): Answer(READ),
     ("GET", "live/samples"): Answer(READ, other=200),
+    ("GET", "live/system"): Answer(ADMIN, other=403),
     ("GET", "live/pictures/{digest}"): Answer(READ),
     ("POST", "live/reports"): Answer(TRAIN, body="report"),
     ("PUT", "live/runs/{run}"): Answer(TRAIN, body="label"),

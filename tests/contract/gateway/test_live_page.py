@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,8 @@ from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.live import live_routes
 from fovea_gateway.live.live_state import read_curves
 from fovea_gateway.live.step_curves import StepCurves
-from tests.contract.gateway.conftest import KEY, Stand
+from tests.contract.gateway.conftest import KEY, Stand, running
+from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
 
 UPLOT = "/*! https://github.com/leeoniya/uPlot (v1.6.32) */"
@@ -248,14 +250,14 @@ async def test_administrators_see_everybodys_and_others_their_own(stand: Stand, 
         told = await _until(http, "models", lambda told: told["changed"])
         assert [model["id"] for model in told["changed"]] == [model_id]
         services = await _until(http, "services", lambda told: True)
-        assert services["base_models"][0]["trainer"]["address"] == stand.trainer.address
+        assert services["base_models"][0]["trainers"][0]["address"] == stand.trainer.address
         (listed,) = (await http.get("checkpoints", params={"owner": "*"})).json()["checkpoints"]
         assert listed["owner"] not in ("", "root", "bob")
     async with stand.http(other) as http, asyncio.timeout(60):
         told = await _until(http, "models", lambda told: True)
         assert told == {"changed": [], "order": []}
         services = await _until(http, "services", lambda told: True)
-        assert "address" not in services["base_models"][0]["trainer"]
+        assert "address" not in services["base_models"][0]["trainers"][0]
         assert (await http.get("checkpoints", params={"owner": "*"})).status_code == 403
         assert (await http.get("live/samples", params={"owner": "root"})).status_code == 403
 
@@ -269,7 +271,7 @@ async def test_the_page_says_how_many_requests_wait_for_a_slot_of_an_adapter(sta
 async def test_a_part_that_never_answered_is_starting_and_one_that_left_is_not(stand: Stand) -> None:
     async def state(wanted: tuple[bool, bool]) -> None:
         def is_right(told: dict[str, Any]) -> bool:
-            trainer = told["base_models"][0]["trainer"]
+            trainer = told["base_models"][0]["trainers"][0]
             return (trainer["up"], trainer["starting"]) == wanted
 
         async with stand.http() as http, asyncio.timeout(30):
@@ -283,3 +285,33 @@ async def test_a_part_that_never_answered_is_starting_and_one_that_left_is_not(s
     await state((False, True))
     await stand.trainer.start()
     await state((True, False))
+
+
+async def test_administrators_get_the_figures_of_the_services_over_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fovea_gateway.fronts.app.SYSTEM_S", 0.1)
+    async with running(Stand(tmp_path)) as stand, stand.http() as http, asyncio.timeout(60):
+        assert stand.gateway is not None
+        admin, _ = await stand.gateway.components.keys.create("root", "", Scope.ADMIN, None)
+        rest = Rest(http)
+        model_id = await rest.create_model()
+        await _step(rest, model_id, 1)
+        sampling_id = await rest.snapshot(model_id, 3)
+        await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
+        stand.trainer.open.clear()
+        await rest.forward_backward(model_id, 4)
+        async with stand.http(admin) as asking:
+            told = await _until(asking, "system", lambda told: told["values"].get("queue|running") == 1)
+            assert told["values"].keys() >= {"queue|waiting", "lag|durable points", "tokens|trained", "tokens|sampled"}
+            assert told["values"][f"busy|trainer of {MODEL}"] >= 0
+            found = (await asking.get("live/system", params={"hours": 1, "points": 60})).json()
+            assert (found["period_s"], len(found["at"])) == (60.0, 60)
+            assert {f"push|{MODEL}", "queue|running"} <= found["series"].keys()
+            assert 1.0 in found["series"]["queue|running"]["high"]
+        stand.trainer.open.set()
+        assert (await http.get("live/system")).status_code == 403
+        async for name, _ in _events(http):
+            assert name != "system"
+            if name == "checkpoints":
+                break

@@ -67,7 +67,7 @@ async def test_samples_are_queued_under_the_model_that_they_sample(stand: Stand,
 
 async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> None:
     stand = Stand(tmp_path)
-    waiting = "fovea_gateway_replica_waiting"
+    waiting, tokens = "fovea_gateway_replica_waiting", "fovea_gateway_replica_tokens"
     async with running(stand, sampler_concurrency=1) as stand, stand.http() as http:
         assert stand.gateway is not None
         rest = Rest(http)
@@ -83,11 +83,16 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
 
         await eventually(shown)
         assert value(waiting, service="renderer", replica=stand.renderer.address) == 0
+        each = value(tokens, service="sampler", replica=stand.sampler.address)
+        assert each is not None
+        assert each >= 3 * 2, "the running one is counted too, each with prompt and completion"
+        assert each % 3 == 0, "three equal requests"
         stand.sampler.open.set()
         for answer in answers:
             await rest.result(answer.json()["request_id"])
         await stand.gateway.components.health.set_gauges()
         assert value(waiting, service="sampler", replica=stand.sampler.address) == 0
+        assert value(tokens, service="sampler", replica=stand.sampler.address) == 0
         assert value("fovea_gateway_sessions") == 1
     assert value(waiting, service="sampler", replica=stand.sampler.address) is None, "the gateway is gone"
     assert value("fovea_gateway_sessions") == 0

@@ -10,7 +10,7 @@ from fovea.api.v1 import renderer_pb2
 from fovea.client import FeatureFetcher
 from fovea.wire.conventions import INLINE_IMAGE_BYTES
 from fovea.wire.errors import FeatureEvicted, InvalidInput, NotFound, ResourceExhausted
-from fovea.wire.features import tensors_sha256
+from fovea.wire.tensors import tensors_sha256
 from tests.contract.renderer.conftest import FEATURE_CACHE_BYTES, IMAGE_STORE_BYTES
 from tests.contract.renderer.inputs import image, model_input, reference, text
 from tests.served_renderer import Served

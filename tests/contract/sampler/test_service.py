@@ -24,7 +24,7 @@ from fovea.wire.errors import (
     SnapshotNotLoaded,
     Unavailable,
 )
-from fovea.wire.features import iter_pieces, size_bytes, tensors_sha256
+from fovea.wire.tensors import iter_pieces, size_bytes, tensors_sha256
 from fovea_sampler.engine_api import Limits
 from fovea_sampler.generation import Generation, ImageFetcher
 from fovea_sampler.pushes import SnapshotPushes

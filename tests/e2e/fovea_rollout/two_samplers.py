@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.runtime.hosts import free_ports
-from fovea.runtime.secret import VARIABLE
 from tests.e2e.stack import API_KEY, Stack
 from tests.service_process import ServiceProcess, service_process
 
@@ -36,7 +36,7 @@ def running_beside(stack: Stack, folder: pathlib.Path) -> Iterator[TwoSamplers]:
     with (
         service_process(
             folder / "sampler.log", "SamplerService", f"{to}{sampler}", "--port", str(sampler),
-            "--metrics-port", str(metrics[0]), *model, environment={VARIABLE: stack.secret},
+            "--metrics-port", str(metrics[0]), *model, environment={SECRET_VARIABLE: stack.secret},
         ) as second,
         service_process(
             folder / "gateway.log", "GatewayService", f"{to}{gateway}", "--grpc-port", str(gateway),
@@ -44,7 +44,7 @@ def running_beside(stack: Stack, folder: pathlib.Path) -> Iterator[TwoSamplers]:
             "--trainer", stack.address("trainer"), "--sampler", stack.address("sampler"),
             "--checkpoint-dir", str(stack.log.parent / "checkpoints/beside"),
             "--sampler", second.address, "--state-dir", str(folder), "--api-key", API_KEY, *model,
-            environment={VARIABLE: stack.secret},
+            environment={SECRET_VARIABLE: stack.secret},
         ) as front,
     ):  # fmt: skip
         second.wait_serving()

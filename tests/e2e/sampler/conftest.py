@@ -14,7 +14,7 @@ import fovea_tinyvlm
 from fovea.api.v1 import model_input_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire import tensors
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Part, rendered
 from tests.e2e.sampler.process import SamplerProcess, running_sampler

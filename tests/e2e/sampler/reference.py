@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_sampler.engine.manifest_check import checkpoint_shapes
 
 ALPHA = 32.0

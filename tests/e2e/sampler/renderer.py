@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
-from fovea.wire.features import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
+from fovea.wire.tensors import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
 
 
 @dataclass

@@ -10,7 +10,7 @@ from fovea.api.v1 import sampler_pb2
 from fovea.client.sampler import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, SnapshotNotLoaded
-from fovea.wire.features import size_bytes, tensors_sha256
+from fovea.wire.tensors import size_bytes, tensors_sha256
 from tests.e2e.sampler.asking import ask, request_for
 from tests.e2e.sampler.conftest import PromptMaker, picture
 from tests.e2e.sampler.renderer import TinyRenderer

@@ -14,7 +14,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire import tensors
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_parity.documents import Content, DocumentMaker, picture
 from fovea_parity.refusals import running_renderer
 from fovea_tinyvlm.families import ensure_family

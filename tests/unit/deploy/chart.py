@@ -15,7 +15,7 @@ from deploy.cluster.tools import BIN
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "deploy/helm/fovea"
 GOLDEN = Path(__file__).parent / "golden"
-VALUE_SETS = ("one-gpu", "eight-gpus", "two-nodes")
+VALUE_SETS = ("one-gpu", "eight-gpus", "two-nodes", "team")
 HELM = shutil.which("helm", path=os.pathsep.join([str(BIN), os.environ.get("PATH", "")]))
 MISSING = f"helm is neither in {BIN} nor on the path: python -m deploy.cluster build helm"
 
@@ -68,9 +68,14 @@ class Chart:
 
 
 def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Pod templates by the name of their Deployment or StatefulSet."""
-    kinds = ("Deployment", "StatefulSet")
-    return {item["metadata"]["name"]: item["spec"]["template"] for item in manifests if item["kind"] in kinds}
+    """Pod templates by the name of their Deployment, StatefulSet or LeaderWorkerSet."""
+    found = {}
+    for item in manifests:
+        if item["kind"] == "LeaderWorkerSet":
+            found[item["metadata"]["name"]] = item["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        elif item["kind"] in ("Deployment", "StatefulSet"):
+            found[item["metadata"]["name"]] = item["spec"]["template"]
+    return found
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.helm.schema import SETTINGS
-from fovea.runtime.secret import VARIABLE
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.runtime.settings import TRACE_VARIABLE, ServiceSettings
 from fovea_sampler.settings import SamplerSettings
 from tests.unit.deploy.chart import GOLDEN, VALUE_SETS, Chart, Manifest, of_kind, pods
@@ -73,8 +73,8 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
             item["name"]: item["value"] if "value" in item else _injected(item["valueFrom"]) for item in service["env"]
         }
         ours = {name for name in variables if name.startswith("FOVEA_")}
-        assert VARIABLE in ours
-        assert ours - {TRACE_VARIABLE, VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
+        assert SECRET_VARIABLE in ours
+        assert ours - {TRACE_VARIABLE, SECRET_VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
         with monkeypatch.context() as patch:
             for name in ours:
                 patch.setenv(name, variables[name])
@@ -88,7 +88,7 @@ def _injected(source: Manifest) -> str:
     field = source.get("fieldRef", {}).get("fieldPath", "")
     if source.get("secretKeyRef", {}).get("key") == "service-secret":
         return "x" * 40
-    return "1" if "pod-index" in field else '["tml-x"]'
+    return "1" if "worker-index" in field else '["tml-x"]'
 
 
 def test_ports_are_those_that_the_service_listens_on(manifests: list[Manifest]) -> None:
@@ -187,22 +187,21 @@ def test_mounts_have_volumes(manifests: list[Manifest]) -> None:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
 
 
-def test_two_nodes_meet_at_pod_0(chart: Chart) -> None:
+def test_two_nodes_meet_at_the_leader_of_their_group(chart: Chart) -> None:
     manifests = chart.manifests("--values", chart.values_file("two-nodes"))
-    sets = of_kind(manifests, "StatefulSet")
-    leader, worker = sets["fovea-trainer"]["spec"], sets["fovea-trainer-worker"]["spec"]
-    assert (leader["replicas"], leader["ordinals"]["start"]) == (1, 0)
-    assert (worker["replicas"], worker["ordinals"]["start"]) == (1, 1)
-    first, other = (container(spec["template"]) for spec in (leader, worker))
-    assert first == other
-    assert "command" not in first
-    variables = {item["name"].removeprefix("FOVEA_TRAINER_"): item for item in first["env"]}
+    group = of_kind(manifests, "LeaderWorkerSet")["fovea-trainers"]["spec"]
+    assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (1, 2)
+    assert group["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert "leaderTemplate" not in group["leaderWorkerTemplate"], "all nodes run the same pod"
+    only = container(pods(manifests)["fovea-trainers"])
+    assert "command" not in only
+    variables = {item["name"].removeprefix("FOVEA_TRAINER_"): item for item in only["env"]}
     assert variables["NODES"]["value"] == "2"
-    assert variables["MASTER_ADDR"]["value"] == "fovea-trainer-0.fovea-trainer.ml.svc"
-    assert "pod-index" in variables["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
-    assert leader["serviceName"] == worker["serviceName"] == "fovea-trainer"
+    assert variables["MASTER_ADDR"]["value"] == "$(LWS_LEADER_ADDRESS).svc"
+    assert "sigs.k8s.io/worker-index" in variables["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    gateway = {item["name"]: item.get("value") for item in container(pods(manifests)["fovea-gateway"])["env"]}
+    assert gateway["FOVEA_GATEWAY_TRAINER"] == "fovea-trainers-0.fovea-trainers.ml.svc:50053"
     assert of_kind(manifests, "Service")["fovea-trainer"]["spec"]["publishNotReadyAddresses"] is True
-    assert of_kind(manifests, "PodGroup")["fovea-trainer"]["spec"]["minMember"] == 2
 
 
 def test_gpus_are_asked_for(manifests: list[Manifest]) -> None:
@@ -238,7 +237,7 @@ def test_a_service_secret_is_made_unless_one_is_given(chart: Chart) -> None:
     manifests = chart.manifests("--set", "serviceSecret.secret=mine")
     assert "service-secret" not in {name.removeprefix("fovea-") for name in of_kind(manifests, "Secret")}
     for pod in pods(manifests).values():
-        (given,) = [item["valueFrom"] for item in container(pod)["env"] if item["name"] == VARIABLE]
+        (given,) = [item["valueFrom"] for item in container(pod)["env"] if item["name"] == SECRET_VARIABLE]
         assert given == {"secretKeyRef": {"name": "mine", "key": "service-secret"}}
 
 
@@ -269,6 +268,7 @@ def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
     assert "rollout status deployment/fovea-gateway" in notes
     assert "port-forward service/fovea-gateway 8000 50050" in notes
     assert "export TINKER_BASE_URL=http://127.0.0.1:8000" in notes
+    assert "exec deployment/fovea-gateway -- python -m fovea_gateway.access.access_command" in notes
     for given in '["tml-one", "tml-two"]', '["alice=tml-one"]':
         key = subprocess.run(
             ["sh", "-c", notes.split(r"{.data.api-keys}' |")[1].split(")\n")[0].replace("base64 --decode", "cat")],

@@ -17,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from deploy.helm.schema import SETTINGS
-from fovea.runtime.secret import VARIABLE
+from fovea.runtime.credentials import SECRET_VARIABLE
 from tests.unit.deploy.chart import ROOT
 
 FILES = [ROOT / "gateway/Dockerfile", *sorted(ROOT.glob("services/*/Dockerfile"))]
@@ -179,8 +179,8 @@ def test_compose_says_settings(service: str, monkeypatch: pytest.MonkeyPatch) ->
     settings = SETTINGS[service]
     variables = COMPOSE["services"][service]["environment"]
     prefix = settings.model_config["env_prefix"]
-    assert VARIABLE in variables
-    assert set(variables) - {VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
+    assert SECRET_VARIABLE in variables
+    assert set(variables) - {SECRET_VARIABLE} <= {prefix + field.upper() for field in settings.model_fields}
     for name, value in variables.items():
         monkeypatch.setenv(
             name, re.sub(r"\$\{(TINKER_API_KEY|FOVEA_SERVICE_SECRET):\?[^}]+\}", f"tml-{'x' * 16}", str(value))

@@ -55,6 +55,23 @@ async def test_a_value_that_was_forgotten_is_asked_for_again() -> None:
     ask = Asked(cache)
     ask.gate.set()
     await ask.get(8)
-    cache.forget(8)
+    cache.forget(8, 80)
     await ask.get(8)
     assert ask.asked == [8, 8]
+
+
+async def test_a_value_that_has_been_replaced_is_not_forgotten() -> None:
+    """Two callers find the same value lost. The later one must not drop the value that the first one has made again."""
+    cache: AsyncCache[str, object] = AsyncCache()
+    made: list[object] = []
+
+    async def make() -> object:
+        made.append(object())
+        return made[-1]
+
+    lost = await cache.get("a", make)
+    cache.forget("a", lost)
+    again = await cache.get("a", make)
+    cache.forget("a", lost)
+    assert await cache.get("a", make) is again
+    assert len(made) == 2

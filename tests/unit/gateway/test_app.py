@@ -50,20 +50,51 @@ def test_base_models_have_names_of_their_own() -> None:
     own = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": ["s:1"]}
     settings = GatewaySettings(**own, trainer="t:1", further_models=[own | {"model_name": "teacher"}])
     assert [(base_model.model_name, base_model.trainer) for base_model in settings.base_models] == [
-        ("n", "t:1"), ("teacher", ""),
+        ("n", ["t:1"]), ("teacher", []),
     ]  # fmt: skip
     with pytest.raises(ValidationError, match="two base models have the name 'n'"):
         GatewaySettings(**own, trainer="t:1", further_models=[own])
 
 
-def test_a_second_trainer_is_refused_and_does_not_replace_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--trainer", "t:1"], ["t:1"]),
+        (["--trainer", "t:1", "--trainer=t:2"], ["t:1", "t:2"]),
+        (["--trainer", '["t:1", "[::1]:2"]'], ["t:1", "[::1]:2"]),
+        (["--trainer", "[::1]:2"], ["[::1]:2"]),
+    ],
+)
+def test_a_base_model_may_have_several_trainers(words: list[str], found: list[str]) -> None:
     own = ["--model-name", "n", "--model", "/m", "--renderer", "r:1", "--renderer", "r:2", "--sampler", "[]"]
-    assert GatewaySettings.from_command_line("gateway", [*own, "--trainer", "t:1"]).trainer == "t:1"
-    twice = [*own, "--trainer", "t:1", "--trainer=t:2"]
+    assert GatewaySettings.from_command_line("gateway", [*own, *words]).trainer == found
+    assert GatewaySettings(model_name="n", model="/m", renderer=["r:1"], sampler=[], trainer=found).trainer == found
+
+
+def test_a_setting_of_one_value_is_not_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    twice = [
+        "--model-name",
+        "n",
+        "--model",
+        "/m",
+        "--renderer",
+        "r:1",
+        "--trainer",
+        "t:1",
+        "--sampler",
+        "[]",
+        "--model=n",
+    ]
     with pytest.raises(SystemExit):
         GatewaySettings.from_command_line("gateway", twice)
-    assert "gateway: --trainer: it is given twice, but takes one value" in capsys.readouterr().err
-    assert GatewaySettings.find_problem(twice) == ("trainer", "it is given twice, but takes one value; remove one")
-    for several in ("t:1,t:2", '["t:1", "t:2"]'):
-        with pytest.raises(ValidationError, match="names several trainers; a base model has one: give one host:port"):
-            GatewaySettings(model_name="n", model="/m", renderer=["r:1"], sampler=[], trainer=several)
+    assert "gateway: --model: it is given twice, but takes one value" in capsys.readouterr().err
+    assert GatewaySettings.find_problem(twice) == ("model", "it is given twice, but takes one value; remove one")
+
+
+def test_a_trainer_that_is_given_twice_and_none_at_all_are_refused() -> None:
+    own = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": list[str]()}
+    with pytest.raises(ValidationError, match="'t:1' is given twice; give each trainer once"):
+        GatewaySettings(**own, trainer=["t:1", "t:1"])
+    for none in ("", [], [""], "[]"):
+        with pytest.raises(ValidationError, match="neither --trainer nor --sampler"):
+            GatewaySettings(**own, trainer=none)

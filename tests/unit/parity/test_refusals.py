@@ -5,7 +5,7 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2
 from fovea.wire.errors import InvalidInput
-from fovea.wire.features import FeatureTensors, tensors_sha256
+from fovea.wire.tensors import FeatureTensors, tensors_sha256
 from fovea_parity.refusals import Ask, refusal_problem, with_wrong_tensors
 
 RIGHT = model_input_pb2.RenderedInput(spans=[model_input_pb2.VisionSpan(feature=model_input_pb2.VisionFeature())])

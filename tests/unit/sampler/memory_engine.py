@@ -8,7 +8,7 @@ import numpy as np
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import InvalidInput, NotFinite, Unavailable
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_sampler.engine_api import AdapterName, AltRows, Delta, Event, PromptResult, SampleSpec
 
 

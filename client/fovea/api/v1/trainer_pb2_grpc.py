@@ -168,7 +168,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteModel(self, request, context):
-        """Frees a model and deletes its recovery data. An unknown model is not an error.
+        """Frees a model and, by default, deletes its recovery data. An unknown model is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

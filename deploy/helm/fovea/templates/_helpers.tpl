@@ -2,7 +2,7 @@
 
 {{- define "fovea.fullname" -}}
 {{- $default := ternary .Release.Name (printf "%s-fovea" .Release.Name) (contains "fovea" .Release.Name) -}}
-{{- /* A stateful set's name has at most 52 characters; the longest is <fullname>-trainer-worker. */ -}}
+{{- /* A stateful set's name has at most 52 characters. */ -}}
 {{- .Values.fullnameOverride | default $default | trunc 37 | trimSuffix "-" -}}
 {{- end }}
 
@@ -38,6 +38,16 @@ labels: {{- include "fovea.labels" . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{- /* A text for a generated secret, by secretSeed or by chance: (list $ secret-suffix). */ -}}
+{{- define "fovea.secretText" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.secretSeed -}}
+{{ printf "%s/%s/%s/%s" $root.Values.secretSeed $root.Release.Namespace (include "fovea.fullname" $root) (index . 1) | sha256sum | trunc 40 }}
+{{- else -}}
+{{ randAlphaNum 40 }}
+{{- end }}
+{{- end }}
+
 {{- define "fovea.checks" -}}
 {{- if not (or .Values.database.secret (include "fovea.claim" (list . .Values.database.volume "database"))) }}
 {{- fail "database: set database.secret, database.volume.claim or database.volume.size; without a database a restart loses all futures" }}
@@ -47,6 +57,13 @@ labels: {{- include "fovea.labels" . | nindent 2 }}
 {{- end }}
 {{- if and .Values.gateway.ingress.enabled (not .Values.gateway.ingress.host) }}
 {{- fail "gateway.ingress.host: set the host name that clients use" }}
+{{- end }}
+{{- range $name := list "renderer" "sampler" }}
+{{- with (index $.Values $name).autoscaling }}
+{{- if gt (int .minReplicas) (int .maxReplicas) }}
+{{- fail (printf "%s.autoscaling: minReplicas is %v, above maxReplicas, %v" $name .minReplicas .maxReplicas) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.gateway) }}
 {{- fail "gateway.grpcRoute.gateway: set the name of the Gateway that the route belongs to" }}

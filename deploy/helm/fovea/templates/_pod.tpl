@@ -1,21 +1,17 @@
-{{/* A pod of any service: (dict "root" $ "component" "sampler" "role" "leader"). The service's own file defines
-`fovea.<component>.env`, `.ports` and `.probes`; role "worker" is a trainer pod that the gateway does not call. */}}
+{{/* A pod of any service: (dict "root" $ "component" "sampler"), with "labels" of its own if it has some. The service's own
+file defines `fovea.<component>.env`, `.ports` and `.probes`. */}}
 {{- define "fovea.pod" -}}
 {{- $root := .root -}}
 {{- $values := index .root.Values .component -}}
 {{- $hasModel := ne .component "gateway" -}}
 {{- $hasGpu := has .component (list "sampler" "trainer") -}}
+{{- $gpus := ternary $values.gpus 0 $hasGpu | int -}}
 {{- /* Seconds until no new requests are routed here; with PostgreSQL, until the next gateway has started. */ -}}
 {{- $lead := ternary 15 5 (and (eq .component "gateway") (ne $root.Values.database.secret "")) -}}
 metadata:
   labels:
     {{- include "fovea.selector" (list $root .component) | nindent 4 }}
-    {{- if eq .component "trainer" }}
-    fovea/role: {{ .role }}
-    {{- if $values.podGroup.enabled }}
-    scheduling.x-k8s.io/pod-group: {{ include "fovea.fullname" $root }}-trainer
-    {{- end }}
-    {{- end }}
+    {{- with .labels }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- with $values.labels }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with $values.annotations }}
   annotations: {{- toYaml . | nindent 4 }}
@@ -44,6 +40,17 @@ spec:
   {{ $name }}: {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
+  {{- with $values.topologySpread }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: {{ . }}
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector: {matchLabels: {{ include "fovea.selector" (list $root $.component) | fromYaml | toJson }}}
+  {{- end }}
+  {{- if and $gpus $root.Values.gpuDeviceClass }}
+  resourceClaims:
+    - {name: gpus, resourceClaimTemplateName: {{ include "fovea.fullname" $root }}-{{ .component }}-gpus}
+  {{- end }}
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -70,9 +77,13 @@ spec:
       lifecycle:
         preStop: {sleep: {seconds: {{ $lead }}}}
       {{- end }}
-      {{- $limits := $values.resources.limits | default dict }}
-      {{- if and $hasGpu $values.gpus }}{{ $limits = merge (dict $root.Values.gpuResource $values.gpus) $limits }}{{ end }}
-      resources: {{- toYaml (merge (dict "limits" $limits) $values.resources) | nindent 8 }}
+      {{- $resources := deepCopy $values.resources }}
+      {{- if and $gpus $root.Values.gpuDeviceClass }}
+      {{- $_ := set $resources "claims" (list (dict "name" "gpus")) }}
+      {{- else if $gpus }}
+      {{- $_ := set $resources "limits" (merge (dict $root.Values.gpuResource $gpus) ($resources.limits | default dict)) }}
+      {{- end }}
+      resources: {{- toYaml $resources | nindent 8 }}
       securityContext:
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: true
@@ -90,7 +101,7 @@ spec:
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
         {{- range $name, $path := include "fovea.volumes" . | fromYaml }}
-        - {name: {{ $name }}, mountPath: {{ $path }}, readOnly: {{ (index $root.Values $name).volume.readOnly }}}
+        - {name: {{ $name }}, mountPath: {{ $path }}, readOnly: {{ or (index $root.Values $name).volume.readOnly (and (eq $name "model") (not $hasModel)) }}}
         {{- end }}
   volumes:
     - {name: scratch, emptyDir: {}}
@@ -114,7 +125,8 @@ spec:
 {{- define "fovea.volumes" -}}
 {{- if eq .component "gateway" }}
 database: /var/lib/fovea
-{{- else }}
+{{- end }}
+{{- if or (ne .component "gateway") (include "fovea.claim" (list .root .root.Values.model.volume "model")) }}
 model: /models
 {{- end }}
 {{- if and (has .component (list "gateway" "trainer")) (not .root.Values.checkpoints.url) }}
@@ -183,4 +195,28 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 10
   failureThreshold: 6
+{{- end }}
+
+{{- /* The label of pods that wait for their quota one by one. Kueue allows no change of a stateful set with this label. */ -}}
+{{- define "fovea.queue" -}}
+{{- with .Values.kueue.queue }}
+kueue.x-k8s.io/queue-name: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- /* The GPUs that each pod of a component claims by dynamic resource allocation: (list $ component). */ -}}
+{{- define "fovea.claimTemplate" -}}
+{{- $root := index . 0 -}}
+{{- $gpus := (index $root.Values (index . 1)).gpus | int -}}
+{{- if and $gpus $root.Values.gpuDeviceClass }}
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {{- include "fovea.meta" (list $root (index . 1) (printf "%s-gpus" (index . 1))) | nindent 2 }}
+spec:
+  spec:
+    devices:
+      requests:
+        - {name: gpus, exactly: {deviceClassName: {{ $root.Values.gpuDeviceClass }}, count: {{ $gpus }}}}
+{{- end }}
 {{- end }}

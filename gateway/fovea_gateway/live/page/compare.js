@@ -6,13 +6,13 @@ import { Refused, get } from "./stream.js";
 import { MOST_RUNS, change, onChange, view } from "./view.js";
 
 const POINTS = 300, PACE_MS = 1000;
-let page = null;  // what main.js supplies: models, nameOf, titles, pairs, tip, refused
+let page = null;  // what main.js supplies: models, nameOf, titles, pairs, tip, showRewards, refused
 const fetched = new Map();  // by run: {query, model, found}
 const slots = new Map();  // by run: the number of its colour
 const figures = new Map();  // by metric
 const waiting = new Map();  // by metric: the charts that a next frame draws
 const FRAME_MS = 8;
-let loading = false, again = false, drawing = false, plotting = false, controls = null;
+let loading = false, again = false, drawing = false, plotting = false, controls = null, rewards = null;
 
 export function startCharts(supplied) {
   page = supplied;
@@ -115,6 +115,8 @@ function charts(shown) {
 function draw() {
   const shown = shownRuns(), box = $("charts");
   box.hidden = !shown.length;
+  const latest = fetched.get(view.run)?.found.rewards ?? null;
+  if (latest !== rewards) { rewards = latest; page.showRewards(rewards); }
   if (!shown.length) return;
   const { first, further } = charts(shown), all = [...first, ...further];
   const isLoaded = shown.every((id) => fetched.has(id));

@@ -1,10 +1,13 @@
 import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
+import { showAlerts } from "./alerts.js";
 import { spark } from "./charts.js";
 import { isBeside, showCharts, startCharts, toggleBeside } from "./compare.js";
 import { isFound, labelOf, showLabel, startLabels, takeLabels } from "./labels.js";
 import { canTrain, isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
+import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
-import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, setKey } from "./stream.js";
+import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, post, setKey } from "./stream.js";
+import { beginSystem, setTip, showSystem } from "./system.js";
 import { change, onChange, view } from "./view.js";
 
 const isLoopback = /^(localhost|127\.\d+\.\d+\.\d+|\[::1\])$/.test(location.hostname);
@@ -45,6 +48,8 @@ const runOf = (path) => path.replace("tinker://", "").split("/")[0];
 const stateOf = (model) => (isDead ? "unknown" : model.state);
 const nameOfSource = (one) => nameOfId(one.source) + (isAdmin() ? ` · ${ownerName(one.owner)}` : "");
 setNames(nameOfId);
+setTip(tip);
+beginRewards(tip);
 const mainMetric = (model) => model.spark.name || Object.keys(model.last)[0];
 const stateDot = { ready: "up", creating: "wait", parked: "wait", failed: "down", lost: "down" };
 
@@ -131,7 +136,7 @@ function showRun() {
   showLabel(model, model && canTrain(model.owner));
   showCharts();
   if (!model) return run.replaceChildren(...introduction());
-  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${SINCE.format(new Date(model.created))}`, isAdmin() ? `of ${ownerName(model.owner)}` : null];
+  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${SINCE.format(new Date(model.created))}`, model.trainer ? `in trainer ${model.trainer}` : null, isAdmin() ? `of ${ownerName(model.owner)}` : null];
   const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${stateOf(model)}` }, stateOf(model)),
     model.resumed ? make("span", { class: "state", title: model.resumed.path }, `resumed at step ${count(model.resumed.step)} of ${nameOfId(runOf(model.resumed.path))}`) : null,
     make("span", { class: "id mono" }, model.id)), make("p", { class: "note head-note" }, facts.filter(Boolean).join(" · "), model.state_reason ? ` · ${model.state_reason}` : "")];
@@ -147,6 +152,7 @@ function showRun() {
 function take(name, told) {
   if (name === "caller") {
     setCaller(told);
+    beginSystem();
     $("caller").textContent = `${ownerName(told.owner)} · ${told.scope}`;
     $("wrong").textContent = ""; $("ask").hidden = true; $("app").hidden = false; $("forget").hidden = false;
     loadUsage(true);
@@ -167,7 +173,7 @@ function take(name, told) {
 
 function render() {
   drawing = false;
-  const { models: changed, labels, queue, services, errors, samples, checkpoints } = pending;
+  const { models: changed, labels, queue, services, errors, samples, checkpoints, alerts, system } = pending;
   pending = {};
   if (labels) { takeLabels(labels); relabel(models.keys()); }
   if (changed) {
@@ -183,6 +189,8 @@ function render() {
   if (errors) showErrors(errors);
   if (samples) { samplesTold = samples; takeSamples(samples, nameOfSource); if (selected) prefer(selected); }
   if (checkpoints) loadCheckpoints();
+  if (alerts) showAlerts(alerts);
+  if (system) showSystem(system);
   loadUsage();
 }
 
@@ -229,7 +237,16 @@ async function connect() {
   }
 }
 
+let isSignedIn = false;
 async function begin() {
+  const { sign_in } = await get("auth/methods").catch(() => ({}));
+  $("sign-in").hidden = !sign_in;
+  if (!hasKey() && sign_in) {
+    try { await get("auth/apikey/me"); } catch (error) { if (error instanceof Refused) return askKey(); }
+    isSignedIn = true;
+    $("forget").textContent = "Sign out";
+    return connect();
+  }
   if (!hasKey() && isLoopback) {
     setKey(PUBLISHED);
     try { await get("auth/apikey/me"); } catch (error) { if (error instanceof Refused) return askKey(); }
@@ -249,14 +266,19 @@ $("ask").addEventListener("submit", async (event) => {
     askKey(error instanceof Refused ? error.message : "the gateway does not answer; try again");
   }
 });
-$("forget").addEventListener("click", () => askKey());
+$("forget").addEventListener("click", async () => {
+  if (isSignedIn) await post("auth/logout").catch(() => {});
+  isSignedIn = false;
+  $("forget").textContent = "Change key";
+  askKey();
+});
 
 function relabel(ids) {
   showModels([...ids].map((id) => models.get(id)).filter(Boolean));
   if (models.size) showRun();
 }
 startLabels(relabel);
-startCharts({ models, nameOf, titles: TITLES, pairs: FIRST, tip, refused: askKey });
+startCharts({ models, nameOf, titles: TITLES, pairs: FIRST, tip, showRewards, refused: askKey });
 let searched = view.search;
 onChange(() => {
   if (view.run !== selected && models.has(view.run)) select(view.run);

@@ -9,6 +9,7 @@ const confirming = new Set();  // paths of checkpoints for which "Delete" has be
 
 export function setCaller(told) { caller = told; }
 export function setNames(name) { nameOfId = name; }
+export const nameOf = (id) => nameOfId(id);
 // The settings may give a key without an owner; its owner's name is then made of the key's hash.
 export function ownerName(owner) {
   const nameless = /^key-([0-9a-f]{6})[0-9a-f]{6}$/.exec(owner);
@@ -54,9 +55,8 @@ export function showServices(told) {
   $("pushes").textContent = pushes.count ? `${many(pushes.count, "push", "pushes")} of weights, last ${short(pushes.last_s)} s, mean ${short(pushes.mean_s)} s` : "";
   $("services").replaceChildren(...told.base_models.map((base) => {
     const rows = [];
-    const trainer = base.trainer;
-    if (trainer) rows.push(service("Trainer", trainer, trainer.busy, `${Math.round(100 * trainer.busy)} %`,
-      ["at work in the last minute", many(trainer.models, "model"), many(trainer.ranks, "rank"), trainer.dtype, memory(trainer.memory), trainer.address]));
+    base.trainers.forEach((trainer, index) => rows.push(service(base.trainers.length > 1 ? `Trainer ${index + 1}` : "Trainer", trainer, base.trainer_busy, `${Math.round(100 * base.trainer_busy)} %`,
+      [index ? null : "at work in the last minute", trainer.draining ? "draining" : null, many(trainer.models, "model"), many(trainer.ranks, "rank"), trainer.dtype, memory(trainer.memory), trainer.address])));
     base.samplers.forEach((one, index) => rows.push(service(base.samplers.length > 1 ? `Sampler ${index + 1}` : "Sampler", one, base.sampler_busy, `${Math.round(100 * base.sampler_busy)} %`,
       [index ? null : "at work in the last minute", `${one.inside} inside`, one.waiting ? `${one.waiting} wait` : null, `${many(one.adapters, "adapter")} held`, one.waiting_for_slot ? `${one.waiting_for_slot} wait for an adapter's slot` : null, one.dtype, memory(one.memory), one.address])));
     if (!base.samplers.length) rows.push(make("div", { class: "soft small" }, "No sampler: this model is trained, not sampled."));

@@ -1,10 +1,15 @@
-import { $, count, make, many, short } from "./dom.js";
+import { $, count, make, many, short, swap } from "./dom.js";
 import { blob, get } from "./stream.js";
 
 const signs = { "\n": "↵", "\t": "⇥" };
 const heat = (logprob) => Math.min(0.85, Math.max(0, -logprob) / 5);
+const gap = (one, other) => Math.min(0.85, Math.abs(one - other));
+const isNumber = (value) => value !== null && value !== undefined;
+const FILTERS = ["text", "least_reward", "most_reward", "first_step", "last_step"];
+const SEARCH_PAUSE_MS = 5000;
 const pictures = new Map();
 const MOST_PICTURES = 200;
+let enlarged = null, drawn = null, searchTimer = null;
 let sources = [], version = -1, chosen = null, step = null, shown = "", busy = false, again = false, preferred = null;
 
 for (const surprise of [0, 0.5, 1, 2, 3, 4.25]) {
@@ -19,8 +24,22 @@ function picture(piece) {
     if (scale > 1) image.width = image.naturalWidth * scale;
   });
   load(piece.picture).then((address) => { image.src = address; }, (error) => { image.alt = error.message; });
-  return image;
+  return make("button", { class: "picture", type: "button", title: `Enlarge picture ${piece.picture.slice(0, 12)}`, "data-picture": piece.picture, onclick: () => enlarge(piece.picture) }, image);
 }
+
+// The picture as large as the window. Escape or a click closes it, and the focus returns to the picture in the list.
+async function enlarge(digest) {
+  const shownPicture = $("viewer-picture");
+  shownPicture.src = await load(digest);
+  shownPicture.alt = `picture ${digest.slice(0, 12)}, enlarged`;
+  await shownPicture.decode().catch(() => {});
+  const scale = Math.max(1, Math.min((innerWidth - 80) / shownPicture.naturalWidth, (innerHeight - 120) / shownPicture.naturalHeight));
+  shownPicture.style.width = `${Math.floor(shownPicture.naturalWidth * scale)}px`;
+  enlarged = digest;
+  $("viewer").showModal();
+}
+$("viewer").addEventListener("click", () => $("viewer").close());
+$("viewer").addEventListener("close", () => { $("groups").querySelector(`[data-picture="${CSS.escape(enlarged)}"]`)?.focus({ preventScroll: true }); });
 
 function load(digest) {
   if (!pictures.has(digest)) {
@@ -46,38 +65,77 @@ function prompt(group) {
   return box;
 }
 
-function token(id, text, logprob) {
+function shade(sampled, trained) {
+  const colour = $("colour").value;
+  if (colour === "difference") return isNumber(sampled) && isNumber(trained) ? gap(sampled, trained) : 0;
+  const value = colour === "trainer" ? trained : sampled;
+  return isNumber(value) ? heat(value) : 0;
+}
+
+function tipOf(id, text, sampled, trained) {
+  const lines = [isNumber(text) ? JSON.stringify(text) : `token ${id}`, `token ${id}`];
+  if (isNumber(sampled)) lines.push(`log-probability ${sampled.toFixed(4)}`, `probability ${(100 * Math.exp(sampled)).toFixed(2)} %`);
+  if (isNumber(trained)) lines.push(`trainer ${trained.toFixed(4)}`);
+  if (isNumber(sampled) && isNumber(trained)) lines.push(`trainer − sampler ${(trained - sampled).toFixed(4)}, ratio ${Math.exp(trained - sampled).toFixed(3)}`);
+  return lines;
+}
+
+// The sampler's and the trainer's values and their difference as three rows, one column for each token.
+function strip(one) {
+  const canvas = make("canvas", { class: "token strip", width: one.ids.length, height: 3, role: "img", "aria-label": `log-probabilities of ${many(one.ids.length, "token")}: sampler, trainer, difference` });
+  canvas.style.width = `${Math.max(60, one.ids.length * 9)}px`;
+  const brush = canvas.getContext("2d"), ink = getComputedStyle(document.documentElement).getPropertyValue("--heat");
+  one.ids.forEach((_, at) => {
+    const sampled = one.logprobs[at], trained = one.trained[at];
+    [isNumber(sampled) ? heat(sampled) : 0, isNumber(trained) ? heat(trained) : 0, isNumber(sampled) && isNumber(trained) ? gap(sampled, trained) : 0].forEach((share, row) => {
+      brush.fillStyle = `rgb(${ink} / ${share})`;
+      brush.fillRect(at, row, 1, 1);
+    });
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect(), at = Math.max(0, Math.min(one.ids.length - 1, Math.floor(((event.clientX - box.left) / box.width) * one.ids.length)));
+    canvas.tip = tipOf(one.ids[at], one.texts?.[at], one.logprobs[at], one.trained[at]);
+  });
+  canvas.tip = ["log-probabilities"];
+  return make("div", { class: "strips" }, make("span", { class: "soft" }, "sampler", make("br"), "trainer", make("br"), "difference"), canvas);
+}
+
+function token(id, text, logprob, trained) {
   const element = make("span", { class: "token" });
   const said = text ?? String(id);
   element.append(...said.split(/([\n\t])/).filter(Boolean).flatMap((part) => part in signs ? [make("span", { class: "mark" }, signs[part]), part] : [part]));
   if (!said) element.append(make("span", { class: "mark" }, "·"));
-  if (logprob !== null && logprob !== undefined) element.style.setProperty("--a", heat(logprob));
-  element.tip = [text === null || text === undefined ? `token ${id}` : JSON.stringify(text), `token ${id}`];
-  if (logprob !== null && logprob !== undefined) element.tip.push(`log-probability ${logprob.toFixed(4)}`, `probability ${(100 * Math.exp(logprob)).toFixed(2)} %`);
+  element.style.setProperty("--a", shade(logprob, trained));
+  element.tip = tipOf(id, text, logprob, trained);
   return element;
 }
 
 function sequence(one) {
-  const tokens = one.ids.map((id, at) => token(id, one.texts?.[at], one.logprobs[at]));
+  const tokens = one.ids.map((id, at) => token(id, one.texts?.[at], one.logprobs[at], one.trained[at]));
   const sum = one.logprobs.reduce((total, value) => total + (value ?? 0), 0);
   const words = [one.is_cut ? `${count(one.ids.length)}+ tokens` : many(one.ids.length, "token"), one.stop === "length" ? "cut by max_tokens" : null].filter(Boolean).join(", ");
   return make("div", { class: "one" },
-    make("div", { class: one.texts ? "tokens" : "tokens ids" }, tokens),
+    make("div", {}, make("div", { class: one.texts ? "tokens" : "tokens ids" }, tokens), one.trained.length ? strip(one) : null),
     make("div", { class: "figures-small" }, one.reward !== null ? make("b", {}, `reward ${short(one.reward)}`) : null, words, make("br"), `log p ${short(sum)}`));
 }
 
 function render(found) {
-  if (!found.groups.length) return empty();
+  drawn = found;
+  $("colour").hidden = !found.groups.some((group) => group.drawn.some((one) => one.trained.length));
+  if (!found.groups.length) return isSearching() ? $("groups").replaceChildren(make("p", { class: "empty" }, "Nothing kept here matches.")) : empty();
   const hasTexts = found.groups.every((group) => group.drawn.every((one) => one.texts !== null));
   const note = hasTexts ? [] : [make("p", { class: "note" }, "The gateway's machine has no tokenizer of this model: ids are shown instead of texts.")];
-  $("groups").replaceChildren(...note, ...found.groups.map((group) => make("article", { class: "group" },
-    make("div", {}, prompt(group), group.truth ? make("div", { class: "truth" }, "right answer: ", make("b", {}, group.truth)) : null),
+  swap($("groups"), note, found.groups.map((group) => make("article", { class: "group" },
+    make("div", {}, isSearching() ? make("div", { class: "soft small" }, `step ${count(group.step)}`) : null, prompt(group), group.truth ? make("div", { class: "truth" }, "right answer: ", make("b", {}, group.truth)) : null),
     make("div", { class: "drawn" }, group.drawn.toReversed().map(sequence)))));
 }
 
 function empty() {
   $("groups").replaceChildren(make("p", { class: "empty" }, "No samples yet. ", make("code", {}, "sampling_client.sample(…)"), " brings the first one here, with its picture."));
 }
+
+const wanted = () => FILTERS.map((name) => [name, $(`find-${name}`).value.trim()]).filter(([, value]) => value);
+const isSearching = () => wanted().length > 0;
 
 const named = (one) => `${one.owner}\n${one.source}`;
 const current = () => sources.find((one) => named(one) === chosen);
@@ -86,12 +144,13 @@ async function refresh() {
   if (busy) { again = true; return; }
   const source = current();
   if (!source) return empty();
-  const wanted = step ?? source.steps.at(-1);
+  const found = wanted(), asked = found.length ? Object.fromEntries(found) : { step: step ?? source.steps.at(-1) };
   busy = true;
   try {
-    const query = new URLSearchParams({ source: source.source, owner: source.owner, step: wanted });
-    const found = await get(`live/samples?${query}`), text = JSON.stringify(found);
-    if (text !== shown) { shown = text; render(found); }
+    const query = new URLSearchParams({ source: source.source, owner: source.owner, ...asked });
+    const answer = await get(`live/samples?${query}`), text = JSON.stringify([answer, asked]);
+    if (text !== shown) { shown = text; render(answer); }
+    $("find-said").textContent = found.length ? `${many(answer.groups.length, "prompt")}${answer.is_partial ? " so far, the newest; narrow the search for others" : ""}` : "";
   } catch (error) {
     $("groups").replaceChildren(make("p", { class: "empty" }, error.message));
   } finally {
@@ -101,7 +160,8 @@ async function refresh() {
 
 function settle() {
   const source = current();
-  $("slider").hidden = !source || source.steps.length < 2;
+  $("filter").hidden = !source;
+  $("slider").hidden = !source || source.steps.length < 2 || isSearching();
   if (!source) return;
   const slider = $("step"), at = step === null ? source.steps.length - 1 : Math.max(0, source.steps.findLastIndex((one) => one <= step));
   slider.max = source.steps.length - 1;
@@ -122,7 +182,8 @@ export function takeSamples(told, name) {
   if (own.dataset.drawn !== drawn) { own.replaceChildren(...options); own.dataset.drawn = drawn; }  // an open list stays open
   own.value = chosen ?? "";
   settle();
-  refresh();
+  if (!isSearching()) return refresh();
+  searchTimer ??= setTimeout(() => { searchTimer = null; refresh(); }, SEARCH_PAUSE_MS);  // a search reads many texts
 }
 
 function choose() {
@@ -148,5 +209,15 @@ $("step").addEventListener("input", () => {
   settle();
   refresh();
 });
+let typed = null;
+function search() {
+  $("find-clear").disabled = !isSearching();
+  clearTimeout(typed);
+  typed = setTimeout(() => { settle(); refresh(); }, 300);
+}
+$("filter").addEventListener("input", search);
+$("filter").addEventListener("submit", (event) => { event.preventDefault(); search(); });
+$("find-clear").addEventListener("click", () => { for (const name of FILTERS) $(`find-${name}`).value = ""; $("find-text").focus(); search(); });
+$("colour").addEventListener("change", () => { if (drawn) render(drawn); });
 $("newest").addEventListener("click", () => { step = null; settle(); refresh(); });
 empty();

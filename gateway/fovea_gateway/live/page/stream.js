@@ -14,13 +14,15 @@ export class Refused extends Error {
 }
 
 async function ask(path, options = {}) {
-  const answer = await fetch(`api/v1/${path}`, { ...options, headers: { "X-API-Key": key ?? "", ...options.headers } });
+  // Without a key, the cookie of a sign-in counts; it needs the second header, which no other site can send.
+  const answer = await fetch(`api/v1/${path}`, { ...options, headers: { "X-API-Key": key ?? "", "X-Fovea-Page": "1", ...options.headers } });
   if (answer.ok) return answer;
   const said = await answer.json().catch(() => ({}));
   throw new Refused(answer.status, said.detail || `the gateway answered ${answer.status}`);
 }
 export const get = async (path) => (await ask(path)).json();
 export const remove = (path) => ask(path, { method: "DELETE" });
+export const post = (path) => ask(path, { method: "POST" });
 export const put = async (path, body) => (await ask(path, { method: "PUT", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } })).json();
 export const blob = async (path) => (await ask(path)).blob();
 

@@ -22,8 +22,8 @@ from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely
 
 from fovea.wire.conventions import MESSAGE_BYTES
 from fovea.wire.errors import Internal, InvalidInput, NotFinite, Unavailable
-from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors
 from fovea_sampler.engine_api import FILLER_LOGPROB, Delta, Finish, PromptResult, SampleSpec, TopRows
 from fovea_sampler.grammar_trials import FIELD as STRUCTURE_FIELD
 from fovea_sampler.grammar_trials import Kind

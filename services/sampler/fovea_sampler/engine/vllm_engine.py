@@ -18,7 +18,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import DeadlineExceeded, Internal, InvalidInput, Unavailable
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_sampler.engine import request_conversion
 from fovea_sampler.engine.openai_serving import OpenAIServing
 from fovea_sampler.engine.vllm_launch import push_room

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fovea.vision.vision_family import VisionFamily
-from fovea.wire.features import FeatureTensors
+from fovea.wire.tensors import FeatureTensors
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.datum_groups import DealtImages, Share
 from fovea_trainer.batches.vision_cache import tower_calls

@@ -5,7 +5,7 @@ because all ranks must join the collectives of a step. A rank without a datum in
 """
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fovea_trainer.batches.datum_decoding import DatumSize
@@ -60,7 +60,8 @@ class PassTerms:
     """The conditions under which a call may share a pass with calls of other models.
 
     Args:
-        kind: Equal for calls that can share a pass: layout of the adapter, temperature, and with or without gradients.
+        kind: Equal for calls that can share a pass: layout of the adapter, temperature, with or without gradients, and
+            on a CPU the number of rows.
         rows: The padded number of tokens of the call.
         most: The most calls of this size that one pass can have.
     """
@@ -202,7 +203,12 @@ def _cut(
         batches[entry].append(index)
         tokens, patches = room[entry]
         room[entry] = (tokens - size.token_count, patches - size.patch_count)
-    return [tuple(sorted(batch, key=lambda i: (sizes[i].token_count, sizes[i].patch_count, i))) for batch in batches]
+    return [packed_order(batch, sizes) for batch in batches]
+
+
+def packed_order(datums: Iterable[int], sizes: Sequence[DatumSize]) -> tuple[int, ...]:
+    """Returns the order of datums in a pass, shared or not. Sums over tokens have other bits in another order."""
+    return tuple(sorted(datums, key=lambda i: (sizes[i].token_count, sizes[i].patch_count, i)))
 
 
 def _efficiency(steps: Sequence[Step], sizes: Sequence[DatumSize], world_size: int) -> float:

@@ -23,8 +23,8 @@ from fovea.client import FeatureFetcher
 from fovea.client.renderer import FeatureCache
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, NotFound, Unavailable
-from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors
 from fovea_trainer import trainer_metrics
 from fovea_trainer.batches.datum_decoding import Datum
 

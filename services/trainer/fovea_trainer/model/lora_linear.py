@@ -97,15 +97,15 @@ class StackedPair(LoraPair):
         return output
 
     def add_wide_output(self, output: Tensor, low_TR: Tensor) -> None:
-        self._by_adapter(output).add_(_batched_product(self._by_adapter(low_TR), self.b_cast.mT), alpha=self.scale)
+        _add_batched_product(self._by_adapter(output), self._by_adapter(low_TR), self.b_cast.mT, self.scale)
 
     def add_gradients(self, grad: Tensor, x: Tensor, low_TR: Tensor, d_x: Tensor | None) -> None:
         grad_KPO, x_KPN, low_KPR = map(self._by_adapter, (grad, x, low_TR))
         d_low_KPR = torch.baddbmm(torch.empty_like(low_KPR), grad_KPO, self.b_cast, beta=0, alpha=self.scale)
         if d_x is not None:
             self._by_adapter(d_x).baddbmm_(d_low_KPR, self.a_cast)
-        self.a_grad.add_(_batched_product(d_low_KPR.mT, x_KPN))
-        self.b_grad.add_(_batched_product(grad_KPO.mT, low_KPR), alpha=self.scale)
+        _add_batched_product(self.a_grad, d_low_KPR.mT, x_KPN)
+        _add_batched_product(self.b_grad, grad_KPO.mT, low_KPR, self.scale)
 
     def chunk(self, positions: int) -> int:
         """Returns a multiple or a divisor of P, so that no chunk has rows of two adapters in part."""
@@ -134,19 +134,20 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _batched_product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left right of each pair of matrices, in float32; see `product`."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """Adds scale * left right to `total`, summed in float32. On a GPU this makes no float32 copies of the operands."""
     if total.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, alpha=scale, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=scale)
+
+
+def _add_batched_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Adds to each matrix of `total` what `add_product` adds, on a CPU with the same bits."""
+    if total.is_cuda and left.dtype != total.dtype:
+        total.add_(torch.bmm(left, right, out_dtype=total.dtype), alpha=scale)
+    else:
+        total.baddbmm_(left.to(total.dtype), right.to(total.dtype), alpha=scale)
 
 
 Trained = LoraPair | Tensor | None

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _MOST_SIZES = 24
 """The most passes that are kept; the least recently used one makes room."""
 _MOST_STANDINS = 4
+_ALIGNMENT = 32  # elements of at least 2 bytes: whole lines of a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ class _StandIn:
     """
 
     def __init__(self, like: LoraWeights, slots: int = 1) -> None:
-        self.cast_KN = like.cast_weights.new_zeros(slots, len(like.cast_weights))
-        self.grad_KN = like.flat_grad.new_zeros(slots, len(like.flat_grad))
+        self.cast_KN, self.grad_KN = (_rows_like(one, slots) for one in (like.cast_weights, like.flat_grad))
         self._layout = like.layout
 
     @staticmethod
@@ -103,6 +103,12 @@ class _StandIn:
         if size.slots == 1:
             return self._layout.pairs_on(self.cast_KN[0], self.grad_KN[0])
         return self._layout.pairs_on(self.cast_KN[: size.slots], self.grad_KN[: size.slots], size.tokens // size.slots)
+
+
+def _rows_like(flat: Tensor, count: int) -> Tensor:
+    """Returns zeros with `count` rows like a flat buffer. All rows are aligned alike, which affects bits on a CPU."""
+    width = -(-len(flat) // _ALIGNMENT) * _ALIGNMENT
+    return flat.new_zeros(count, width)[:, : len(flat)]
 
 
 class _Pass:
@@ -266,7 +272,12 @@ class SmallPasses:
         )
         if not (is_plain and 2 * rows <= self.most_shared_tokens):
             return None
-        return PassTerms((weights.layout, temperature, backward), rows, min(MOST_SLOTS, self._most_tokens // rows))
+        on_cpu = weights.flat.device.type == "cpu"
+        if on_cpu and weights.settings.rank == 1:
+            return None  # A CPU computes a product with a vector in another way than a batch of them.
+        # On a CPU, a sum over the rows of a slot has other bits if the slot is taller.
+        kind = weights.layout, temperature, backward, rows if on_cpu else None
+        return PassTerms(kind, rows, min(MOST_SLOTS, self._most_tokens // rows))
 
     def slots_of(self, weights: LoraWeights) -> int:
         """Returns for how many adapters like this one a pass has slots; 1 if there is no memory for more."""
@@ -303,11 +314,16 @@ class SmallPasses:
 
     def add_gradients(self, adapters: Sequence[LoraWeights | None]) -> None:
         """Adds the gradients of the last shared pass to those of its adapters. None leaves out a slot."""
-        used = [weights for weights in adapters if weights is not None]
-        if used:
-            grad_KN = self._stand_in(used[0], len(adapters)).grad_KN
-            rows = [grad_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
-            torch._foreach_add_([weights.flat_grad for weights in used], rows)
+        if found := self.gradients(adapters):
+            torch._foreach_add_([weights.flat_grad for weights in adapters if weights is not None], found)
+
+    def gradients(self, adapters: Sequence[LoraWeights | None]) -> list[Tensor]:
+        """Returns the gradients of the last shared pass, without slots that are None. The next pass overwrites them."""
+        like = next((weights for weights in adapters if weights is not None), None)
+        if like is None:
+            return []
+        grad_KN = self._stand_in(like, len(adapters)).grad_KN
+        return [grad_KN[slot] for slot, weights in enumerate(adapters) if weights is not None]
 
     def _run(
         self,

@@ -39,6 +39,11 @@ class TrainedModel(ABC):
         """True if calls since the last step have added to the gradients."""
         self._saved: Tensor | None = None
 
+    @property
+    def state_bytes(self) -> int:
+        """Size of a saved state: weights and moments in float32."""
+        return self.trainable_parameter_count * (1 + len(MOMENTS)) * torch.float32.itemsize
+
     @abstractmethod
     def activate(self) -> None:
         """Makes the next forward passes use this model's weights."""
@@ -201,11 +206,6 @@ class AdapterModel(TrainedModel):
     def snapshot_bytes(self) -> int:
         """Size of a snapshot: the trained weights in the dtype of the base."""
         return self.weights.whole_size * self.weights.cast_weights.element_size()
-
-    @property
-    def state_bytes(self) -> int:
-        """Size of a saved state: weights and moments in float32."""
-        return self.weights.whole_size * (1 + len(MOMENTS)) * torch.float32.itemsize
 
     def activate(self) -> None:
         self._injector.activate(self.weights)

@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from fovea.runtime.credentials import service_secret
 from fovea.runtime.hosts import listening
-from fovea.runtime.secret import service_secret
 from fovea_trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,23 @@
 """The recovery store: the newest durable point of each model and its unnamed snapshots, as files.
 
+    ROOT/fovea_store.json            the id of the store
     ROOT/MODEL/SEQ_ID/               a state as SaveState writes it, and `fovea_point.json`
     ROOT/MODEL/snapshots/SNAPSHOT/   a snapshot as TakeSnapshot writes it
 
 Model and snapshot names are percent-encoded. A point is ignored if the files in its folder or their sizes differ from
 its description. Checksums are compared only before a model is restored from a point.
+
+Several trainers may share a store; each model is in one of them. A trainer therefore touches the files of its own
+models only, and never removes a point that is newer than its own: the gateway may have handed the model over.
 """
 
 import json
 import logging
+import time
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, unquote
@@ -18,6 +26,7 @@ import torch
 
 import fovea
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
+from fovea.wire.errors import Unavailable
 from fovea_trainer.model.packed_attention import kernel_of
 from fovea_trainer.settings import TrainerSettings
 from fovea_trainer.weights.checkpoint_folder import Checksums, Folder
@@ -26,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 POINT = "fovea_point.json"
 SNAPSHOTS = "snapshots"
+STORE = "fovea_store.json"
+"""The file with the id of the store. No model's folder has a dot in its name."""
+_ID_TRIES, _ID_PAUSE_S = 100, 0.05
+"""Reads of an id that another trainer has begun to write, and the pause in seconds between them."""
 
 _ROUNDING = (
     "threads", "head_dtype", "replicas", "expert_parallel", "token_budget", "patch_budget", "datum_ranks",
@@ -109,6 +122,8 @@ class RecoveryFolder:
     def __init__(self, uri: str) -> None:
         self._root = Folder.at(uri, "recovery")
         self._root.make_private()  # it contains the weights and optimizer moments of every tenant
+        self._thread, self._id = ThreadPoolExecutor(1, "recovery store"), Future[str]()
+        self._id.set_result("")
 
     def point_url(self, model_id: str, seq_id: int) -> str:
         """Returns the URL of the point of a model at a sequence number."""
@@ -129,16 +144,49 @@ class RecoveryFolder:
         """
         return list(self._whole(model_id))
 
+    def known_id(self) -> str:
+        """Returns the id of the store, which its first trainer creates; empty until a thread has read it."""
+        if not self._id.done():
+            return ""
+        if error := self._id.exception():
+            logger.warning("the recovery store %s has no readable %s yet: %s", self._root.path, STORE, error)
+        if found := "" if error else self._id.result():
+            return found
+        self._id = self._thread.submit(self._find_id)
+        return ""
+
+    def _find_id(self) -> str:
+        files, path = self._root.files, f"{self._root.path}/{STORE}"
+        for _ in range(_ID_TRIES):
+            if not self._root.exists(STORE):
+                self._write_id(json.dumps({"id": uuid.uuid4().hex}).encode())
+            if text := self._root.read(STORE):
+                return str(json.loads(text)["id"])
+            time.sleep(_ID_PAUSE_S)
+            files.invalidate_cache()
+        raise Unavailable(f"{path} is empty: remove it, then start the trainer again")
+
+    def _write_id(self, text: bytes) -> None:
+        if not self._root.is_local:  # an object appears whole
+            self._root.write(STORE, text)
+            return
+        with suppress(FileExistsError), open(f"{self._root.path}/{STORE}", "xb") as file:
+            file.write(text)
+
     def drop_older(self, model_id: str, seq_id: int) -> None:
-        """Removes all points of a model except the one at `seq_id`."""
+        """Removes all points of a model before the one at `seq_id`."""
         for other in self._points(model_id):
-            if other != seq_id:
+            if other < seq_id:
                 Folder.at(self.point_url(model_id, other)).discard()
 
     def find_snapshot(self, snapshot_id: str) -> str | None:
         """Returns the URL of a stored snapshot, or None."""
         for model in self._names(self._root):
-            if _quoted(snapshot_id) in self._names(Folder.at(self._root.url(model, SNAPSHOTS))):
+            own, names = _quoted(snapshot_id), self._names(Folder.at(self._root.url(model, SNAPSHOTS)))
+            if own not in names and any(name.startswith(f"{own}{REPLACED_SUFFIX}") for name in names):
+                self.sweep(unquote(model))
+                names.append(own)
+            if own in names:
                 return self._root.url(model, SNAPSHOTS, _quoted(snapshot_id))
         return None
 
@@ -153,31 +201,30 @@ class RecoveryFolder:
 
     def model_ids(self) -> list[str]:
         """Returns the ids of all models that have files."""
-        return [unquote(name) for name in self._names(self._root)]
+        return [unquote(name) for name in self._names(self._root) if name != STORE]
 
     def size_bytes(self, model_id: str) -> int:
         """Returns the total size in bytes of the files of a model."""
         return Folder.at(self._root.url(_quoted(model_id))).size_bytes()
 
-    def sweep(self) -> None:
-        """Removes folders that an earlier instance did not finish or remove. Call it once at start.
+    def sweep(self, model_id: str) -> None:
+        """Removes folders of a model that an earlier instance did not finish or remove. Call it before a restore.
 
         If that instance ended while it replaced a folder, the replaced one gets its name back.
 
         Finished models stay, because only the gateway knows which models are finished. A rule about the age of files
         would depend on a clock that may be wrong.
         """
-        for model_id in self.model_ids():
-            folder = Folder.at(self._root.url(_quoted(model_id)))
-            for parent in (folder, Folder.at(folder.url(SNAPSHOTS))):
-                names = self._names(parent)
-                for name in names:
-                    own, is_replaced, _ = name.partition(REPLACED_SUFFIX)
-                    if is_replaced and own not in names:
-                        Folder.at(parent.url(name)).move_to(Folder.at(parent.url(own)))
-                        names.append(own)
-                    elif is_replaced or STAGING_SUFFIX in name:
-                        Folder.at(parent.url(name)).discard()
+        folder = Folder.at(self._root.url(_quoted(model_id)))
+        for parent in (folder, Folder.at(folder.url(SNAPSHOTS))):
+            names = self._names(parent)
+            for name in names:
+                own, is_replaced, _ = name.partition(REPLACED_SUFFIX)
+                if is_replaced and own not in names:
+                    Folder.at(parent.url(name)).move_to(Folder.at(parent.url(own)))
+                    names.append(own)
+                elif is_replaced or STAGING_SUFFIX in name:
+                    Folder.at(parent.url(name)).discard()
 
     def _whole(self, model_id: str) -> Iterator[tuple[str, Point]]:
         for seq_id in sorted(self._points(model_id), reverse=True):

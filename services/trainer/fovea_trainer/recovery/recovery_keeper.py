@@ -221,7 +221,6 @@ class RecoveryKeeper:
 
     async def run(self) -> None:
         """Writes all states and snapshots that are not durable, until cancelled. Pauses longer after each failure."""
-        await self._try(lambda: self._writer.folder.sweep(), "what earlier instances left")
         while True:
             self._work.clear()
             try:

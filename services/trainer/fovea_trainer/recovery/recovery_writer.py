@@ -324,7 +324,7 @@ class RecoveryWriter:
             NotFound: The model has no undamaged point, or its newest one belongs to another base model.
         """
         damage = ""
-        for url, point in self._control.on_rank_0(lambda: self.folder.whole(model_id)):
+        for url, point in self._control.on_rank_0(lambda: self._swept(model_id)):
             if point.base != self._base:
                 raise NotFound(f"{url} belongs to a base model other than {self._base_model}", field="model_id")
             if not (damaged := self._damaged_file(url, point)):
@@ -332,6 +332,10 @@ class RecoveryWriter:
             damage = f": {url} is damaged, {damaged} does not match the recorded checksum"
             logger.error("%s is damaged: %s does not match the recorded checksum", url, damaged)
         raise NotFound(f"no durable point of model {model_id!r} is stored{damage}", field="model_id")
+
+    def _swept(self, model_id: str) -> list[tuple[str, Point]]:
+        self.folder.sweep(model_id)
+        return self.folder.whole(model_id)
 
     def _damaged_file(self, url: str, point: Point) -> str:
         """Returns the names of a point's damaged files, joined by spaces. Each rank checks its share. Collective."""

@@ -107,16 +107,21 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "victims", "options"),
     [
-        *(("adapter", (1, None), ()), ("full", (0,), ())),
-        *(("adapter", (0,), SHARED), ("full", (1,), SHARED)),
-        *(("adapter", (2,), REPLICAS), ("full", (3,), REPLICAS)),
+        pytest.param("adapter", (1, None), (), id="adapter"),
+        pytest.param("full", (0,), (), id="full"),
+        pytest.param("adapter", (0,), SHARED, id="adapter-shared", marks=pytest.mark.long),
+        pytest.param("full", (1,), SHARED, id="full-shared", marks=pytest.mark.long),
+        pytest.param("adapter", (2,), REPLICAS, id="adapter-replicas", marks=pytest.mark.long),
+        pytest.param("full", (3,), REPLICAS, id="full-replicas"),
     ],
-    ids=["adapter", "full", "adapter-shared", "full-shared", "adapter-replicas", "full-replicas"],
 )
 async def test_killed_at_any_moment_it_comes_back_as_it_was(
     ground: Ground, kind: str, victims: tuple[int | None, ...], options: tuple[str, ...]
 ) -> None:
-    """Whichever rank was killed, or the launcher; those who called and what was killed with it are told of it."""
+    """Whichever rank was killed, or the launcher; those who called and what was killed with it are told of it.
+
+    `make long` runs the other variants: replicas share datums too.
+    """
     chance = random.Random(kind)
     client = await ground.trainer(*options)
     undisturbed = Gateway(ground.images, f"u-{kind}", KINDS[kind])
@@ -216,7 +221,7 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     shutil.copytree(ground.kept / "a%2Eb%2Fc" / "9", first)
     await gateway.train(client, 12)
     parked = await client.park_model("a.b/c")
-    size_bytes = sum(path.stat().st_size for path in ground.kept.rglob("*") if path.is_file())
+    size_bytes = sum(path.stat().st_size for path in (ground.kept / "a%2Eb%2Fc").rglob("*") if path.is_file())
     assert (parked.seq_id, parked.size_bytes) == (12, size_bytes)
     assert await client.park_model("a.b/c") == parked
     info = await client.info(with_kept=True)

@@ -22,8 +22,8 @@ from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import NO_GPU, ServedModel, Setting, UpOptions, base_url, service_specs
 from fovea.cli.state_folder import StateFolder
 from fovea.cli.supervisor import Supervisor
+from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.runtime.hosts import free_ports
-from fovea.runtime.secret import VARIABLE
 
 OPTIONS = UpOptions(
     model="m", model_name="name", host="0.0.0.0", port=8000, grpc_port=8001, ranks=2, state_dir=pathlib.Path("s")
@@ -63,7 +63,7 @@ def test_further_models_have_services_of_their_own_behind_one_gateway() -> None:
     arguments = specs["gateway"].arguments
     told = json.loads(arguments[arguments.index("--further-models") + 1])
     assert [(each["model_name"], each["model"]) for each in told] == [("org/teacher 2", "t"), ("other", "o")]
-    assert (told[0]["trainer"], told[1]["trainer"]) == ("", specs["trainer-other"].address)
+    assert (told[0]["trainer"], told[1]["trainer"]) == ([], [specs["trainer-other"].address])
     assert told[0]["sampler"] == [specs["sampler-org_teacher_2"].address]
     assert specs["sampler-org_teacher_2"].environment["CUDA_VISIBLE_DEVICES"] == "3"
     assert specs["sampler-other"].starts_after == "trainer-other"
@@ -78,6 +78,18 @@ def test_devices_are_visible_to_their_service_alone() -> None:
     assert specs["sampler"].environment["CUDA_VISIBLE_DEVICES"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in specs["gateway"].environment
     assert "--transfer" not in specs["sampler"].arguments
+
+
+def test_several_trainers_divide_the_gpus_and_share_the_recovery_data() -> None:
+    options = replace(OPTIONS, trainer_gpus=("0", "1", "2", "3"), sampler_gpus=("4",), trainer_count=2)
+    specs = {s.name: s for s in service_specs(options)}
+    assert [specs[name].environment["CUDA_VISIBLE_DEVICES"] for name in ("trainer", "trainer2")] == ["0,1", "2,3"]
+    first, second = (specs[name].arguments for name in ("trainer", "trainer2"))
+    assert first[first.index("--recovery") + 1] == second[second.index("--recovery") + 1]
+    gateway = specs["gateway"].arguments
+    told = json.loads(gateway[gateway.index("--trainer") + 1])
+    assert told == [specs["trainer"].address, specs["trainer2"].address]
+    assert specs["trainer2"].kind == "trainer"
 
 
 @pytest.mark.parametrize(
@@ -166,11 +178,11 @@ def test_keys_reach_the_gateway_alone_and_no_argument(tmp_path: pathlib.Path) ->
 
 
 def test_all_services_share_a_secret_that_no_argument_shows() -> None:
-    first, again = ({spec.environment[VARIABLE] for spec in service_specs(OPTIONS)} for _ in range(2))
+    first, again = ({spec.environment[SECRET_VARIABLE] for spec in service_specs(OPTIONS)} for _ in range(2))
     assert len(first) == len(again) == 1
     assert first.isdisjoint(again)
     for spec in service_specs(OPTIONS):
-        assert spec.environment[VARIABLE] not in " ".join(spec.arguments)
+        assert spec.environment[SECRET_VARIABLE] not in " ".join(spec.arguments)
 
 
 def test_a_key_of_ones_own_is_not_shown_and_the_state_is_its_users_alone(tmp_path: pathlib.Path) -> None:
@@ -243,7 +255,12 @@ async def test_a_part_that_keeps_dying_ends_nobody_else(
     count.write_text("0")
     steady, flapping = (
         ServiceSpec(
-            name, ("-c", program, str(port), str(count)), f"127.0.0.1:{port}", "fovea.Part", 0, {VARIABLE: 32 * "s"}
+            name,
+            ("-c", program, str(port), str(count)),
+            f"127.0.0.1:{port}",
+            "fovea.Part",
+            0,
+            {SECRET_VARIABLE: 32 * "s"},
         )
         for name, program, port in (("trainer", SERVING, free_ports(1)[0]), ("gateway", FLAPPING, free_ports(1)[0]))
     )
@@ -271,7 +288,9 @@ async def test_what_cannot_start_ends_all_at_once_with_its_cause(
     (port,) = free_ports(1)
     program = "raise OSError('port 1 is taken')"
     specs = [
-        ServiceSpec("trainer", ("-c", SERVING, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {VARIABLE: 32 * "s"}),
+        ServiceSpec(
+            "trainer", ("-c", SERVING, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {SECRET_VARIABLE: 32 * "s"}
+        ),
         ServiceSpec("gateway", ("-c", program), "127.0.0.1:1", "fovea.Part", 0, {}),
     ]
     supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
@@ -297,7 +316,7 @@ async def test_what_is_killed_while_it_starts_is_started_again_twice(
             f"127.0.0.1:{port}",
             "fovea.Part",
             0,
-            {VARIABLE: 32 * "s"},
+            {SECRET_VARIABLE: 32 * "s"},
         )
     ]
     supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
@@ -322,7 +341,7 @@ async def test_what_starts_after_another_finds_it_serving(
     finds = f"import socket\nsocket.create_connection(('127.0.0.1', {first})).close()\n" + SERVING
     specs = [
         ServiceSpec(
-            name, ("-c", program, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {VARIABLE: 32 * "s"},
+            name, ("-c", program, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {SECRET_VARIABLE: 32 * "s"},
             starts_after=after,
         )
         for name, program, port, after in (("trainer", late, first, ""), ("gateway", finds, second, "trainer"))

@@ -7,8 +7,8 @@ from fovea import vision
 from fovea.api.v1 import model_input_pb2
 from fovea.client.renderer import FeatureCache
 from fovea.wire.errors import InvalidInput
-from fovea.wire.features import FeatureTensors, size_bytes
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors, size_bytes
 
 CONFIG = {
     "model_type": "qwen3_vl",

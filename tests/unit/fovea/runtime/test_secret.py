@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from fovea.client import FeatureFetcher, RendererClient, TrainerClient
-from fovea.runtime.secret import FILE_VARIABLE, VARIABLE, service_secret
+from fovea.runtime.credentials import SECRET_FILE_VARIABLE, SECRET_VARIABLE, service_secret
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea.wire.conventions import RENDERER_SERVICE
@@ -66,13 +66,13 @@ class OpenTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     """A service that knows the secret; who calls it does not yet."""
     ENTERED.clear()
-    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     server = ServiceServer(ServiceSettings(drain_s=0), [RENDERER_SERVICE])
     renderer_pb2_grpc.add_RendererServiceServicer_to_server(OpenRenderer(), server.grpc)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(OpenTrainer(), server.grpc)
     await server.start()
     await server.set_serving(True)
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(SECRET_VARIABLE)
     yield server.address
     await server.grpc.stop(0)
 
@@ -106,13 +106,15 @@ async def _stream(address: str) -> object:
 async def test_calls_of_every_kind_need_the_secret(
     address: str, call: Callable[[str], Awaitable[object]], guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, guess)
+    monkeypatch.setenv(SECRET_VARIABLE, guess)
     # Who is still sending when it is refused hears only that the call has ended: grpcio 1.76, see the notes.
     late = (BrokenOff,) if call in (_put, _stream) else ()
-    with pytest.raises((Unauthenticated, *late), match=f"{VARIABLE}|ended the call before the request was complete"):
+    with pytest.raises(
+        (Unauthenticated, *late), match=f"{SECRET_VARIABLE}|ended the call before the request was complete"
+    ):
         await call(address)
     assert not ENTERED
-    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     assert await call(address)
 
 
@@ -128,7 +130,7 @@ async def test_health_needs_none_and_reflection_does(address: str) -> None:
 async def test_ranks_fetch_with_the_secret(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     feature = model_input_pb2.VisionFeature(digest="abc", source=address)
     for secret, error in (("", Unauthenticated), (SECRET, FeatureEvicted)):
-        monkeypatch.setenv(VARIABLE, secret)
+        monkeypatch.setenv(SECRET_VARIABLE, secret)
         fetcher = FeatureFetcher()
         with pytest.raises(error):
             await asyncio.to_thread(fetcher.fetch, [feature], 30.0)
@@ -138,10 +140,10 @@ async def test_ranks_fetch_with_the_secret(address: str, monkeypatch: pytest.Mon
 def test_it_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
-    monkeypatch.setenv(FILE_VARIABLE, str(file))
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(file))
     assert service_secret() == SECRET
     file.unlink()
-    with pytest.raises(SystemExit, match=f"{FILE_VARIABLE}: .*No such file"):
+    with pytest.raises(SystemExit, match=f"{SECRET_FILE_VARIABLE}: .*No such file"):
         RendererSettings.from_command_line("renderer", ["--model", "m"])
 
 
@@ -149,14 +151,16 @@ def test_it_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     "secret", ["short", "0123456789abcde\N{LATIN SMALL LETTER E WITH ACUTE}", "0123456789\nabcdef0"]
 )
 def test_one_that_is_no_good_is_refused_by_name(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, secret)
-    with pytest.raises(SystemExit, match=f"{VARIABLE} must have at least 16 printable ASCII characters"):
+    monkeypatch.setenv(SECRET_VARIABLE, secret)
+    with pytest.raises(SystemExit, match=f"{SECRET_VARIABLE} must have at least 16 printable ASCII characters"):
         RendererSettings.from_command_line("renderer", ["--model", "m"])
 
 
 def test_without_one_a_service_is_for_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = ["--model", "m", "--host", "0.0.0.0"]
-    with pytest.raises(SystemExit, match=f"^renderer: .*other machines can reach --host 0.0.0.0; set {VARIABLE}"):
+    with pytest.raises(
+        SystemExit, match=f"^renderer: .*other machines can reach --host 0.0.0.0; set {SECRET_VARIABLE}"
+    ):
         RendererSettings.from_command_line("renderer", everywhere)
     with pytest.raises(SystemExit, match="other machines can reach --master-addr node-0"):
         TrainerSettings.from_command_line("trainer", ["--model", "m", "--nodes", "2", "--master-addr", "node-0"])
@@ -164,12 +168,12 @@ def test_without_one_a_service_is_for_loopback_alone(monkeypatch: pytest.MonkeyP
         RendererSettings.from_command_line("renderer", ["--model", "m", "--host", host])
     to = ["--model-name", "m", "--renderer", "r:1", "--sampler", "s:1", "--trainer", "t:1", "--api-key", "tml-x"]
     GatewaySettings.from_command_line("gateway", [*everywhere, *to])
-    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     assert RendererSettings.from_command_line("renderer", everywhere).host == "0.0.0.0"
 
 
 def test_settings_do_not_show_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     with caplog.at_level(logging.DEBUG):
         shown = repr(RendererSettings.from_command_line("renderer", ["--model", "m"]))
     assert SECRET not in shown + caplog.text

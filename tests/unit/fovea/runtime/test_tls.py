@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.cli.up_command import make_certificates
 from fovea.client.channel import ServiceClient, open_blocking_channel
-from fovea.runtime import tls
+from fovea.runtime import credentials
 from fovea.runtime.server import ServiceServer
 from fovea.runtime.settings import ServiceSettings
 from fovea_gateway.settings import GatewaySettings
@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Certificates of this process."""
     made = tmp_path / "tls"
     make_certificates(made)
-    monkeypatch.setenv(tls.VARIABLE, str(made))
+    monkeypatch.setenv(credentials.TLS_VARIABLE, str(made))
     return made
 
 
@@ -46,7 +46,7 @@ async def test_the_right_certificate_is_served_and_none_is_not(folder: Path) -> 
         assert await is_serving(server.address)
         assert not await is_serving(server.address, internal=False), "plain text"
         roots = grpc.ssl_channel_credentials((folder / "ca.crt").read_bytes())
-        async with grpc.aio.secure_channel(server.address, roots, options=tls.CLIENT_OPTIONS) as nameless:
+        async with grpc.aio.secure_channel(server.address, roots, options=credentials.CLIENT_OPTIONS) as nameless:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await health_pb2_grpc.HealthStub(nameless).Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -58,21 +58,21 @@ async def test_a_strangers_certificate_is_refused_on_both_sides(
     stranger = tmp_path / "stranger"
     make_certificates(stranger)
     async with serving() as server:
-        monkeypatch.setenv(tls.VARIABLE, str(stranger))
+        monkeypatch.setenv(credentials.TLS_VARIABLE, str(stranger))
         assert not await is_serving(server.address)
         (stranger / "ca.crt").write_bytes((folder / "ca.crt").read_bytes())
         assert not await is_serving(server.address), "even if it believes ours"
         async with serving() as strange:
-            monkeypatch.setenv(tls.VARIABLE, str(folder))
+            monkeypatch.setenv(credentials.TLS_VARIABLE, str(folder))
             assert not await is_serving(strange.address), "no client of ours talks to a stranger"
         assert await is_serving(server.address)
 
 
 async def test_a_plain_service_is_not_talked_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(tls.VARIABLE)
+    monkeypatch.delenv(credentials.TLS_VARIABLE)
     async with serving() as server:
         assert await is_serving(server.address)
-        monkeypatch.setenv(tls.VARIABLE, str(folder))
+        monkeypatch.setenv(credentials.TLS_VARIABLE, str(folder))
         assert not await is_serving(server.address)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fovea.api.v1 import tensor_pb2, weights_pb2
-from fovea.wire import errors, features, manifest, tensors
+from fovea.wire import errors, manifest, tensors
 from fovea.wire.conventions import PIECE_BYTES
 
 DTYPES = st.sampled_from([np.float32, np.int64, np.int32, np.uint8, np.uint16]).map(np.dtype)
@@ -88,19 +88,19 @@ def test_features_are_cut_and_put_together(rows: int) -> None:
         "pixel_values": rng.integers(0, 255, (rows, 1536), dtype=np.uint8),
         "image_grid_thw": np.array([[1, rows, 1]]),
     }
-    assembler = features.FeatureAssembler()
-    pieces = list(features.iter_pieces("d", sent)) + list(features.iter_pieces("e", sent))
+    assembler = tensors.FeatureAssembler()
+    pieces = list(tensors.iter_pieces("d", sent)) + list(tensors.iter_pieces("e", sent))
     assert all(len(piece.data) <= PIECE_BYTES for piece in pieces)
     complete = [done for piece in pieces if (done := assembler.feed(piece))]
     assert [digest for digest, _ in complete] == ["d", "e"]
     for _, feature in complete:
-        assert features.tensors_sha256(feature) == features.tensors_sha256(sent)
+        assert tensors.tensors_sha256(feature) == tensors.tensors_sha256(sent)
 
 
 def test_a_stream_that_begins_in_the_middle_is_refused() -> None:
-    pieces = list(features.iter_pieces("d", {"x": np.zeros((2 * PIECE_BYTES,), np.uint8)}))
+    pieces = list(tensors.iter_pieces("d", {"x": np.zeros((2 * PIECE_BYTES,), np.uint8)}))
     with pytest.raises(errors.Internal, match="without a header"):
-        features.FeatureAssembler().feed(pieces[1])
+        tensors.FeatureAssembler().feed(pieces[1])
 
 
 @pytest.mark.parametrize(

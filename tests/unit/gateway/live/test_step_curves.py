@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fovea_gateway.live.live_routes import to_text
 from fovea_gateway.live.live_state import summed
-from fovea_gateway.live.live_view import to_text
-from fovea_gateway.live.step_curves import BUCKETS, MOST_METRICS, StepCurves
+from fovea_gateway.live.step_curves import (
+    BUCKETS,
+    MOST_METRICS,
+    MOST_SERIES,
+    REWARD_BINS,
+    REWARD_ROWS,
+    RewardHistogram,
+    StepCurves,
+    SystemHistory,
+)  # fmt: skip
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -121,3 +130,47 @@ def test_a_run_of_which_nothing_is_known_continues_at_its_step() -> None:
     resumed = StepCurves().continued("tinker://a/weights/b", 5 * BUCKETS)
     resumed.add(5 * BUCKETS + 1, {"loss": 1.0})
     assert (resumed.last_step, resumed.points("loss", 9)["mean"]) == (5 * BUCKETS + 1, [1.0])
+
+
+def test_the_history_of_the_services_is_a_ring_that_is_thinned_when_it_is_read() -> None:
+    history = SystemHistory(period_s=10.0, columns=12)
+    for number in range(15):
+        history.add(1000.0 + 10 * number, {"queue|waiting": float(number)} | ({"push|m": 2.0} if number == 9 else {}))
+    assert history.newest == {"at": 1140.0, "values": {"queue|waiting": 14.0}}
+    whole = history.points(3600, 100)
+    assert whole["at"] == [1030.0 + 10 * number for number in range(12)]
+    assert whole["series"]["queue|waiting"]["mean"] == [float(number) for number in range(3, 15)]
+    assert whole["series"]["push|m"]["mean"] == [None] * 6 + [2.0] + [None] * 5
+    thinned = history.points(60, 3)
+    assert thinned["period_s"] == 20.0
+    assert (thinned["at"], thinned["series"]["queue|waiting"]) == (
+        [1100.0, 1120.0, 1140.0],
+        {"mean": [10.5, 12.5, 14.0], "high": [11.0, 13.0, 14.0]},
+    )
+
+
+def test_a_gap_in_the_history_stays_a_gap_and_old_names_make_room() -> None:
+    history = SystemHistory(period_s=1.0, columns=4)
+    history.add(10.0, {"a": 1.0})
+    history.add(12.0, {"a": 3.0})
+    assert history.points(4, 4)["series"]["a"]["mean"] == [None, 1.0, None, 3.0]
+    history.add(100.0, {"a": 5.0})
+    assert history.points(4, 4)["series"]["a"]["mean"] == [None, None, None, 5.0]
+    for number in range(MOST_SERIES):
+        history.add(101.0 + number / 100, {f"b{number}": 1.0})
+    assert "a" not in history.points(4, 4)["series"]
+    assert len(history.points(4, 4)["series"]) == MOST_SERIES
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.lists(NUMBERS, min_size=1, max_size=4)), min_size=1, max_size=20))
+def test_no_reward_is_lost_however_wide_they_spread(reports: list[tuple[int, list[float]]]) -> None:
+    histogram = RewardHistogram()
+    for step, rewards in reports:
+        histogram.add(step, rewards)
+    found = histogram.points()
+    assert sum(map(sum, found["counts"])) == sum(len(rewards) for _, rewards in reports)
+    everything = [reward for _, rewards in reports for reward in rewards]
+    assert found["low"] <= min(everything)
+    assert found["low"] + REWARD_BINS * found["width"] >= max(everything) * (1 - 1e-6) - 1e-6
+    assert found["step"] == sorted({step // found["stride"] * found["stride"] for step, _ in reports})
+    assert len(found["step"]) <= REWARD_ROWS

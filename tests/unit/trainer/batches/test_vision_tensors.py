@@ -15,8 +15,8 @@ import pytest
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
 from fovea.wire.errors import FeatureEvicted, to_status
-from fovea.wire.features import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors, iter_pieces, size_bytes, tensors_sha256
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.vision_cache import TensorFetcher
 from tests.vision_families import small_qwen3_vl

@@ -38,8 +38,8 @@ from transformers import (
 )
 
 from fovea.api.v1 import model_input_pb2
-from fovea.wire.features import FeatureTensors
 from fovea.wire.rendered_input import ImageSpan
+from fovea.wire.tensors import FeatureTensors
 from fovea_trainer.batches.datum_decoding import Datum
 from fovea_trainer.batches.micro_batch import BatchLayout, wanted_images
 from fovea_trainer.batches.vision_cache import VisionOutput

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from fovea.runtime.credentials import SECRET_VARIABLE, service_secret
 from fovea.runtime.hosts import free_ports
-from fovea.runtime.secret import VARIABLE, service_secret
 from fovea_trainer.ranks.rendezvous import (
     AuthenticationFailed,
     Rendezvous,
@@ -143,7 +143,7 @@ def test_a_port_that_is_taken(node: Node, meet: Meet) -> None:
 
 
 def test_an_address_of_another_machine(node: Node, meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "a secret of sixteen")
+    monkeypatch.setenv(SECRET_VARIABLE, "a secret of sixteen")
     with pytest.raises(RendezvousFailed, match=r"--master-addr 192\.0\.2\.77 is not an address of this machine"):
         meet(node(0, 0.5, master_addr="192.0.2.77"))
 

@@ -67,7 +67,7 @@ class Trainer:
         self.changes: Counter[str] = Counter()
         self.made: defaultdict[str, dict[str, int]] = defaultdict(dict)  # by model: the changes in each snapshot
         self.pins: Counter[str] = Counter()
-        self.folder = SimpleNamespace(sweep=lambda: None)
+        self.folder = SimpleNamespace()
         self.adapters = SimpleNamespace(max_bytes=most_bytes, pin=self._pin, unpin=self._unpin)
         settings = TrainerSettings(model="base")
         self.keeper = RecoveryKeeper(settings, self, lambda: self, clock)  # type: ignore[arg-type, return-value]

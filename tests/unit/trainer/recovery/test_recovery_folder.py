@@ -76,13 +76,15 @@ def test_models_and_snapshots_are_kept_apart(place: str) -> None:
     folder.remove_snapshot("unknown")
 
 
-def test_a_start_removes_what_was_being_written_and_nothing_by_its_age(place: str) -> None:
+def test_a_restore_removes_what_was_being_written_and_nothing_by_its_age(place: str) -> None:
     folder = RecoveryFolder(place)
-    folder.sweep()
+    folder.sweep("old")
     points = {name: _write(folder, name, 4, age_s) for name, age_s in (("old", 1e9), ("of a clock set ahead", -1e9))}
     staging = Folder.at(folder.point_url("old", 5)).stage()
     staging.write("part", b"1")
-    folder.sweep()
+    folder.sweep("of a clock set ahead")
+    assert staging.exists("part"), "another trainer may be writing it"
+    folder.sweep("old")
     for name, point in points.items():
         assert folder.newest(name) == (folder.point_url(name, 4), point)
     assert not staging.exists("part")
@@ -94,12 +96,12 @@ def test_a_point_that_was_being_replaced_at_a_power_cut_is_found(tmp_path: Path)
     place = tmp_path / "m" / "4"
     place.rename(f"{place}{REPLACED_SUFFIX}12345678")  # the first of the two renames
     Folder.at(str(place)).stage().write("part", b"1")
-    folder.sweep()
+    folder.sweep("m")
     assert folder.newest("m") == (folder.point_url("m", 4), point)
     assert [one.name for one in place.parent.iterdir()] == ["4"]
     older = place.with_name(f"4{REPLACED_SUFFIX}87654321")
     older.mkdir()  # the last step, the removal of the replaced folder, is missing
-    folder.sweep()
+    folder.sweep("m")
     assert folder.newest("m") == (folder.point_url("m", 4), point)
     assert not older.exists()
 
@@ -110,3 +112,26 @@ def test_a_folder_on_a_disk_is_for_this_user_alone(tmp_path: Path) -> None:
     for folder in (made, found):
         RecoveryFolder(str(folder))
         assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_trainer_that_lost_a_model_removes_no_point_of_its_successor(place: str) -> None:
+    late, successor = RecoveryFolder(place), RecoveryFolder(place)
+    points = [_write(folder, "m", seq_id) for folder, seq_id in ((late, 4), (successor, 9), (late, 6))]
+    late.drop_older("m", 6)
+    assert [point for _, point in late.whole("m")] == [points[1], points[2]]
+    successor.drop_older("m", 9)
+    assert [point for _, point in successor.whole("m")] == [points[1]]
+
+
+def test_trainers_of_one_store_find_its_id_and_no_others(place: str) -> None:
+    folders = [RecoveryFolder(place), RecoveryFolder(place), RecoveryFolder(f"{place}2")]
+    ids = [_known(folder) for folder in folders]
+    assert ids[0] == ids[1] != ids[2]
+    assert folders[0].model_ids() == []
+    assert _known(RecoveryFolder(place)) == ids[0]
+
+
+def _known(folder: RecoveryFolder) -> str:
+    while not (found := folder.known_id()):
+        time.sleep(0.01)
+    return found
