@@ -35,7 +35,7 @@ _STEPS = 100_000
 _COMPARED = 8
 _VARIANTS = 4
 _WATCHED_S = 10
-_LOADS = 3
+_LOADS = int(__import__("os").environ.get("LOADS","3"))
 _PER_SESSION = 100
 _DRAWN = "return performance.getEntriesByName('curves-drawn')[0]?.startTime ?? 0"
 _FRAMES = """
@@ -109,10 +109,18 @@ def _load(browser: Browser, url: str, charts: int, runs: int) -> float:
     return float(browser.run(_DRAWN))
 
 
+def _main_thread_s(browser: Browser) -> dict[str, float]:
+    """Returns the processor seconds of the page's thread: in all, in scripts and in layout."""
+    found = {one["name"]: one["value"] for one in browser.command("Performance.getMetrics")["metrics"]}
+    layout = found["LayoutDuration"] + found["RecalcStyleDuration"]
+    return {"task": found["TaskDuration"], "script": found["ScriptDuration"], "layout": layout}
+
+
 def _browse(relay: _Relay, url: str, model_ids: list[str], sizes: dict[str, Any]) -> None:
     beside = ",".join(model_ids[1:_COMPARED])
     with running_browser() as browser:
         browser.show(1280, dark=False)
+        browser.command("Performance.enable", timeDomain="threadTicks")
         for name, place, runs in (
             ("live_page", f"run={model_ids[0]}", 1),
             ("live_compare", f"run={model_ids[0]}&with={beside}", _COMPARED),
@@ -124,11 +132,14 @@ def _browse(relay: _Relay, url: str, model_ids: list[str], sizes: dict[str, Any]
                 received.append(float(relay.received - before))
             emit(f"{name}_drawn_ms", drawn, "ms from opening the page to its curves", **sizes, runs=runs)
             emit(f"{name}_load_bytes", received, "bytes until the curves are drawn", **sizes, runs=runs)
-        before = relay.received
+        before, begun = relay.received, _main_thread_s(browser)
         frames, long = browser.run(_FRAMES, _WATCHED_S)
+        spent = {name: seconds - begun[name] for name, seconds in _main_thread_s(browser).items()}
         emit("live_compare_watched_bytes", [float(relay.received - before)], "bytes", **sizes, seconds=_WATCHED_S)
         assert browser.complaints() == []
     watched = sizes | {"seconds": _WATCHED_S, "steps_per_s_and_model": 2, "runs": _COMPARED}
+    for name, seconds in spent.items():
+        emit(f"live_compare_{name}_ms_per_s", [1000 * seconds / _WATCHED_S], "ms of a core, page's thread", **watched)
     emit("live_compare_frame_ms", [statistics.median(frames[1:])], "ms, median", **watched)
     emit("live_compare_frame_p99_ms", [quantile(frames[1:], 0.99)], "ms", **watched, worst=max(frames[1:]))
     emit("live_compare_long_tasks", [float(len(long))], "tasks above 50 ms", **watched, longest_ms=max(long, default=0))
