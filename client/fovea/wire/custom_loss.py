@@ -15,7 +15,7 @@ from fovea.wire.errors import InvalidInput
 
 # The operations that a traced loss may use, under the names that torch.fx records. Excluded on purpose: operations that
 # write in place, draw random numbers, read files or devices, call back into Python, or derive a size from values.
-# services/trainer/fovea_trainer/losses/graph_evaluation.py maps each name to a callable.
+# services/trainer/fovea_trainer/losses/loss_worker.py maps each name to a callable.
 _UNARY = """
 abs absolute acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor frac
 isfinite isinf isnan lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative positive rad2deg reciprocal

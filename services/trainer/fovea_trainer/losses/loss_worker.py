@@ -2,29 +2,36 @@
 
 This process loads torch once and runs no graph. It forks a worker that runs graphs, and a new one after that worker has
 ended. Each process ends with its parent, holds no file except its sockets, and has an environment without secrets.
+The worker evaluates a graph datum by datum. A client's text serves only as a key to the functions that it may call.
 """
 
+import math
 import mmap
+import operator
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from functools import lru_cache
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from types import EllipsisType
+from typing import Any, NoReturn
 
 from fovea.runtime.processes import die_with_parent, importing
 
 with importing():
     import numpy as np
     import torch
+    from torch import Tensor
 
     from fovea.api.v1 import trainer_pb2
     from fovea.wire import custom_loss
+    from fovea.wire.custom_loss import Argument, Constant, Graph, Node, Ref
     from fovea.wire.errors import InvalidInput
-    from fovea_trainer.losses import graph_evaluation
-    from fovea_trainer.losses.costs import Meter
+    from fovea_trainer.losses import costs
+    from fovea_trainer.losses.costs import Meter, RefusedError, Resolved
     from fovea_trainer.losses.frames import (
         HELLO,
         PROGRESS,
@@ -106,7 +113,7 @@ class _Worker:
         try:
             graph = _graph(request.graph)
             for position, tensors in enumerate(request.datums):
-                found = graph_evaluation.evaluate(graph, list(tensors), request.backward, at_node, self._memory_mib)
+                found = evaluate(graph, list(tensors), request.backward, at_node, self._memory_mib)
                 losses[position] = found.loss.to(torch.float32).item()
                 metrics[position] = [metric.item() for metric in found.metrics]
                 if found.gradient is not None:
@@ -125,7 +132,7 @@ class _Worker:
 
 
 @lru_cache(maxsize=8)
-def _graph(message: bytes) -> custom_loss.Graph:
+def _graph(message: bytes) -> Graph:
     return custom_loss.parse(trainer_pb2.CustomLoss.FromString(message))
 
 
@@ -151,8 +158,219 @@ def _load_lazy_parts() -> None:
         "torch.matmul": (small, small), "torch.nn.functional.pad": (small, (1, 1)), "operator.getitem": (small, [0]),
     }  # fmt: skip
     for target, args in calls.items():
-        function: Callable[..., object] = graph_evaluation.FUNCTIONS[target]
-        graph_evaluation.call(function, target, args, {}, Meter())
+        function: Callable[..., object] = FUNCTIONS[target]
+        call(function, target, args, {}, Meter())
+
+
+_MAX_INTEGER = 2**63 - 1
+_ROOTS: dict[str, Any] = {"torch": torch, "operator": operator, "math": math}
+_CONSTANTS: dict[tuple[str, str], Any] = {
+    (kind, text): torch.device(text) if kind == "device" else getattr(torch, text)
+    for kind, texts in custom_loss.CONSTANTS.items()
+    for text in texts
+}
+
+
+def _getattr(owner: Resolved, attribute: str) -> Resolved:
+    if isinstance(owner, Tensor) and attribute in ("values", "indices"):
+        raise RefusedError(f"a tensor has no {attribute} here")
+    return getattr(owner, attribute)
+
+
+def _named(target: str) -> Callable[..., Resolved]:
+    root, *path = target.split(".")
+    found: Callable[..., Resolved] = reduce(getattr, path, _ROOTS[root])
+    return found
+
+
+# The callables for the names in client/fovea/wire/custom_loss.py, built once.
+FUNCTIONS: dict[str, Callable[..., Resolved]] = {
+    **{target: _named(target) for target in custom_loss.FUNCTIONS - {custom_loss.GETATTR}},
+    custom_loss.GETATTR: _getattr,
+}
+METHODS: dict[str, Callable[..., Resolved]] = {name: getattr(Tensor, name) for name in custom_loss.METHODS}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of one datum.
+
+    Args:
+        loss: Finite floating-point scalar.
+        metrics: float64 scalars, in the graph's order.
+        gradient: Gradient of the loss with respect to the log-probabilities, in their shape and finite; None if not
+            requested.
+    """
+
+    loss: Tensor
+    metrics: list[Tensor]
+    gradient: Tensor | None
+
+
+def evaluate(
+    graph: Graph, tensors: list[Tensor], backward: bool, at_node: Callable[[int], None], memory_mib: int
+) -> Evaluated:
+    """Evaluates a graph.
+
+    Args:
+        graph: The graph.
+        tensors: The graph's inputs in order: float32 log-probabilities first, on the CPU.
+        backward: True to compute the gradient.
+        at_node: Called with the index of each node before it runs, and with the number of nodes before the gradient.
+        memory_mib: The memory limit of this process, for error messages.
+
+    Raises:
+        InvalidInput: A node, the loss, a metric or the gradient failed. The error says which.
+    """
+    leaf = tensors[0].detach().requires_grad_(backward)
+    names = [given.name for given in graph.inputs]
+    run = _Run(graph, dict(zip(names, [leaf, *tensors[1:]], strict=True)), at_node, memory_mib)
+    loss = run.loss()
+    metrics = [run.metric(key) for key in graph.metrics]
+    at_node(len(graph.nodes))
+    return Evaluated(loss.detach(), metrics, run.gradient(loss, leaf) if backward else None)
+
+
+class _Run:
+    """One evaluation. Every failure becomes an InvalidInput that names the node."""
+
+    def __init__(
+        self, graph: Graph, inputs: Mapping[str, Tensor], at_node: Callable[[int], None], memory_mib: int
+    ) -> None:
+        self._graph = graph
+        self._memory_mib = memory_mib
+        self._values: dict[str, Any] = {}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._meter = Meter()
+        for index, node in enumerate(graph.nodes):
+            at_node(index)
+            self._values[node.name] = inputs[node.target] if node.op == "placeholder" else self._execute(node)
+
+    def loss(self) -> Tensor:
+        """Returns the loss: a finite scalar with a floating dtype."""
+        node = self._nodes[self._graph.loss.node]
+        value = self._values[node.name]
+        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+            what = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            self._refuse(f"{node} is returned as the loss and is {what}; it must be a floating scalar tensor")
+        if not torch.isfinite(value):
+            self._refuse(f"the loss is {value.item()}; {self._first_not_finite()} is the first that is not finite")
+        return value
+
+    def metric(self, key: str) -> Tensor:
+        """Returns a metric as a float64 scalar."""
+        node = self._nodes[self._graph.metrics[key].node]
+        value = self._values[node.name]
+        if isinstance(value, bool | int | float):
+            return torch.tensor(float(value), dtype=torch.float64)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+            self._refuse(f"{node} is returned as metric {key} and is {what}; it must be a scalar tensor")
+        return value.detach().reshape(()).double()
+
+    def gradient(self, loss: Tensor, leaf: Tensor) -> Tensor:
+        """Returns the gradient of the loss with respect to the log-probabilities. It is finite."""
+        if not loss.requires_grad:
+            self._refuse("the loss does not depend on logprobs, so it has no gradient; detach() cuts it off too")
+        try:
+            (found,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        except (RuntimeError, MemoryError) as error:
+            self._refuse(f"its gradient cannot be computed: {self._first_line(error)}")
+        if found is None:
+            self._refuse("the loss does not depend on logprobs, so it has no gradient; detach() cuts it off too")
+        if not torch.isfinite(found).all():
+            position = torch.nonzero(~torch.isfinite(found))[0].tolist()
+            self._refuse(
+                f"its gradient at logprobs{position} is {found[tuple(position)].item()}; the loss is {loss.item()}"
+            )
+        return found
+
+    def _execute(self, node: Node) -> Any:
+        args = tuple(self._resolve(argument) for argument in node.args)
+        kwargs = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
+        try:
+            if node.op == "call_function":
+                return call(FUNCTIONS[node.target], node.target, args, kwargs, self._meter)
+            if not args or not isinstance(args[0], Tensor):
+                raise RefusedError("must be called on a tensor")
+            return call(METHODS[node.target], node.target, args, kwargs, self._meter)
+        except Exception as error:  # any exception of a client's function is reported to that client
+            self._refuse(f"{node} failed: {self._first_line(error)}")
+
+    def _resolve(self, argument: Argument) -> Any:
+        match argument:
+            case Ref(name):
+                return self._values[name]
+            case Constant(kind, text):
+                return _CONSTANTS[kind, text]
+            case list():
+                return [self._resolve(item) for item in argument]
+            case tuple():
+                return tuple(self._resolve(item) for item in argument)
+            case dict():
+                return {key: self._resolve(item) for key, item in argument.items()}
+            case slice():
+                return slice(*(self._resolve(item) for item in (argument.start, argument.stop, argument.step)))
+        return argument
+
+    def _first_not_finite(self) -> str:
+        for node in self._graph.nodes:
+            value = self._values[node.name]
+            if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
+                return str(node)
+        return "its sum"
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise InvalidInput(custom_loss.described(self._graph, problem))
+
+    def _first_line(self, error: Exception) -> str:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            return f"it takes more than {self._memory_mib} MiB, which is the limit for a loss on this server"
+        return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def call(
+    function: Callable[..., Resolved], target: str, args: tuple[Any, ...], kwargs: dict[str, Any], meter: Meter
+) -> Resolved:
+    """Calls a function if arguments, work and result are within the limits.
+
+    Raises:
+        RefusedError: A limit is exceeded. Exceptions of the callable are passed on.
+    """
+    if target.startswith("math.") and any(isinstance(leaf, Tensor) for leaf in costs.leaves(args)):
+        raise RefusedError(f"accepts numbers, not tensors: use torch.{target.removeprefix('math.')}")
+    if target.startswith("operator.") and target != "operator.getitem":
+        _check_operands(target, args)
+    again = costs.spend_before(meter, function, target.rpartition(".")[2], args, kwargs)
+    result = function(*args, **kwargs)
+    _check_kinds(result)
+    costs.spend_after(meter, result, again)
+    return result
+
+
+def _check_operands(target: str, args: tuple[Any, ...]) -> None:
+    """Restricts Python's own arithmetic: without limits, it multiplies lists, and its integers grow."""
+    for leaf in args:
+        if not isinstance(leaf, Tensor | bool | int | float | torch.dtype | torch.device):
+            raise RefusedError(f"accepts tensors and numbers, not {type(leaf).__name__}")
+    if target == "operator.pow" and all(isinstance(leaf, int) for leaf in args):
+        base, exponent = args
+        if base.bit_length() * abs(exponent) > 63:
+            raise RefusedError(f"returns an integer of more than 64 bits: {base} ** {exponent}")
+
+
+def _check_kinds(value: Resolved) -> None:
+    """Checks the type of each value of a result. Nested lists are refused: they could double in size at each step."""
+    for leaf in value if isinstance(value, list | tuple) else (value,):
+        match leaf:
+            case Tensor() | bool() | float() | None | str() | EllipsisType():
+                pass
+            case int() if abs(leaf) <= _MAX_INTEGER:
+                pass
+            case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
+                pass
+            case _:
+                raise RefusedError(f"returns a value of type {type(leaf).__name__}, which is not allowed")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.nn import functional
 from fovea.api.v1 import trainer_pb2
 from fovea.wire import custom_loss
 from fovea.wire.errors import InvalidInput
-from fovea_trainer.losses import LossValue, Sandbox, graph_evaluation, loss_of
+from fovea_trainer.losses import LossValue, Sandbox, loss_of, loss_worker
 from tests.unit.trainer.losses.traced import graph, node, output, ref, square_loss, traced
 
 N, K = 12, 3
@@ -108,9 +108,9 @@ def test_forward_only_needs_no_gradient(sandbox: Sandbox) -> None:
 
 
 def test_every_allowed_operation_can_be_called() -> None:
-    assert set(graph_evaluation.FUNCTIONS) == custom_loss.FUNCTIONS
-    assert set(graph_evaluation.METHODS) == custom_loss.METHODS
-    assert all(callable(one) for one in (*graph_evaluation.FUNCTIONS.values(), *graph_evaluation.METHODS.values()))
+    assert set(loss_worker.FUNCTIONS) == custom_loss.FUNCTIONS
+    assert set(loss_worker.METHODS) == custom_loss.METHODS
+    assert all(callable(one) for one in (*loss_worker.FUNCTIONS.values(), *loss_worker.METHODS.values()))
 
 
 def function(name: str, target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
