@@ -91,10 +91,18 @@ def _mouse(browser: Browser, kind: str, x: float, y: float, buttons: int = 0) ->
     browser.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=buttons, clickCount=1)
 
 
+def _place(browser: Browser) -> list[float]:
+    """Scrolls to the first chart. Returns its left, top, width and height once the page has stopped moving it."""
+    before: list[float] = []
+    while (place := browser.run(f"{_CHART}.scrollIntoView({{block: 'center'}}); {_PLACE}")) != before:
+        before = place
+        browser.run("return new Promise((done) => setTimeout(() => done(true), 300))")
+    return [float(value) for value in place]
+
+
 def _drag(browser: Browser, begin: float, end: float) -> None:
     """Drags over the first chart, from one share of its width to another."""
-    browser.run(f"{_CHART}.scrollIntoView({{block: 'center'}})")
-    left, top, width, height = browser.run(_PLACE)
+    left, top, width, height = _place(browser)
     y = top + height / 2
     _mouse(browser, "mouseMoved", left + begin * width, y)
     _mouse(browser, "mousePressed", left + begin * width, y, 1)
@@ -104,8 +112,7 @@ def _drag(browser: Browser, begin: float, end: float) -> None:
 
 
 def _hover(browser: Browser, share: float) -> None:
-    browser.run(f"{_CHART}.scrollIntoView({{block: 'center'}})")
-    left, top, width, height = browser.run(_PLACE)
+    left, top, width, height = _place(browser)
     _mouse(browser, "mouseMoved", left + share * width - 3, top + height / 2)
     _mouse(browser, "mouseMoved", left + share * width, top + height / 2)
 
@@ -284,7 +291,7 @@ async def test_an_administrator_sees_labels_of_all_and_sets_only_its_own(stand: 
 async def test_curves_are_limited_to_names_and_steps(stand: Stand) -> None:
     async with stand.http() as http:
         model_id, *_ = await _runs(stand, Rest(http))
-        params = {"name": ["reward"], "first": 1000, "last": 1099, "points": 300}
+        params: dict[str, Any] = {"name": ["reward"], "first": 1000, "last": 1099, "points": 300}
         found = (await http.get(f"live/curves/{model_id}", params=params)).json()["curves"]
         assert list(found) == ["reward"]
         steps = found["reward"]["step"]

@@ -10,7 +10,9 @@ let page = null;  // what main.js supplies: models, nameOf, titles, pairs, tip, 
 const fetched = new Map();  // by run: {query, model, found}
 const slots = new Map();  // by run: the number of its colour
 const figures = new Map();  // by metric
-let loading = false, again = false, drawing = false, controls = null, rewards = null;
+const waiting = new Map();  // by metric: the charts that a next frame draws
+const FRAME_MS = 8;
+let loading = false, again = false, drawing = false, plotting = false, controls = null, rewards = null;
 
 export function startCharts(supplied) {
   page = supplied;
@@ -19,7 +21,6 @@ export function startCharts(supplied) {
   more.addEventListener("toggle", () => { if (more.open !== view.more) change({ more: more.open }); });
   $("charts").append(controls.box, controls.chips, make("p", { class: "empty" }), make("div", { class: "curves", id: "curves" }), more);
   onChange(showCharts);
-  new ResizeObserver(drawSoon).observe($("charts"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { forgetPlots(); drawSoon(); });
 }
 
@@ -126,14 +127,26 @@ function draw() {
   const steps = all.flatMap(({ lines }) => lines.map(({ curve }) => curve.step));
   const last = Math.max(2, ...shown.map((id) => fetched.get(id)?.found.last_step ?? 0)), begin = Math.min(1, ...steps.map((each) => each[0]));
   const span = view.zoom ?? [begin, Math.max(last, begin + 1)];
-  for (const [name, one] of figures) if (!all.some((chart) => chart.name === name)) { one.plot?.destroy(); one.figure.remove(); figures.delete(name); }
+  for (const [name, one] of figures) if (!all.some((chart) => chart.name === name)) { widths.unobserve(one.box); one.plot?.destroy(); one.figure.remove(); figures.delete(name); }
   place($("curves"), first, span, shown);
   const names = furtherNames(shown), more = $("more");
   more.hidden = !names.length;
   more.open = view.more;
   more.firstChild.textContent = many(names.length, "further curve");
   place(more.lastChild, further, span, shown);
-  if (isLoaded && all.length && !performance.getEntriesByName("curves-drawn").length) performance.mark("curves-drawn");
+}
+
+// Draws as many charts as fit into a frame, then those left in the next ones.
+function plot() {
+  const end = performance.now() + FRAME_MS;
+  for (const [name, does] of waiting) {
+    if (performance.now() > end) break;
+    waiting.delete(name);
+    does();
+  }
+  plotting = waiting.size > 0;
+  if (plotting) requestAnimationFrame(plot);
+  else if (shownRuns().every((id) => fetched.has(id)) && !performance.getEntriesByName("curves-drawn").length) performance.mark("curves-drawn");
 }
 
 function place(box, wanted, span, shown) {
@@ -143,15 +156,24 @@ function place(box, wanted, span, shown) {
     if (box.children[at] !== one.figure) box.insertBefore(one.figure, box.children[at] ?? null);
     one.chart = chart;
     caption(one, shown);
-    plotCurves(one, span, { smooth: view.smooth, log: view.log, fromZero: ["learning_rate", "accuracy"].includes(chart.name), tip: page.tip, zoomTo });
+    const options = { smooth: view.smooth, log: view.log, fromZero: ["learning_rate", "accuracy"].includes(chart.name), tip: page.tip, zoomTo };
+    waiting.set(chart.name, () => { if (figures.get(chart.name) === one) plotCurves(one, span, options); });
   });
+  if (waiting.size && !plotting) { plotting = true; plot(); }
 }
+
+// Reading a width while drawing would lay the page out once more.
+const widths = new ResizeObserver((seen) => {
+  for (const { target, contentRect } of seen) target.width = contentRect.width;
+  drawSoon();
+});
 
 function figureOf(name) {
   const title = page.titles[name] ?? name, one = { title, plot: null, shape: "" };
   const button = (text, does) => make("button", { type: "button", class: "quiet", title: `Save this chart as ${text}`, onclick: () => does(one, view) }, text);
   one.caption = make("span", { class: "values" });
   one.box = make("div", { class: "plot" });
+  widths.observe(one.box);
   one.figure = make("figure", { class: "curve", "data-metric": name },
     make("figcaption", {}, make("span", {}, title), one.caption, make("span", { class: "export" }, button("PNG", exportPng), button("CSV", exportCsv))), one.box);
   return one;

@@ -25,7 +25,7 @@ export function isFound(model, others) {
   const words = view.search.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return true;
   const label = labelOf(model.id), tags = label.tags.map((tag) => tag.toLowerCase());
-  const text = [model.id, model.base_model, model.name, ...Object.values(model.metadata), label.name, label.notes, ...tags, ...others].join("\n").toLowerCase();
+  const text = [model.id, model.base_model, model.name, ...Object.values(model.metadata), label.name, label.notes, ...tags, ...others(model)].join("\n").toLowerCase();
   return words.every((word) => (word.length > 1 && word.startsWith("#") ? tags.includes(word.slice(1)) : text.includes(word)));
 }
 

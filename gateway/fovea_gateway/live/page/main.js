@@ -40,7 +40,8 @@ document.addEventListener("pointermove", (event) => {
 
 // A run without a name is known by its base model and its beginning; models of one session also by their number.
 const lastPart = (path) => path.replace(/\/+$/, "").split("/").at(-1);
-const began = (model) => new Date(model.created).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+const [BEGAN, SINCE] = [{ day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" }, { dateStyle: "medium", timeStyle: "short" }].map((form) => new Intl.DateTimeFormat("en-GB", form));
+const began = (model) => BEGAN.format(new Date(model.created));
 const numberOf = (id) => { const number = +(/:train:(\d+)$/.exec(id)?.[1] ?? 0); return number ? ` (${number + 1})` : ""; };
 const nameOf = (model) => labelOf(model.id).name || model.name || model.metadata.name || model.metadata.run_name || `${lastPart(model.base_model)}, ${began(model)}${numberOf(model.id)}`;
 const nameOfId = (id) => (models.has(id) ? nameOf(models.get(id)) : id.startsWith("sess-") ? shortId(id) : lastPart(id));
@@ -101,10 +102,11 @@ function showModels(changed) {
 function filterModels() {
   let found = 0;
   for (const [id, entry] of items) {
-    entry.hidden = !isFound(models.get(id), [nameOf(models.get(id)), isAdmin() ? ownerName(models.get(id).owner) : ""]);
-    entry.firstChild.checked = id === selected || isBeside(id);
-    entry.firstChild.disabled = id === selected;
-    found += !entry.hidden;
+    const isShown = isFound(models.get(id), (model) => [nameOf(model), isAdmin() ? ownerName(model.owner) : ""]), isTicked = id === selected || isBeside(id);
+    if (entry.hidden === isShown) entry.hidden = !isShown;
+    if (entry.firstChild.checked !== isTicked) entry.firstChild.checked = isTicked;
+    if (entry.firstChild.disabled !== (id === selected)) entry.firstChild.disabled = id === selected;
+    found += isShown;
   }
   const running = [...models.values()].filter((model) => model.state === "ready").length;
   $("models-count").textContent = !models.size ? "" : view.search.trim() ? `${count(found)} of ${count(models.size)} found` : `${count(running)} in training, ${count(models.size)} shown`;
@@ -135,7 +137,7 @@ function showRun() {
   showLabel(model, model && canTrain(model.owner));
   showCharts();
   if (!model) return run.replaceChildren(...introduction());
-  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${new Date(model.created).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}`, model.trainer ? `in trainer ${model.trainer}` : null, isAdmin() ? `of ${ownerName(model.owner)}` : null];
+  const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${SINCE.format(new Date(model.created))}`, model.trainer ? `in trainer ${model.trainer}` : null, isAdmin() ? `of ${ownerName(model.owner)}` : null];
   const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${stateOf(model)}` }, stateOf(model)),
     model.resumed ? make("span", { class: "state", title: model.resumed.path }, `resumed at step ${count(model.resumed.step)} of ${nameOfId(runOf(model.resumed.path))}`) : null,
     make("span", { class: "id mono" }, model.id)), make("p", { class: "note head-note" }, facts.filter(Boolean).join(" · "), model.state_reason ? ` · ${model.state_reason}` : "")];

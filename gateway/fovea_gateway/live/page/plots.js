@@ -51,7 +51,7 @@ function nearest(steps, wanted) {
 
 // Draws or updates `one.plot` in `one.box`. `span`: the first and the last step shown.
 export function plotCurves(one, span, options) {
-  const { lines } = one.chart, width = Math.max(200, Math.floor(one.box.clientWidth));
+  const { lines } = one.chart, width = Math.max(200, Math.floor(one.box.width ?? one.box.clientWidth));
   const isLog = options.log && lines.some(({ curve }) => curve.mean.some((value) => value > 0));
   const isAlone = new Set(lines.map((line) => line.id)).size === 1;
   Object.assign(one, { span, isLog, drawn: lines.map((line) => ({ ...line, values: positive(line.isHeldOut ? line.curve.mean : smoothed(line.curve.mean, options.smooth), isLog) })), options });
