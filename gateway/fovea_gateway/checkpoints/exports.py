@@ -127,7 +127,7 @@ class LinkSigner:
 
 
 def invalid_link(source: str) -> PermissionDenied:
-    """Returns the error for a wrong link, and for one whose target is gone: strangers cannot tell the two apart."""
+    """Returns the error for a wrong link and for a link to a deleted target. Strangers cannot tell the two apart."""
     return PermissionDenied(f"this link is not valid, or its key or target is gone; ask for {source} again")
 
 
