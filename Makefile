@@ -92,7 +92,7 @@ models: setup ## Check all model families on tiny checkpoints (20 min); writes d
 clients: setup ## Build gRPC clients in other languages and compare their samples with Python's
 	$(BIN)/python -m examples.clients
 
-k8s: setup ## Test the Helm chart on a real API server with simulated nodes and a real one (first build with Go: 40 min)
+k8s: setup ## Test the Helm chart on a real API server with simulated nodes and a real one (first build with Go: 1 h)
 	$(BIN)/python -m deploy.cluster build
 	$(BIN)/python -m pytest tests/k8s -v
 

@@ -95,6 +95,7 @@ class Issuer:
     metadata: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     forms: list[dict[str, str]] = field(default_factory=list)
+    authorizations: list[str] = field(default_factory=list)
     is_down: bool = False
 
     def add_key(self, key_id: str, is_published: bool = True) -> None:
@@ -128,6 +129,7 @@ def running_issuer() -> Iterator[Issuer]:
             self._answer({})
 
         def do_POST(self) -> None:
+            issuer.authorizations.append(self.headers.get("Authorization", ""))
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
             self._answer({name: values[0] for name, values in parse_qs(body).items()})
 

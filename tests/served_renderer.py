@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fovea.api.v1 import renderer_pb2_grpc
-from fovea.client.renderer import RendererClient
+from fovea.client.inference import RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.conventions import RENDERER_SERVICE

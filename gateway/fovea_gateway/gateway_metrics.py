@@ -69,6 +69,11 @@ VERSION_LAG = Gauge(
     ["sampler"],
 )
 TRAINER_RESTARTS = Counter("fovea_gateway_trainer_restarts_total", "Times that a different trainer instance answered.")
+TRAINER_MODELS = Gauge(
+    "fovea_gateway_trainer_models",
+    "Models in a trainer's memory. A trainer that does not answer has no series.",
+    ["base_model", "trainer"],
+)
 JOURNAL_BYTES = Gauge(
     "fovea_gateway_journal_bytes", "Bytes of requests that are stored until their effects are durable in the trainer."
 )

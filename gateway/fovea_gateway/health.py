@@ -40,6 +40,7 @@ class Health:
         self._lag = LabelledGauge(metrics.VERSION_LAG)
         self._waiting, self._tokens = LabelledGauge(metrics.WAITING), LabelledGauge(metrics.REPLICA_TOKENS)
         self._replicas = LabelledGauge(metrics.REPLICAS)
+        self._models = LabelledGauge(metrics.TRAINER_MODELS)
         self._trainer_instances: dict[str, str] = {}
 
     async def served_models(self) -> list[gateway_pb2.ServedModel]:
@@ -72,6 +73,7 @@ class Health:
         waiting: dict[tuple[str, ...], float] = {}
         tokens: dict[tuple[str, ...], float] = {}
         there: dict[tuple[str, ...], float] = {}
+        held: dict[tuple[str, ...], float] = {}
         for base in self._base_models:
             for sampler in base.samplers.up:
                 lags[sampler.address,] = self._versions.lag((sampler.weights_lock.resident or "", *sampler.adapters))
@@ -81,7 +83,10 @@ class Health:
             there |= _counted(base)
             for trainer in base.trainers.links:
                 self._note_restart(trainer)
+                if trainer.up and trainer.info is not None:
+                    held[base.name, trainer.address] = len(trainer.info.model_ids)
         self._replicas.set(there)
+        self._models.set(held)
         self._lag.set(lags)
         self._waiting.set(waiting)
         self._tokens.set(tokens)
@@ -91,7 +96,7 @@ class Health:
 
     def clear_gauges(self) -> None:
         """Resets the gauges, which belong to the process and would otherwise outlive this gateway."""
-        for gauge in (self._depth, self._lag, self._waiting, self._tokens, self._replicas):
+        for gauge in (self._depth, self._lag, self._waiting, self._tokens, self._replicas, self._models):
             gauge.set({})
         metrics.SESSIONS.set(0)
 

@@ -241,6 +241,12 @@ class GatewaySettings(OidcSettings, ServiceSettings):
         " no limits. By default there are none if the gateway listens on loopback only; otherwise 500 requests per"
         " second, 16 million tokens in flight and 500 GB of checkpoints.",
     )
+    gpu_hour_price_usd: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="US dollars that one GPU costs in an hour. With a price, usage also shows costs, by GPU-seconds.",
+    )
     max_journal_bytes: int = Field(
         2 * 2**30,
         gt=0,

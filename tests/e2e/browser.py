@@ -88,12 +88,15 @@ class Browser:
         """
         deadline = time.monotonic() + _PATIENCE_S
         while True:
+            found = self.wait(script, selector, text)
             try:
-                self._call("POST", f"element/{self.wait(script, selector, text)[_ELEMENT]}/click")
+                self._call("POST", f"element/{found[_ELEMENT]}/click")
                 return
             except AssertionError as error:
-                if "stale element" not in str(error) or time.monotonic() > deadline:
+                if time.monotonic() > deadline or not ("stale element" in str(error) or "intercepted" in str(error)):
                     raise
+            # The bar at the top may be over it.
+            self.run("document.querySelector(arguments[0])?.scrollIntoView({ block: 'center' })", selector)
 
     def type(self, selector: str, text: str) -> None:
         """Types into an element, and Enter after it."""

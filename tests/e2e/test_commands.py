@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import fovea_tinyvlm
 from fovea.cli.main import app
+from fovea_doctor.__main__ import examine
 from tests.e2e.prompts import PromptBuilder
 from tests.e2e.stack import API_KEY, Stack, running_stack
 from tests.e2e.test_agreement import take_steps
@@ -42,6 +43,18 @@ def test_status_and_logs_tell_what_runs(stack: Stack) -> None:
     trained = fovea(stack, "logs", "trainer", "--lines", "100000")
     assert "fovea_trainer" in trained
     assert all(" trainer │ " in line for line in trained.splitlines())
+
+
+def test_the_doctor_of_a_running_fovea_takes_no_secret(stack: Stack) -> None:
+    files, found = examine(stack.log.parent)
+    services = json.loads(files["services.json"])["services"]
+    assert {name: item["serves"] for name, item in services.items()} == dict.fromkeys(stack.state["services"], True)
+    assert json.loads(files["database.json"])["rows"]["keys"] >= 1
+    assert [one.problem for one in found if "serve" in one.problem or "database" in one.problem] == []
+    secrets = [value for name, value in stack.state.items() if "secret" in name and value]
+    assert secrets
+    everything = "\n".join(files.values())
+    assert [secret for secret in (*secrets, *({API_KEY} - {"tml-local"})) if secret in everything] == []
 
 
 def test_without_samplers_it_trains(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,7 +7,7 @@ from tests.e2e.stack import Stack
 from tests.listeners import listeners, unasked
 
 
-def test_fovea_up_listens_where_it_wtranslate_to(stack: Stack) -> None:
+def test_fovea_up_listens_where_it_is_asked_to(stack: Stack) -> None:
     with stack.service_client() as service:
         training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
         sampling = training.save_weights_and_get_sampling_client().result()  # a push opens a group

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from tinker import types
 
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.runtime.credentials import SECRET_VARIABLE
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput

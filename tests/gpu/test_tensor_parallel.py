@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.agreement import kl
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import running_sampler
 from tests.e2e.sampler.reference import Reference, random_adapter

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.figure import emit
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea_sampler.engine.manifest_check import checkpoint_shapes
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import running_sampler

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from benchmarks.adapters import THROUGH, random_adapter
 from benchmarks.figure import machine, quantile
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.errors import FoveaError
 from fovea.wire.manifest import buckets, padded_bytes
 from fovea_weights.weight_transfer import SharedGpuGroup

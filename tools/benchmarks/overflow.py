@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from fovea.api.v1 import sampler_pb2
-    from fovea.client.sampler import SamplerClient
+    from fovea.client.inference import SamplerClient
     from tests.e2e.sampler.process import SamplerProcess
 
 Sample = tuple[Any, bool]
@@ -188,7 +188,7 @@ def compared(found: Sequence[Sample], wanted: Sequence[Sample]) -> dict[str, int
 
 async def measure(sampler: "SamplerProcess", model: Path) -> Row:
     """Measures one configuration: the neighbour before, during and after the offending requests."""
-    from fovea.client.sampler import SamplerClient
+    from fovea.client.inference import SamplerClient
     from tests.e2e.sampler.sender import Sender
 
     async with SamplerClient(sampler.address) as client:

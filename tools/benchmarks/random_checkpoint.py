@@ -1,6 +1,6 @@
 """Writes checkpoints with safetensors files that are a header and a hole: a model of any size without disk space.
 
-With a seed, trainer and sampler draw its weights (`fovea_weights.random_weights`). Without one they read zeros, as
+With a seed, trainer and sampler draw its weights (`fovea_weights`). Without one they read zeros, as
 from files in the page cache, which is for `benchmarks.loading`. As a program it copies another checkpoint with its
 shapes, configuration and tokenizer: `python -m benchmarks.random_checkpoint CHECKPOINT DIRECTORY --seed 0`.
 """
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fovea_weights.random_weights import SEED_ENTRY
+from fovea_weights import SEED_ENTRY
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

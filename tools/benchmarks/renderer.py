@@ -31,7 +31,7 @@ import fovea_tinyvlm
 from benchmarks.figure import emit
 from benchmarks.running import cpu_seconds, metric_total
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc
-from fovea.client.renderer import RendererClient
+from fovea.client.inference import RendererClient
 from fovea.runtime.hosts import free_ports
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.tensors import encode_tokens

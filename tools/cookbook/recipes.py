@@ -1,5 +1,7 @@
 """The runs in order; some start from the checkpoint of an earlier one."""
 
+from typing import Any
+
 from cookbook.criterion import Falls, Reaches, Rises, Stays
 from cookbook.recipe import LOCAL, SIZES, Recipe, Replaced
 from cookbook.workplace import PROMPT_DISTILLATION_FILE
@@ -19,6 +21,12 @@ _MATHS = {
     "eval_every": 0,
     "save_every": 0,
     **_DELETE,
+}
+_MATH_RUN: dict[str, Any] = {
+    "module": f"{_HOME}.math_rl.train",
+    "after": "sl_loop_start",
+    "start_option": "load_checkpoint_path",
+    "renderer_option": "renderer_name",
 }
 _STREAMED = "minibatches train while the rest of the batch is sampled"
 _VERSIONS = ("0.5.8", "0.6.1")
@@ -100,40 +108,31 @@ RECIPES = (
     Recipe(
         name="rl_train_substeps",
         checks=("C118",),
-        module=f"{_HOME}.math_rl.train",
         options=_MATHS | {"learning_rate": 5e-4, "max_steps": 4},
         replaces={"num_substeps": Replaced(2, dict.fromkeys(_VERSIONS, 1), "C118 is about substeps")},
         criteria=(Rises("env/all/correct", by=0.1),),
-        after="sl_loop_start",
-        start_option="load_checkpoint_path",
-        renderer_option="renderer_name",
+        **_MATH_RUN,
     ),
     Recipe(
         name="rl_train_async",
         checks=(),
-        module=f"{_HOME}.math_rl.train",
         options=_MATHS | {"learning_rate": 1e-3, "max_steps": 12},
         replaces={
             "max_steps_off_policy": Replaced(4, dict.fromkeys(_VERSIONS, "None"), "the recipe's asynchronous run")
         },
         criteria=(Rises("env/all/correct", by=0.15),),
-        after="sl_loop_start",
-        start_option="load_checkpoint_path",
-        renderer_option="renderer_name",
+        **_MATH_RUN,
     ),
     Recipe(
         name="rl_train_streamed",
         checks=(),
-        module=f"{_HOME}.math_rl.train",
         options=_MATHS | {"learning_rate": 1e-3, "max_steps": 4},
         replaces={
             "stream_minibatch_config.groups_per_batch": Replaced(8, dict.fromkeys(_VERSIONS, "None"), _STREAMED),
             "stream_minibatch_config.num_minibatches": Replaced(2, dict.fromkeys(_VERSIONS, "None"), _STREAMED),
         },
         criteria=(Rises("env/all/correct", by=0.05),),
-        after="sl_loop_start",
-        start_option="load_checkpoint_path",
-        renderer_option="renderer_name",
+        **_MATH_RUN,
     ),
     Recipe(
         name="pipelined_substeps",

@@ -14,8 +14,7 @@ import numpy as np
 import tinker
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampler_pb2, trainer_pb2, weights_pb2
-from fovea.client.renderer import RendererClient
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import RendererClient, SamplerClient
 from fovea.client.trainer import TrainerClient
 from fovea.runtime import credentials
 from fovea.wire import tensors

@@ -60,6 +60,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fovea downgrade": ("fovea_gateway.database.migrations", ()),
     "fovea models check": ("fovea_parity", ()),
     "fovea plan": ("fovea_plan", ()),
+    "fovea doctor": ("fovea_doctor", ()),
     "fovea conformance": ("fovea_conformance", ()),
     "fovea evaluate": ("fovea_data.evaluate", ()),
     "fovea export": ("fovea_data.model_export", ()),
@@ -308,6 +309,12 @@ def check(context: typer.Context) -> None:
 def plan(context: typer.Context) -> None:
     """Count what fits on GPUs, before anything is loaded."""
     _run_program("fovea plan", *context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
+def doctor(context: typer.Context) -> None:
+    """Collect what support needs, without secrets, and name what is wrong."""
+    _run_program("fovea doctor", *context.args)
 
 
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from fovea.cli.service import kind_of
 from fovea.client.channel import ServiceClient
 from fovea.runtime import credentials
 
@@ -36,11 +37,12 @@ def read_report(state: dict[str, Any], healthy: dict[str, bool]) -> dict[str, An
             "serves": healthy[name],
             "memory_bytes": _resident_bytes(item["pid"], families),
             "gpu_memory_bytes": _sum(figures[name], "fovea_gpu_memory_bytes", kind="used"),
+            "models": _sum(figures[name], "fovea_trainer_models") if kind_of(name) == "trainer" else None,
         }
         for name, item in state["services"].items()
     }
     gateway = figures.get("gateway")
-    trainers = [figures[name] for name in state["services"] if name.partition("-")[0] == "trainer"]
+    trainers = [figures[name] for name in state["services"] if kind_of(name) == "trainer"]
     return {
         "version": state["version"],
         "base_url": state["base_url"],
@@ -125,7 +127,7 @@ def _resident_bytes(pid: int | None, children: dict[int, list[int]]) -> int:
 def describe_health(item: dict[str, Any], is_healthy: bool) -> str:
     """Describes the health of a service; if it does not serve, with the reason."""
     if is_healthy:
-        return "serving"
+        return "serving" if item.get("models") is None else f"serving {item['models']:.0f} models"
     if item["pid"]:
         return "not serving: loading, or waiting for another service"
     return f"down, restarts in {max(item['starts_again_at'] - time.time(), 0.0):.0f} s"

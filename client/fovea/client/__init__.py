@@ -1,8 +1,7 @@
 """Asynchronous typed clients of every service, with deadlines. They raise the errors that the servers raised."""
 
 from fovea.client.gateway import GatewayClient
-from fovea.client.renderer import FeatureFetcher, RendererClient
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import FeatureFetcher, RendererClient, SamplerClient
 from fovea.client.trainer import ForwardBackwardResult, TrainerClient
 
 __all__ = [

@@ -96,8 +96,12 @@ def _set_owner(arguments: argparse.Namespace) -> None:
 
 def _usage(arguments: argparse.Namespace) -> None:
     found = run(arguments, lambda connection: read_usage(connection, arguments.owner, arguments.days))
-    head = ("DAY", "OWNER", "KEY ID", *(name.upper() for name in FIGURES))
-    figures = (tuple(f"{row[name]:.10g}" for name in FIGURES) for row in found["usage"])
+    price = arguments.gpu_hour_price_usd
+    head = ("DAY", "OWNER", "KEY ID", *(name.upper() for name in FIGURES), *(["COST USD"] if price else []))
+    figures = (
+        (*(f"{row[name]:.10g}" for name in FIGURES), *([f"{row['gpu_seconds'] / 3600 * price:.2f}"] if price else []))
+        for row in found["usage"]
+    )
     who = ((row["day"], row["owner"], row["key_id"]) for row in found["usage"])
     print_table(head, (a + b for a, b in zip(who, figures, strict=True)))
     for owner, size_bytes in sorted(found["stored_bytes"].items()):
@@ -163,6 +167,11 @@ def _parse() -> argparse.Namespace:
     usage.add_argument(
         "--days", type=int, default=_DAYS, help=f"number of days to show, including today; default: {_DAYS}"
     )
+    usage.add_argument(
+        "--gpu-hour-price-usd", type=float, default=os.environ.get("FOVEA_GATEWAY_GPU_HOUR_PRICE_USD", 0.0),
+        help="US dollars that one GPU costs in an hour; adds a column with costs. Default: "
+        "FOVEA_GATEWAY_GPU_HOUR_PRICE_USD, or none",
+    )  # fmt: skip
     add_state_dir(usage)
     drain = commands.add_parser(
         "drain",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 import jwt
@@ -143,10 +143,13 @@ class OidcProvider:
         await self._refresh(_FRESH_S)
         form = {"grant_type": "authorization_code", "code": code, "redirect_uri": redirect_uri}
         form |= {"client_id": self._settings.oidc_client_id, "code_verifier": verifier}
-        if secret := self._settings.given_client_secret:
+        secret, client = self._settings.given_client_secret, None
+        if "client_secret_post" in self._metadata.get("token_endpoint_auth_methods_supported", []) and secret:
             form["client_secret"] = secret
+        elif secret:
+            client = httpx.BasicAuth(quote(self._settings.oidc_client_id, safe=""), quote(secret, safe=""))
         try:
-            answer = await _ask("POST", str(self._metadata["token_endpoint"]), form)
+            answer = await _ask("POST", str(self._metadata["token_endpoint"]), form, client)
         except (httpx.HTTPError, ValueError) as error:
             raise Unavailable(f"the provider {self.issuer} does not answer: {error!r}; sign in again later") from None
         if "id_token" not in answer:
@@ -245,9 +248,14 @@ class OidcProvider:
         self._metadata = metadata
 
 
-async def _ask(method: str, address: str, form: Mapping[str, str] | None = None) -> dict[str, Any]:
+async def _ask(
+    method: str, address: str, form: Mapping[str, str] | None = None, client: httpx.BasicAuth | None = None
+) -> dict[str, Any]:
     """Returns a JSON object of the provider. Raises httpx.HTTPError, ValueError."""
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client, client.stream(method, address, data=form) as answer:
+    async with (
+        httpx.AsyncClient(timeout=_TIMEOUT_S, auth=client) as http,
+        http.stream(method, address, data=form) as answer,
+    ):
         body = b""
         async for piece in answer.aiter_bytes():
             body += piece

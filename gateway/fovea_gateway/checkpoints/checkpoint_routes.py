@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from pydantic import AwareDatetime, Field
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from fovea.wire.errors import InvalidInput
 from fovea_gateway.access.api_keys import Scope, asked_owner
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
-from fovea_gateway.checkpoints.exports import Exports, Link
+from fovea_gateway.checkpoints.exports import Exports, Link, Signature
 from fovea_gateway.checkpoints.uploads import UploadLink, Uploads
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, iso_time, paging
 from fovea_gateway.http.model_inputs import LoraConfig
@@ -247,10 +247,9 @@ class ExportRoutes:
 
     async def file(self, request: Request) -> Response:
         """Serves a file, or one range of it; also handles HEAD."""
-        parts, query = request.path_params, request.query_params
-        expires_at = _expiry(request)
+        parts = request.path_params
         places = (parts["run"], parts["segment"], parts["name"], parts["file"])
-        link = Link(*places, expires_at, query.get("key", ""), query.get("signature", ""))
+        link = Link(*places, Signature.parse(request.query_params))
         file = await self._exports.follow(link)
         # The folder of an export is never written twice, so its name identifies the content.
         tag = f'"{file.uri.rpartition(".")[2]}-{file.size_bytes}"'
@@ -313,17 +312,16 @@ class UploadRoutes:
         lora = self._lora_message(body.lora_config)
         upload_id, links = await self._uploads.start(owner, body.base_model, lora)
         root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/uploads"
-        urls = {link.file: f"{root}/{link.upload_id}/{quote(link.file)}?{_signed(link)}" for link in links}
-        expires = iso_time(links[0].expires_at)
+        urls = {link.file: f"{root}/{link.upload_id}/{quote(link.file)}?{link.signature}" for link in links}
+        expires = iso_time(links[0].signature.expires_at)
         return Json({"upload_id": upload_id, "urls": urls, "expires": expires})
 
     async def receive(self, request: Request) -> Response:
         """Stores a file."""
-        parts, query = request.path_params, request.query_params
-        expires_at = _expiry(request)
+        parts, signature = request.path_params, Signature.parse(request.query_params)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidInput("uploads do not support Content-Encoding: send the file uncompressed")
-        link = UploadLink(parts["upload"], parts["file"], expires_at, query.get("key", ""), query.get("signature", ""))
+        link = UploadLink(parts["upload"], parts["file"], signature)
         declared = int(request.headers.get("content-length") or 0)
         await self._uploads.receive(link, declared, arriving(request, self._patience_s))
         return Response(status_code=200)
@@ -353,19 +351,7 @@ def parse_range(header: str | None, size_bytes: int) -> range | None:
 
 
 def _link_path(link: Link) -> str:
-    return f"{quote(link.run)}/{link.segment}/{quote(link.name)}/{quote(link.file)}?{_signed(link)}"
-
-
-def _signed(link: Link | UploadLink) -> str:
-    return urlencode({"expires": link.expires_at, "key": link.key_id, "signature": link.signature})
-
-
-def _expiry(request: Request) -> int:
-    """Returns the expiry of a link. Raises InvalidInput."""
-    try:
-        return int(request.query_params.get("expires", ""))
-    except ValueError:
-        raise InvalidInput("expires is missing from this link or is not a number", field="expires") from None
+    return f"{quote(link.run)}/{link.segment}/{quote(link.name)}/{quote(link.file)}?{link.signature}"
 
 
 def _path(request: Request) -> str:

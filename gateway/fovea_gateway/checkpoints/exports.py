@@ -8,8 +8,9 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 import pyrage
 import sqlalchemy as sa
@@ -28,6 +29,7 @@ _MOST_RECIPIENTS = 64
 _SECRET = "export links"
 _SECRET_BYTES = 32
 _LINK_TTL_S = 3600
+_SOURCE = "external_weights_urls"
 _PRIVATE = "fovea_"
 """Prefix of the names of files that only trainers read."""
 
@@ -36,22 +38,40 @@ Recipient = Any
 """A public key. The extension module ships no type information."""
 
 
-class Link(NamedTuple):
-    """A link that permits its holder to fetch one file.
+class Signature(NamedTuple):
+    """The query of a signed link.
 
     Attributes:
         expires_at: Seconds since the epoch, a whole number.
         key_id: The API key that asked for the link. The link is valid no longer than the key.
-        signature: HMAC-SHA256 over folder, file, expiry and key id, in hex.
+        code: HMAC-SHA256 over the link's target, its expiry and the key id, in hex.
     """
+
+    expires_at: int
+    key_id: str
+    code: str
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> "Signature":
+        """Reads the query of a link. Raises InvalidInput if it has no expiry."""
+        try:
+            expires_at = int(query.get("expires", ""))
+        except ValueError:
+            raise InvalidInput("expires is missing from this link or is not a number", field="expires") from None
+        return cls(expires_at, query.get("key", ""), query.get("signature", ""))
+
+    def __str__(self) -> str:
+        return urlencode({"expires": self.expires_at, "key": self.key_id, "signature": self.code})
+
+
+class Link(NamedTuple):
+    """A link that permits its holder to fetch one file."""
 
     run: str
     segment: str
     name: str
     file: str
-    expires_at: int
-    key_id: str
-    signature: str
+    signature: Signature
 
 
 class ExportedFile(NamedTuple):
@@ -78,14 +98,37 @@ class LinkSigner:
         """Reads the secret, and creates it on first use."""
         self._key = await self._database.write(_take_secret)
 
-    def sign(self, *parts: str) -> str:
-        """Returns the HMAC-SHA256, in hex, over a link's target, its expiry and the key that asked for it."""
-        return hmac.new(self._key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
+    def sign(self, expires_at: int, *target: str) -> Signature:
+        """Signs a link for the caller.
 
-    def check(self, shown: str, key_id: str, *parts: str) -> bool:
-        """Returns whether a link has the right signature and its key is still valid."""
-        expected = self.sign(*parts, key_id)
-        return hmac.compare_digest(expected.encode(), shown.encode()) and self._is_valid(key_id)
+        Args:
+            target: The texts that identify the link's target.
+        """
+        key_id = CALLER.get().key_id
+        return Signature(expires_at, key_id, self._code(target, expires_at, key_id))
+
+    def check(self, signature: Signature, source: str, *target: str) -> None:
+        """Checks a link. Raises PermissionDenied if its signature is wrong, its key is no longer valid, or it has
+        expired.
+
+        Args:
+            source: The request that returns such links.
+        """
+        expected = self._code(target, signature.expires_at, signature.key_id)
+        is_right = hmac.compare_digest(expected.encode(), signature.code.encode())
+        if not is_right or not self._is_valid(signature.key_id):
+            raise invalid_link(source)
+        if signature.expires_at <= time.time():
+            raise PermissionDenied(f"this link has expired; ask for {source} again")
+
+    def _code(self, target: Iterable[str], expires_at: int, key_id: str) -> str:
+        content = "\0".join((*target, str(expires_at), key_id)).encode()
+        return hmac.new(self._key, content, hashlib.sha256).hexdigest()
+
+
+def invalid_link(source: str) -> PermissionDenied:
+    """Returns the error for a wrong link, and for one whose target is gone: strangers cannot tell the two apart."""
+    return PermissionDenied(f"this link is not valid, or its key or target is gone; ask for {source} again")
 
 
 class Exports:
@@ -120,19 +163,14 @@ class Exports:
         """
         path = str(CheckpointPath(link.run, link.segment, link.name))
         checkpoint = await self._database.read(lambda connection: get_row(connection, path))
-        # A wrong link and a link to nothing get the same answer, so that strangers cannot learn which exports exist.
-        wrong = PermissionDenied(
-            "this link is not valid, or its key or export is gone; ask for external_weights_urls again"
-        )
-        if checkpoint is None or not self._signer.check(
-            link.signature, link.key_id, checkpoint.uri, link.file, str(link.expires_at)
-        ):
-            raise wrong
-        if min(link.expires_at, checkpoint.expires_at or link.expires_at) <= time.time():
-            raise PermissionDenied("this link has expired; ask for external_weights_urls again")
+        if checkpoint is None:
+            raise invalid_link(_SOURCE)
+        self._signer.check(link.signature, _SOURCE, checkpoint.uri, link.file)
+        if checkpoint.expires_at is not None and checkpoint.expires_at <= time.time():
+            raise invalid_link(_SOURCE)
         size_bytes = (await self._storage.sizes(checkpoint.uri)).get(link.file)
         if size_bytes is None:
-            raise wrong
+            raise invalid_link(_SOURCE)
         return ExportedFile(checkpoint.uri, link.file, size_bytes)
 
     async def read(self, file: ExportedFile, start: int, length: int) -> AsyncIterator[bytes]:
@@ -141,9 +179,8 @@ class Exports:
 
     def _link(self, checkpoint: Checkpoint, file: str, expires_at: int) -> Link:
         # Every export has a new folder, so a link never leads to a later export of the same name.
-        key_id = CALLER.get().key_id
-        signature = self._signer.sign(checkpoint.uri, file, str(expires_at), key_id)
-        return Link(checkpoint.model_id, checkpoint.segment, checkpoint.name, file, expires_at, key_id, signature)
+        signature = self._signer.sign(expires_at, checkpoint.uri, file)
+        return Link(checkpoint.model_id, checkpoint.segment, checkpoint.name, file, signature)
 
 
 async def complete_export(storage: Storage, written: str, target: str, recipients: list[Recipient]) -> int:

@@ -24,11 +24,11 @@ from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarg
 from fovea_gateway.access.api_keys import CALLER, Caller
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
-from fovea_gateway.checkpoints.exports import LinkSigner
+from fovea_gateway.checkpoints.exports import LinkSigner, Signature
 from fovea_gateway.database.database import Database
 from fovea_gateway.http.request_body import parse_loosely
 
-_FOLDER = "uploads"
+_FOLDER, _SIGNED_AS = "uploads", "upload"
 _NAME = "uploaded"
 _ABOUT = "fovea_upload.json"
 """File beside those of an unfinished upload; it records the upload's owner, base model and LoRA configuration."""
@@ -49,19 +49,11 @@ empty.
 
 
 class UploadLink(NamedTuple):
-    """A link that permits its holder to send one file.
-
-    Attributes:
-        expires_at: Seconds since the epoch, a whole number.
-        key_id: The API key that asked for the link. The link is valid no longer than the key.
-        signature: HMAC-SHA256 over upload, file, expiry and key id, in hex.
-    """
+    """A link that permits its holder to send one file."""
 
     upload_id: str
     file: str
-    expires_at: int
-    key_id: str
-    signature: str
+    signature: Signature
 
 
 class Uploads:
@@ -108,12 +100,10 @@ class Uploads:
         ResourceExhausted if the owner has no room, DiskFull.
         """
         # Check before looking anything up, so that strangers cannot learn which uploads exist.
-        parts = ("upload", link.upload_id, link.file, str(link.expires_at))
-        if not self._signer.check(link.signature, link.key_id, *parts):
-            raise PermissionDenied("this link is not valid; ask for external_weights_upload_start again")
+        self._signer.check(link.signature, "external_weights_upload_start", _SIGNED_AS, link.upload_id, link.file)
         about = await self._about(link.upload_id)
         owner: str = about["owner"]
-        CALLER.set(Caller(owner, link.key_id))
+        CALLER.set(Caller(owner, link.signature.key_id))
         room = await self._checkpoints.room(owner) + self._checkpoints.unfinished_bytes[owner]
         limit = _MOST_CONFIG_BYTES if link.file == ADAPTER_CONFIG else self._most_bytes
         if declared_bytes > limit:
@@ -263,9 +253,7 @@ class Uploads:
         return f"{self._checkpoints.storage.root}/{_FOLDER}/{upload_id}"
 
     def _link(self, upload_id: str, file: str, expires_at: int) -> UploadLink:
-        key_id = CALLER.get().key_id
-        signature = self._signer.sign("upload", upload_id, file, str(expires_at), key_id)
-        return UploadLink(upload_id, file, expires_at, key_id, signature)
+        return UploadLink(upload_id, file, self._signer.sign(expires_at, _SIGNED_AS, upload_id, file))
 
 
 def check_config(content: bytes, rank: int) -> float:

@@ -6,8 +6,11 @@ checked before a handler or method runs.
 
 import asyncio
 import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, time, timedelta
 from html import escape
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 from pydantic import Field
@@ -17,11 +20,11 @@ from starlette.routing import Route
 
 from fovea.api.v1 import admin_pb2 as pb
 from fovea.api.v1 import admin_pb2_grpc
-from fovea.wire.errors import FoveaError, NotFound, Unauthenticated
+from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unauthenticated
 from fovea_gateway.access.api_keys import CALLER, Key, KeyRing, Scope, parse_scope
 from fovea_gateway.access.audit_log import ENTRY_BYTES, MOST_LISTED, SEARCHED, AuditLog, question_of
 from fovea_gateway.access.oidc import CALLBACK
-from fovea_gateway.access.owners import LIMITS, Owner, Owners, stored_checkpoints, usage_for
+from fovea_gateway.access.owners import FIGURES, LIMITS, Owner, Owners, stored_checkpoints, usage_for
 from fovea_gateway.access.sign_ins import LOGIN_S, SignIns
 from fovea_gateway.database.database import Database
 from fovea_gateway.fronts.components import Components
@@ -68,10 +71,17 @@ class PutOwner(Body):
 
 
 class AdminRoutes:
-    """Handlers of the administration routes."""
+    """Handlers of the administration routes.
 
-    def __init__(self, keys: KeyRing, owners: Owners, database: Database, audit: AuditLog) -> None:
+    Args:
+        gpu_hour_price_usd: The price of an hour of one GPU; 0 if there is none.
+    """
+
+    def __init__(
+        self, keys: KeyRing, owners: Owners, database: Database, audit: AuditLog, gpu_hour_price_usd: float
+    ) -> None:
         self._keys, self._owners, self._database, self._audit = keys, owners, database, audit
+        self._price = gpu_hour_price_usd
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
         return [
@@ -84,6 +94,7 @@ class AdminRoutes:
             endpoints.route("GET", "usage", self.usage, Scope.READ),
             endpoints.route("GET", "audit", self.audit, Scope.ADMIN),
             endpoints.route("GET", "billing/usage/checkpoints/current", self.stored, Scope.ADMIN),
+            endpoints.route("GET", "billing/usage/events", self.billing_events, Scope.ADMIN),
         ]
 
     async def create_key(self, request: Request, owner: str) -> Response:
@@ -122,7 +133,20 @@ class AdminRoutes:
         """
         check_query(request, "days", "owner")
         asked = request.query_params.get("owner", "")
-        return Json(await usage_for(self._database, asked, count_of(request, "days", 30)))
+        found = await usage_for(self._database, asked, count_of(request, "days", 30))
+        return Json(found | ({"gpu_hour_price_usd": self._price} if self._price else {}))
+
+    async def billing_events(self, request: Request, owner: str) -> Response:
+        """Returns the usage of all owners in whole UTC days, as the SDK reads it. Costs follow from GPU-seconds."""
+        check_query(request, "starting_on", "ending_before")
+        start, end = (_midnight_of(request, name) for name in ("starting_on", "ending_before"))
+        if not 0 < (end - start).days <= _MOST_BILLED_DAYS:
+            words = f"ending_before must be 1 .. {_MOST_BILLED_DAYS} days after starting_on"
+            raise InvalidInput(words, field="ending_before")
+        days = (datetime.now(UTC) - start).days + 1
+        rows = (await usage_for(self._database, "*", days))["usage"] if days > 0 else []
+        wanted = [row for row in rows if str(start.date()) <= row["day"] < str(end.date())]
+        return Json({"data": billing_events(wanted, self._price), "sessions": {}, "cost_data_through": None})
 
     async def audit(self, request: Request, owner: str) -> Response:
         """Returns a page of the audit log, oldest first: `days` UTC days that end with `day`, by default today."""
@@ -139,12 +163,66 @@ class AdminRoutes:
     async def stored(self, request: Request, owner: str) -> Response:
         """Returns the checkpoints of all owners, or of one project: their number and bytes by project and owner.
 
-        Fovea has no prices.
+        Storage has no price.
         """
         check_query(request, "project_id")
         project_id = request.query_params.get("project_id")
         listed = await self._database.read(lambda connection: stored_checkpoints(connection, project_id))
         return Json({"effective_rate_usd_per_gigabyte_month": None, "data": listed})
+
+
+_MOST_BILLED_DAYS = 14
+
+
+def _midnight_of(request: Request, name: str) -> datetime:
+    """Returns a UTC midnight from the query. Raises InvalidInput: usage is stored by day, not by hour."""
+    text = request.query_params.get(name, "")
+    try:
+        found = datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError):
+        found = datetime.max.replace(tzinfo=UTC)
+    if found.timetz().replace(tzinfo=None) != time():
+        raise InvalidInput(
+            f"{name} is {text[:40]!r}; it must be midnight in UTC, such as 2026-01-31T00:00:00Z, because Fovea stores"
+            " usage by day",
+            field=name,
+        )
+    return found
+
+
+def billing_events(rows: Iterable[Mapping[str, Any]], gpu_hour_price_usd: float) -> list[dict[str, Any]]:
+    """Returns an event for each day, owner and kind of tokens, in the format of the SDK.
+
+    The cost of a day is that of its GPU-seconds, divided among the kinds by tokens; cached prompt tokens cost nothing.
+    """
+    days: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        days[row["day"], row["owner"]].update({name: row[name] for name in FIGURES})
+    events = []
+    for (day, owner), used in sorted(days.items()):
+        kinds: list[tuple[dict[str, Any], float]] = [
+            ({"type": "training"}, used["trained_tokens"] + used["scored_tokens"]),
+            ({"type": "sampling_prefill", "cached": False}, used["prompt_tokens"] - used["cached_tokens"]),
+            ({"type": "sampling_prefill", "cached": True}, used["cached_tokens"]),
+            ({"type": "sampling_sample"}, used["sampled_tokens"]),
+        ]
+        paid = sum(count for kind, count in kinds if not kind.get("cached"))
+        rate = used["gpu_seconds"] / 3600 * gpu_hour_price_usd / paid if paid else 0.0
+        start = datetime.fromisoformat(f"{day}T00:00:00+00:00")
+        for kind, count in sorted(kinds, key=lambda one: -one[1]):
+            priced = 0.0 if kind.get("cached") else rate
+            costs = {"estimated_cost_usd": priced * count, "effective_rate_usd_per_million_tokens": priced * 1e6}
+            events += [
+                {
+                    "bucket_start": start.isoformat(),
+                    "bucket_end": (start + timedelta(1)).isoformat(),
+                    "user_id": owner,
+                    "user_name": owner,
+                    **(costs if gpu_hour_price_usd else {}),
+                    "event_info": kind | {"token_count": int(count)},
+                }
+            ] * bool(count)
+    return events
 
 
 class SignInRoutes:

@@ -84,10 +84,12 @@ class Upkeep:
         background.start(self._free_ended(), "free what ended sessions owned")
         background.start(components.keys.watch(), "keys")
         background.start(repeat(components.owners.read, LOOK_S, "reading the owners"), "owners")
-        background.start(repeat(self._read_drained, LOOK_S, "reading the drained trainers"), "drained trainers")
+        if any(pool.is_plural for pool in components.pools.values()):
+            background.start(repeat(self._read_drained, LOOK_S, "reading the drained trainers"), "drained trainers")
         background.start(self._sweep_forever(), "sweep")
         for pool in components.pools.values():
-            background.start(repeat(pool.sweep, _RETURN_S, "bringing models back"), "residency")
+            sweep = pool.sweep if pool.is_plural else pool.sides[0].residency.sweep
+            background.start(repeat(sweep, _RETURN_S, "bringing models back"), "residency")
         background.start(repeat(components.audit.flush, _AUDIT_S, "writing audit entries"), "audit log")
         background.start(repeat(self._tend_journal, _JOURNAL_S, "tending the journal"), "journal")
         background.start(repeat(components.health.set_gauges, _GAUGES_S, "setting the gauges"), "gauges")

@@ -40,8 +40,8 @@ from fovea_gateway.training.commands import CommandRunner, StepCommands
 from fovea_gateway.training.housekeeping import OrphanCollector, Suspension
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Models
-from fovea_gateway.training.residency import Residency
-from fovea_gateway.training.trainer_pool import TrainerPool, TrainerSide
+from fovea_gateway.training.residency import Residency, TrainerSide
+from fovea_gateway.training.trainer_pool import TrainerPool
 from fovea_gateway.training.trainer_queue import SAVE_SLOTS, TRAINER_SLOTS, Replay, Suspects, TrainerQueue
 from fovea_gateway.training.training import Training
 from fovea_gateway.training.training_runs import Copies, TrainingRuns

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from starlette.applications import Starlette
@@ -16,11 +16,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from fovea.wire.errors import NotFound, PermissionDenied
-from fovea_gateway.access.api_keys import CALLER, Scope
+from fovea.wire.errors import NotFound
+from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.access.sign_ins import is_token
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
-from fovea_gateway.checkpoints.exports import LinkSigner
+from fovea_gateway.checkpoints.exports import LinkSigner, Signature
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import futures
 from fovea_gateway.fronts.administration import AdminRoutes, SignInRoutes
@@ -35,7 +35,6 @@ from fovea_gateway.http.endpoint import (
     Json,
     ReadyMiddleware,
     Routes,
-    count_of,
     error_response,
     key_of,
 )
@@ -66,7 +65,6 @@ _TRACE_TTL_S = 3600
 _TRACED_PER_PIECE, _MOST_TRACED = 1000, 100_000
 _HOSTED_ONLY = {
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator revokes them with `fovea keys revoke`",
-    ("GET", "billing/usage/events"): "billing",
 }
 """Routes that only the hosted service has. Each is refused with an error that names the missing feature."""
 
@@ -117,7 +115,9 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
         CheckpointRoutes(components.checkpoints),
         ExportRoutes(components.exports, base_path),
         UploadRoutes(components.uploads, components.base_models, lora, base_path, settings.request_timeout_s),
-        AdminRoutes(components.keys, components.owners, components.database, components.audit),
+        AdminRoutes(
+            components.keys, components.owners, components.database, components.audit, settings.gpu_hour_price_usd
+        ),
         SignInRoutes(components.sign_ins, base_path, settings.oidc_public_url),
         LiveRoutes(components.live_view, components.models, components.keys.identify, base_path),
     ]
@@ -221,24 +221,14 @@ class TraceRoutes:
     async def link(self, request: Request, owner: str) -> Response:
         """Returns a signed URL of the timeline, on the host that the client used. It is valid for an hour."""
         session_id = (await self._sessions.get(owner, request.path_params["session_id"])).session_id
-        expires, key_id = int(time.time()) + _TRACE_TTL_S, CALLER.get().key_id
-        signature = self._signer.sign("trace", session_id, str(expires), key_id)
-        query = urlencode({"expires": expires, "key": key_id, "signature": signature})
+        signature = self._signer.sign(int(time.time()) + _TRACE_TTL_S, "trace", session_id)
         root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/sessions"
-        return Json({"status": "ready", "url": f"{root}/{quote(session_id)}/trace?{query}"})
+        return Json({"status": "ready", "url": f"{root}/{quote(session_id)}/trace?{signature}"})
 
     async def trace(self, request: Request) -> Response:
         """Sends the timeline of the requests that the database holds, piece by piece."""
-        session_id, query, expires = (
-            request.path_params["session_id"],
-            request.query_params,
-            count_of(request, "expires", 0),
-        )
-        is_signed = self._signer.check(
-            query.get("signature", ""), query.get("key", ""), "trace", session_id, str(expires)
-        )
-        if not is_signed or expires <= time.time():
-            raise PermissionDenied("this link is not valid or has expired; ask for trace_export again")
+        session_id = request.path_params["session_id"]
+        self._signer.check(Signature.parse(request.query_params), "trace_export", "trace", session_id)
         headers = {"content-disposition": "attachment"}
         return StreamingResponse(self._pieces(session_id), media_type="application/json", headers=headers)
 

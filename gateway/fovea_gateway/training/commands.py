@@ -28,8 +28,8 @@ from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.training.batches import BATCH_KINDS, Batch, Batches, LossRequest
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
-from fovea_gateway.training.residency import HandedOver, Residency
-from fovea_gateway.training.trainer_pool import TrainerPool, TrainerSide
+from fovea_gateway.training.residency import HandedOver, Residency, TrainerSide
+from fovea_gateway.training.trainer_pool import TrainerPool
 from fovea_gateway.training.trainer_queue import TrainerQueue
 
 logger = logging.getLogger(__name__)

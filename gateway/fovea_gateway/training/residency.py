@@ -8,8 +8,11 @@ ends.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from fovea.api.v1 import trainer_pb2
 from fovea.wire.errors import (
@@ -25,10 +28,10 @@ from fovea.wire.errors import (
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress
-from fovea_gateway.sessions.future import Kind, Pending, QueueState, State
+from fovea_gateway.sessions.future import Done, Kind, Pending, QueueState, State
 from fovea_gateway.training.journal import Journal
 from fovea_gateway.training.models import Model, Models, ModelState
-from fovea_gateway.training.trainer_queue import Replay
+from fovea_gateway.training.trainer_queue import Replay, TrainerQueue
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +49,84 @@ class HandedOver(Exception):
     """A command must run in another trainer, because its model continues there. Nothing is lost."""
 
 
-class Homes(Protocol):
-    """The trainers of the models of one base model."""
+@dataclass(frozen=True)
+class TrainerSide:
+    """The components that work with one trainer.
+
+    Attributes:
+        commands: The function that runs each kind of command there.
+    """
+
+    link: TrainerLink
+    queue: TrainerQueue
+    residency: "Residency"
+    commands: dict[Kind, Callable[[Model, Pending, bytes], Awaitable[Done]]] = field(default_factory=dict)
+
+
+class Homes(ABC):
+    """The trainers of one base model, and the home of each model among them. Add at least one side before use."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self.sides: list[TrainerSide] = []
+        self._homes: dict[str, TrainerSide] = {}
+        self._running: set[str] = set()
 
     @property
     def is_plural(self) -> bool:
-        """True if there are several trainers."""
+        """True if there are several trainers, so that models can move."""
+        return len(self.sides) > 1
 
     @property
     def instances(self) -> set[str]:
         """The ids of the present instances of all trainers."""
+        return {side.link.instance_id for side in self.sides} - {""}
+
+    def side_of(self, model: Model) -> TrainerSide:
+        """Returns the home of a model. A model without one gets the trainer that holds it, or the best one."""
+        side = self._homes.get(model.model_id)
+        if side is None:
+            side = self._homes[model.model_id] = self._choose(model)
+        return side
 
     def is_home(self, model: Model, link: TrainerLink) -> bool:
-        """Returns whether a model belongs to a trainer."""
+        """Returns whether a model belongs to a trainer and may be restored there while no command asks for it."""
+        return self.side_of(model).link is link and not (self.is_plural and model.model_id in self._running)
 
     def leaves(self, model: Model, link: TrainerLink) -> bool:
-        """Returns whether a model should continue in another trainer."""
+        """Returns whether a model should continue in another trainer than this one."""
+        return self.is_plural and self._should_leave(model, link)
+
+    def find_trainer(self, model_id: str) -> TrainerLink:
+        """Returns the trainer that pushes a model's snapshots, or any for an unknown model or an empty id."""
+        home = self._homes.get(model_id)
+        return home.link if home is not None and (home.link.up or not self.is_plural) else self._find(model_id)
+
+    async def check_snapshots(self, model_id: str) -> None:
+        """Raises RestoreInProgress while a model is being restored or its trainer is away."""
+        if (model := self._models.find(model_id)) is not None:
+            await self.side_of(model).residency.check_snapshots(model_id)
+
+    @contextmanager
+    def running(self, model: Model) -> Iterator[None]:
+        """Keeps sweeps from moving a model until its command has ended and is stored."""
+        self._running.add(model.model_id)
+        try:
+            yield
+        finally:
+            self._running.discard(model.model_id)
+
+    @abstractmethod
+    def _choose(self, model: Model) -> TrainerSide:
+        """Returns the trainer for a model without a home."""
+
+    @abstractmethod
+    def _find(self, model_id: str) -> TrainerLink:
+        """Does the work of `find_trainer` for a model without a home that is up."""
+
+    @abstractmethod
+    def _should_leave(self, model: Model, link: TrainerLink) -> bool:
+        """Does the work of `leaves` if there are several trainers."""
 
 
 class Residency:

@@ -6,23 +6,18 @@ has its newest durable point, and the journal has the later commands. Each train
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import sqlalchemy as sa
 
 from fovea.wire.errors import FoveaError, SessionEnded
 from fovea_gateway.database.schema import drained_trainers
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.sessions.future import Done, Kind, Pending
 from fovea_gateway.training.models import Model, Models, ModelState
-from fovea_gateway.training.residency import Residency
-from fovea_gateway.training.trainer_queue import TrainerQueue
+from fovea_gateway.training.residency import Homes, TrainerSide
 
 logger = logging.getLogger(__name__)
 
-Command = Callable[[Model, Pending, bytes], Awaitable[Done]]
 _PLACED = (ModelState.CREATING, ModelState.READY)
 
 
@@ -31,72 +26,12 @@ def read_drained(connection: sa.Connection) -> list[str]:
     return list(connection.scalars(sa.select(drained_trainers.c.address)))
 
 
-@dataclass(frozen=True)
-class TrainerSide:
-    """The components that work with one trainer.
-
-    Attributes:
-        commands: The function that runs each kind of command there.
-    """
-
-    link: TrainerLink
-    queue: TrainerQueue
-    residency: Residency
-    commands: dict[Kind, Command] = field(default_factory=dict)
-
-
-class TrainerPool:
-    """The trainers of one base model, and the home of each model among them. Add at least one side before use."""
+class TrainerPool(Homes):
+    """The choice of homes, and the moves between them."""
 
     def __init__(self, models: Models) -> None:
-        self._models = models
-        self.sides: list[TrainerSide] = []
-        self._homes: dict[str, TrainerSide] = {}
-        self._running: set[str] = set()
+        super().__init__(models)
         self._refused_by: dict[str, set[str]] = {}
-
-    @property
-    def is_plural(self) -> bool:
-        """True if there are several trainers, so that models can move."""
-        return len(self.sides) > 1
-
-    @property
-    def instances(self) -> set[str]:
-        """The ids of the present instances of all trainers."""
-        return {side.link.instance_id for side in self.sides} - {""}
-
-    def side_of(self, model: Model) -> TrainerSide:
-        """Returns the home of a model. A model without one gets the trainer that holds it, or the best one."""
-        side = self._homes.get(model.model_id)
-        if side is None:
-            side = self._homes[model.model_id] = self._holder(model) or self._place(model)
-        return side
-
-    def find_trainer(self, model_id: str) -> TrainerLink:
-        """Returns the trainer that pushes a model's snapshots; for an ended or unknown model, or an empty id, the one
-        with the least queued work.
-        """
-        model = self._models.find(model_id)
-        if model is not None and model.state in _PLACED:
-            return self.side_of(model).link
-        return min(self._open() or self.sides, key=lambda side: side.queue.queued_s).link
-
-    def is_home(self, model: Model, link: TrainerLink) -> bool:
-        """Returns whether a model belongs to a trainer and may be restored there while no command asks for it."""
-        return self.side_of(model).link is link and not (self.is_plural and model.model_id in self._running)
-
-    def leaves(self, model: Model, link: TrainerLink) -> bool:
-        """Returns whether a model should continue in another trainer than this one."""
-        if not self.is_plural:
-            return False
-        side = self.side_of(model)
-        if side.link is not link:
-            return True
-        others = self._open(but=side)
-        is_held = bool(model.trainer_instance) and any(
-            other.link.instance_id == model.trainer_instance for other in others
-        )
-        return is_held or (bool(others) and (link.is_draining or link.is_lost))
 
     def move(self, model: Model, side: TrainerSide) -> None:
         """Gives a model another home than `side`. Does nothing if it has one already."""
@@ -119,15 +54,6 @@ class TrainerPool:
         del self._refused_by[model.model_id]
         return False
 
-    @contextmanager
-    def running(self, model: Model) -> Iterator[None]:
-        """Keeps sweeps from moving a model until its command has ended and is stored."""
-        self._running.add(model.model_id)
-        try:
-            yield
-        finally:
-            self._running.discard(model.model_id)
-
     def drain(self, addresses: Iterable[str]) -> None:
         """Marks exactly these trainers as draining."""
         chosen = set(addresses)
@@ -136,7 +62,7 @@ class TrainerPool:
 
     async def sweep(self) -> None:
         """Moves idle models from trainers that are draining or lost, frees copies that a lost trainer still holds, and
-        restores models.
+        restores models. A single trainer needs only `Residency.sweep`.
         """
         for model_id, side in list(self._homes.items()):
             model = self._models.find(model_id)
@@ -145,18 +71,13 @@ class TrainerPool:
             elif model_id not in self._running and self.leaves(model, side.link):
                 await self._move_idle(model, side)
         for side in self.sides:
-            if self.is_plural and side.link.up and side.link.info is not None:
+            if side.link.up and side.link.info is not None:
                 await self._free_copies(side, side.link.info.model_ids)
             await side.residency.sweep()
 
     async def park(self, model: Model) -> int:
         """Parks a model in storage; see `Residency.park`."""
         return await self.side_of(model).residency.park(model)
-
-    async def check_snapshots(self, model_id: str) -> None:
-        """Raises RestoreInProgress while a model is being restored or its trainer is away."""
-        if (model := self._models.find(model_id)) is not None:
-            await self.side_of(model).residency.check_snapshots(model_id)
 
     async def abandon(self, model_ids: Iterable[str], error: SessionEnded) -> None:
         """Cancels the moves of models of an ended session and fails the commands that wait for them."""
@@ -195,6 +116,25 @@ class TrainerPool:
             instance = model.trainer_instance if model is not None else ""
             if model is not None and home not in (None, side) and instance not in ("", side.link.instance_id):
                 await side.residency.free_copy(model)
+
+    def _choose(self, model: Model) -> TrainerSide:
+        return self._holder(model) or self._place(model)
+
+    def _find(self, model_id: str) -> TrainerLink:
+        model = self._models.find(model_id)
+        if model is not None and model.state in _PLACED:
+            return self.side_of(model).link
+        return min(self._open() or self.sides, key=lambda side: side.queue.queued_s).link
+
+    def _should_leave(self, model: Model, link: TrainerLink) -> bool:
+        side = self.side_of(model)
+        if side.link is not link:
+            return True
+        others = self._open(but=side)
+        is_held = bool(model.trainer_instance) and any(
+            other.link.instance_id == model.trainer_instance for other in others
+        )
+        return is_held or (bool(others) and (link.is_draining or link.is_lost))
 
     def _open(self, but: TrainerSide | None = None) -> list[TrainerSide]:
         """Returns the trainers that may receive models."""

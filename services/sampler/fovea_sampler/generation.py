@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from fovea.api.v1 import model_input_pb2
-from fovea.client.renderer import FeatureCache, RendererClient
+from fovea.client.inference import FeatureCache, RendererClient
 from fovea.runtime import tracing
 from fovea.runtime.tasks import BackgroundTasks, SingleFlight, run_to_end
 from fovea.vision.vision_family import VisionFamily

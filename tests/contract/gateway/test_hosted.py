@@ -21,7 +21,6 @@ from tests.contract.gateway.requests import Rest
     [
         ("POST", "auth/token", "JWTs"),
         ("DELETE", "auth/apikey/me", "fovea keys revoke"),
-        ("GET", "billing/usage/events", "billing"),
         ("POST", "no_such_call", "POST /api/v1/no_such_call"),
     ],
 )

@@ -78,7 +78,6 @@ REST: dict[tuple[str, str], Answer] = {
         for refused in [
             ("POST", "auth/token"),  # this gateway has no provider
             ("DELETE", "auth/apikey/me"),
-            ("GET", "billing/usage/events"),
         ]
     },
     ("GET", "auth/methods"): Answer(OPEN, other=200),
@@ -93,6 +92,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "sessions/{session_id}/trace"): Answer(OPEN, own=403, other=403),  # no signature
     ("GET", "audit"): Answer(ADMIN, other=403),
     ("GET", "billing/usage/checkpoints/current"): Answer(ADMIN, other=403),
+    ("GET", "billing/usage/events"): Answer(ADMIN, own=400, other=403),  # without dates
     ("GET", "sessions"): Answer(READ, other=200),
     ("GET", "sessions/{session_id}"): Answer(READ),
     ("GET", "parked_sessions"): Answer(READ, other=200),

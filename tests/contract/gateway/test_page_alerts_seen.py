@@ -76,7 +76,7 @@ async def test_alerts_begin_on_the_page_and_leave_the_focus_where_it_is(tmp_path
             rest = Rest(http)
             model_id = await rest.create_model(user_metadata={"name": "birds"})
             await see(open_page, admin)
-            await see(browser.wait, "return document.querySelectorAll('#system-charts .path').length >= 9")
+            await see(browser.wait, "return document.querySelectorAll('#system-charts canvas').length >= 6")
             assert await see(browser.run, "return document.querySelector('#alerts').hidden")
             await see(browser.wait_text, "#system-charts", "GPU memory", "Tokens per second", "Push of weights")
             await see(browser.run, "document.querySelector('#system-hours').focus()")
@@ -98,6 +98,7 @@ async def test_alerts_begin_on_the_page_and_leave_the_focus_where_it_is(tmp_path
             await stand.sampler.start()
             await rest.ok("live/reports", model_id=model_id, metrics={"kl": 0.01})
             await see(browser.wait_text, "#alerts", "None now", "2 that ended")
+            await see(browser.run, "scrollTo(0, 0)")
             await see(browser.click, "#alerts-ended summary")
             await see(browser.wait_text, "#alerts-past", "Sampler gone", "birds")
             assert await see(browser.run, "return document.title") == "Fovea"

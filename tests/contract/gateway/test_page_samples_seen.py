@@ -34,7 +34,8 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-def _png(number: int) -> bytes:
+def png(number: int) -> bytes:
+    """A picture of a disc, different for each number."""
     picture = Image.new("RGB", (48, 36), (235, 240, 248))
     ImageDraw.Draw(picture).ellipse((6 + 4 * number, 6, 26 + 4 * number, 26), fill=(40 * number, 110, 200))
     file = io.BytesIO()
@@ -51,12 +52,12 @@ async def _play(rest: Rest, steps: int) -> str:
         sampling_id = await rest.snapshot(model_id, seq_id, number)
         judged, data = [], []
         for place in (0, 1):
-            png, tokens = _png(number % 5 + place), [700 + number, 800 + place]
-            image = {"type": "image", "data": base64.b64encode(png).decode(), "format": "png", "expected_tokens": 4}
+            picture, tokens = png(number % 5 + place), [700 + number, 800 + place]
+            image = {"type": "image", "data": base64.b64encode(picture).decode(), "format": "png", "expected_tokens": 4}
             prompt = {"chunks": [image, {"type": "encoded_text", "tokens": tokens}]}
             sample = (await rest.sample(sampling_id, place, prompt=prompt, num_samples=2)).json()["request_id"]
             for index, sequence in enumerate((await rest.result(sample))["sequences"]):
-                chunks = [types.ImageChunk(data=png, format="png", expected_tokens=4)]
+                chunks = [types.ImageChunk(data=picture, format="png", expected_tokens=4)]
                 given = types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=tokens)])
                 data.append(datum(sequence["tokens"], given))
                 reward = float(chance.random() < 0.2 + 0.6 * number / steps) + 0.2 * index
@@ -110,6 +111,7 @@ async def test_samples_are_searched_and_enlarged_and_show_the_trainers_values(tm
         wide = "return document.querySelector('#viewer-picture').getBoundingClientRect().height > innerHeight / 2"
         assert await see(browser.run, wide)
         if PICTURES:
+            await see(os.makedirs, PICTURES, 0o777, True)
             await see(browser.screenshot, Path(PICTURES) / "viewer-1280-light.png", 900)
         await see(browser.press, ESCAPE)
         await see(browser.wait, "return !document.querySelector('#viewer').open")

@@ -160,6 +160,33 @@ async def test_commands_go_to_the_trainer_of_their_model(stand: TwoTrainers, res
         assert len(stepped) == 2
 
 
+async def test_owners_share_each_trainer_and_wait_for_no_other(tmp_path: Path) -> None:
+    keys = ["alice=tml-alice", "bob=tml-bob"]
+    async with running(TwoTrainers(tmp_path), api_key=keys) as stand:
+        assert isinstance(stand, TwoTrainers)
+        async with stand.http("tml-alice") as hers, stand.http("tml-bob") as his:
+            alice, bob = Rest(hers), Rest(his)
+            flood, quiet = await created(alice, 12), await created(bob, 2)
+            assert {stand.holder(model_id) for model_id in quiet} == set(stand.trainers)
+            for trainer in stand.trainers:
+                trainer.open.clear()
+            sent = [await alice.forward_backward(model_id, 1) for model_id in flood]
+            await eventually(lambda: all(trainer.waiting == 1 for trainer in stand.trainers))
+            sent_by_bob = [await bob.forward_backward(model_id, 1) for model_id in quiet]
+            stand.trainer.open.set()
+            first = quiet[0] if stand.holder(quiet[0]) is stand.trainer else quiet[1]
+            answer = sent_by_bob[quiet.index(first)].json()["request_id"]
+            assert "metrics" in await bob.result(answer), "the other trainer, which stands still, holds it up"
+            stand.other.open.set()
+            for rest, answers in ((alice, sent), (bob, sent_by_bob)):
+                for one in answers:
+                    assert "metrics" in await rest.result(one.json()["request_id"])
+    for trainer in stand.trainers:
+        begun = [header.model_id for header, _ in trainer.of("ForwardBackward")]
+        assert [model_id in quiet for model_id in begun].index(True) == 1, "before the others that she had queued"
+        assert len(begun) == 7
+
+
 @pytest.mark.parametrize("is_disk_slow", [False, True])
 @pytest.mark.parametrize("way", ["drained", "lost"])
 async def test_models_of_a_trainer_that_goes_continue_in_the_other(

@@ -5,10 +5,10 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 import httpx
 import jwt
@@ -110,7 +110,7 @@ async def test_one_person_has_one_key(stand: Stand, issuer: Issuer) -> None:
 
 
 def _unsigned(issuer: Issuer) -> str:
-    return jwt.encode(claims(issuer), None, "none", {"kid": "first"})
+    return jwt.encode(claims(issuer), "", "none", {"kid": "first"})
 
 
 def _by_public_key(issuer: Issuer) -> str:
@@ -139,7 +139,7 @@ def _with_its_own_key(issuer: Issuer) -> str:
     return jwt.encode(claims(issuer), issuer.keys["other"], "RS256", {"kid": "other", "jwk": issuer.public("other")})
 
 
-HOSTILE = {
+HOSTILE: dict[str, tuple[Callable[[Issuer], str], int, str]] = {
     "not a token": (lambda issuer: "eyJhbGciOi", 401, "cannot be read"),
     "no signature": (_unsigned, 401, "'none'"),
     "the public key as secret": (_by_public_key, 401, "not valid"),
@@ -210,7 +210,9 @@ async def _begin(http: httpx.AsyncClient) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(urlsplit(begun.headers["location"]).query).items()}
 
 
-async def test_the_page_signs_in_and_out(stand: Stand, issuer: Issuer) -> None:
+@pytest.mark.parametrize("way", ["client_secret_post", "client_secret_basic"])
+async def test_the_page_signs_in_and_out(stand: Stand, issuer: Issuer, way: str) -> None:
+    issuer.metadata = {"token_endpoint_auth_methods_supported": [way]}
     async with stand.http(None) as http:
         sent = await _begin(http)
         assert (sent["response_type"], sent["client_id"], sent["code_challenge_method"]) == ("code", CLIENT, "S256")
@@ -222,7 +224,9 @@ async def test_the_page_signs_in_and_out(stand: Stand, issuer: Issuer) -> None:
         cookie = next(one for one in back.headers.get_list("set-cookie") if one.startswith("fovea_session="))
         assert {"HttpOnly", "SameSite=strict", "Path=/", "Max-Age=28800"} <= set(cookie.split("; "))
         form = issuer.forms[-1]
-        assert (form["code"], form["client_secret"]) == ("c", CLIENT_SECRET)
+        assert (form["code"], form.get("client_secret")) == ("c", CLIENT_SECRET if way.endswith("post") else None)
+        basic = base64.b64encode(f"{CLIENT}:{quote(CLIENT_SECRET)}".encode()).decode()
+        assert issuer.authorizations[-1] == ("" if way.endswith("post") else f"Basic {basic}")
         challenge = base64.urlsafe_b64encode(hashlib.sha256(form["code_verifier"].encode()).digest()).rstrip(b"=")
         assert challenge.decode() == sent["code_challenge"]
         assert form["code_verifier"] not in (sent["state"], sent["nonce"])

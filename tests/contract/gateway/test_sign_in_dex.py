@@ -1,6 +1,7 @@
 """Sign-in through Dex, a real provider: in a real browser, and by the SDK with a command that prints ID tokens."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import tinker
 
 from fovea.runtime.hosts import free_ports
 from fovea_gateway.access import sign_ins
+from fovea_gateway.access.owners import Usage, Used, add_usage
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
@@ -34,6 +36,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[SignedIn]:
         async with running(
             stand, api_key=["root=tml-root"], oidc_issuer=stand.issuer, oidc_client_id=CLIENT,
             oidc_client_secret_file=tmp_path / "secret", oidc_roles={"admins": "admin", "ml-team": "train"},
+            gpu_hour_price_usd=2.0,
         ):  # fmt: skip
             yield stand
 
@@ -62,6 +65,9 @@ async def test_a_browser_signs_in_sees_its_own_and_signs_out(stand: SignedIn, br
         rest = Rest(http)
         await rest.open_session()
         await rest.create_model(user_metadata={"name": "of the root"})
+    assert stand.gateway is not None
+    used = [Used("root", "k", Usage(sampled_tokens=9, gpu_seconds=5400.0))]
+    await stand.gateway.components.database.write(lambda connection: add_usage(connection, used, time.time()))
     await _see(browser.open, f"{stand.url}/")
     await _see(browser.wait_text, "#ask", "Your API key", "Sign in without a key")
     await _sign_in(browser, "alice")
@@ -83,6 +89,7 @@ async def test_a_browser_signs_in_sees_its_own_and_signs_out(stand: SignedIn, br
     await _sign_in(browser, "boss")
     await _see(browser.wait_text, "#models", "of the root")
     assert await _see(browser.text, "#caller") == "boss@example.com · admin"
+    await _see(browser.wait_text, "#usage", "root", "$3.00")
 
 
 async def test_the_sdk_exchanges_what_its_command_prints(

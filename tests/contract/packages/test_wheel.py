@@ -18,7 +18,8 @@ from tests.contract.packages.conftest import ROOT, UV, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", pytest.param("3.12", marks=pytest.mark.long), "3.13")
+"""The oldest and the newest; `make long` has the one between."""
 
 TALK = """
 import asyncio, importlib, pkgutil, sys

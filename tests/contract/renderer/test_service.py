@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from fovea.api.v1 import model_input_pb2, renderer_pb2_grpc
-from fovea.client.renderer import RendererClient
+from fovea.client.inference import RendererClient
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import RENDERER_SERVICE
 from fovea.wire.errors import InvalidInput, Unavailable

@@ -12,7 +12,7 @@ import pytest
 
 import fovea
 from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampler_pb2, sampler_pb2_grpc, weights_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.runtime import tracing
 from fovea.runtime.server import ErrorInterceptor
 from fovea.wire import tensors

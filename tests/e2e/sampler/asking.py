@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fovea.api.v1 import model_input_pb2, sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 
 Part = Sequence[int] | model_input_pb2.VisionFeature

@@ -12,11 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import fovea_tinyvlm
 from fovea.api.v1 import model_input_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.tensors import FeatureTensors
 from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Part, rendered
+from tests.e2e.sampler.copies import close_copies
 from tests.e2e.sampler.process import SamplerProcess, running_sampler
 from tests.e2e.sampler.reference import Reference
 from tests.e2e.sampler.renderer import TinyRenderer, running_renderer
@@ -31,6 +32,13 @@ def model() -> Path:
     return fovea_tinyvlm.ensure("qwen3_vl")
 
 
+@pytest.fixture(scope="package", autouse=True)
+def _copies() -> Iterator[None]:
+    """Ends the process that forks samplers: it would keep half a GiB."""
+    yield
+    close_copies()
+
+
 @pytest.fixture(scope="package")
 def renderer(model: Path) -> Iterator[TinyRenderer]:
     """Serves vision tensors."""
@@ -41,14 +49,15 @@ def renderer(model: Path) -> Iterator[TinyRenderer]:
 @pytest.fixture(scope="package")
 def sampler(model: Path) -> Iterator[SamplerProcess]:
     """The sampler under test: two adapters in a batch, three held."""
-    with running_sampler(model, "--max-loras", "3", "--max-cpu-loras", "3", "--max-adapters", "4") as sampler:
+    most = ("--max-loras", "3", "--max-cpu-loras", "3", "--max-adapters", "4")
+    with running_sampler(model, *most, is_copy=True) as sampler:
         yield sampler
 
 
 @pytest.fixture(scope="package")
 def mixture() -> Iterator[SamplerProcess]:
     """A sampler of another family, which has delta nets, experts and images."""
-    with running_sampler(ensure_family(MIXTURE), *THREE_SLOTS) as sampler:
+    with running_sampler(ensure_family(MIXTURE), *THREE_SLOTS, is_copy=True) as sampler:
         yield sampler
 
 
@@ -58,7 +67,7 @@ def sampler_of(family: str, request: pytest.FixtureRequest, *arguments: str) -> 
     if family == MIXTURE:
         yield request.getfixturevalue("mixture")
     else:
-        with running_sampler(ensure_family(family), *arguments) as sampler:
+        with running_sampler(ensure_family(family), *arguments, is_copy=True) as sampler:
             yield sampler
 
 

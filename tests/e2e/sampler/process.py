@@ -16,6 +16,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.e2e.sampler.copies import Copy, copied
+
 _START_S = 180
 _LISTENING = re.compile(r"listening on (\S+?), metrics on (\S+)")
 
@@ -24,7 +26,7 @@ _LISTENING = re.compile(r"listening on (\S+?), metrics on (\S+)")
 class SamplerProcess:
     """A running sampler."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Copy
     log: list[str] = field(default_factory=list)
 
     @property
@@ -79,14 +81,28 @@ class SamplerProcess:
 
 
 @contextlib.contextmanager
-def running_sampler(model: Path, *arguments: str) -> Iterator[SamplerProcess]:
-    """A sampler that serves; ended with SIGTERM, whereupon it must leave by itself."""
-    command = [sys.executable, "-m", "fovea_sampler", "--model", str(model), "--metrics-port", "0", *arguments]
+def running_sampler(model: Path, *arguments: str, is_copy: bool = False) -> Iterator[SamplerProcess]:
+    """A sampler that serves; ended with SIGTERM, whereupon it must leave by itself.
+
+    Args:
+        is_copy: Whether it begins as a copy of a process that has imported vLLM; see `copies`.
+    """
+    options = ["--model", str(model), "--metrics-port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    reading, writing = os.pipe()
+    if is_copy:
+        process: subprocess.Popen[str] | Copy = copied(options, environment, writing)
+    else:
+        command = [sys.executable, "-m", "fovea_sampler", *options]
+        process = subprocess.Popen(command, stderr=writing, text=True, env=environment)
+    os.close(writing)
     sampler = SamplerProcess(process)
-    assert process.stderr
-    reader = threading.Thread(target=lambda stream: sampler.log.extend(stream), args=(process.stderr,), daemon=True)
+
+    def read() -> None:
+        with open(reading, encoding="utf-8", errors="replace") as errors:
+            sampler.log.extend(errors)
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         sampler.wait_for_line("ready .* after the start")
@@ -100,4 +116,3 @@ def running_sampler(model: Path, *arguments: str) -> Iterator[SamplerProcess]:
             process.kill()
             process.wait()
             reader.join(10)
-            process.stderr.close()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fovea.api.v1 import sampler_pb2, weights_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.manifest import buckets
 from fovea_weights.weight_transfer import device_digest
 from tests.e2e.sampler.reference import ALPHA

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from tests.e2e.sampler.asking import ask, request_for
 from tests.e2e.sampler.conftest import Prompt, PromptMaker, picture

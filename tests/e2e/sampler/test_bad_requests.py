@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.errors import FeatureEvicted, FoveaError, Internal, InvalidInput, SnapshotNotLoaded
 from fovea.wire.tensors import size_bytes, tensors_sha256

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from fovea.api.v1 import model_input_pb2, sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.errors import ContextOverflow
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.conftest import PromptMaker, picture

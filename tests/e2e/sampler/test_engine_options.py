@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import SamplerProcess, running_sampler
 
@@ -27,7 +27,7 @@ def small(model: Path) -> Iterator[SamplerProcess]:
     cache = ("--kv-cache-dtype", "fp8") if _HAS_FP8 else ()
     with (
         mock.patch.dict(os.environ, {_VARIABLE: '{"prefix_caching_hash_algo": "sha256_cbor"}'}),
-        running_sampler(model, *cache) as sampler,
+        running_sampler(model, *cache, is_copy=True) as sampler,
     ):
         yield sampler
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.errors import InvalidInput
 from fovea_tinyvlm.families import ensure_family
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for

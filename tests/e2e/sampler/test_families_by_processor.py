@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fovea.api.v1 import model_input_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from fovea.wire.errors import InvalidInput
 from fovea_tinyvlm.families import ensure_family

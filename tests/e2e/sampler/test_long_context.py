@@ -13,7 +13,7 @@ import pytest
 
 import fovea_tinyvlm
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.errors import ContextOverflow
 from tests.checkpoints import with_one_processor_file
 from tests.e2e.sampler.asking import ask, rendered, request_for
@@ -49,7 +49,7 @@ async def test_scores_survive_preemptions_up_to_the_end_of_a_scaled_context(scal
     generator = np.random.default_rng(0)
     prompts = generator.integers(100, 1000, (4, LENGTH))
     targets = generator.integers(100, 1000, LENGTH - 1)
-    with running_sampler(scaled, "--kv-cache-mib", "16") as sampler:
+    with running_sampler(scaled, "--kv-cache-mib", "16", is_copy=True) as sampler:
         async with SamplerClient(sampler.address) as client:
             assert (await client.info()).max_context_length == UNSCALED * FACTOR
             with pytest.raises(ContextOverflow):

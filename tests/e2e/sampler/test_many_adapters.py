@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from tests.e2e.sampler.asking import Answer, ask, request_for
 from tests.e2e.sampler.conftest import PromptMaker, picture
 from tests.e2e.sampler.process import SamplerProcess, running_sampler
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def crowded(model: Path) -> Iterator[SamplerProcess]:
     """A sampler with memory for four adapters of the largest rank, 64: half of what the ranks above take."""
-    with running_sampler(model, "--max-loras", "4", "--max-sequences", "16") as sampler:
+    with running_sampler(model, "--max-loras", "4", "--max-sequences", "16", is_copy=True) as sampler:
         yield sampler
 
 

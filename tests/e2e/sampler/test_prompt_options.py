@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire import tensors
 from tests.e2e.sampler.asking import Answer, ask, rendered, request_for
 from tests.e2e.sampler.conftest import Prompt, PromptMaker, picture

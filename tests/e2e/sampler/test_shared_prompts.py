@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.errors import InvalidInput
 from tests.e2e.sampler.asking import ask, rendered, request_for
 from tests.e2e.sampler.process import SamplerProcess

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Qwen3_5TextConfig
 
 import fovea_tinyvlm
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.errors import InvalidInput, Unavailable
 from tests.checkpoints import save_random
 from tests.e2e.sampler.asking import ask, rendered, request_for
@@ -64,7 +64,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text_sampler(hybrid: Path) -> Iterator[SamplerProcess]:
     """Takes two blocks of the least size in a step: a prompt is computed in three parts."""
-    with running_sampler(hybrid, "--max-batched-tokens", "128") as sampler:
+    with running_sampler(hybrid, "--max-batched-tokens", "128", is_copy=True) as sampler:
         yield sampler
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fovea.api.v1 import sampler_pb2
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,

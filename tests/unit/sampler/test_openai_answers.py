@@ -17,7 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 import fovea_tinyvlm
 from fovea.api.v1 import sampler_pb2, sampler_pb2_grpc
-from fovea.client.sampler import SamplerClient
+from fovea.client.inference import SamplerClient
 from fovea.runtime.server import ErrorInterceptor
 from fovea.wire import tensors
 from fovea_sampler.engine.openai_serving import OpenAIServing

@@ -21,29 +21,30 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="Number of seeds, starting at --first.")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, nargs="+", help="Run only these seeds, with their logs.")
+    parser.add_argument("--trainers", type=int, default=1, choices=(1, 2, 3), help="Number of trainers.")
     given = parser.parse_args(arguments)
     with scratch_folder() as folder:
         template = make_template(folder / "template.db")
         if given.seed is not None:
-            return _replay(given.seed, template)
-        return _run_many(range(given.first, given.first + given.seeds), template)
+            return _replay(given.seed, template, given.trainers)
+        return _run_many(range(given.first, given.first + given.seeds), template, given.trainers)
 
 
-def _replay(seeds: list[int], template: Path) -> int:
+def _replay(seeds: list[int], template: Path, trainer_count: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(created).3f %(name)s %(message)s")
-    outcomes = [run_seed(seed, template) for seed in seeds]
+    outcomes = [run_seed(seed, template, trainer_count) for seed in seeds]
     for outcome in outcomes:
         print(_line(outcome))
         print(checker.summary(outcome.violations))
     return int(any(outcome.violations for outcome in outcomes))
 
 
-def _run_many(seeds: range, template: Path) -> int:
+def _run_many(seeds: range, template: Path, trainer_count: int) -> int:
     logging.getLogger().addHandler(logging.NullHandler())
     begun = time.process_time()
     totals: Counter[str] = Counter()
     for seed in seeds:
-        outcome = run_seed(seed, template)
+        outcome = run_seed(seed, template, trainer_count)
         totals.update(seeds=1, commands=outcome.commands, faults=outcome.faults, virtual_s=round(outcome.virtual_s))
         if outcome.violations:
             totals["broken"] += 1

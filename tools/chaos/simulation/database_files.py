@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import sqlite3
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,11 @@ class DatabaseFiles:
         """Returns the rows of a query of the checker."""
         with closing(sqlite3.connect(self.path)) as database:
             return database.execute(query, values).fetchall()
+
+    def write(self, statement: str, *values: str) -> None:
+        """Runs a statement of another process. Does nothing if the disk is full, as a command that fails."""
+        with closing(sqlite3.connect(self.path)) as database, suppress(sqlite3.OperationalError), database:
+            database.execute(statement, values)
 
 
 def make_template(path: Path) -> Path:

@@ -95,7 +95,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         points = self._disk.points
         return trainer_pb2.GetTrainerInfoResponse(
             model=MODEL, instance_id=self._instance_id, world_size=1, max_lora_rank=64, max_context_length=CONTEXT,
-            model_ids=list(self.models), loss_functions=["cross_entropy"], keeps_recovery=True,
+            model_ids=list(self.models), loss_functions=["cross_entropy"], keeps_recovery=True, recovery_store="disk",
             durable_seq_ids={model_id: points[model_id].seq_id for model_id in self.models if model_id in points},
             kept_model_ids=sorted(self._kept() - self.models.keys()) if request.with_kept else (),
         )  # fmt: skip
@@ -140,6 +140,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             self.models.pop(model_id, None)
             self._replies.forget(model_id)
             self._waiting = {key: what for key, what in self._waiting.items() if key[0] != model_id}
+            if request.keeps_recovery:
+                return trainer_pb2.DeleteModelResponse()
             self._disk.points.pop(model_id, None)
             kept = self._disk.snapshots
             for snapshot_id in [each for each, one in kept.items() if one.identity.model_id == model_id]:
@@ -290,7 +292,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                     continue  # it was replaced, its model was deleted, or it will be retried
                 del self._waiting[key]
                 if isinstance(what, Point):
-                    self._disk.points[key[0]] = what
+                    newest = self._disk.points.get(key[0], what)
+                    self._disk.points[key[0]] = max(what, newest, key=lambda point: point.seq_id)
                 else:
                     self._disk.snapshots[key[1]] = what
             self._is_due.clear()

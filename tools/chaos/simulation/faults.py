@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from chaos.simulation.world import ADDRESSES, GATEWAY, RENDERER, SAMPLERS, TRAINER, World
+from chaos.simulation.world import GATEWAY, RENDERER, SAMPLERS, World
 
 logger = logging.getLogger("faults")
 
@@ -31,6 +31,8 @@ class Nemesis:
             self._kill_sampler, self._kill_renderer, self._freeze, self._cut, self._hang, self._slow_down,
             self._break_off, self._fill_disk, self._evict,
         ]  # fmt: skip
+        if len(world.trainer_addresses) > 1:
+            self._kinds += [self._kill_trainer, self._drain_trainer, self._drain_trainer, self._cut_trainer]
         world.network.losses = self._chance.choice(_LOSSES)
 
     async def run(self) -> None:
@@ -60,7 +62,21 @@ class Nemesis:
         await self._kill(GATEWAY, 10.0)
 
     async def _kill_trainer(self) -> None:
-        await self._kill(TRAINER, 60.0)
+        await self._kill(self._choose_trainer(), 60.0)
+
+    def _choose_trainer(self) -> str:
+        trainers = self._world.trainer_addresses
+        return self._chance.choice(trainers) if len(trainers) > 1 else trainers[0]
+
+    async def _drain_trainer(self) -> None:
+        """Drains a trainer for a while, as `fovea drain` does."""
+        address = self._choose_trainer()
+        self._world.files.write("INSERT OR IGNORE INTO drained_trainers VALUES (?)", address)
+        await self._for_a_while(60.0)
+        self._world.files.write("DELETE FROM drained_trainers WHERE address = ?", address)
+
+    async def _cut_trainer(self) -> None:
+        await self._cut_off(self._choose_trainer())
 
     async def _kill_sampler(self) -> None:
         await self._kill(self._chance.choice(SAMPLERS), 60.0)
@@ -82,7 +98,7 @@ class Nemesis:
 
     async def _freeze(self) -> None:
         """Stops a process, as with SIGSTOP."""
-        process = self._world.processes.get(self._chance.choice(ADDRESSES))
+        process = self._world.processes.get(self._chance.choice(self._world.addresses))
         if process is not None and process.frozen is None:
             process.freeze()
             await self._for_a_while(20.0)
@@ -90,7 +106,9 @@ class Nemesis:
 
     async def _cut(self) -> None:
         """Makes calls to one service fail at once."""
-        address = self._chance.choice(ADDRESSES)
+        await self._cut_off(self._chance.choice(self._world.addresses))
+
+    async def _cut_off(self, address: str) -> None:
         self._world.network.cut.add(address)
         self._world.network.break_off(address)
         await self._for_a_while(30.0)
@@ -98,7 +116,7 @@ class Nemesis:
 
     async def _hang(self) -> None:
         """Delays all messages to and from one service."""
-        address, event = self._chance.choice(ADDRESSES), asyncio.Event()
+        address, event = self._chance.choice(self._world.addresses), asyncio.Event()
         self._world.network.hanging[address] = event
         await self._for_a_while(20.0)
         event.set()
@@ -106,14 +124,14 @@ class Nemesis:
             del self._world.network.hanging[address]
 
     async def _slow_down(self) -> None:
-        address = self._chance.choice(ADDRESSES)
+        address = self._chance.choice(self._world.addresses)
         self._world.network.slow[address] = self._chance.uniform(0.1, 3.0)
         await self._for_a_while(30.0)
         self._world.network.slow.pop(address, None)
 
     async def _break_off(self) -> None:
         """Breaks the connections to one service."""
-        self._world.network.break_off(self._chance.choice(ADDRESSES))
+        self._world.network.break_off(self._chance.choice(self._world.addresses))
 
     async def _fill_disk(self) -> None:
         self._world.files.fill()

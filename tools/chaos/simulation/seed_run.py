@@ -59,10 +59,10 @@ _EXPECTED = ("the disk of ",)
 """Errors that a fault causes on purpose."""
 
 
-def run_seed(seed: int, template: Path) -> Outcome:
+def run_seed(seed: int, template: Path, trainer_count: int = 1) -> Outcome:
     """Runs one seed."""
     with scratch_folder() as folder, _quiet():
-        return _run(World(seed, DatabaseFiles(folder, template)))
+        return _run(World(seed, DatabaseFiles(folder, template), trainer_count))
 
 
 def _run(world: World) -> Outcome:
@@ -116,10 +116,9 @@ async def _settle(world: World, outcome: Outcome) -> None:
 
 
 def _found(world: World) -> Inventory:
-    assert world.trainer is not None
     assert world.components is not None
     found = Inventory({name: count for name, count in world.files.rows().items() if name in _ROWS})
-    found["models in the trainer"] = len(world.trainer.models)
+    found["models in the trainer"] = sum(len(trainer.models) for trainer in world.trainers.values())
     found["durable points"] = len(world.trainer_disk.points)
     found["snapshots kept for recovery"] = len(world.trainer_disk.snapshots)
     # Named snapshots may be sampled again, and are evicted only when a sampler is full.

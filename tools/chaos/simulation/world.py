@@ -27,9 +27,9 @@ from fovea_gateway.settings import GatewaySettings
 
 logger = logging.getLogger("world")
 
-GATEWAY, TRAINER, RENDERER = "gateway:8000", "trainer:1", "renderer:1"
+GATEWAY, RENDERER = "gateway:8000", "renderer:1"
+TRAINERS = ("trainer:1", "trainer-1:1", "trainer-2:1")
 SAMPLERS = ("sampler-0:1", "sampler-1:1")
-ADDRESSES = (GATEWAY, TRAINER, RENDERER, *SAMPLERS)
 _THREAD_S = 0.004
 _DRAIN_S = 5.0
 
@@ -40,16 +40,20 @@ class World:
     Args:
         seed: Determines everything.
         files: The database, which outlives gateways.
+        trainer_count: The number of trainers, 1 to 3. They share their disk.
 
     Attributes:
+        addresses: The addresses of all services.
         clients: The clients.
         history: Requests and answers of clients.
         undisturbed: Requests and expected answers.
         components: Components of the running gateway; None while there is none.
     """
 
-    def __init__(self, seed: int, files: DatabaseFiles) -> None:
+    def __init__(self, seed: int, files: DatabaseFiles, trainer_count: int = 1) -> None:
         self.seed, self.files = seed, files
+        self.trainer_addresses = TRAINERS[:trainer_count]
+        self.addresses = (GATEWAY, *self.trainer_addresses, RENDERER, *SAMPLERS)
         self.chance = random.Random(f"{seed}")
         delays, entropy = random.Random(f"{seed} threads"), random.Random(f"{seed} entropy")
         self._entropy = entropy
@@ -57,7 +61,7 @@ class World:
         self.network = Network(random.Random(f"{seed} network"))
         self.history, self.undisturbed = History(), History()
         self.trainer_disk = TrainerDisk()
-        self.trainer: FakeTrainer | None = None
+        self.trainers: dict[str, FakeTrainer] = {}
         self.samplers: dict[str, FakeSampler] = {}
         self.processes: dict[str, Process] = {}
         self.dead: list[Process] = []
@@ -66,7 +70,8 @@ class World:
         self._beginning: asyncio.Task[None] | None = None
         self._app: Any = None
         self._settings = GatewaySettings(
-            model_name=MODEL, model=MODEL, renderer=[RENDERER], sampler=list(SAMPLERS), trainer=TRAINER, port=0,
+            model_name=MODEL, model=MODEL, renderer=[RENDERER], sampler=list(SAMPLERS),
+            trainer=list(self.trainer_addresses), port=0,
             state_dir=files.folder, checkpoint_dir="memory://checkpoints", drain_s=_DRAIN_S, session_ttl_s=60.0,
         )  # fmt: skip
         self._instances = 0
@@ -95,7 +100,7 @@ class World:
 
     async def start_all(self) -> None:
         """Starts all services; their order does not matter."""
-        for address in (TRAINER, RENDERER, *SAMPLERS, GATEWAY):
+        for address in (*self.trainer_addresses, RENDERER, *SAMPLERS, GATEWAY):
             self.start(address)
 
     def start(self, address: str) -> None:
@@ -109,12 +114,12 @@ class World:
             process.context.run(self._start_gateway, process)
             return
         listener = self.network.listen(address, process)
-        if address == TRAINER:
-            self.trainer = FakeTrainer(
+        if address in TRAINERS:
+            trainer = self.trainers[address] = FakeTrainer(
                 instance_id, self.trainer_disk, self._reached_samplers, chance, self._slowness,
                 lambda: not self.free_bytes(),
             )  # fmt: skip
-            process.context.run(self.trainer.begin, listener, process)
+            process.context.run(trainer.begin, listener, process)
         elif address == RENDERER:
             FakeRenderer().begin(listener, process)
         else:

@@ -4,6 +4,7 @@ import { spark } from "./charts.js";
 import { isBeside, showCharts, startCharts, toggleBeside } from "./compare.js";
 import { isFound, labelOf, showLabel, startLabels, takeLabels } from "./labels.js";
 import { canTrain, isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
+import { chatWith, loadChatModels } from "./playground.js";
 import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
 import { PUBLISHED, Refused, forgetKey, get, hasKey, listen, post, setKey } from "./stream.js";
@@ -188,7 +189,7 @@ function render() {
   if (services) showServices(services);
   if (errors) showErrors(errors);
   if (samples) { samplesTold = samples; takeSamples(samples, nameOfSource); if (selected) prefer(selected); }
-  if (checkpoints) loadCheckpoints();
+  if (checkpoints) { loadCheckpoints(); loadChatModels(); }
   if (alerts) showAlerts(alerts);
   if (system) showSystem(system);
   loadUsage();
@@ -266,6 +267,7 @@ $("ask").addEventListener("submit", async (event) => {
     askKey(error instanceof Refused ? error.message : "the gateway does not answer; try again");
   }
 });
+document.addEventListener("chat", (event) => chatWith(event.detail));
 $("forget").addEventListener("click", async () => {
   if (isSignedIn) await post("auth/logout").catch(() => {});
   isSignedIn = false;

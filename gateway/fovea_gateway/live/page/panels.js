@@ -17,6 +17,8 @@ export function ownerName(owner) {
   return owner === caller.owner ? (hasPublishedKey() ? "tml-local" : "you") : `unnamed key ${nameless[1]}`;
 }
 export const isAdmin = () => caller.scope === "admin";
+const SCOPES = ["read", "sample", "train", "admin"];
+export const mayDo = (scope) => SCOPES.indexOf(caller.scope) >= SCOPES.indexOf(scope);
 export const canTrain = (owner) => ["train", "admin"].includes(caller.scope) && owner === caller.owner;
 
 export function showQueue(queue) {
@@ -138,6 +140,7 @@ function showCheckpoints({ checkpoints, cursor }) {
         one.expires_at ? make("div", { class: "soft" }, `until ${new Date(one.expires_at).toLocaleDateString("en-GB")}`) : null),
       make("td", {}, make("div", { class: "actions" },
         line ? make("button", { class: "quiet", type: "button", title: line[1], onclick: (event) => copy(line[1], event.target) }, line[0]) : null,
+        one.checkpoint_type === "sampler" && own && mayDo("sample") ? make("button", { class: "quiet", type: "button", onclick: () => document.dispatchEvent(new CustomEvent("chat", { detail: one.tinker_path })) }, "Chat") : null,
         own ? download(one, place) : null, own && mayChange ? deletion(one) : null)));
   });
   swap($("checkpoints"), table([["Name"], ["Kind"], ["Size", "number"], ["Saved", "number hide-small"], [""]], rows));
@@ -162,11 +165,13 @@ function showUsage(found, names) {
     sums.set(id, sum);
   }
   if (!sums.size) return $("usage").replaceChildren(empty("Nothing was trained or sampled in the last 30 days."));
+  const price = found.gpu_hour_price_usd;
   const rows = [...sums.values()].map((row) => make("tr", {},
     make("td", { class: "long" }, isAdmin() ? ownerName(row.owner) : names.get(row.key_id) || ownerName(row.owner), make("br"), make("span", { class: "soft mono" }, row.key_id || "–")),
     ...["trained_tokens", "prompt_tokens", "sampled_tokens"].map((name) => make("td", { class: "number" }, count(row[name]))),
-    make("td", { class: "number" }, short(row.gpu_seconds))));
+    make("td", { class: "number" }, short(row.gpu_seconds)),
+    price ? make("td", { class: "number" }, `$${(row.gpu_seconds / 3600 * price).toFixed(2)}`) : null));
   const stored = Object.values(found.stored_bytes).reduce((total, size) => total + size, 0);
-  $("usage").replaceChildren(table([["Key"], ["Trained", "number"], ["Prompts", "number"], ["Sampled", "number"], ["Device s", "number"]], rows),
+  $("usage").replaceChildren(table([["Key"], ["Trained", "number"], ["Prompts", "number"], ["Sampled", "number"], ["Device s", "number"], ...(price ? [["Cost", "number"]] : [])], rows),
     make("p", { class: "note" }, `Tokens, and seconds of trainer and samplers. Checkpoints take ${bytes(stored)}.`));
 }

@@ -41,7 +41,7 @@ function show() {
       ...common.map(([one, at]) => `${short(low + at * bin)} to ${short(low + (at + 1) * bin)}: ${count(one)} (${Math.round(100 * one / total)} %)`)]);
   });
   svg.addEventListener("pointerleave", () => tip(null));
-  $("rewards-chart").replaceChildren(make("figure", { class: "curve" }, svg));
+  $("rewards-chart").replaceChildren(make("figure", { class: "curve cells plot" }, svg));
 }
 
 let resized = null;

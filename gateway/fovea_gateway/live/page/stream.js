@@ -20,6 +20,15 @@ async function ask(path, options = {}) {
   const said = await answer.json().catch(() => ({}));
   throw new Refused(answer.status, said.detail || `the gateway answered ${answer.status}`);
 }
+// Routes beside the SDK's, such as those of OpenAI's API.
+async function askRoot(path, options = {}) {
+  const answer = await fetch(path, { ...options, headers: { "X-API-Key": key ?? "", "X-Fovea-Page": "1", ...options.headers } });
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => ({}));
+  throw new Refused(answer.status, said.error?.message || `the gateway answered ${answer.status}`);
+}
+export const getRoot = async (path) => (await askRoot(path)).json();
+export const postRoot = (path, body, signal) => askRoot(path, { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" }, signal });
 export const get = async (path) => (await ask(path)).json();
 export const remove = (path) => ask(path, { method: "DELETE" });
 export const post = (path) => ask(path, { method: "POST" });

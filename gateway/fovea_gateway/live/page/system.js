@@ -1,12 +1,13 @@
 // Figures of the services over time, for administrators: one request for the past, then a point in the stream each ten seconds.
-import { $, bytes, draw, make, short } from "./dom.js";
+/* global uPlot */
+import { $, bytes, make, short } from "./dom.js";
 import { isAdmin } from "./panels.js";
 import { get } from "./stream.js";
 
 const percent = (value) => `${Math.round(100 * value)} %`, seconds = (value) => `${short(value)} s`;
-const FIGURES = { gpu_memory: ["GPU memory", bytes], host_memory: ["Memory", bytes], busy: ["At work", percent], gpu_use: ["GPU utilisation", percent],
+const FIGURES = { gpu_memory: ["GPU memory", bytes], host_memory: ["Memory", bytes], busy: ["At work", percent],
   queue: ["Requests", (value) => short(value)], tokens: ["Tokens per second", (value) => short(value)], push: ["Push of weights", seconds], lag: ["Oldest change not durable", seconds] };
-const HEIGHT = 132, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
+const HEIGHT = 150, plots = new Map();
 let past = null, counts = {}, busy = false, tip = () => {};
 
 export function setTip(shown) { tip = shown; }
@@ -17,9 +18,10 @@ async function load() {
   try {
     past = await get(`live/system?hours=${$("system-hours").value}&points=240`);
     counts = {};
+    $("system-said").textContent = "";
     show();
   } catch (error) {
-    $("system-charts").replaceChildren(make("p", { class: "empty" }, error.message));
+    $("system-said").textContent = error.message;
   } finally {
     busy = false;
   }
@@ -47,7 +49,8 @@ function add(told) {
 export function beginSystem() {
   past = null;
   $("system").hidden = !isAdmin();
-  $("system-charts").replaceChildren();
+  for (const one of plots.values()) { one.plot?.destroy(); one.figure.remove(); }
+  plots.clear();
 }
 
 export function showSystem(told) {
@@ -63,8 +66,14 @@ function show() {
     if (!groups.has(figure)) groups.set(figure, []);
     groups.get(figure).push([label, past.series[name]]);
   }
-  const wide = innerWidth > 56 * 16, width = Math.max(220, Math.floor(($("system").clientWidth - 36 - (wide ? 29 : 0)) / (wide ? 2 : 1)));
-  $("system-charts").replaceChildren(...Object.keys(FIGURES).filter((figure) => groups.has(figure)).map((figure) => chart(figure, groups.get(figure), width)));
+  const wanted = Object.keys(FIGURES).filter((figure) => groups.has(figure));
+  for (const [figure, one] of plots) if (!groups.has(figure)) { one.plot?.destroy(); one.figure.remove(); plots.delete(figure); }
+  wanted.forEach((figure, place) => {
+    if (!plots.has(figure)) plots.set(figure, frame(figure));
+    const one = plots.get(figure);
+    if ($("system-charts").children[place] !== one.figure) $("system-charts").insertBefore(one.figure, $("system-charts").children[place] ?? null);
+    draw(one, groups.get(figure));
+  });
 }
 
 // Labels end with the base model's name, which says nothing if all have the same.
@@ -73,51 +82,60 @@ function shortened(labels) {
   return labels.map((label) => (ends.size === 1 && label.includes(" of ") ? label.slice(0, label.lastIndexOf(" of ")) : label));
 }
 
-function marks(top, unit) {
-  const base = unit === bytes ? 1000 ** Math.floor(Math.log10(top) / 3) : 1, power = base * 10 ** Math.floor(Math.log10(top / base / 2));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => top / size <= 3) ?? top;
-  return Array.from({ length: Math.ceil(top / step - 1e-9) + 1 }, (_, at) => at * step);
+const clock = (at, withSeconds) => new Date(at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...(withSeconds ? { second: "2-digit" } : {}) });
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function frame(figure) {
+  const [title, unit] = FIGURES[figure], legend = make("span", { class: "keys" }), box = make("div", { class: "plot" });
+  return { title, unit, legend, box, shape: "", plot: null, figure: make("figure", { class: "curve" }, make("figcaption", {}, make("span", {}, title), legend), box) };
 }
 
-const hour = (at, withSeconds) => new Date(at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...(withSeconds ? { second: "2-digit" } : {}) });
+function draw(one, series) {
+  const { unit } = one, names = shortened(series.map(([label]) => label)), last = series.map(([, each]) => each.mean.findLast((value) => value !== null));
+  one.legend.replaceChildren(...names.map((name, number) => make("span", {}, make("i", { class: `swatch run-${number % 10}` }), names.length > 1 ? ` ${name} ` : " ", make("b", {}, unit(last[number])))));
+  one.box.setAttribute("role", "img");
+  one.box.setAttribute("aria-label", `${one.title}: ${names.map((name, index) => `${name} ${unit(last[index])}`).join(", ")}`);
+  one.series = series;
+  one.names = names;
+  one.top = Math.max(...series.flatMap(([, each]) => each.high.map((value) => value ?? 0)), unit === percent ? 1 : 0) || 1;
+  const data = [past.at, ...series.map(([, each]) => each.mean)], width = Math.max(200, Math.floor(one.box.clientWidth)), shape = JSON.stringify([names, past.period_s, past.at.length]);
+  if (one.plot && one.shape === shape) {
+    if (one.plot.width !== width) one.plot.setSize({ width, height: HEIGHT });
+    one.plot.setData(data);
+    return;
+  }
+  one.plot?.destroy();
+  one.shape = shape;
+  one.plot = new uPlot(settings(one, width), data, one.box);
+}
 
-function chart(figure, series, width) {
-  const [title, unit] = FIGURES[figure], names = shortened(series.map(([label]) => label)), at = past.at;
-  const last = series.map(([, one]) => one.mean.findLast((value) => value !== null));
-  const top = Math.max(...series.flatMap(([, one]) => one.high.map((value) => value ?? 0)), unit === percent ? 1 : 0) || 1;
-  const lines = marks(top, unit), high = lines.at(-1);
-  const x = (index) => LEFT + (index / (at.length - 1)) * (width - LEFT - RIGHT), y = (value) => TOP + (1 - value / high) * (HEIGHT - TOP - BOTTOM);
-  const svg = draw("svg", { height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${names.map((name, index) => `${name} ${unit(last[index])}`).join(", ")}` });
-  for (const mark of lines) {
-    svg.append(draw("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(mark), y2: y(mark) }), draw("text", { x: LEFT - 7, y: y(mark) + 4, "text-anchor": "end" }, unit(mark)));
-  }
-  for (const share of [0, 1 / 3, 2 / 3, 1]) {
-    const index = Math.round(share * (at.length - 1));
-    svg.append(draw("text", { x: x(index), y: HEIGHT - 4, "text-anchor": share === 1 ? "end" : share ? "middle" : "start" }, hour(at[index])));
-  }
-  series.forEach(([, one], number) => {
-    let path = "", isDown = false;
-    one.mean.forEach((value, index) => {
-      if (value !== null) path += `${isDown ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
-      if (value !== null && !isDown && (one.mean[index + 1] ?? null) === null) svg.append(draw("circle", { class: `line-${number % 6}`, cx: x(index), cy: y(value), r: 2 }));
-      isDown = value !== null;
-    });
-    svg.append(draw("path", { class: `path line-${number % 6}`, d: path }));
-  });
-  const cross = draw("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-  svg.append(cross);
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect(), index = Math.round((((event.clientX - box.left) * width / box.width - LEFT) / (width - LEFT - RIGHT)) * (at.length - 1));
-    if (index < 0 || index >= at.length) return tip(null);
-    cross.setAttribute("x1", x(index)); cross.setAttribute("x2", x(index)); cross.setAttribute("visibility", "visible");
-    const known = series.flatMap(([, one], number) => one.mean[index] === null ? [] : [`${names[number]}: ${unit(one.mean[index])}${one.high[index] > one.mean[index] * 1.02 ? `, at most ${unit(one.high[index])}` : ""}`]);
-    tip(event, [hour(at[index], true), ...(known.length ? known : ["nothing known"])]);
-  });
-  svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip(null); });
-  const legend = make("span", { class: "keys" }, names.map((name, number) => make("span", {}, make("i", { class: `line-${number % 6}` }), names.length > 1 ? `${name} ` : null, make("b", {}, unit(last[number])))));
-  return make("figure", { class: "curve" }, make("figcaption", {}, make("span", {}, title), legend), svg);
+function settings(one, width) {
+  const axis = { stroke: colour("--faint"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+  return {
+    width, height: HEIGHT, legend: { show: false }, padding: [8, 10, 0, 0],
+    scales: { x: { time: true, range: () => [past.at[0], past.at.at(-1)] }, y: { range: () => [0, one.top * (one.unit === percent ? 1 : 1.06)] } },
+    axes: [
+      { ...axis, size: 24, gap: 4, space: 70, grid: { show: false }, values: (_, marks) => marks.map((mark) => clock(mark)) },
+      { ...axis, size: 58, gap: 6, space: 30, values: (_, marks) => marks.map((mark) => one.unit(mark)) },
+    ],
+    series: [{}, ...one.series.map(([, each], number) => ({ stroke: colour(`--run-${number % 10}`), width: 1.7, spanGaps: false, points: { show: each.mean.filter((value) => value !== null).length < 60, size: 4 } }))],
+    cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
+    hooks: { ready: [(plot) => {
+      plot.over.addEventListener("pointermove", (event) => hover(plot, one, event));
+      plot.over.addEventListener("pointerleave", () => tip(null));
+    }] },
+  };
+}
+
+function hover(plot, one, event) {
+  const index = plot.posToIdx(event.clientX - plot.over.getBoundingClientRect().left), at = past.at[index];
+  if (at === undefined) return tip(null);
+  const known = one.series.flatMap(([, each], number) => each.mean[index] === null ? [] : [`${one.names[number]}: ${one.unit(each.mean[index])}${each.high[index] > each.mean[index] * 1.02 ? `, at most ${one.unit(each.high[index])}` : ""}`]);
+  tip(event, [clock(at, true), ...(known.length ? known : ["nothing known"])]);
 }
 
 $("system-hours").addEventListener("change", load);
+// Colours are drawn into the charts, so another scheme needs new ones.
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { for (const one of plots.values()) one.shape = ""; if (past) show(); });
 let resized = null;
 addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { if (past) show(); }, 150); });

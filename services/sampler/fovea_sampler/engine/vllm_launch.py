@@ -252,7 +252,7 @@ def _common_arguments(settings: SamplerSettings, capacity: AdapterCapacity) -> d
     from fovea_sampler.engine.weight_loading import BACKEND as TRANSFER_BACKEND
     from fovea_sampler.engine.weight_loading import RANDOM_FORMAT
     from fovea_sampler.vllm_patches.grammar_budget import BACKEND
-    from fovea_weights.random_weights import is_random
+    from fovea_weights import is_random
 
     config = read_config(settings.model)
     arguments: dict[str, Any] = {

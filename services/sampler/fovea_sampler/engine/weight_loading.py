@@ -36,11 +36,11 @@ from fovea_sampler.engine.snapshot_receiver import Arrival
 from fovea_sampler.vllm_patches import kernels_cpu
 from fovea_sampler.vllm_patches.lora_memory import request_of
 from fovea_sampler.vllm_patches.lora_slots import FlatView, LoraSlots, PlannedAdapter, SlotPlan
-from fovea_weights.random_weights import random_slices
+from fovea_weights import random_slices
 
 BACKEND = "fovea"
 RANDOM_FORMAT = "fovea_random"
-"""The `load_format` of a checkpoint that has shapes but no values; see `fovea_weights.random_weights`."""
+"""The `load_format` of a checkpoint that has shapes but no values; see `fovea_weights`."""
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 """Backends with kernels that read the weights of experts in the form in which vLLM loads them.
 

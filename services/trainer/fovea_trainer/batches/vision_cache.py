@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fovea.api.v1 import model_input_pb2
 from fovea.client import FeatureFetcher
-from fovea.client.renderer import FeatureCache
+from fovea.client.inference import FeatureCache
 from fovea.vision.vision_family import VisionFamily
 from fovea.wire.errors import DeadlineExceeded, FeatureEvicted, FoveaError, NotFound, Unavailable
 from fovea.wire.rendered_input import ImageSpan

@@ -45,7 +45,7 @@ from fovea_trainer.model.lora_linear import LoraPair
 from fovea_trainer.model.model_family import Family, PatchNormalizer, family_of
 from fovea_trainer.model.target_logprobs import target_logprobs
 from fovea_trainer.settings import TrainerSettings
-from fovea_weights.random_weights import random_slices
+from fovea_weights import random_slices
 
 HF_PREFIX = "hf."
 MIB = 2**20

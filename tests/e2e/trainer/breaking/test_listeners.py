@@ -4,7 +4,7 @@ from tests.e2e.trainer.breaking.ground import Ground
 from tests.listeners import listeners, unasked
 
 
-async def test_a_trainer_listens_where_it_wtranslate_to(ground: Ground) -> None:
+async def test_a_trainer_listens_where_it_is_asked_to(ground: Ground) -> None:
     await ground.any_trainer()
     launcher, *ranks = ground.processes()
     assert not listeners([launcher])

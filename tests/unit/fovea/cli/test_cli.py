@@ -162,7 +162,7 @@ def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Pat
         assert ended.returncode == 1
         assert f"{tmp_path / '.fovea'} contains no gateway database: name the gateway's folder" in ended.stderr
     access = "fovea_gateway.access.access_command"
-    for words in (("keys", "list"), ("usage",)):
+    for words in (("keys", "list"), ("usage",), ("drain", "h:1")):
         looked = run(access, *words, "--state-dir", "named")
         assert looked.returncode == 1
         assert "named contains no gateway database: name another folder" in looked.stderr

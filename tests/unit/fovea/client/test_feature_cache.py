@@ -5,7 +5,7 @@ import pytest
 
 from fovea import vision
 from fovea.api.v1 import model_input_pb2
-from fovea.client.renderer import FeatureCache
+from fovea.client.inference import FeatureCache
 from fovea.wire.errors import InvalidInput
 from fovea.wire.rendered_input import ImageSpan
 from fovea.wire.tensors import FeatureTensors, size_bytes

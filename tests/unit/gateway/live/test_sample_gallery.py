@@ -79,3 +79,21 @@ def test_pictures_and_samples_take_no_more_than_their_room() -> None:
     assert 4 <= len(kept) <= 7
     assert gallery.picture(None, "digest 0") is None
     assert gallery.picture(None, "digest 99") is not None
+
+
+def test_a_sequence_waits_for_the_trainers_values_only_while_it_is_kept() -> None:
+    gallery = SampleGallery()
+    for number in range(40):  # more than a prompt keeps
+        one = _drawn(f"{number}:0")
+        one.place = bytes([number])
+        gallery.add(_group(), [one])
+    assert gallery.awaits_losses("alice", "model")
+    assert not gallery.awaits_losses("bob", "model")
+    values = np.array([-9, -1, -2, -3], np.float32)
+    gallery.note_losses("bob", "model", {bytes([39]): values})
+    gallery.note_losses("alice", "model", {bytes([number]): values for number in (0, 38, 39)})
+    (group,) = gallery.groups("alice", "model", 1)
+    known = {one.sequence_id: one.trained.tolist() for one in group.drawn if len(one.trained)}
+    assert known == {"38:0": [-1, -2, -3], "39:0": [-1, -2, -3]}
+    gallery.note_losses("alice", "model", {bytes([number]): values for number in range(40)})
+    assert not gallery.awaits_losses("alice", "model"), "those that are no longer kept are forgotten"

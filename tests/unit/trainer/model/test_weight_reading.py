@@ -29,7 +29,7 @@ from fovea_tinyvlm.families import ensure_families
 from fovea_trainer.model.packed_model import build_model, file_names, load_model, read_weights
 from fovea_trainer.model.sharding import ShardedModel
 from fovea_trainer.settings import TrainerSettings
-from fovea_weights.random_weights import random_slices
+from fovea_weights import random_slices
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
