@@ -51,6 +51,9 @@ class Site:
             process.terminate()
             assert await process.wait() == 0
         finally:
+            if gateway.process is not None and gateway.process.returncode is None:
+                gateway.process.kill()
+                await gateway.process.wait()
             trainer.stop()
             await self._stand.stop_fakes()
 
