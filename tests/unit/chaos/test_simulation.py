@@ -40,6 +40,15 @@ def test_no_seed_breaks_a_promise(count: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
+def test_no_seed_breaks_a_promise_with_two_trainers(count: int) -> None:
+    """Trainers are killed, drained and cut off; their models continue in the other one."""
+    done = simulate("--seeds", str(count), "--trainers", "2")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    print(done.stdout)
+
+
+@pytest.mark.slow
 def test_seeds_that_broke_once_keep_every_promise() -> None:
     done = simulate("--seed", *map(str, BROKE_ONCE))
     assert done.returncode == 0, done.stdout[-2000:]
