@@ -92,7 +92,8 @@ def _found(engine: TrainingEngine, together: bool) -> dict[str, Any]:
 
 def _groups(commands: list[ForwardBackward]) -> list[list[ForwardBackward]]:
     """The calls that the trainer takes together if all of them wait."""
-    queue, groups = CommandQueue(60), []
+    queue = CommandQueue(60)
+    groups: list[Any] = []
     for command in commands:
         queue._jobs.put(Job(command, Future()))
     while sum(map(len, groups)) < len(commands):
