@@ -89,7 +89,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("POST", "sessions/search"): Answer(READ, other=200, body="sessions/search"),
     ("PUT", "sessions/{session_id}/project"): Answer(READ, body="project"),
     ("GET", "sessions/{session_id}/trace_export"): Answer(READ),
-    ("GET", "sessions/{session_id}/trace"): Answer(OPEN, own=403, other=403),  # no signature
+    ("GET", "sessions/{session_id}/trace"): Answer(OPEN, own=400, other=400),  # no signature
     ("GET", "audit"): Answer(ADMIN, other=403),
     ("GET", "billing/usage/checkpoints/current"): Answer(ADMIN, other=403),
     ("GET", "billing/usage/events"): Answer(ADMIN, own=400, other=403),  # without dates

@@ -92,6 +92,7 @@ async def test_alerts_begin_on_the_page_and_leave_the_focus_where_it_is(tmp_path
             if PICTURES:
                 await see(browser.pictures, Path(PICTURES), "alerts", 3000)
             await see(browser.show, 390, True)
+            await see(browser.wait, "return document.querySelector('#system-charts .uplot').offsetWidth < 390")
             assert await see(browser.too_wide, ".scroll, .models, svg") == []
             await see(browser.show, 1280, False)
 
