@@ -77,8 +77,7 @@ def train_all(stack: Stack, disturb: Callable[[], None] | None = None, at: int =
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """Two trainers of one rank each, without samplers."""
-    alone = ("--set", "trainer.recorded_tokens=0")
-    with running_stack(fovea_tinyvlm.ensure(), "--trainers", "2", "--ranks", "1", "--samplers", "0", *alone) as stack:
+    with running_stack(fovea_tinyvlm.ensure(), "--trainers", "2", "--ranks", "1", "--samplers", "0") as stack:
         yield stack
 
 
