@@ -181,13 +181,15 @@ class RecoveryFolder:
 
     def find_snapshot(self, snapshot_id: str) -> str | None:
         """Returns the URL of a stored snapshot, or None."""
-        for model in self._names(self._root):
-            own, names = _quoted(snapshot_id), self._names(Folder.at(self._root.url(model, SNAPSHOTS)))
+        own = _quoted(snapshot_id)
+        for model_id in self.model_ids():
+            folder = Folder.at(self._root.url(_quoted(model_id), SNAPSHOTS))
+            names = self._names(folder)
             if own not in names and any(name.startswith(f"{own}{REPLACED_SUFFIX}") for name in names):
-                self.sweep(unquote(model))
+                self.sweep(model_id)
                 names.append(own)
             if own in names:
-                return self._root.url(model, SNAPSHOTS, _quoted(snapshot_id))
+                return folder.url(own)
         return None
 
     def remove_snapshot(self, snapshot_id: str) -> None:
