@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from tinker.lib.internal_client_holder import InternalClientHolder, sessionless_holder_cache
 
 from fovea_conformance.check import Status
 from fovea_conformance.runner import Verdict
@@ -12,6 +13,8 @@ from tests.e2e.conformance.judging import judged, judging
 from tests.e2e.stack import API_KEY, Stack
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
+_REST_CLIENTS: list[InternalClientHolder] = []
+"""Clients that the SDK would have kept; without a reference, it would warn that they were not closed."""
 
 WRONG: dict[str, dict[str, Wrong]] = {
     "C1": {"no get_info": disorder.reply("get_info", 404, {"detail": "no such route"})},
@@ -87,6 +90,22 @@ def test_fails_on_a_wrong_server(judge: Callable[[str, str], Verdict], check_id:
     assert verdict.status is Status.FAILED, verdict.detail
 
 
+@pytest.fixture
+def _fresh_rest_clients() -> Iterator[None]:
+    """Makes later tests configure their REST clients anew.
+
+    The SDK (0.38) keeps a REST client per base URL and key for the life of the process. A later server at the port of
+    the one that turns JWT mode on would be asked for JWTs.
+    """
+    known = sessionless_holder_cache._holders
+    before = dict(known)
+    yield
+    _REST_CLIENTS.extend(known.values())
+    known.clear()
+    known.update(before)
+
+
+@pytest.mark.usefixtures("_fresh_rest_clients")
 @pytest.mark.parametrize(("lifetime_s", "status"), [(3600.0, Status.PASSED), (-5.0, Status.FAILED)])
 def test_jwt_mode(stack: Stack, lifetime_s: float, status: Status) -> None:
     verdict = judged(stack, "C12", disorder.Jwt(API_KEY, lifetime_s).wrong())
