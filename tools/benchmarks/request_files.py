@@ -111,7 +111,7 @@ async def walk(repeats: int) -> dict[str, Functions]:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument(
         "--revision", help="Name of the revision in the output; to measure an old one, set PYTHONPATH to its checkout."
     )
