@@ -288,6 +288,8 @@ class Endpoints:
             logger.info("request %s, %s %s: %d %s: %s", *words)
             metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
             told = self._translate(error)
+            _drop_tracebacks(told)
+            _drop_tracebacks(error)
             self._on_refusal(CALLER.get().owner, route, told)
             return api.answer_error(told), told.reason
         except ClientDisconnect:
@@ -307,6 +309,16 @@ class Endpoints:
             return
         subject = SUBJECT.get() or "/".join(map(str, request.path_params.values()))
         await log_action(self._audit, Action(caller.owner, caller.key_id, event, name, subject, outcome))
+
+
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Frees the frames of a failed request.
+
+    They hold its body, and they refer to the error, so a body of 64 MiB would stay until the next garbage collection.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 async def log_action(audit: AuditLog, action: Action) -> None:
