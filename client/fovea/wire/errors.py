@@ -310,6 +310,17 @@ def _rebuild(cls: type[FoveaError], message: str, field: str | None, metadata: d
     return cls(message, field, **metadata)
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Removes the tracebacks of an error that is handled, and of its causes.
+
+    They hold the frames of the failed work, and so its request. A frame that refers to the error makes a cycle, which
+    lives until the next garbage collection; an error that is kept keeps its frames as long.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def to_status(error: FoveaError) -> status_pb2.Status:
     """Converts an error to a google.rpc.Status with its code, its message and exactly one ErrorInfo."""
     metadata = dict(error.metadata)

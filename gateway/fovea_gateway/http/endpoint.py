@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from fovea.runtime import tracing
-from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented, forget_frames
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Caller, Scope
 from fovea_gateway.access.audit_log import EVENTS, OK, SINGLE, Action, AuditLog, check_event
@@ -288,8 +288,8 @@ class Endpoints:
             logger.info("request %s, %s %s: %d %s: %s", *words)
             metrics.REQUEST_ERRORS.labels(route, error.reason).inc()
             told = self._translate(error)
-            _drop_tracebacks(told)
-            _drop_tracebacks(error)
+            forget_frames(told)
+            forget_frames(error)
             self._on_refusal(CALLER.get().owner, route, told)
             return api.answer_error(told), told.reason
         except ClientDisconnect:
@@ -309,16 +309,6 @@ class Endpoints:
             return
         subject = SUBJECT.get() or "/".join(map(str, request.path_params.values()))
         await log_action(self._audit, Action(caller.owner, caller.key_id, event, name, subject, outcome))
-
-
-def _drop_tracebacks(error: BaseException | None) -> None:
-    """Frees the frames of a failed request.
-
-    They hold its body, and they refer to the error, so a body of 64 MiB would stay until the next garbage collection.
-    """
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 async def log_action(audit: AuditLog, action: Action) -> None:

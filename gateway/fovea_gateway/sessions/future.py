@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from fovea.runtime import tracing
-from fovea.wire.errors import FoveaError, Internal, InvalidInput, from_status, to_status
+from fovea.wire.errors import FoveaError, Internal, InvalidInput, forget_frames, from_status, to_status
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import CALLER
 from fovea_gateway.access.owners import Usage
@@ -245,6 +245,7 @@ async def run_to_outcome(pending: Pending, work: Awaitable[Done]) -> tuple[Done,
         if error is not None:
             tracing.note(reason=error.reason)
             logger.warning("%s of %s failed: %s: %s", submission.kind, submission.future_id, error.reason, error)
+            forget_frames(error)  # the outcome keeps the error
     return done, Outcome(submission.kind, join_messages(done.result), error)
 
 
