@@ -4,6 +4,7 @@ HTTP. It loads pages of this machine alone.
 `python -m tests.e2e.browser PAGE.html[#PLACE] docs/pictures/NAME [HEIGHT]` takes the pictures of a page for the docs.
 """
 
+import asyncio
 import base64
 import io
 import json
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ class Browser:
         if answer.status_code != 200:
             raise AssertionError(f"{path} failed: {value['message'] if isinstance(value, dict) else value}")
         return value
+
+
+async def see(look: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a method of a browser in a thread, so that servers in this event loop can answer the page."""
+    return await asyncio.to_thread(look, *arguments)
 
 
 @contextmanager

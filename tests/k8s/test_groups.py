@@ -28,7 +28,7 @@ def _running(release: Release) -> set[str]:
 
 
 def _is_held_back(release: Release) -> bool:
-    """Whether trainer pods exist and none may be scheduled."""
+    """Returns whether trainer pods exist and none may be scheduled."""
     gates = [pod["spec"].get("schedulingGates") for pod in _trainers(release).values()]
     return bool(gates) and all(gates)
 

@@ -83,7 +83,7 @@ def prepare(cluster: Cluster, namespace: str) -> None:
 
 
 def _serves(release: Release, component: str) -> bool:
-    """Whether a component has pods, and all of them run and are ready endpoints. Helm waits for no LeaderWorkerSet."""
+    """Returns whether a component has pods that all run and are ready. Helm does not wait for a LeaderWorkerSet."""
     pods = release.get("pods", component)
     if not pods or any(pod["status"]["phase"] != "Running" for pod in pods):
         return False

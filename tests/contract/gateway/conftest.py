@@ -17,6 +17,7 @@ from tests.certificates import one_certificate
 from tests.contract.gateway.fakes import MODEL, FakeRenderer, FakeSampler, FakeTrainer
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.valid_bodies import Bodies
+from tests.e2e.browser import Browser, running_browser
 
 KEY = "tml-local"
 
@@ -92,6 +93,12 @@ class Stand:
                 return use(client)
 
         return await asyncio.to_thread(run)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="package", autouse=True)

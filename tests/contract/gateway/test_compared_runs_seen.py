@@ -4,12 +4,11 @@ pointer, export, a link to all that, labels and the search, and the keyboard foc
 `FOVEA_PAGE_PICTURES=FOLDER` stores pictures of it.
 """
 
-import asyncio
 import csv
 import hashlib
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.live import live_routes
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.requests import Rest
-from tests.e2e.browser import Browser, running_browser, why_no_browser
+from tests.e2e.browser import Browser, see, why_no_browser
 from tests.waiting import eventually
 
 seen_in_a_browser = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
@@ -45,20 +44,10 @@ _COLOURS = f"""
 """
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
-
-
 @pytest.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
     async with running(Stand(tmp_path)) as stand:
         yield stand
-
-
-async def _see(look: Callable[..., Any], *arguments: Any) -> Any:
-    return await asyncio.to_thread(look, *arguments)
 
 
 async def _runs(stand: Stand, rest: Rest) -> list[str]:
@@ -140,40 +129,40 @@ def test_the_chart_library_is_the_one_that_was_released() -> None:
 @seen_in_a_browser
 async def test_runs_are_compared_zoomed_exported_and_shared(stand: Stand, browser: Browser, tmp_path: Path) -> None:
     async with stand.http() as http:
-        await _see(_forget, browser)
+        await see(_forget, browser)
         first, second, third = await _runs(stand, Rest(http))
-        await _see(_open, browser, f"{stand.url}/#{first}")
-        await _see(_until, browser, "runs", "1")
-        assert await _see(_data, browser, "heldOut") == "1"
-        assert 100 < int(await _see(_data, browser, "points")) <= 300, "thinned by the server"
-        one_run = len(await _see(browser.run, _COLOURS))
+        await see(_open, browser, f"{stand.url}/#{first}")
+        await see(_until, browser, "runs", "1")
+        assert await see(_data, browser, "heldOut") == "1"
+        assert 100 < int(await see(_data, browser, "points")) <= 300, "thinned by the server"
+        one_run = len(await see(browser.run, _COLOURS))
 
         for other in (second, third):
-            await _see(browser.click, f"#models li:has(button[title='{other}']) input")
-        await _see(_until, browser, "runs", "3")
-        assert await _see(_data, browser, "heldOut") == "3"
-        await _see(browser.wait_text, "#charts .chips", "birds, half the rate", "flowers")
-        assert len(await _see(browser.run, _COLOURS)) > one_run, "each run has a colour"
+            await see(browser.click, f"#models li:has(button[title='{other}']) input")
+        await see(_until, browser, "runs", "3")
+        assert await see(_data, browser, "heldOut") == "3"
+        await see(browser.wait_text, "#charts .chips", "birds, half the rate", "flowers")
+        assert len(await see(browser.run, _COLOURS)) > one_run, "each run has a colour"
 
-        await _see(_hover, browser, 0.5)
-        await _see(browser.wait_text, "#tip", "step 1,0", "birds, half the rate", "flowers, held out", "0.")
+        await see(_hover, browser, 0.5)
+        await see(browser.wait_text, "#tip", "step 1,0", "birds, half the rate", "flowers, held out", "0.")
 
-        await _see(_drag, browser, 0.25, 0.5)
-        await _see(browser.wait, "return location.hash.includes('zoom=')")
-        low, high = (int(part) for part in (await _see(_data, browser, "span")).split("-"))
+        await see(_drag, browser, 0.25, 0.5)
+        await see(browser.wait, "return location.hash.includes('zoom=')")
+        low, high = (int(part) for part in (await see(_data, browser, "span")).split("-"))
         assert 450 < low < 550 < 950 < high < 1050
         # Fetched again: more points of these steps than before.
-        await _see(browser.wait, f"return {_CHART}.dataset.points > 200")
+        await see(browser.wait, f"return {_CHART}.dataset.points > 200")
         field = "const f = document.querySelector('#smooth'); f.value = 0.9; f.dispatchEvent(new Event('input'))"
-        await _see(browser.run, field)
-        await _see(browser.click, "#log")
-        await _see(_until, browser, "scale", "log")
+        await see(browser.run, field)
+        await see(browser.click, "#log")
+        await see(_until, browser, "scale", "log")
 
         folder = tmp_path / "saved"
         folder.mkdir()
-        await _see(lambda: browser.command("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder)))
+        await see(lambda: browser.command("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder)))
         for kind in ("CSV", "PNG"):
-            await _see(browser.click, f".curve[data-metric='loss_per_token'] .export button[title$='{kind}']")
+            await see(browser.click, f".curve[data-metric='loss_per_token'] .export button[title$='{kind}']")
         table, picture = folder / "loss_per_token.csv", folder / "loss_per_token.png"
         await eventually(lambda: table.exists() and picture.exists())
         rows = list(csv.DictReader(table.read_text().splitlines()))
@@ -186,58 +175,58 @@ async def test_runs_are_compared_zoomed_exported_and_shared(stand: Stand, browse
             assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
 
         # The link shows the same in another window.
-        link = await _see(browser.run, "return location.href")
-        told = [await _see(_data, browser, name) for name in ("runs", "span", "scale", "heldOut")]
-        await _see(_open, browser, link)
-        await _see(_until, browser, "runs", "3")
-        assert [await _see(_data, browser, name) for name in ("runs", "span", "scale", "heldOut")] == told
-        assert await _see(browser.run, "return document.querySelector('#smooth').value") == "0.9"
+        link = await see(browser.run, "return location.href")
+        told = [await see(_data, browser, name) for name in ("runs", "span", "scale", "heldOut")]
+        await see(_open, browser, link)
+        await see(_until, browser, "runs", "3")
+        assert [await see(_data, browser, name) for name in ("runs", "span", "scale", "heldOut")] == told
+        assert await see(browser.run, "return document.querySelector('#smooth').value") == "0.9"
         if PICTURES:
-            await _see(browser.pictures, Path(PICTURES), "compared", 1500)
-        await _see(browser.show, 390, True)
-        assert await _see(browser.too_wide, ".scroll, .models") == []
-        await _see(browser.show, 1280, False)
+            await see(browser.pictures, Path(PICTURES), "compared", 1500)
+        await see(browser.show, 390, True)
+        assert await see(browser.too_wide, ".scroll, .models") == []
+        await see(browser.show, 1280, False)
 
-        await _see(browser.click, "#whole")
-        await _see(_until, browser, "span", f"1-{STEPS}")
-        await _see(browser.click, f"#charts .chips button[data-run='{third}']")
-        await _see(_until, browser, "runs", "2")
-        assert third not in await _see(browser.run, "return location.hash")
-        assert await _see(browser.complaints) == []
+        await see(browser.click, "#whole")
+        await see(_until, browser, "span", f"1-{STEPS}")
+        await see(browser.click, f"#charts .chips button[data-run='{third}']")
+        await see(_until, browser, "runs", "2")
+        assert third not in await see(browser.run, "return location.hash")
+        assert await see(browser.complaints) == []
 
 
 @seen_in_a_browser
 async def test_runs_get_names_notes_and_tags_and_are_found_by_them(stand: Stand, browser: Browser) -> None:
     hostile = "<img src=x onerror=window.hacked=1>"
     async with stand.http() as http:
-        await _see(_forget, browser)
+        await see(_forget, browser)
         first, _, third = await _runs(stand, Rest(http))
-        await _see(_open, browser, f"{stand.url}/#{third}")
-        await _see(browser.click, "#label button", "Add name, tags and notes")
-        await _see(browser.run, f"document.querySelector('#label-notes').value = {hostile!r}")
-        await _see(browser.run, "document.querySelector('#label-tags').value = 'kept paper-2'")
-        await _see(browser.run, "document.querySelector('#label-name').focus()")
+        await see(_open, browser, f"{stand.url}/#{third}")
+        await see(browser.click, "#label button", "Add name, tags and notes")
+        await see(browser.run, f"document.querySelector('#label-notes').value = {hostile!r}")
+        await see(browser.run, "document.querySelector('#label-tags').value = 'kept paper-2'")
+        await see(browser.run, "document.querySelector('#label-name').focus()")
         # Steps that arrive meanwhile redraw the page and neither close the form nor take the focus.
         await http.post("live/reports", json={"model_id": third, "metrics": {"kl": 0.125}})
-        await _see(browser.wait_text, "#run .figures", "0.125")
-        assert await _see(browser.run, "return document.activeElement.id") == "label-name"
-        await _see(browser.type, "#label-name", "orchids")
-        await _see(browser.wait_text, "#run-head h2", "orchids")
-        await _see(browser.wait_text, "#label", "paper-2", hostile)
-        await _see(browser.wait_text, f"#models button[title='{third}'] .name", "orchids")
+        await see(browser.wait_text, "#run .figures", "0.125")
+        assert await see(browser.run, "return document.activeElement.id") == "label-name"
+        await see(browser.type, "#label-name", "orchids")
+        await see(browser.wait_text, "#run-head h2", "orchids")
+        await see(browser.wait_text, "#label", "paper-2", hostile)
+        await see(browser.wait_text, f"#models button[title='{third}'] .name", "orchids")
 
-        await _see(browser.click, "#label .tag", "paper-2")
-        await _see(browser.wait_text, "#models-count", "1 of 3 found")
+        await see(browser.click, "#label .tag", "paper-2")
+        await see(browser.wait_text, "#models-count", "1 of 3 found")
         shown = "return [...document.querySelectorAll('#models li')].filter((one) => one.checkVisibility()).length"
-        assert await _see(browser.run, shown) == 1
-        assert "search=%23paper-2" in await _see(browser.run, "return location.hash")
-        await _see(_open, browser, f"{stand.url}/#run={first}&search=onerror")
-        await _see(browser.wait_text, "#models-count", "1 of 3 found")
-        await _see(browser.wait_text, "#run-head h2", "birds")
-        assert await _see(browser.run, "return window.hacked ?? null") is None
-        await _see(_open, browser, f"{stand.url}/#search=nothing+like+it")
-        await _see(browser.wait_text, "#models-none", "No run matches.")
-        assert await _see(browser.complaints) == []
+        assert await see(browser.run, shown) == 1
+        assert "search=%23paper-2" in await see(browser.run, "return location.hash")
+        await see(_open, browser, f"{stand.url}/#run={first}&search=onerror")
+        await see(browser.wait_text, "#models-count", "1 of 3 found")
+        await see(browser.wait_text, "#run-head h2", "birds")
+        assert await see(browser.run, "return window.hacked ?? null") is None
+        await see(_open, browser, f"{stand.url}/#search=nothing+like+it")
+        await see(browser.wait_text, "#models-none", "No run matches.")
+        assert await see(browser.complaints) == []
 
 
 async def test_a_label_outlives_the_gateway_and_replaces_an_earlier_one(stand: Stand) -> None:

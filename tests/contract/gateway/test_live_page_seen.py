@@ -4,18 +4,15 @@ keyboard focus, and a gateway that is gone.
 `FOVEA_PAGE_PICTURES=FOLDER` stores pictures of it.
 """
 
-import asyncio
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
-from tests.e2e.browser import Browser, running_browser, why_no_browser
+from tests.e2e.browser import Browser, see, why_no_browser
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
@@ -24,12 +21,6 @@ _FOCUS = "return [document.activeElement.tagName, document.activeElement.title |
 _TITLES = (
     "return [...document.querySelectorAll('#run .curve figcaption span:first-child')].map((one) => one.textContent)"
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
 
 
 async def _step(rest: Rest, model_id: str, number: int) -> None:
@@ -57,9 +48,6 @@ async def _run(rest: Rest) -> tuple[str, str, str]:
 
 
 async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path: Path, browser: Browser) -> None:
-    async def see(look: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.to_thread(look, *arguments)
-
     def open_page() -> None:
         browser.show(1280, dark=False)
         browser.open(f"{stand.url}/")

@@ -3,33 +3,20 @@
 `FOVEA_PAGE_PICTURES=FOLDER` stores pictures of them.
 """
 
-import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fovea_gateway.access.api_keys import Scope
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.requests import Rest
-from tests.e2e.browser import Browser, running_browser, why_no_browser
+from tests.e2e.browser import Browser, see, why_no_browser
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
 PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
-
-
-async def see(look: Callable[..., Any], *arguments: Any) -> Any:
-    return await asyncio.to_thread(look, *arguments)
 
 
 @pytest.fixture(autouse=True)

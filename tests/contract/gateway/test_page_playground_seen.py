@@ -3,13 +3,10 @@
 `FOVEA_PAGE_PICTURES=FOLDER` stores pictures of it.
 """
 
-import asyncio
 import base64
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_page_samples_seen import png
-from tests.e2e.browser import Browser, running_browser, why_no_browser
+from tests.e2e.browser import Browser, see, why_no_browser
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
@@ -30,16 +27,6 @@ _CHOOSE_PICTURE = """
     document.querySelector("#chat-picture").files = chosen.files;
     document.querySelector("#chat-picture").dispatchEvent(new Event("change"));
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
-
-
-async def see(look: Callable[..., Any], *arguments: Any) -> Any:
-    return await asyncio.to_thread(look, *arguments)
 
 
 async def test_a_checkpoint_answers_in_the_playground(tmp_path: Path, browser: Browser) -> None:

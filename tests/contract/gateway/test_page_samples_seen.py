@@ -3,12 +3,10 @@
 `FOVEA_PAGE_PICTURES=FOLDER` stores pictures of them.
 """
 
-import asyncio
 import base64
 import io
 import os
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,13 @@ from tinker import types
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_page_samples import datum, groups_of, step, write_tokenizer
-from tests.e2e.browser import Browser, running_browser, why_no_browser
+from tests.e2e.browser import Browser, see, why_no_browser
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
 PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
 ESCAPE = "\ue00c"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
 
 
 def png(number: int) -> bytes:
@@ -75,9 +67,6 @@ async def _play(rest: Rest, steps: int) -> str:
 
 
 async def test_samples_are_searched_and_enlarged_and_show_the_trainers_values(tmp_path: Path, browser: Browser) -> None:
-    async def see(look: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.to_thread(look, *arguments)
-
     def active() -> Any:
         return browser.run("return document.activeElement.dataset.picture ?? document.activeElement.id")
 

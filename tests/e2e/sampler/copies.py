@@ -1,6 +1,6 @@
 """Samplers that begin as copies of a process that has imported vLLM, which takes ten seconds of a processor.
 
-For tests of what a sampler computes. The samplers of `fovea up` in the other folders start as anybody would start them.
+For tests of the results of a sampler. In other folders, `fovea up` starts samplers without such a copy.
 
 `python -m tests.e2e.sampler.copies FD OPTIONS` forks a sampler for each request on the socket FD, and reports when it
 ends. It has no thread, as the process must not from which vLLM forks its engine.

@@ -84,7 +84,7 @@ class Training:
         return str(accepted["request_id"])
 
     async def result(self, request_id: str) -> dict[str, Any]:
-        """What a request gave; it may not fail."""
+        """Returns the result of a request, which must not fail."""
         answer = await self.rest.result(request_id)
         assert "error" not in answer, answer
         return answer

@@ -25,13 +25,13 @@ SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnop",
     "TINKER_CREDENTIAL_CMD": "cat /run/id_token",
 }
-"""What the environment says."""
+"""Secrets in the environment."""
 WORDS = [
     "a-service-secret-0123456789", "tml-key-of-alice", "tml-another-key", "pass%40word-9", "pass@word-9",
     "client secret of oidc", "path-is-secret", "tml-the-users-own", "hf_abcdefghijklmnop", "key-in-a-file",
     "state-secret-in-up-json", "cat /run/id_token",
 ]  # fmt: skip
-"""What must not be in the archive."""
+"""Texts that the archive must not contain."""
 JWT = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
 LINES = {
     f"request with X-API-Key: tml-{'4' * 64} refused": "tml-4",

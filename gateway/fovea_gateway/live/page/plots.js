@@ -3,7 +3,7 @@
 import { make, short } from "./dom.js";
 
 const HEIGHT = 178, INTEGERS = [1, 2, 5].flatMap((digit) => [...Array(12).keys()].map((power) => digit * 10 ** power)).sort((a, b) => a - b);
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const colourOf = (line) => colour(`--run-${line.slot}`);
 
 // Starts the axis at 0 if 0 is near, so that a curve does not look steeper than it is.
@@ -69,21 +69,26 @@ export function plotCurves(one, span, options) {
   one.figure.dataset.scale = isLog ? "log" : "linear";
   one.box.setAttribute("role", "img");
   one.box.setAttribute("aria-label", `${one.title}: ${lines.map((line) => `${line.run}${line.isHeldOut ? " held out" : ""} ${short(line.latest)}`).join(", ")}`);
+  redraw(one, shape, width, HEIGHT, data, () => settings(one, isAlone));
+}
+
+// Updates `one.plot`, or makes a new one if `shape` has changed. `settings` returns uPlot's options but for the size.
+export function redraw(one, shape, width, height, data, settings) {
   if (one.plot && one.shape === shape) {
-    if (one.plot.width !== width) one.plot.setSize({ width, height: HEIGHT });
+    if (one.plot.width !== width) one.plot.setSize({ width, height });
     one.plot.setData(data);
     return;
   }
   one.plot?.destroy();
   one.shape = shape;
-  one.plot = new uPlot(settings(one, width, isAlone), data, one.box);
+  one.plot = new uPlot({ width, height, legend: { show: false }, padding: [8, 10, 0, 0], ...settings() }, data, one.box);
 }
 
-function settings(one, width, isAlone) {
-  const axis = { stroke: colour("--faint"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
-  const warn = colour("--warn");
+export const axisLook = () => ({ stroke: colour("--faint"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } });
+
+function settings(one, isAlone) {
+  const axis = axisLook(), warn = colour("--warn");
   return {
-    width, height: HEIGHT, legend: { show: false }, padding: [8, 10, 0, 0],
     scales: { x: { time: false, range: () => one.span }, y: { distr: one.isLog ? 3 : 1, range: () => one.yRange } },
     axes: [
       { ...axis, size: 24, gap: 4, space: 70, incrs: INTEGERS, grid: { show: false }, values: (_, marks) => marks.map((mark) => mark.toLocaleString("en")) },

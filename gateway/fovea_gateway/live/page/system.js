@@ -1,7 +1,7 @@
 // Figures of the services over time, for administrators: one request for the past, then a point in the stream each ten seconds.
-/* global uPlot */
 import { $, bytes, make, short } from "./dom.js";
 import { isAdmin } from "./panels.js";
+import { axisLook, colour, redraw } from "./plots.js";
 import { get } from "./stream.js";
 
 const percent = (value) => `${Math.round(100 * value)} %`, seconds = (value) => `${short(value)} s`;
@@ -83,7 +83,6 @@ function shortened(labels) {
 }
 
 const clock = (at, withSeconds) => new Date(at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...(withSeconds ? { second: "2-digit" } : {}) });
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function frame(figure) {
   const [title, unit] = FIGURES[figure], legend = make("span", { class: "keys" }), box = make("div", { class: "plot" });
@@ -99,20 +98,12 @@ function draw(one, series) {
   one.names = names;
   one.top = Math.max(...series.flatMap(([, each]) => each.high.map((value) => value ?? 0)), unit === percent ? 1 : 0) || 1;
   const data = [past.at, ...series.map(([, each]) => each.mean)], width = Math.max(200, Math.floor(one.box.clientWidth)), shape = JSON.stringify([names, past.period_s, past.at.length]);
-  if (one.plot && one.shape === shape) {
-    if (one.plot.width !== width) one.plot.setSize({ width, height: HEIGHT });
-    one.plot.setData(data);
-    return;
-  }
-  one.plot?.destroy();
-  one.shape = shape;
-  one.plot = new uPlot(settings(one, width), data, one.box);
+  redraw(one, shape, width, HEIGHT, data, () => settings(one));
 }
 
-function settings(one, width) {
-  const axis = { stroke: colour("--faint"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+function settings(one) {
+  const axis = axisLook();
   return {
-    width, height: HEIGHT, legend: { show: false }, padding: [8, 10, 0, 0],
     scales: { x: { time: true, range: () => [past.at[0], past.at.at(-1)] }, y: { range: () => [0, one.top * (one.unit === percent ? 1 : 1.06)] } },
     axes: [
       { ...axis, size: 24, gap: 4, space: 70, grid: { show: false }, values: (_, marks) => marks.map((mark) => clock(mark)) },
