@@ -90,8 +90,7 @@ def _text(words: str | None) -> str:
 
 def _theirs(name: str) -> str:
     """Returns the help text of a command that is a program of its own."""
-    module, _ = PROGRAMS[name]
-    words = _told()[name].strip().replace(f"{PAGE.parents[2]}/", "").replace(f"python -m {module}", name)
+    words = _told()[name].strip().replace(f"{PAGE.parents[2]}/", "")
     return "\n```\n" + "\n".join(line.rstrip() for line in words.splitlines()) + "\n```\n"
 
 
@@ -99,7 +98,12 @@ def _theirs(name: str) -> str:
 def _told() -> dict[str, str]:
     """Returns the help text of each program, as printed on a terminal 100 characters wide, without colours."""
     environment = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "TYPER_USE_RICH": "0"}
-    command = [sys.executable, "-c", _ASK_ALL, json.dumps(list(PROGRAMS.values()))]
+    command = [
+        sys.executable,
+        "-c",
+        _ASK_ALL,
+        json.dumps([(program.module, program.arguments) for program in PROGRAMS.values()]),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return dict(zip(PROGRAMS, json.loads(done.stdout), strict=True))
 

@@ -59,7 +59,7 @@ def _shown(module: ModuleType) -> Iterator[_Shown]:
             yield _row(family, metric._labelnames)
     if module is server:
         for family in GpuMemory(lambda: []).describe():
-            yield _row(family, ("device", "kind"))
+            yield _row(family, family._labelnames)
 
 
 def _row(family: Metric, labels: Sequence[str]) -> _Shown:

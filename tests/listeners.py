@@ -33,4 +33,7 @@ def unasked(processes: Iterable[psutil.Process], asked: Iterable[str]) -> dict[s
 
 
 def _exchanges_tensors(command: str) -> bool:
-    return any(name in command for name in ("fovea_trainer", "fovea_sampler", "sampler.copies", "VLLM"))
+    return any(
+        name in command
+        for name in ("fovea_trainer", "fovea_sampler", "sampler.copies", "multiprocessing.forkserver", "VLLM")
+    )

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -115,22 +116,40 @@ def find_programs() -> Path | None:
     return folders[-1].parent if folders else None
 
 
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[Server]:
-    """A server that all tests share; whoever stops it starts it again."""
-    programs = find_programs()
-    if programs is None:
-        pytest.skip("no PostgreSQL server here: install Debian's package postgresql")
+def why_no_postgresql() -> str:
+    """Returns why no server can run here; empty if one can."""
+    if find_programs() is None:
+        return "no PostgreSQL server here: install Debian's package postgresql"
     if os.geteuid() == 0 and "postgres" not in {entry.pw_name for entry in pwd.getpwall()}:
-        pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+        return "PostgreSQL does not run as root, and there is no user postgres"
+    return ""
+
+
+@contextmanager
+def running_postgresql() -> Iterator[Server]:
+    """Runs a new server, for tests and for programs. Raises SystemExit with the reason if none can run here."""
+    programs = find_programs()
+    if programs is None or why_no_postgresql():
+        raise SystemExit(why_no_postgresql())
     server = Server(programs)
     try:
         server.create()
         server.start()
-        yield server
-        server.stop()
+        try:
+            yield server
+        finally:
+            server.stop()
     finally:
         server.remove()
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Server]:
+    """A server that all tests share; a test that stops it starts it again."""
+    if why := why_no_postgresql():
+        pytest.skip(why)
+    with running_postgresql() as server:
+        yield server
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 }
 OWN = {
     "gateway": "renderer sampler trainer model_name tokenizer grpc_port base_path state_dir database_url checkpoint_dir"
-    " api_key api_key_file discovery kubernetes_namespace",
+    " api_key api_key_file discovery kubernetes_namespace shards shard_host",
     "renderer": "advertise workers",
     "sampler": "renderer tensor_parallel",
     "trainer": "renderer ranks nodes node_rank master_addr master_port transfer_address checkpoints",
@@ -91,10 +91,11 @@ def _without_defaults(field: Schema, models: Schema) -> Schema:
 
 
 def component(name: str, *, start: int, **properties: Schema) -> Schema:
-    """Returns the schema of one service: `properties` and those that all services have."""
+    """Returns the schema of one component: `properties` and those that all of them have."""
+    own = {"settings": settings(name)} if name in SETTINGS else {}  # a router reads the gateway's
     return closed(
         **properties,
-        settings=settings(name),
+        **own,
         env=MAP,
         resources=reference("resources"),
         startSeconds=at_least(start),
@@ -136,6 +137,9 @@ def gateway() -> Schema:
     return component(
         "gateway",
         start=10,
+        shards=at_least(1, 256),
+        topologySpread=STRING,
+        envSecret=STRING,
         basePath={"type": "string", "pattern": "^(/.*[^/])?$", "description": "Path prefix, such as /fovea."},
         service=closed(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=MAP),
         ingress=closed(enabled=BOOLEAN, className=STRING, host=STRING, tlsSecret=STRING, annotations=MAP),
@@ -178,6 +182,7 @@ def values() -> Schema:
         kueue=closed(queue=STRING),
         ipcLock=BOOLEAN,
         gateway=gateway(),
+        router=component("router", start=10, replicas=at_least(1), **spread),
         renderer=component(
             "renderer", start=10, replicas=at_least(1), workers=at_least(1, 256), autoscaling=scaling, **spread
         ),

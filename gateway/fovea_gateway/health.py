@@ -1,9 +1,11 @@
 """The health of the gateway and its services, and the gauges of queues, sampler lag, replicas and disk space."""
 
 import shutil
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import Gauge
 
@@ -11,12 +13,69 @@ from fovea.api.v1 import gateway_pb2
 from fovea.api.v1.renderer_pb2 import GetRendererInfoResponse
 from fovea.api.v1.sampler_pb2 import GetSamplerInfoResponse
 from fovea_gateway import gateway_metrics as metrics
+from fovea_gateway.database.ownership import ShardOwner, Shards
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.snapshot_pushes import Versions
 from fovea_gateway.sessions.future import Pending
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Sessions
+
+_LATELY_S = 10.0
+
+
+class Shares:
+    """The division of samplers and owners' limits among the gateways of all shards.
+
+    An owner with work in several shards has an equal part of its weight and of its limits in each. A gateway gets the
+    part of the places in samplers that its owners' weights have in the weights of all owners with work.
+
+    Args:
+        shards: The shards, and the one of this gateway.
+        weight_of: Returns an owner's whole weight.
+    """
+
+    def __init__(self, shards: Shards, weight_of: Callable[[str], float]) -> None:
+        self._shards, self._weight_of = shards, weight_of
+        self._worked_at: dict[str, float] = {}
+        self._others: list[ShardOwner] = []
+        self._own: set[str] = set()
+
+    def note_work(self, owners: Iterable[str]) -> list[str]:
+        """Records the owners with unfinished work; returns those that had some lately."""
+        now = time.monotonic()
+        self._worked_at |= dict.fromkeys(owners, now)
+        self._worked_at = {owner: at for owner, at in self._worked_at.items() if now - at < _LATELY_S}
+        self._own = set(self._worked_at)
+        return list(self._worked_at)
+
+    def note_reports(self, reports: Iterable[ShardOwner]) -> None:
+        """Records the reports of all gateways. Those of gateways that report no more do not count."""
+        now = time.time()
+        self._others = [
+            one for one in reports if one.shard != self._shards.number and abs(now - one.updated_at) < _LATELY_S
+        ]
+
+    def spread(self, owner: str) -> int:
+        """Returns the number of shards in which an owner has work, including this one."""
+        return 1 + sum(1 for other in self._others if owner in other.report.get("owners", ()))
+
+    def weight(self, owner: str) -> float:
+        """Returns an owner's weight for its work in this shard."""
+        return self._weight_of(owner) / self.spread(owner)
+
+    def models_elsewhere(self, owner: str) -> int:
+        """Returns how many models of an owner other gateways have in the trainers."""
+        return sum(int(other.report.get("models", {}).get(owner, 0)) for other in self._others)
+
+    def part(self) -> float:
+        """Returns this gateway's part of the places in samplers, above 0 and at most 1."""
+        if self._shards.count == 1:
+            return 1.0
+        working = [self._own, *(set(other.report.get("owners", ())) for other in self._others)]
+        parts = Counter(owner for owners in working for owner in owners)
+        weights = [sum(self._weight_of(owner) / parts[owner] for owner in owners) for owners in working]
+        return weights[0] / sum(weights) if self._own else 1 / self._shards.count
 
 
 class Health:
@@ -33,8 +92,10 @@ class Health:
         base_models: BaseModels,
         versions: Versions,
         state_dir: Path,
+        shares: Shares,
     ) -> None:
         self._futures, self._sessions, self._base_models = futures, sessions, base_models
+        self._shares = shares
         self._versions, self._state_dir = versions, state_dir
         self._depth = LabelledGauge(metrics.QUEUE_DEPTH)
         self._lag = LabelledGauge(metrics.VERSION_LAG)
@@ -64,6 +125,15 @@ class Health:
             }
             missing += [f"{name}{of_model}" for name, is_up in up.items() if not is_up]
         return missing
+
+    def report(self, models: dict[str, int]) -> dict[str, Any]:
+        """Returns the figures by which gateways with shards divide what they share, and routers place new sessions.
+
+        Args:
+            models: The number of models in trainers by owner.
+        """
+        owners = self._shares.note_work(pending.submission.owner for pending in self._futures.unfinished())
+        return {"sessions": self._sessions.open_count, "owners": owners, "models": models}
 
     async def set_gauges(self) -> None:
         """Sets the gauges. Raises OSError if the disk usage of the state folder cannot be read."""

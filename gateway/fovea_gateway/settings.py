@@ -88,6 +88,14 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     base_path: str = Field("", description="Prefix of all REST paths, such as /fovea.")
     state_dir: Path = Field(Path("fovea-state"), description="Folder of the database and, by default, of checkpoints.")
     database_url: str = Field("", description="SQLAlchemy URL; SQLite in the state folder by default.")
+    shards: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Number of shards of the sessions in PostgreSQL, the same for all gateways. Each gateway owns one,"
+        " and routers lead requests to it. It may grow later, but never shrink.",
+    )
+    shard_host: str = Field("", description="Host at which routers reach this gateway; by default its own address.")
     checkpoint_dir: str = Field("", description="Folder or fsspec URL of checkpoints, for trainer and gateway.")
     api_key: list[str] = Field(
         [],
@@ -358,11 +366,15 @@ class GatewaySettings(OidcSettings, ServiceSettings):
             return {} if is_loopback(self.host) else _LIMITS_BEYOND_LOOPBACK
         return self.default_limits
 
+    def part_of(self, limit: int) -> int:
+        """Returns a gateway's part of a limit that holds for the sessions of all shards together."""
+        return max(limit // self.shards, 1)
+
     @property
     def row_room_bytes(self) -> int:
         """Returns `max_row_bytes`; for a database in the state folder, at most a quarter of its disk."""
         if self.database_url:
-            return self.max_row_bytes
+            return self.part_of(self.max_row_bytes)
         folder = self.state_dir.absolute()
         place = next(each for each in (folder, *folder.parents) if each.exists())
         return min(self.max_row_bytes, shutil.disk_usage(place).total // 4)

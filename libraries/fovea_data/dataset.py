@@ -158,5 +158,9 @@ def _rows(source: str | pathlib.Path | Sequence[Mapping[str, Any]], name: str) -
     path = pathlib.Path(source)
     kinds: dict[str, Callable[[pathlib.Path], Rows]] = {".jsonl": JsonLines, ".parquet": Parquet}
     if path.suffix not in kinds:
-        raise InvalidInput(f"{path} is not a .jsonl or .parquet file: convert it to one of the two", field="path")
+        raise InvalidInput(
+            f"{path} is not a .jsonl or .parquet file: convert it to one of the two, or read its rows (of a .csv with"
+            " csv.DictReader) and give their list with `convert`",
+            field="path",
+        )
     return kinds[path.suffix](path)

@@ -13,9 +13,8 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -25,10 +24,11 @@ import tinker
 import typer
 
 from fovea.wire.errors import FoveaError
+from fovea_data.answer_counts import AnswerCounts
 from fovea_data.conversation import Conversation, check_positive
 from fovea_data.dataset import MAX_SIDE, QUESTION, Dataset, image_folder, load_chats
 from fovea_data.rows import JsonLines, Parquet
-from fovea_data.served_limits import ask_limits, picture_side
+from fovea_data.served_limits import ask_limits, error_words, picture_side
 from fovea_data.tuned_model import exact_match
 from fovea_rollout import (
     Answer,
@@ -62,6 +62,7 @@ class Report:
         failed: Number of rows that failed: broken or too long, or with an error of the server or the environment.
         first_failure: Error of the first failed row; empty if no row failed.
         metrics: The environments' metrics, averaged over rows.
+        answers: Numbers of rows by label and answer, if the right answers are labels (see `AnswerCounts.of`).
     """
 
     model: str
@@ -73,27 +74,52 @@ class Report:
     failed: int
     first_failure: str
     metrics: dict[str, float]
+    answers: AnswerCounts | None = None
 
     def __str__(self) -> str:
         figure = f"{self.kind} of no row" if self.mean is None else f"{self.kind} {self.mean:.4f}"
         if self.standard_error is not None:
             figure += f" ± {self.standard_error:.4f}"
         lines = [f"{figure}, {self.rows} rows", *(f"  {name} {value:.4f}" for name, value in self.metrics.items())]
+        if self.answers is not None:
+            lines.append(str(self.answers))
         if self.failed:
             lines.append(f"{self.failed} rows left out; the first: {self.first_failure}")
         return "\n".join(lines)
 
 
-class RowEnvironment:
-    """An environment that asks the question of a row. The reward is 1 for the answer of the row (see `exact_match`)."""
+class RowSource:
+    """A source of episodes about one row.
+
+    Attributes:
+        label: The row's right answer, once an episode has begun.
+    """
+
+    label = ""
 
     def __init__(self, dataset: Dataset, index: int) -> None:
         self._dataset, self._index = dataset, index
+
+    def __call__(self) -> Environment:
+        return RowEnvironment(self)
+
+    def read(self) -> Conversation:
+        """Reads the row. Raises InvalidInput, which names it, if it is broken."""
+        row = self._dataset[self._index]
+        self.label = row.answer
+        return row
+
+
+class RowEnvironment:
+    """An environment that asks the question of a row. The reward is 1 for the answer of the row (see `exact_match`)."""
+
+    def __init__(self, source: RowSource) -> None:
+        self._source = source
         self._row: Conversation
 
     def reset(self) -> Sequence[Message]:
         """Returns the question. Raises InvalidInput, which names the row, if it is broken."""
-        self._row = self._dataset[self._index]
+        self._row = self._source.read()
         return self._row.question
 
     def step(self, answer: Answer) -> Step:
@@ -127,8 +153,7 @@ def read_sources(
     else:
         kind = "accuracy"
         dataset = load_chats(path, max_side=max_side) if is_file else image_folder(path, question, max_side=max_side)
-        makes: list[Callable[[], Environment]] = [partial(RowEnvironment, dataset, at) for at in range(len(dataset))]
-        sources = list(makes)
+        sources = [RowSource(dataset, at) for at in range(len(dataset))]
     if limit is not None and limit < len(sources):
         check_positive(limit=limit)
         sources = [sources[index] for index in np.linspace(0, len(sources) - 1, limit).round().astype(int)]
@@ -156,7 +181,12 @@ async def measure(
     first = why.error if why else "the question does not fit into the context" if failed else ""
     error = float(np.std(rewards, ddof=1)) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
     mean = float(np.mean(rewards)) if rewards else None
-    return Report(model, data, kind, mean, error, len(rewards), len(failed), first, dict(found.metrics))
+    answers = AnswerCounts.of(
+        (source.label, one.turns[-1].answer.text)
+        for source, one in zip(sources, found.trajectories, strict=True)
+        if isinstance(source, RowSource) and one.is_scored
+    )
+    return Report(model, data, kind, mean, error, len(rewards), len(failed), first, dict(found.metrics), answers)
 
 
 def main(
@@ -216,7 +246,7 @@ def main(
             )
             report = asyncio.run(played)
     except (FoveaError, tinker.TinkerError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error_words(error)}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(json.dumps(asdict(report)) if as_json else report)
     raise typer.Exit(0 if not report.failed else 1 if report.rows else 2)
@@ -238,4 +268,6 @@ def _has_records(path: pathlib.Path) -> bool:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name="fovea evaluate")

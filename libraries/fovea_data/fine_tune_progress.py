@@ -1,10 +1,31 @@
-"""Shows the progress of a fine-tuning run on the terminal, in one line."""
+"""The progress of a fine-tuning run: its state between steps, and its line on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from fovea_rollout.loop.run_state import RunState
 from fovea_rollout.progress import ProgressLines
+
+
+@dataclass
+class FineTuneState(RunState):
+    """The state of a fine-tuning run.
+
+    Attributes:
+        weights: Sampler checkpoint of the best evaluation so far; empty before the first evaluation.
+        best_step: Number of steps of that checkpoint.
+        best_loss: Held-out loss of that checkpoint.
+        misses: Number of evaluations since then.
+        is_finished: Whether training is over.
+    """
+
+    weights: str = ""
+    best_step: int = 0
+    best_loss: float | None = None
+    misses: int = 0
+    is_finished: bool = False
 
 
 class CheckProgress(ProgressLines):

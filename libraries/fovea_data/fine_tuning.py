@@ -18,11 +18,11 @@ import tinker
 
 from fovea.wire.conventions import MAX_PICTURE_SIDE
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFinite
+from fovea_data.answer_counts import AnswerCounts
 from fovea_data.connection import Connection, Server
 from fovea_data.conversation import Conversation, check_positive
 from fovea_data.dataset import Dataset
-from fovea_data.fine_tune_progress import CheckProgress, FineTuneProgress
-from fovea_data.fine_tune_state import FineTuneState
+from fovea_data.fine_tune_progress import CheckProgress, FineTuneProgress, FineTuneState
 from fovea_data.row_check import BrokenRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
 from fovea_data.tuned_model import TunedModel, answers, exact_match
@@ -357,14 +357,16 @@ class _Run:
         state, training = self._state, self._connection.training
         weights = training.save_weights_for_sampler(f"step-{step}", user_metadata=self._metadata).result().path
         figures: dict[str, float] = {}
+        counts: AnswerCounts | None = None
         if self._held_out is not None:
             figures["held_out_loss"] = self._held_out_loss(self._held_out)
             if self._score:
-                figures["accuracy"] = self._accuracy(self._held_out, self._connection.sampling(weights), self._score)
+                sampling = self._connection.sampling(weights)
+                figures["accuracy"], counts = self._answered(self._held_out, sampling, self._score)
             self._log(step, figures)
             shown.count_evaluation(figures)
             if self._live is not None:
-                self._live.send_metrics(figures)
+                self._live.send_metrics(figures, asdict(counts) if counts else None)
         loss = figures.get("held_out_loss")
         dropped = state.weights
         if loss is None or state.best_loss is None or loss < state.best_loss:
@@ -392,8 +394,12 @@ class _Run:
             raise InvalidInput("no held-out row could be encoded: all are broken now", field="held_out")
         return _finite(loss / tokens)
 
-    def _accuracy(self, rows: Dataset, sampling: tinker.SamplingClient, score: Score) -> float:
-        encoder, total, count = self._connection.encoder, 0.0, 0
+    def _answered(
+        self, rows: Dataset, sampling: tinker.SamplingClient, score: Score
+    ) -> tuple[float, AnswerCounts | None]:
+        """Returns the accuracy, and the counts of answers by label if the right answers are labels."""
+        encoder, total = self._connection.encoder, 0.0
+        pairs: list[tuple[str, str]] = []
         for begin in range(0, len(rows), _FORWARD_ROWS):
             encoded = self._encoded(rows, range(begin, min(begin + _FORWARD_ROWS, len(rows))))
             asked = [row for row, _ in encoded]
@@ -403,8 +409,8 @@ class _Run:
             longest = max(encoder.answer_length(one) for one in asked) + 1
             said = answers(sampling, encoder, [one.question for one in asked], longest)
             total += sum(score(answer, one) for answer, one in zip(said, asked, strict=True))
-            count += len(asked)
-        return total / count if count else 0.0
+            pairs += zip((one.answer for one in asked), said, strict=True)
+        return total / len(pairs) if pairs else 0.0, AnswerCounts.of(pairs)
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
         for one in self._loggers:

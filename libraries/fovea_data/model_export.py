@@ -29,7 +29,7 @@ from fovea.wire.errors import AlreadyExists, FailedPrecondition, FoveaError, Inv
 from fovea_data.base_model import base_directory, check_room, copy_small_files
 from fovea_data.checkpoint_download import download_checkpoint
 from fovea_data.hub_upload import push_to_hub
-from fovea_data.served_limits import ask_limits, picture_side
+from fovea_data.served_limits import ask_limits, error_words, picture_side
 
 logger = logging.getLogger(__name__)
 
@@ -219,9 +219,11 @@ def main(
         if push:
             print(f"pushed: {push_to_hub(folder, push, private=not public)}")
     except (FoveaError, tinker.TinkerError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error_words(error)}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name="fovea export")

@@ -148,6 +148,11 @@ class ImageFolder(Rows):
     """
 
     def __init__(self, folder: pathlib.Path, question: str) -> None:
+        if folder.is_file():
+            raise InvalidInput(
+                f"{folder} is a file: give a folder with a folder of pictures per class, or a .jsonl or .parquet file",
+                field="path",
+            )
         if not folder.is_dir():
             raise NotFound(f"the folder {folder} does not exist", field="path")
         self._question = question

@@ -15,7 +15,7 @@ import tinker
 
 from fovea.client.gateway import check_server
 from fovea.wire import conventions
-from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput
 from fovea_rollout.messages import Picture
 
 _PATH = "api/v1/get_server_capabilities"
@@ -130,3 +130,10 @@ def picture_side(rest: tinker.RestClient, path: str, default: int | None) -> int
         return default
     side = conventions.picture_side(next((one.user_metadata or {} for one in listed if one.tinker_path == path), {}))
     return default if side is None else side or None
+
+
+def error_words(error: FoveaError | tinker.TinkerError) -> str:
+    """Returns an error in one sentence: of a refused request, the server's `detail` without the rest of the answer."""
+    body = error.body if isinstance(error, tinker.APIStatusError) else None
+    detail = body.get("detail") if isinstance(body, Mapping) else None
+    return detail if isinstance(detail, str) else str(error)

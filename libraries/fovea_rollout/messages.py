@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,11 @@ _QUARTER_TURNS = (5, 6, 7, 8)
 """Values of the EXIF orientation that swap width and height."""
 
 _SIGNATURES: dict[bytes, PictureFormat] = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}
+
+
+def picture_problem(error: Exception) -> str:
+    """Returns the words of an error of Pillow without the address of an object in memory."""
+    return re.sub(r" <_io\.BytesIO object at 0x[0-9a-f]+>", "", str(error))
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Picture:
                 width, height = image.size
                 is_turned = image.getexif().get(_EXIF_ORIENTATION) in _QUARTER_TURNS
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-            raise InvalidInput(f"the {self.format} picture {self.digest[:12]} cannot be read: {error}") from error
+            words = f"the {self.format} picture {self.digest[:12]} cannot be read: {picture_problem(error)}"
+            raise InvalidInput(words) from error
         return (height, width) if is_turned else (width, height)
 
     @classmethod
@@ -163,7 +170,12 @@ def parse_message(message: MessageLike, where: str = "message") -> Message:
 
 
 def parse_messages(messages: Sequence[MessageLike], where: str = "messages") -> tuple[Message, ...]:
-    """Parses each message with `parse_message`."""
+    """Parses each message with `parse_message`. Raises InvalidInput, too, for anything but a list of messages."""
+    if messages is None or isinstance(messages, (str, bytes, Mapping, Message)):
+        kind = "None" if messages is None else f"a {type(messages).__name__}"
+        raise InvalidInput(
+            f"{where} is {kind}; give a list of messages, such as [Message('user', ('?',))]", field=where
+        )
     return tuple(parse_message(message, f"{where}[{index}]") for index, message in enumerate(messages))
 
 

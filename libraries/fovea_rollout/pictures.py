@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fovea.wire.errors import InvalidInput
-from fovea_rollout.messages import Message, Part, Picture
+from fovea_rollout.messages import Message, Part, Picture, picture_problem
 
 IMAGE_MARK = "<image>"
 """Represents a picture of the row's column in a text, as in the datasets of verl and EasyR1."""
@@ -73,7 +73,7 @@ def read_picture(
                 " mogrify -strip does",
                 field=where,
             ) from error
-        raise InvalidInput(f"{where} cannot be read as a picture: {error}", field=where) from error
+        raise InvalidInput(f"{where} cannot be read as a picture: {picture_problem(error)}", field=where) from error
 
 
 def _file_bytes(value: Any, where: str, folder: pathlib.Path) -> bytes:
@@ -122,7 +122,7 @@ def _of_object(image: Image.Image, where: str, max_side: int | None) -> Picture:
         SyntaxError,
         Image.DecompressionBombError,
     ) as error:  # Pillow decodes the image only here
-        raise InvalidInput(f"{where} cannot be read as a picture: {error}", field=where) from error
+        raise InvalidInput(f"{where} cannot be read as a picture: {picture_problem(error)}", field=where) from error
 
 
 def _of_array(pixels: np.ndarray, where: str, max_side: int | None) -> Picture:

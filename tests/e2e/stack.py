@@ -64,8 +64,7 @@ class Stack:
         found = self.processes("trainer")
         if number < 0:
             return found[0] if found else None
-        of_ranks = (one for one in found if "fovea_trainer" in " ".join(one.cmdline()))
-        return next((one for one in of_ranks if one.environ().get("RANK") == str(number)), None)
+        return next((one for one in found if one.name() == f"trainer-rank{number}"), None)
 
     def kill(self, victim: str) -> None:
         """Ends the gateway, a rank or the launcher (-1) as it is now, once it is there."""

@@ -1,7 +1,8 @@
-"""Twenty faults while clients train and sample: nothing is lost, nothing differs, nothing stays behind."""
+"""Faults while clients train and sample, with one gateway and with two: nothing is lost, differs or stays behind."""
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import chaos.stack
 import fovea_tinyvlm
 from chaos import checker
 from chaos.disk import limits
-from chaos.faults import brief_deck, plan
+from chaos.faults import brief_deck, plan, shards_deck
 from chaos.inventory import left_after_stop
 from chaos.run import client_names, run
+from fovea_gateway.database.ownership import shard_of
+from tests.postgresql import Server
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +26,39 @@ def portal() -> Iterator[BlockingPortal]:
         yield portal
 
 
-@pytest.fixture(scope="module")
-def disturbed(portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory) -> Iterator[chaos.stack.Stack]:
+@contextmanager
+def disturbed(portal: BlockingPortal, folder: Path, database_url: str = "") -> Iterator[chaos.stack.Stack]:
     """A Fovea of its own, to be broken: its parts, which talk over mutual TLS, and the links between them."""
     os.environ["TINKER_TELEMETRY"] = "0"
-    folder = tmp_path_factory.mktemp("chaos")
-    with portal.wrap_async_context_manager(chaos.stack.running(folder, fovea_tinyvlm.ensure())) as stack:
+    running = chaos.stack.running(folder, fovea_tinyvlm.ensure(), database_url=database_url)
+    with portal.wrap_async_context_manager(running) as stack:
         yield stack
         left = left_after_stop(stack) if portal.call(stack.stop) else []
         assert left == []
 
 
 @pytest.mark.timeout(600)  # beside another lane on two cores it took 177 s
-def test_twenty_faults(disturbed: chaos.stack.Stack, portal: BlockingPortal, tmp_path: Path) -> None:
+def test_twenty_faults(portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """The brief form of `make chaos`."""
-    cards = brief_deck(disk=disturbed.disk is not None)
-    faults = plan(16, len(cards), cards, mean_gap_s=1.0)
-    result = portal.call(run, disturbed, tmp_path, client_names(16, 2), faults)
-    print(result.summary(), *limits(), sep="\n")
-    assert len(result.disturbed.history.commands) > 50
-    assert not result.violations, checker.told(result.violations)
+    with disturbed(portal, tmp_path_factory.mktemp("chaos")) as stack:
+        cards = brief_deck(disk=stack.disk is not None)
+        faults = plan(16, len(cards), cards, mean_gap_s=1.0)
+        result = portal.call(run, stack, tmp_path, client_names(16, 2), faults)
+        print(result.summary(), *limits(), sep="\n")
+        assert len(result.disturbed.history.commands) > 50
+        assert not result.violations, checker.summary(result.violations)
+
+
+@pytest.mark.timeout(600)
+def test_faults_of_two_gateways(
+    portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, postgresql: Server
+) -> None:
+    """The brief form of `python -m chaos --shards`: two gateways with a shard each, behind a router."""
+    with disturbed(portal, tmp_path_factory.mktemp("shards"), postgresql.new_url()) as stack:
+        cards = shards_deck()
+        faults = plan(3, len(cards), cards, mean_gap_s=1.0)
+        result = portal.call(run, stack, tmp_path, client_names(3, 4), faults)
+        print(result.summary(), *limits(), sep="\n")
+        models = [one for one in result.disturbed.history.commands.values() if one.operation == "create_model"]
+        assert {shard_of(one.answers[0].value["model_id"]) for one in models} == {0, 1}
+        assert not result.violations, checker.summary(result.violations)

@@ -2,7 +2,11 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
 
+import httpx
 import pytest
 import tinker
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +47,21 @@ def test_status_and_logs_tell_what_runs(stack: Stack) -> None:
     trained = fovea(stack, "logs", "trainer", "--lines", "100000")
     assert "fovea_trainer" in trained
     assert all(" trainer │ " in line for line in trained.splitlines())
+
+
+def test_an_administrator_reads_the_logs_of_all_services(stack: Stack) -> None:
+    create = ["keys", "create", "--owner", "root", "--scope", "admin", "--state-dir", str(stack.log.parent)]
+    command = [sys.executable, "-m", "fovea_gateway.access.access_command", *create]
+    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    with httpx.Client(base_url=f"{stack.base_url}/api/v1/", headers={"X-API-Key": key}, trust_env=False) as http:
+        while (first := http.get("live/logs")).status_code == 401:  # until the gateway has read the new key
+            time.sleep(0.1)
+        services = first.json()["services"]
+        assert sorted(services) == ["gateway", "renderer", "sampler", "trainer"]
+        for name in services:
+            found = http.get("live/logs", params={"service": name}).json()
+            assert (found["failures"], {line["service"] for line in found["lines"]}) == ({}, {name})
+            assert stack.secret not in json.dumps(found)
 
 
 def test_the_doctor_of_a_running_fovea_takes_no_secret(stack: Stack) -> None:

@@ -1,5 +1,6 @@
 """The live page in a real browser: a model is trained through the SDK, and what happens appears without a reload."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from fovea_demo.digits import Prompter, Scan, load_scans
 from fovea_demo.job import Recipe
 from tests.e2e.browser import Browser, running_browser, why_no_browser
 from tests.e2e.stack import API_KEY, Stack
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
@@ -120,7 +122,8 @@ def test_what_happens_appears_without_a_reload(
         browser.wait_text("#step-shown", "18")
         browser.pictures(Path(PICTURES), "page", most_height=6000)
     browser.show(390, dark=True)
-    assert browser.too_wide("#usage .scroll, #queue .scroll, .models, svg") == []
+    # Charts follow the width a moment later.
+    asyncio.run(eventually(lambda: browser.too_wide("#usage .scroll, #queue .scroll, .models, svg") == [], 60))
     browser.show(1280, dark=False)
 
     browser.click(f"{row} button", "Delete")

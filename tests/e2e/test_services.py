@@ -74,3 +74,10 @@ def test_the_log_names_every_service(stack: Stack) -> None:
     lines = stack.log.read_text().splitlines()
     for name in SERVICES:
         assert any(line.lstrip().startswith(f"{name} │") for line in lines), name
+
+
+def test_the_launcher_of_ranks_has_one_thread(stack: Stack) -> None:
+    """It forks them after all imports: a thread that holds a lock meanwhile would hold it in the ranks for ever."""
+    launcher = stack.rank(-1)
+    assert launcher is not None
+    assert launcher.num_threads() == 1

@@ -6,6 +6,7 @@ No renderer is called, and images are refused by name.
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,8 +46,12 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text_stack(mistral: Path) -> Iterator[Stack]:
-    with running_stack(mistral) as stack:
-        yield stack
+    """A Fovea with a model folder of two slashes, such as /tmp/model."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        for file in mistral.iterdir():
+            (Path(folder) / file.name).symlink_to(file)
+        with running_stack(Path(folder)) as stack:
+            yield stack
 
 
 @pytest.mark.parametrize(("rank", "rate"), [(8, 5e-3), (0, 5e-4)], ids=["adapter", "full"])
@@ -56,6 +61,14 @@ def test_sampler_and_trainer_agree(text_stack: Stack, rank: int, rate: float) ->
     prompts = {"short": builder.build("Hello there."), "long": builder.build(words * 4)}
     with text_stack.service_client() as service:
         check_model(text_stack, service, rank, rate, prompts)
+
+
+def test_the_sdk_finds_the_tokenizer_of_a_folder_of_two_slashes(text_stack: Stack) -> None:
+    """The SDK 0.38 would cut /tmp/model to /tmp."""
+    assert text_stack.model_name == f"{text_stack.model}/"
+    with text_stack.service_client() as service:
+        tokenizer = service.create_sampling_client(base_model=text_stack.model_name).result().get_tokenizer()
+        assert tokenizer.decode(tokenizer.encode("red")) == "red"
 
 
 def test_a_first_model_may_be_text_only(text_stack: Stack) -> None:

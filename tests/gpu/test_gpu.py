@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import tinker
 
-from benchmarks.agreement import draw, kl, score
+from benchmarks.agreement import draw, kl, random_prompts, score
 from benchmarks.client import Bench, datum, take_step
 from fovea_trainer.model.memory_budget import MAX_TOKENS
 
@@ -28,7 +28,7 @@ def assert_agree(bench: Bench, training: tinker.TrainingClient, temperature: flo
     """Of text, and after pictures."""
     sampler = training.save_weights_and_get_sampling_client().result(600)
     for side in (0, 256):
-        for found in score(training, draw(bench, sampler, 4, side, temperature, seed=3)()):
+        for found in score(training, draw(sampler, random_prompts(bench, 4, side, 3), temperature, 3)()):
             assert kl(found.differences) <= LARGEST_KL
 
 

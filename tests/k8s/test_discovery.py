@@ -3,7 +3,7 @@
 import asyncio
 
 from deploy.cluster.cluster import Cluster
-from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
+from fovea_gateway.replicas.discovery import KubernetesDiscovery
 from tests.k8s.cluster import ready_addresses
 from tests.k8s.watching import configuration_of, watching
 from tests.k8s.workers import PORT, SERVICE, STATEFUL_SET, workers

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from deploy.cluster.cluster import Cluster, CommandFailed
-from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
+from fovea_gateway.replicas.discovery import KubernetesDiscovery
 from tests.k8s.cluster import CHART, COMPONENTS, WAIT_S, Object, Release, fresh_namespace, get, wait_for
 from tests.k8s.watching import configuration_of, watching
 

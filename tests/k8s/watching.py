@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from kubernetes.aio import client
 
 from deploy.cluster.cluster import Cluster
-from fovea_gateway.replicas.discovery import Addresses
-from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
+from fovea_gateway.replicas.discovery import Addresses, KubernetesDiscovery
 from tests.k8s.cluster import WAIT_S
 
 

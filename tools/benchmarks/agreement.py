@@ -11,6 +11,9 @@ trainer using the experts that the sampler chose for each token. `agreement.expe
 
 With `--float32 DIRECTORY` the base model in float32, on a GPU, scores the text too. Its distance to sampler and trainer
 is the error of bfloat16 in each, and shows how large a difference between them is expected.
+
+With `--chats`, for a pretrained model, the prompts are questions in the model's chat template instead of random tokens,
+and the training steps teach the model its own answers.
 """
 
 import argparse
@@ -31,6 +34,12 @@ from benchmarks.figure import emit
 
 API_KEY = "tml-local"
 _NEW_TOKENS = 128
+_ASKED = ("Tell me about", "Write two sentences on", "Explain to a child", "List three facts about")
+_TOPICS = (
+    *("the sea", "a bakery", "prime numbers", "photosynthesis", "the French Revolution", "how to tie a knot"),
+    *("winter", "gravity", "a short poem about rain", "recursion in programming", "the moon landing"),
+    *("how bread rises", "why the sky is blue", "a letter to a friend", "the rules of chess", "a healthy breakfast"),
+)
 Logprobs = npt.NDArray[np.float64]
 
 
@@ -64,12 +73,29 @@ def kl(differences: Logprobs) -> float:
     return float(np.mean(np.expm1(differences) - differences))
 
 
-def draw(
-    bench: Bench, sampler: Any, count: int, image_side: int, temperature: float, seed: int
-) -> Callable[[], list[Drawn]]:
-    """Submits samples from `count` random prompts. Returns a function that waits for them."""
+def random_prompts(bench: Bench, count: int, image_side: int, seed: int) -> list[tinker.ModelInput]:
+    """Returns prompts of random tokens, each after an image unless its side is 0."""
     rng = np.random.default_rng(seed)
-    prompts = [bench.prompt(rng, length, image_side) for length in rng.integers(64, 512, count).tolist()]
+    return [bench.prompt(rng, length, image_side) for length in rng.integers(64, 512, count).tolist()]
+
+
+def chat_prompts(bench: Bench) -> list[tinker.ModelInput]:
+    """Returns 64 questions in the model's chat template."""
+    tokenizer = bench.sampler.get_tokenizer()
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{asked} {topic}."}], add_generation_prompt=True, tokenize=False
+        )
+        for topic in _TOPICS
+        for asked in _ASKED
+    ]
+    return [tinker.ModelInput.from_ints(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+
+def draw(
+    sampler: Any, prompts: Sequence[tinker.ModelInput], temperature: float, seed: int
+) -> Callable[[], list[Drawn]]:
+    """Submits a sample from each prompt. Returns a function that waits for them."""
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=temperature, seed=seed, stop=[])
     futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
 
@@ -84,9 +110,12 @@ def draw(
 
 
 def score(
-    training: tinker.TrainingClient, drawn: list[Drawn], experts: Sequence[tinker.TensorData] = ()
+    training: tinker.TrainingClient,
+    drawn: list[Drawn],
+    experts: Sequence[tinker.TensorData] = (),
+    ways: Sequence[str] = ("packed", "alone"),
 ) -> list[Comparison]:
-    """Returns the trainer's log-probabilities of drawn tokens at their temperature, both ways; with `experts`, using
+    """Returns the trainer's log-probabilities of drawn tokens at their temperature, in each way; with `experts`, using
     those.
     """
     sampled = np.concatenate([one.logprobs for one in drawn])
@@ -94,7 +123,8 @@ def score(
     for one, taken in zip(data, experts, strict=False):
         one.loss_fn_inputs["routed_experts"] = taken
     found = []
-    for way, calls in (("packed", [data]), ("alone", [[one] for one in data])):
+    for way in ways:
+        calls = [data] if way == "packed" else [[one] for one in data]
         pending = [training.forward(call, "cross_entropy", config) for call in calls]
         outputs = [output for future in pending for output in future.result(600).loss_fn_outputs]
         trained = [scored_part(output, len(one.tokens)) for output, one in zip(outputs, drawn, strict=True)]
@@ -130,9 +160,11 @@ def train(bench: Bench, training: tinker.TrainingClient, steps: int, image_side:
 def float32_logprobs(directory: str, device: str, drawn: list[Drawn]) -> Logprobs:
     """Returns the log-probabilities of the base model in float32 for the drawn tokens of text prompts."""
     import torch
-    from transformers import Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).to(device)  # type: ignore[arg-type]
+    has_images = hasattr(AutoConfig.from_pretrained(directory), "vision_config")
+    loader: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    model = loader.from_pretrained(directory, dtype=torch.float32).to(device)
     found = []
     for one in drawn:
         tokens = torch.tensor([[*one.prompt.to_ints(), *one.tokens]], device=device)
@@ -149,7 +181,7 @@ def wave(bench: Bench, training: tinker.TrainingClient, count: int, repeats: int
     rates = []
     for round_ in range(repeats + 1):
         begun = time.perf_counter()
-        drawn = draw(bench, sampler, count, 0, 1.0, seed=1000 + round_)()
+        drawn = draw(sampler, random_prompts(bench, count, 0, 1000 + round_), 1.0, 1000 + round_)()
         rates.append(sum(len(one.tokens) for one in drawn) / (time.perf_counter() - begun))
     return rates[1:]
 
@@ -178,30 +210,39 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
     if options.wave:
         rates = wave(bench, training, options.wave)
         emit("agreement.sampling", rates, "token/s", rank=options.rank, in_flight=options.wave, note=options.note)
-    rate = 1e-4 if options.rank else 1e-5
+    chats = chat_prompts(bench)[: options.prompts] if options.chats else None
+    sides = {"text": 0} if chats else {"text": 0, "image": options.image_side}
     for when in ("before", "after") if options.steps else ("before",):
-        kinds = (("text", 0), ("image", options.image_side)) if when == "after" or not options.only_after else ()
+        kinds = sides if when == "after" or not options.only_after else {}
         sampler = training.save_weights_and_get_sampling_client().result(600)
         submitted = []  # submit all at once: the sampler needs as many steps for one prompt as for all
-        for kind, side in kinds:
+        for kind, side in kinds.items():
             for temperature in options.temperatures:
                 sizes = {"rank": options.rank, "temperature": temperature, "steps": options.steps * (when == "after")}
                 for seed in options.seeds:
-                    wait = draw(bench, sampler, options.prompts, side, temperature, seed)
+                    prompts = chats or random_prompts(bench, options.prompts or 16, side, seed)
+                    wait = draw(sampler, prompts, temperature, seed)
                     submitted.append((wait, kind, {"seed": seed, "note": options.note, **sizes}))
         for wait, kind, sizes in submitted:
             drawn = wait()
             if options.replay:
                 experts = experts_of(options.base_url, API_KEY, drawn)
                 emit("agreement.experts", [8 * experts[0].to_numpy().shape[1]], "B/token", **sizes)
-                _report(score(training, drawn, experts), kind, when, replay=True, **sizes)
+                _report(score(training, drawn, experts, options.ways), kind, when, replay=True, **sizes)
                 sizes["replay"] = False
-            _report(score(training, drawn), kind, when, **sizes)
+            _report(score(training, drawn, (), options.ways), kind, when, **sizes)
         if when == "before":
             if options.float32:
-                drawn = draw(bench, sampler, options.prompts, 0, 1.0, seed=options.seeds[0])()
+                seed = options.seeds[0]
+                drawn = draw(sampler, chats or random_prompts(bench, options.prompts or 16, 0, seed), 1.0, seed)()
                 _report_float32(options.float32, options.device, training, drawn)
-            train(bench, training, options.steps, options.image_side, rate)
+            rate = options.rate or (1e-4 if options.rank else 1e-5)
+            if chats:
+                data = [datum(one.prompt, one.tokens) for one in draw(sampler, chats, 1.0, options.seeds[0])()]
+                for _ in range(options.steps):
+                    take_step(training, data, rate)
+            else:
+                train(bench, training, options.steps, options.image_side, rate)
 
 
 def main() -> None:
@@ -213,9 +254,16 @@ def main() -> None:
         "--steps", type=int, default=20, help="training steps in between; 0 skips the measurement after them"
     )
     parser.add_argument("--only-after", action="store_true", help="skip the measurement before the steps")
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--rate", type=float, help="learning rate; default 1e-4, for all parameters 1e-5")
+    parser.add_argument("--chats", action="store_true", help="ask questions in the chat template; text only")
+    parser.add_argument(
+        "--prompts", type=int, help="number of prompts; default 16 of random tokens, or all 64 questions"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.5, 1.3])
+    parser.add_argument(
+        "--ways", nargs="+", choices=("packed", "alone"), default=["packed", "alone"], help="calls of the trainer"
+    )
     parser.add_argument("--wave", type=int, default=0, help="samples at once for the speed measurement; 0 skips it")
     parser.add_argument("--note", default="", help="note written into each line, such as the type of the heads")
     parser.add_argument("--replay", action="store_true", help="measure with and without the sampler's experts")

@@ -279,17 +279,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="folder of the 4B shape")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-steps", action="store_true", help="measure layers only")
+    parser.add_argument("--only", choices=("layers", "steps"), help="measure one part only")
     options = parser.parse_args()
     begun = time.perf_counter()
     _, reason = packed_attention.flash_4()
     print(f"{reason}; first kernels after {time.perf_counter() - begun:.1f} s", flush=True)
     layers = []
-    for case in CASES:
+    for case in () if options.only == "steps" else CASES:
         layers.append(compare(case))
         print(json.dumps(layers[-1]), flush=True)
     found: dict[str, Any] = {"layers": layers}
-    if not options.no_steps:
+    if options.only != "layers":
         engine = load(options.directory)
         found |= {"steps": measure_steps(engine, options.repeats), "recorded": check_recorded(engine)}
     if out := os.environ.get("OUT"):

@@ -4,6 +4,7 @@ The task needs no data: a reward is the share of vowels in two answers. Some gro
 between their answers they wait for further training steps. `inflight` trains on other groups meanwhile; slow groups
 straddle several weights or are cancelled beyond `--max-lag`. `on_policy` plays the same prompts without waiting. Each
 line of the curves is one step of one run; the figures are the mean rewards of the last quarter of the steps, by seed.
+`--draw PNG --out curves.jsonl` draws existing curves.
 """
 
 from __future__ import annotations
@@ -47,12 +48,18 @@ class Clock:
 
     Args:
         most: The most groups that wait at once. Others do not wait, so that a step always finds enough groups.
+        last: Number of the run's last step, which needs all groups: none waits in it.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._steps = most, 0
+    def __init__(self, most: int, last: int) -> None:
+        self._most, self._last, self._steps = most, last, 0
         self._changed = asyncio.Condition()
+        self._begun: dict[int, int] = {}
         self._waited: dict[int, int] = {}
+
+    def begin(self, group: int) -> None:
+        """Notes the step in which a group is first played."""
+        self._begun.setdefault(group, self._steps)
 
     async def advance(self) -> None:
         """Counts a step."""
@@ -61,11 +68,14 @@ class Clock:
             self._changed.notify_all()
 
     async def wait(self, group: int) -> None:
-        """Waits for the delay of a group: the first time it is played, unless too many groups wait."""
+        """Waits for the delay of a group: the first time it is played, unless too many groups wait.
+
+        The loop waits for a group that it has cancelled too often, so a group that is played again never waits.
+        """
         is_late = [until for other, until in self._waited.items() if other != group and until > self._steps]
-        delay = DELAYS[group % len(DELAYS)]
+        delay = DELAYS[group % len(DELAYS)] if self._steps <= self._begun[group] + 1 else 0
         if group not in self._waited and delay and len(is_late) < self._most:
-            self._waited[group] = self._steps + delay
+            self._waited[group] = min(self._steps + delay, self._last)
         until = self._waited.get(group, 0)
         try:
             async with self._changed:
@@ -88,6 +98,8 @@ class Speaking:
 
     async def reset(self) -> list[Message]:
         """Returns the question."""
+        if self._clock is not None:
+            self._clock.begin(self._number)
         return [Message("user", (f"Say something about the number {self._number}.",))]
 
     async def step(self, answer: Answer) -> Step:
@@ -149,8 +161,8 @@ async def run(
     service: tinker.ServiceClient, model: str, settings: LoopSettings, write: Callable[[dict[str, Any]], None]
 ) -> list[float]:
     """Trains one model; returns the reward of each step."""
-    training = await service.create_lora_training_client_async(base_model=model, rank=16, seed=settings.seed)
-    clock = Clock(settings.groups_per_step // 2) if settings.mode == "inflight" else None
+    training = await service.create_lora_training_client(base_model=model, rank=16, seed=settings.seed)
+    clock = Clock(settings.groups_per_step // 2, settings.steps - 1) if settings.mode == "inflight" else None
     rewards: list[float] = []
     started = time.monotonic()
 
@@ -168,13 +180,14 @@ async def run(
 async def measure(options: argparse.Namespace, base_url: str) -> None:
     """Runs both modes with each loss and seed, writes the curves and prints the figures."""
     with tinker.ServiceClient(base_url=base_url, api_key=options.api_key) as service, options.out.open("w") as lines:
-        model = options.model or service.get_server_capabilities().supported_models[0].model_name
+        rest = tinker.RestClient(base_url=base_url, api_key=options.api_key)
+        model = options.model or (await rest.get_server_capabilities()).supported_models[0].model_name
         assert model is not None
         for loss in options.losses.split(","):
             found: dict[Mode, list[float]] = {mode: [] for mode in ("on_policy", "inflight")}
             for seed in range(options.seeds):
                 for mode, ends in found.items():
-                    own = {"mode": mode, "loss": loss, "seed": seed}
+                    own = {"figure": "lagging.step", "mode": mode, "loss": loss, "seed": seed}
 
                     def write(row: dict[str, Any], own: dict[str, Any] = own) -> None:
                         lines.write(json.dumps({**own, **row}) + "\n")
@@ -189,6 +202,40 @@ async def measure(options: argparse.Namespace, base_url: str) -> None:
 def last_quarter(rewards: Sequence[float]) -> float:
     """Returns the mean reward of the last quarter of the steps."""
     return float(np.mean(rewards[-max(1, len(rewards) // 4) :]))
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the rewards over steps, a panel for each loss: thin lines for seeds, a thick one for their mean.
+
+    Args:
+        rows: Lines of the curves.
+        path: The PNG file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    losses = list(dict.fromkeys(row["loss"] for row in rows))
+    figure, panels = plt.subplots(
+        1, len(losses), figsize=(4.5 * len(losses), 2.8), layout="constrained", squeeze=False, sharey=True
+    )
+    for panel, loss in zip(panels.flat, losses, strict=True):
+        for mode, color in (("on_policy", "tab:blue"), ("inflight", "tab:orange")):
+            own = [row for row in rows if (row["loss"], row["mode"]) == (loss, mode)]
+            curves = np.array(
+                [[row["reward"] for row in own if row["seed"] == seed] for seed in {r["seed"] for r in own}]
+            )
+            panel.plot(curves.T, color=color, alpha=0.25, linewidth=0.8)
+            lag = np.mean([row["token_lag"] for row in own])
+            panel.plot(curves.mean(0), color=color, label=f"{mode}: tokens {lag:.1f} steps old")
+        panel.set_title(loss, fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=8, frameon=False)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("mean reward", fontsize=9)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
 
 
 @contextmanager
@@ -220,7 +267,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12, help="tokens of an answer")
     parser.add_argument("--portion", type=int, default=4, help="tokens of a request of the lagging run")
     parser.add_argument("--max-lag", type=int, default=4)
+    parser.add_argument("--draw", type=Path, metavar="PNG", help="draws the curves of --out instead of measuring")
     options = parser.parse_args()
+    if options.draw:
+        draw([json.loads(line) for line in options.out.read_text().splitlines()], options.draw)
+        return
     with server(options) as base_url:
         asyncio.run(measure(options, base_url))
 

@@ -91,6 +91,21 @@ def command_seconds(running: Running) -> float:
     )
 
 
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Adds the options of the tenants' models and steps.
+
+    Args:
+        command: The command that started the Fovea.
+    """
+    parser.add_argument("--up", type=Path, default=Path(".fovea/up.json"), help=f"written by `{command}`")
+    parser.add_argument("--api-key", default="tml-local")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--datums", type=int, default=16, help="datums of a tenant's step")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a datum")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each tenant in a round")
+    parser.add_argument("--repeats", type=int, default=3)
+
+
 def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argparse.Namespace) -> None:
     """Prints the figures for one number of tenants."""
     sizes = {
@@ -112,14 +127,8 @@ def report(count: int, rounds: Rounds, alone: Rounds, model: str, options: argpa
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--up", type=Path, default=Path(".fovea/up.json"), help="written by `fovea up`")
-    parser.add_argument("--api-key", default="tml-local")
     parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 4, 8], help="1 is always measured")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--datums", type=int, default=16, help="datums of a tenant's step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a datum")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each tenant in a round")
-    parser.add_argument("--repeats", type=int, default=3)
+    add_options(parser, "fovea up")
     options = parser.parse_args()
     running = Running.read(options.up)
     counts = sorted({1, *options.tenants})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.figure import emit
 from benchmarks.running import Running, busy
-from benchmarks.tenants import Rounds, Tenant, measure
+from benchmarks.tenants import Rounds, Tenant, add_options, measure
 
 _APPLIED_S = 3.0
 """Seconds after which a running gateway has certainly read that a trainer is drained or in use again."""
@@ -41,14 +41,8 @@ def take_round(running: Running, options: argparse.Namespace, rounds: Rounds) ->
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--up", type=Path, default=Path(".fovea/up.json"), help="written by `fovea up --trainers 2`")
-    parser.add_argument("--api-key", default="tml-local")
     parser.add_argument("--tenants", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--datums", type=int, default=16, help="datums of a tenant's step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a datum")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each tenant in a round")
-    parser.add_argument("--repeats", type=int, default=3)
+    add_options(parser, "fovea up --trainers 2")
     options = parser.parse_args()
     running = Running.read(options.up)
     found = {1: Rounds(), 2: Rounds()}

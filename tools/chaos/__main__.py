@@ -12,6 +12,7 @@ from chaos.faults import deck, plan, read_log
 from chaos.inventory import left_after_stop
 from chaos.run import client_names, recoveries, run
 from chaos.stack import running
+from tests.postgresql import running_postgresql
 
 
 def main() -> int:
@@ -28,20 +29,25 @@ def main() -> int:
     parser.add_argument(
         "--pause-s", type=float, default=1.0, help="Seconds between a client's rounds in the disturbed run."
     )
+    parser.add_argument(
+        "--shards", action="store_true", help="Run two gateways with a shard each, a router and a PostgreSQL."
+    )
     parser.add_argument("--without", action="append", default=[], help="Leave out faults of this kind or target.")
     parser.add_argument("--folder", type=Path, help="Folder for histories and logs. Default: a new temporary folder.")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fovea-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    cards = [card for card in deck(disk=disk.is_possible(), machine=True) if not set(card) & set(given.without)]
+    every = deck(disk=disk.is_possible(), machine=True, shards=given.shards)
+    cards = [card for card in every if not set(card) & set(given.without)]
     faults = read_log(given.replay) if given.replay else plan(given.seed, given.faults, cards, given.gap_s)
     for line in disk.limits():
         print(line)
     print(f"seed {given.seed}, {len(faults)} faults, {given.clients} clients; logs in {folder}", flush=True)
 
-    async def whole() -> int:
+    async def whole(database_url: str) -> int:
         disk_mib = given.disk_mib or disk.LEAST_MIB + 10 * len(faults)
-        async with running(folder, fovea_tinyvlm.ensure(), disk_mib=disk_mib) as stack:
+        model = fovea_tinyvlm.ensure()
+        async with running(folder, model, disk_mib=disk_mib, database_url=database_url) as stack:
             clients = client_names(given.seed, given.clients)
             result = await run(stack, folder, clients, faults, given.pause_s)
             await stack.stop()
@@ -52,7 +58,10 @@ def main() -> int:
         print(checker.summary(violations), flush=True)
         return 1 if violations else 0
 
-    return asyncio.run(whole())
+    if not given.shards:
+        return asyncio.run(whole(""))
+    with running_postgresql() as server:
+        return asyncio.run(whole(server.new_url()))
 
 
 if __name__ == "__main__":

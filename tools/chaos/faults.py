@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from chaos.links import Trouble
-from chaos.stack import LINKS
+from chaos.stack import GATEWAYS, LINKS
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,20 @@ PAIRS = 0.25
 """Fraction of faults that the next one joins immediately."""
 
 
-def deck(*, disk: bool, machine: bool) -> list[tuple[str, str]]:
+def deck(*, disk: bool, machine: bool, shards: bool = False) -> list[tuple[str, str]]:
     """Returns (kind, target) of the faults that are made before any is repeated. Faults with fast recovery occur more
     often.
+
+    Args:
+        disk: Whether the disk can be filled.
+        machine: Whether all processes may be killed at once.
+        shards: Whether there are two gateways and a router.
     """
     cards = [("kill", target) for target in (*KILLED, *KILLED_OFTEN, *KILLED_OFTEN)]
     cards += [("terminate", target) for target in ("gateway", "renderer", "sampler", "trainer")]
     cards += [("stop", target) for target in STOPPED]
     cards += [(trouble, link) for trouble in (Trouble.CUT, Trouble.HANG, Trouble.SLOW) for link in LINKS]
+    cards += [(kind, target) for kind in ("kill", "terminate", "stop") for target in GATEWAYS[1:] if shards]
     cards += [("full-disk", "disk")] * (2 if disk else 0)
     cards += [("kill", "everything")] * (1 if machine else 0)
     return cards
@@ -84,6 +90,18 @@ def brief_deck(*, disk: bool) -> list[tuple[str, str]]:
         *((Trouble.HANG, link) for link in ("gateway-sampler", "gateway-renderer")),
         *((Trouble.SLOW, link) for link in ("client-gateway", "trainer-renderer", "gateway-trainer")),
         *([("full-disk", "disk")] if disk else [("stop", "trainer")]),
+    ]
+
+
+def shards_deck() -> list[tuple[str, str]]:
+    """Returns twelve faults for a run of a minute with two gateways: each is killed, stopped and terminated, as is
+    their router, and loses its links.
+    """
+    return [
+        *((kind, target) for kind in ("kill", "terminate", "stop") for target in GATEWAYS),
+        (Trouble.CUT, "gateway-trainer"),
+        (Trouble.HANG, "gateway-sampler"),
+        (Trouble.CUT, "client-gateway"),
     ]
 
 

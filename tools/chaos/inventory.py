@@ -3,22 +3,25 @@
 import hashlib
 import re
 import shutil
-import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import sqlalchemy as sa
 from safetensors import safe_open
 
 from chaos.stack import Stack
 from fovea.api.v1 import weights_pb2
 
-_NUMBERS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+")
-"""Matches names that differ in each run: UUIDs, names from `tempfile`, digests and counts."""
+_NUMBERS = re.compile(
+    r"(?<=sess-)[0-9a-f]{16}(?:-[0-9]{1,3})?|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=-)[a-z0-9_]{8}(?=/)|[0-9a-f]{8,}|\d+"
+)
+"""Matches names that differ in each run: session ids, UUIDs, names from `tempfile`, digests and counts."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,8 @@ def take(stack: Stack) -> Inventory:
     """Returns the current counts."""
     found: Inventory = Counter()
     with _database(stack) as database:
-        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        for table in set(tables) - _LOGS:
-            (count,) = database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
-            found[f"rows of {table}"] = count
+        for table in database.tables - _LOGS:
+            found[f"rows of {table}"] = sum(count for (count,) in database.rows(table, "SELECT count(*) FROM {table}"))
     for root in _roots(stack):
         for path in _files(root):
             found[f"files {root.name}/{_NUMBERS.sub('#', str(path.relative_to(root)))}"] += 1
@@ -74,23 +75,23 @@ def left_after_stop(stack: Stack) -> list[str]:
 
 def ledger(stack: Stack, scopes: Iterable[str]) -> list[Finish]:
     """Returns the entries of these models' commands."""
-    query = "SELECT scope, seq_id, kind, state, finish_number FROM futures WHERE scope = ? ORDER BY seq_id"
+    query = "SELECT scope, seq_id, kind, state, finish_number FROM {table} WHERE scope = :scope ORDER BY seq_id"
     with _database(stack) as database:
-        return [Finish(*row) for scope in scopes for row in database.execute(query, (scope,))]
+        return [Finish(*row) for scope in scopes for row in database.rows("futures", query, scope=scope)]
 
 
 def snapshots(stack: Stack, model_id: str) -> list[str]:
     """Returns digests of the weights of a model's snapshots, in the order of creation."""
-    query = "SELECT identity FROM snapshots WHERE model_id = ? ORDER BY created_at"
+    query = "SELECT identity FROM {table} WHERE model_id = :model_id ORDER BY created_at"
     with _database(stack) as database:
-        rows = database.execute(query, (model_id,)).fetchall()
+        rows = database.rows("snapshots", query, model_id=model_id)
     return [weights_pb2.Snapshot.FromString(identity).digest for (identity,) in rows]
 
 
 def saved_tensors(stack: Stack, path: str) -> dict[str, str]:
     """Returns the digest of each tensor of a saved state, tinker://..., keyed by file and tensor."""
     with _database(stack) as database:
-        (uri,) = database.execute("SELECT uri FROM checkpoints WHERE path = ?", (path,)).fetchone()
+        ((uri,),) = database.rows("checkpoints", "SELECT uri FROM {table} WHERE path = :path", path=path)
     folder, digests = stack.local(uri), {}
     for file in sorted(folder.rglob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
@@ -101,14 +102,42 @@ def saved_tensors(stack: Stack, path: str) -> dict[str, str]:
     return digests
 
 
+class _Database:
+    """The tables of the gateway, or of the shards of two gateways, to read."""
+
+    def __init__(self, connection: sa.Connection, schemas: Sequence[str | None]) -> None:
+        self._connection = connection
+        found = sa.inspect(connection)
+        self._schemas = {schema: set(found.get_table_names(schema)) for schema in schemas}
+
+    @property
+    def tables(self) -> set[str]:
+        """Names of all tables."""
+        return set().union(*self._schemas.values())
+
+    def rows(self, table: str, query: str, **values: str) -> list[Any]:
+        """Returns the rows of a query on `{table}`, of all schemas that have the table."""
+        found: list[Any] = []
+        for schema, tables in self._schemas.items():
+            if table in tables:
+                name = f'"{schema}"."{table}"' if schema else f'"{table}"'
+                found += self._connection.execute(sa.text(query.format(table=name)), values)
+        return found
+
+
 @contextmanager
-def _database(stack: Stack) -> Iterator[sqlite3.Connection]:
-    """Opens a copy of the database, because SQLite would resolve the link /proc/PID/root to another folder here."""
+def _database(stack: Stack) -> Iterator[_Database]:
+    """Opens the database; of SQLite a copy, because it would resolve the link /proc/PID/root to another folder here."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("gateway.db", "gateway.db-wal"):
-            shutil.copy(stack.folder / name, folder)
-        with closing(sqlite3.connect(Path(folder) / "gateway.db")) as database:
-            yield database
+        if not stack.database_url:
+            for name in ("gateway.db", "gateway.db-wal"):
+                shutil.copy(stack.folder / name, folder)
+        url = stack.database_url.replace("postgresql:", "postgresql+psycopg:") or f"sqlite:///{folder}/gateway.db"
+        engine = sa.create_engine(url)
+        with closing(engine.connect()) as connection:
+            base = connection.scalar(sa.text("SELECT current_schema()")) if stack.database_url else None
+            yield _Database(connection, [base, f"{base}_shard_1"] if base else [None])
+        engine.dispose()
 
 
 def _roots(stack: Stack) -> list[Path]:
@@ -126,8 +155,8 @@ def role(process: psutil.Process) -> str:
     words = process.cmdline()
     if "-m" in words:
         module = words[words.index("-m") + 1]
-        rank = process.environ().get("RANK") if module == "fovea_trainer" else None
-        return f"{module} rank {rank}" if rank else module
+        _, is_rank, rank = process.name().partition("trainer-rank")
+        return f"{module} rank {rank}" if is_rank else module
     return _NUMBERS.sub("#", " ".join(words).strip()[:60])
 
 

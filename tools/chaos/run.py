@@ -80,8 +80,10 @@ async def run(
         pause_s: Seconds between a client's rounds in the disturbed run.
     """
     stop = _folder(folder) / "stop"
-    # Resources that stay open after the first command, such as the transfer group for weights, are not leftovers.
-    await run_clients(stack, folder / "before", ["samples-before"], stop, rounds={"samples-before": 2})
+    # Resources that stay open after the first command, such as the transfer group for weights, are not leftovers. The
+    # router gives each shard one of two clients.
+    before = [f"samples-before{number}" for number in range(2 if stack.database_url else 1)]
+    await run_clients(stack, folder / "before", before, stop, rounds=dict.fromkeys(before, 2))
     at_first = await _settled(stack, Counter())
     disturbed = asyncio.create_task(run_clients(stack, folder / "disturbed", clients, stop, pause_s=pause_s))
     await _begun(folder / "disturbed", clients, disturbed)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -31,9 +31,13 @@ MODEL_NAME = "tiny"
 MARK = "FOVEA_CHAOS"
 """Variable in the environment of every process of this Fovea."""
 READY_S = 300.0
+GATEWAYS = ("gateway", "gateway2", "gateway-router")
+"""The services of a Fovea with two shards. The router listens on the port that a single gateway would have."""
 SERVICES = ("gateway", "renderer", "sampler", "trainer")
 TARGETS = (*SERVICES, "renderer.worker", "sampler.engine", "trainer.rank0", "trainer.rank1", "everything")
-"""Targets that can be killed or stopped. A service alone means its main process, without its children."""
+"""Targets that can be killed or stopped. A service alone means its main process, without its children. With two shards,
+those in GATEWAYS too.
+"""
 LINKS = (
     "client-gateway", "gateway-renderer", "gateway-sampler", "gateway-trainer", "sampler-renderer", "trainer-renderer",
 )  # fmt: skip
@@ -59,6 +63,8 @@ class Stack:
         model: Folder of the checkpoint.
         environment: Variables added for all services.
         disk_mib: Size of the disk, on which clients' saves stay.
+        database_url: A PostgreSQL for two gateways with a shard each, behind a router; empty for one gateway with
+            SQLite.
     """
 
     def __init__(
@@ -67,7 +73,9 @@ class Stack:
         model: pathlib.Path,
         environment: dict[str, str] | None = None,
         disk_mib: int = disk.LEAST_MIB,
+        database_url: str = "",
     ) -> None:
+        self.database_url = database_url
         self.log = folder / "up.log"
         self.model = model
         self._folder = folder
@@ -75,7 +83,7 @@ class Stack:
         for made in (self._place, folder / "tmp"):
             made.mkdir()
         self.disk = disk.Disk(self._place, disk_mib) if disk.is_possible() else None
-        self._sessions: set[int] = set()
+        self._sessions: set[int | None] = set()
         self._environment = {MARK: str(folder), "TMPDIR": str(folder / "tmp")} | (environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         rest, gateway = free_ports(2)
@@ -83,7 +91,11 @@ class Stack:
             model=str(model), model_name=MODEL_NAME, host="127.0.0.1", port=rest, grpc_port=gateway, ranks=2,
             state_dir=self._place / "state",
         )  # fmt: skip
-        self.specs = {spec.name: spec for spec in service_specs(self._options)}
+        specs = service_specs(self._options)
+        if database_url:
+            single = specs.pop()
+            specs += _sharded(single, rest, gateway, database_url)
+        self.specs = {spec.name: spec for spec in specs}
         self.links = {name: Link(name, self._upstream(name)) for name in LINKS}
 
     @property
@@ -100,8 +112,10 @@ class Stack:
     @property
     def ports(self) -> set[int]:
         """Ports on which its services listen."""
-        grpc = {int(spec.address.rpartition(":")[2]) for spec in self.specs.values()}
-        return grpc | {spec.metrics_port for spec in self.specs.values()} | {self._options.port}
+        specs = self.specs.values()
+        grpc = {int(spec.address.rpartition(":")[2]) for spec in specs}
+        rest = {int(_value(spec, "--port")) for spec in specs if spec.kind == "gateway"}
+        return grpc | rest | {spec.metrics_port for spec in specs}
 
     @property
     def folder(self) -> pathlib.Path:
@@ -153,7 +167,7 @@ class Stack:
         if not (self.folder / "up.json").exists():
             return False
         for spec in self.specs.values():
-            async with ServiceClient(spec.address, internal=spec.name != "gateway") as client:
+            async with ServiceClient(spec.address, internal=spec.kind != "gateway") as client:
                 if (not names or spec.name in names) and not await client.is_serving(spec.health_name):
                     return False
         return True
@@ -165,8 +179,9 @@ class Stack:
             supervisor = psutil.Process(self.pid)
             if name == "everything":
                 return [supervisor, *supervisor.children(recursive=True)]
+            arguments = list(self._linked(self.specs[name]).arguments) if name in self.specs else []
             for child in supervisor.children():
-                if {f"fovea_{name}"} & set(child.cmdline()):
+                if child.cmdline()[-len(arguments) :] == arguments:
                     found = child.children(recursive=True) if part else [child]
                     return [one for one in found if not part or _is_part(one, part)][:1]
         return []
@@ -181,7 +196,9 @@ class Stack:
         for pid in marked:
             with suppress(ProcessLookupError):
                 self._sessions.add(os.getsid(pid))
-        return [one for one in alive if one.pid in marked or _session(one) in self._sessions]
+        sessions = {one: _session(one) for one in alive}
+        self._sessions &= {*sessions.values()}  # the kernel gives the number of an ended session to other processes
+        return [one for one in alive if one.pid in marked or sessions[one] in self._sessions]
 
     def _is_marked(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
@@ -221,9 +238,36 @@ class Stack:
         arguments = list(spec.arguments)
         for name, link in self.links.items():
             source, _, service = name.partition("-")
-            if source == spec.name:
+            if source == spec.kind and f"--{service}" in arguments:
                 arguments[arguments.index(f"--{service}") + 1] = f"127.0.0.1:{link.port}"
         return replace(spec, arguments=tuple(arguments))
+
+
+def _sharded(single: ServiceSpec, rest: int, grpc: int, database_url: str) -> Iterator[ServiceSpec]:
+    """Yields two gateways with a shard each, and a router that listens on `rest` and `grpc`."""
+    ports = iter(free_ports(7))
+    environment = single.environment | {"FOVEA_GATEWAY_DATABASE_URL": database_url}
+    for number, name in enumerate(GATEWAYS):
+        is_router = name == "gateway-router"
+        own = (
+            {"--port": rest, "--grpc-port": grpc} if is_router else {"--port": next(ports), "--grpc-port": next(ports)}
+        )
+        own["--metrics-port"] = next(ports)
+        if is_router:
+            words = ["-m", "fovea_gateway.fronts.router", *(str(word) for pair in own.items() for word in pair)]
+        else:
+            before = ("", *single.arguments)
+            words = [str(own.get(option, word)) for option, word in zip(before, single.arguments, strict=False)]
+            words += ["--shards", "2"]
+        yield replace(
+            single, name=name, arguments=tuple(words), address=f"127.0.0.1:{own['--grpc-port']}",
+            metrics_port=own["--metrics-port"], environment=environment,
+            temporary_dir=f"{single.temporary_dir}{number or ''}",
+        )  # fmt: skip
+
+
+def _value(spec: ServiceSpec, option: str) -> str:
+    return spec.arguments[spec.arguments.index(option) + 1]
 
 
 def _session(process: psutil.Process) -> int | None:
@@ -235,8 +279,7 @@ def _session(process: psutil.Process) -> int | None:
 def _is_part(process: psutil.Process, part: str) -> bool:
     with suppress(psutil.Error):
         if part.startswith("rank"):
-            is_rank = "fovea_trainer" in process.cmdline()
-            return is_rank and process.environ().get("RANK") == part.removeprefix("rank")
+            return process.name() == f"trainer-{part}"
         known = {"worker": "fovea_renderer.image_worker", "engine": "VLLM::EngineCore"}
         return any(known[part] in word for word in process.cmdline())
     return False
@@ -248,9 +291,10 @@ async def running(
     model: pathlib.Path,
     environment: dict[str, str] | None = None,
     disk_mib: int = disk.LEAST_MIB,
+    database_url: str = "",
 ) -> AsyncIterator[Stack]:
     """Runs a stack inside the context."""
-    stack = Stack(folder, model, environment, disk_mib)
+    stack = Stack(folder, model, environment, disk_mib, database_url)
     make_certificates(folder / "tls")
     os.environ[credentials.TLS_VARIABLE] = str(
         folder / "tls"

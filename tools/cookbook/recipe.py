@@ -8,7 +8,7 @@ from typing import Any
 from cookbook.criterion import Criterion
 
 _PROGRAMS = "cookbook.programs"
-_HOME = Path(__file__).parents[2]
+_HOME = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)

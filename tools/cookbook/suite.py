@@ -61,6 +61,8 @@ class Suite:
         timeout_s: Timeout of one recipe in seconds.
         report: Called with every result, from several threads.
         progress: Called with the version and its current work, from several threads.
+        seed: Seed of the datasets.
+        problems: Number of maths problems to train on.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Suite:
         timeout_s: float,
         report: Callable[[Result], None],
         progress: Callable[[str, str], None],
+        seed: int = 0,
+        problems: int = 256,
     ) -> None:
         self._recipes = recipes
         self._server = server
@@ -78,6 +82,7 @@ class Suite:
         self._timeout_s = timeout_s
         self._report = report
         self._progress = progress
+        self._seed, self._problems = seed, problems
         self._stopped = threading.Event()
 
     def run(self, environments: Sequence[Environment]) -> list[Result]:
@@ -91,7 +96,7 @@ class Suite:
 
     def _run_in(self, environment: Environment) -> list[Result]:
         folder = self._work / environment.version
-        lay_out(folder, self._server.model_name, self._server.tokenizer)
+        lay_out(folder, self._server.model_name, self._server.tokenizer, self._seed, self._problems)
         renderer = _renderer(environment, self._server.model_name)
         here = Situation(
             environment.version, self._server.base_url, self._server.model_name, renderer or RENDERER_NAME, folder

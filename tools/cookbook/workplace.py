@@ -32,13 +32,15 @@ _CLASSES = [f"{colour}_on_{ground}" for ground in GROUNDS for colour in COLOURS 
 _PICTURES_OF_A_CLASS = {"train": 40, "test": 10}
 
 
-def lay_out(folder: Path, model_name: str, tokenizer: Path | None) -> None:
+def lay_out(folder: Path, model_name: str, tokenizer: Path | None, seed: int = 0, problems: int = 256) -> None:
     """Writes the datasets into a new `folder` and links the tokenizer under the model's name.
 
     Args:
         folder: Folder to create anew.
         model_name: Model name of the server.
         tokenizer: Folder of the tokenizer and image processor; None if the name itself is a folder.
+        seed: Seed of the conversations and problems to train on.
+        problems: Number of problems to train on.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -47,10 +49,10 @@ def lay_out(folder: Path, model_name: str, tokenizer: Path | None) -> None:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(tokenizer.resolve(), target_is_directory=True)
     chat = folder / "HuggingFaceH4/no_robots"
-    _write(chat / "train.jsonl", material.chat_rows(640, seed=0))
+    _write(chat / "train.jsonl", material.chat_rows(640, 2 * seed))
     _write(chat / "test.jsonl", material.chat_rows(32, seed=1))
     maths = folder / "openai/gsm8k"
-    _write(maths / "main/train.jsonl", material.maths_rows(256, seed=0))
+    _write(maths / "main/train.jsonl", material.maths_rows(problems, 2 * seed))
     _write(maths / "main/test.jsonl", material.maths_rows(8, seed=1))
     (maths / "README.md").write_text(_GSM8K_CARD)
     preferences = folder / "Anthropic/hh-rlhf"

@@ -131,4 +131,6 @@ def _first_model(base_url: str, api_key: str, console: Console) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name="fovea conformance")

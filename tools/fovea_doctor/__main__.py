@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fovea.cli.state_folder import DEFAULT_STATE_DIR, folder_in_use
+from fovea.runtime.credentials import redactor_of
 from fovea_doctor import collection
 from fovea_doctor.findings import Finding, findings
-from fovea_doctor.redaction import Redactor, machine_secrets
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 def examine(state_dir: Path) -> tuple[dict[str, str], list[Finding]]:
     """Returns the text of each file of the archive, and the findings. No file contains a secret."""
     state = collection.read_up(state_dir)
-    redactor = Redactor(machine_secrets(state))
+    redactor = redactor_of(state)
     lines = collection.log_lines(state_dir)
     facts: dict[str, Any] = {
         "versions": collection.versions(),

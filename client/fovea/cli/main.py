@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from itertools import chain
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -52,21 +52,50 @@ sessions_app = typer.Typer(help="Manage parked sessions, which wait for their cl
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(checkpoints_command.app, name="checkpoints")
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "fovea keys": ("fovea_gateway.access.access_command", ("keys",)),
-    "fovea owners": ("fovea_gateway.access.access_command", ("owners",)),
-    "fovea usage": ("fovea_gateway.access.access_command", ("usage",)),
-    "fovea drain": ("fovea_gateway.access.access_command", ("drain",)),
-    "fovea downgrade": ("fovea_gateway.database.migrations", ()),
-    "fovea models check": ("fovea_parity", ()),
-    "fovea plan": ("fovea_plan", ()),
-    "fovea doctor": ("fovea_doctor", ()),
-    "fovea conformance": ("fovea_conformance", ()),
-    "fovea evaluate": ("fovea_data.evaluate", ()),
-    "fovea export": ("fovea_data.model_export", ()),
-    "fovea demo": ("fovea_demo", ()),
+
+
+class Program(NamedTuple):
+    """A program of its own that implements a command.
+
+    Attributes:
+        module: The module to run.
+        help: The line in the list of commands.
+        arguments: The first arguments.
+    """
+
+    module: str
+    help: str
+    arguments: tuple[str, ...] = ()
+
+
+PROGRAMS = {
+    "fovea keys": Program(
+        "fovea_gateway.access.access_command", "Create, list, expire and revoke the API keys of a gateway.", ("keys",)
+    ),
+    "fovea owners": Program(
+        "fovea_gateway.access.access_command", "Show and set the shares and limits of each owner.", ("owners",)
+    ),
+    "fovea usage": Program("fovea_gateway.access.access_command", "Show usage by owner, key and day.", ("usage",)),
+    "fovea drain": Program(
+        "fovea_gateway.access.access_command", "Move the models of one of several trainers to the others.", ("drain",)
+    ),
+    "fovea downgrade": Program(
+        "fovea_gateway.database.migrations",
+        "Migrate the database of a stopped gateway to the schema of an earlier version.",
+    ),
+    "fovea models check": Program("fovea_parity", "Check a model checkpoint on the CPU, component by component."),
+    "fovea plan": Program("fovea_plan", "Count what fits on GPUs, before anything is loaded."),
+    "fovea doctor": Program("fovea_doctor", "Collect what support needs, without secrets, and name what is wrong."),
+    "fovea conformance": Program("fovea_conformance", "Check a Tinker server against the contract of the Tinker API."),
+    "fovea evaluate": Program(
+        "fovea_data.evaluate", "Evaluate a served model on your data: images by class, chats, or records."
+    ),
+    "fovea export": Program(
+        "fovea_data.model_export", "Export a checkpoint as a PEFT adapter or a merged model that other tools load."
+    ),
+    "fovea demo": Program("fovea_demo", "Fine-tune a tiny vision-language model on real digit scans."),
 }
-"""Module and first arguments of each command that is implemented by a program of its own."""
+"""The programs, keyed by the command that each implements."""
 _NEEDS = {
     "fovea_gateway": ("sqlalchemy", "gateway"),
     "fovea_parity": ("vllm", "cpu"),
@@ -145,7 +174,9 @@ def logs(
     state_dir = folder_in_use(state_dir)
     folder = state_folder.log_folder(state_dir)
     if not (folder / "fovea.log").exists():
-        words = f"--state-dir: {state_dir.resolve()} has no log; no Fovea has run there{running_hint(state_dir)}"
+        begins = StateFolder(state_dir).holder() is not None
+        why = "its services have not begun" if begins else f"no Fovea has run there{running_hint(state_dir)}"
+        words = f"--state-dir: {state_dir.resolve()} has no log; {why}"
         raise typer.Exit(print_error(words, MISUSED))
     shown = state_folder.newest_lines(folder, service, lines)
     if service and not shown and lines and not follow:
@@ -217,28 +248,17 @@ def _is_back(state: dict[str, Any], service: str, old_pid: int) -> bool:
     return pid not in (old_pid, None) and status_report.all_healthy(state)[service]
 
 
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def keys(context: typer.Context) -> None:
-    """Create, list, expire and revoke the API keys of a gateway."""
-    _run_program("fovea keys", *context.args)
+def _passing_on(name: str) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        _run_program(name, *context.args)
+
+    return run
 
 
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def owners(context: typer.Context) -> None:
-    """Show and set the shares and limits of each owner."""
-    _run_program("fovea owners", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def usage(context: typer.Context) -> None:
-    """Show usage by owner, key and day."""
-    _run_program("fovea usage", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def drain(context: typer.Context) -> None:
-    """Move the models of one of several trainers to the others."""
-    _run_program("fovea drain", *context.args)
+for _name, _program in PROGRAMS.items():
+    _app = models_app if _name == "fovea models check" else app
+    _short = _name.rpartition(" ")[2]
+    _app.command(_short, help=_program.help, context_settings=PASS_THROUGH, add_help_option=False)(_passing_on(_name))
 
 
 @sessions_app.command("list")
@@ -293,54 +313,6 @@ def _ask(
         raise typer.Exit(print_error(error.message)) from None
 
 
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def downgrade(context: typer.Context) -> None:
-    """Migrate the database of a stopped gateway to the schema of an earlier version."""
-    _run_program("fovea downgrade", *context.args)
-
-
-@models_app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def check(context: typer.Context) -> None:
-    """Check a model checkpoint on the CPU, component by component."""
-    _run_program("fovea models check", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def plan(context: typer.Context) -> None:
-    """Count what fits on GPUs, before anything is loaded."""
-    _run_program("fovea plan", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def doctor(context: typer.Context) -> None:
-    """Collect what support needs, without secrets, and name what is wrong."""
-    _run_program("fovea doctor", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def conformance(context: typer.Context) -> None:
-    """Check a Tinker server against the contract of the Tinker API."""
-    _run_program("fovea conformance", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def evaluate(context: typer.Context) -> None:
-    """Evaluate a served model on your data: images by class, chats, or records."""
-    _run_program("fovea evaluate", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def export(context: typer.Context) -> None:
-    """Export a checkpoint as a PEFT adapter or a merged model that other tools load."""
-    _run_program("fovea export", *context.args)
-
-
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)
-def demo(context: typer.Context) -> None:
-    """Fine-tune a tiny vision-language model on real digit scans."""
-    _run_program("fovea demo", *context.args)
-
-
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -348,7 +320,7 @@ def version() -> None:
 
 
 def _run_program(command: str, *arguments: str) -> NoReturn:
-    module, first = PROGRAMS[command]
+    module, _, first = PROGRAMS[command]
     needed, extra = _NEEDS.get(module.partition(".")[0], ("typer", ""))
     if importlib.util.find_spec(needed) is None:
         words = f"{command}: {needed} is not installed; install fovea-vlm[{extra}]"

@@ -11,12 +11,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fovea.cli.service import ServiceSpec
 from fovea.cli.service_specs import ServedModel, Setting
-from fovea.cli.state_folder import StateFolder
+from fovea.cli.state_folder import StateFolder, running_folders
 from fovea.runtime import credentials
 from fovea.runtime.hosts import listening
 from fovea.runtime.machine_memory import host_free_bytes
@@ -212,7 +212,8 @@ def check_memory(models: Sequence[ServedModel]) -> None:
 
 
 def check_state_dir(path: pathlib.Path) -> None:
-    """Creates the folder. Raises StartRefused if it is not writable."""
+    """Raises StartRefused if the folder is not writable. Leaves no folder that was not there."""
+    made = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
@@ -222,6 +223,10 @@ def check_state_dir(path: pathlib.Path) -> None:
             "--state-dir",
             f"cannot write to {path} ({error.strerror}); choose a folder that you can write to, with free space",
         ) from None
+    finally:
+        for each in made:
+            with suppress(OSError):  # never made, or another process has put a file there
+                each.rmdir()
 
 
 def check_alone(state_dir: pathlib.Path) -> None:
@@ -261,9 +266,17 @@ def check_ports(host: str, ports: dict[str, int]) -> None:
             if port and error.errno == errno.EADDRINUSE:
                 raise StartRefused(
                     flag,
-                    f"port {port} is in use by another program; stop it, or choose another port (0 picks a free one)",
+                    f"port {port} is in use by {_user_of(port)}, or choose another port (0 picks a free one)",
                 ) from None
             raise StartRefused("--host", f"{host} is not an address of this machine ({error.strerror})") from None
+
+
+def _user_of(port: int) -> str:
+    """Returns the user of a port, and how to stop it."""
+    for folder in running_folders():
+        if StateFolder(folder).url.endswith(f":{port}"):
+            return f"the Fovea in {folder}; use that one, stop it with fovea down --state-dir {folder}"
+    return "another program; stop it"
 
 
 def check_certificates(folder: pathlib.Path | None) -> None:

@@ -52,7 +52,14 @@ class StateFolder:
         self._lock: int | None = None
 
     def hold(self, base_url: str) -> None:
-        """Locks the folder until this process ends. Raises FolderTaken, which names the current holder."""
+        """Makes the folder and locks it until this process ends. Does nothing if this object holds the lock already.
+
+        Raises:
+            FolderTaken: Another process holds the lock; the message names it.
+        """
+        if self._lock is not None:
+            return
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self._path / self.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,6 +91,14 @@ class StateFolder:
                 # The holder has the lock but has not written its id yet.
                 return int(said.split()[1].rstrip(",")) if said else None
         return None
+
+    @property
+    def url(self) -> str:
+        """Address that the last holder of the lock wrote into it; empty if it is not written yet."""
+        try:
+            return (self._path / self.LOCK).read_text().rpartition(" ")[2].strip()
+        except OSError:
+            return ""
 
     def write(self, state: dict[str, Any]) -> None:
         """Writes `up.json` atomically."""

@@ -31,9 +31,16 @@ class Supervisor:
         options: Options of `fovea up`.
         console: Console for the output of all services.
         specs: Services to run; `service_specs(options)` by default.
+        folder: The state folder, if the caller has locked it already.
     """
 
-    def __init__(self, options: UpOptions, console: Console, specs: list[ServiceSpec] | None = None) -> None:
+    def __init__(
+        self,
+        options: UpOptions,
+        console: Console,
+        specs: list[ServiceSpec] | None = None,
+        folder: StateFolder | None = None,
+    ) -> None:
         self._options = options
         self._console = console
         self._stop = asyncio.Event()
@@ -41,7 +48,7 @@ class Supervisor:
         self._specs = service_specs(options) if specs is None else specs
         self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
         self._has_served = {spec.name: asyncio.Event() for spec in self._specs}
-        self._folder = StateFolder(options.state_dir)
+        self._folder = folder or StateFolder(options.state_dir)
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._log: ServiceLog | None = None  # set once the folder is locked
         self._started_at = time.time()
@@ -100,7 +107,7 @@ class Supervisor:
         self._show_table(self._ready_s)
 
     async def _wait_serving(self, spec: ServiceSpec, start: float, deadline: float, what: str = "ready") -> None:
-        async with ServiceClient(spec.address, internal=spec.name != "gateway") as client:
+        async with ServiceClient(spec.address, internal=spec.kind != "gateway") as client:
             while not await client.is_serving(spec.health_name):
                 if time.monotonic() > deadline:
                     raise ServiceFailed(f"{spec.name} was not ready within {self._options.ready_timeout_s:.0f} s")
@@ -174,7 +181,8 @@ class Supervisor:
         # Do not print the user's own key: logs are stored, and other people read them.
         key = "YOUR_KEY" if self._options.api_keys or not is_loopback(self._options.host) else "tml-local"
         names = " and ".join(served.name for served in self._options.models)
-        self._console.print(f"Tinker API at {base_url(self._options)}, model {names}. Try it:\n", soft_wrap=True)
+        self._console.print(f"Live page: {base_url(self._options)}/", soft_wrap=True)
+        self._console.print(f"Tinker API at the same address, model {names}. For the SDK:\n", soft_wrap=True)
         # A client that does not import `fovea` would send requests for this machine to the configured proxy.
         direct = f" no_proxy={hosts}" if (hosts := os.environ.get("no_proxy")) else ""
         line = f"  export TINKER_BASE_URL={base_url(self._options)} TINKER_API_KEY={key}{direct}\n"

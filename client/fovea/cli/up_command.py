@@ -20,11 +20,21 @@ import fovea
 from fovea.cli import gpu_layout, preflight
 from fovea.cli.preflight import StartRefused
 from fovea.cli.service import SAFE_PATH
-from fovea.cli.service_specs import ServedModel, UpOptions, service_specs
-from fovea.cli.state_folder import DEFAULT_STATE_DIR, MISUSED, StateDir, make_first_key, may_have_keys, print_error
+from fovea.cli.service_specs import ServedModel, UpOptions, base_url, service_specs
+from fovea.cli.state_folder import (
+    DEFAULT_STATE_DIR,
+    MISUSED,
+    FolderTaken,
+    StateDir,
+    StateFolder,
+    make_first_key,
+    may_have_keys,
+    print_error,
+)
 from fovea.cli.supervisor import Supervisor
 from fovea.runtime import credentials
 from fovea.runtime.hosts import free_ports, is_loopback
+from fovea.runtime.model_files import loadable_path
 
 KEYS_VARIABLE = "FOVEA_API_KEY"
 TINY = "tiny"
@@ -148,7 +158,7 @@ def up(
             further_models=tuple(_further_models(also_sample or (), also_train or ())),
             parameter_count=preflight.check_model(model, "--model") if model else 0,
             model=model or TINY,
-            model_name=model_name or model or TINY,
+            model_name=model_name or loadable_path(model or TINY),
             host=host,
             port=port or free_ports(1)[0],
             grpc_port=grpc_port,
@@ -169,9 +179,9 @@ def up(
         raise typer.Exit(print_error(f"fovea up: {error}", MISUSED)) from None
     console = Console()
     console.print(f"Fovea {fovea.__version__}: {layout.words}", soft_wrap=True, highlight=False)
+    folder = _prepare_folder(options, tls_dir, own_tls)
     options = options if model else _with_tiny_model(options, model_name, console)
-    _prepare_access(options, tls_dir, own_tls)
-    raise typer.Exit(asyncio.run(Supervisor(options, console).run()))
+    raise typer.Exit(asyncio.run(Supervisor(options, console, folder=folder).run()))
 
 
 def _check_environment(log_level: str, tls_dir: pathlib.Path | None) -> None:
@@ -235,8 +245,15 @@ def _check_services(options: UpOptions, trainer_gpus: str, sampler_gpus: str) ->
     gpu_layout.check_free(options, trainer_gpus, sampler_gpus)
 
 
-def _prepare_access(options: UpOptions, tls_dir: pathlib.Path | None, own_tls: bool) -> None:
-    """Creates a first API key if the gateway needs one, and certificates for `--tls`."""
+def _prepare_folder(options: UpOptions, tls_dir: pathlib.Path | None, own_tls: bool) -> StateFolder:
+    """Locks the state folder before anything takes long, so that a second start there is refused at once. Creates a
+    first API key if the gateway needs one, and certificates for `--tls`.
+    """
+    folder = StateFolder(options.state_dir)
+    try:
+        folder.hold(base_url(options))
+    except FolderTaken as error:
+        raise typer.Exit(print_error(f"fovea up: --state-dir: {error}", MISUSED)) from None
     has_keys = options.api_keys or options.api_key_file or may_have_keys(options.state_dir)
     if not (is_loopback(options.host) or has_keys):
         make_first_key(options.state_dir)
@@ -244,6 +261,7 @@ def _prepare_access(options: UpOptions, tls_dir: pathlib.Path | None, own_tls: b
         tls_dir = make_certificates(options.state_dir / "tls")
     if tls_dir:
         os.environ[credentials.TLS_VARIABLE] = str(tls_dir.resolve())
+    return folder
 
 
 def _with_tiny_model(options: UpOptions, model_name: str | None, console: Console) -> UpOptions:
@@ -251,7 +269,7 @@ def _with_tiny_model(options: UpOptions, model_name: str | None, console: Consol
     program = [sys.executable, "-m", "fovea_tinyvlm"]
     built = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | SAFE_PATH)
     path = built.stdout.strip().splitlines()[-1]
-    return replace(options, model=path, model_name=model_name or path)
+    return replace(options, model=path, model_name=model_name or loadable_path(path))
 
 
 def _further_models(sampled: Iterable[str], trained: Iterable[str]) -> Iterator[ServedModel]:
@@ -269,7 +287,7 @@ def _further_model(text: str, is_trained: bool) -> ServedModel:
     parameter_count = preflight.check_model(model, flag)
     devices = gpu_layout.read_devices(gpus, flag, list(gpu_layout.visible_gpus())) if gpus else ()
     served = ServedModel(
-        name if equals else model, model, is_trained, devices, devices, parameter_count=parameter_count
+        name if equals else loadable_path(model), model, is_trained, devices, devices, parameter_count=parameter_count
     )
     if not served.label:
         raise StartRefused(flag, f"{text!r} gives no usable name; write NAME=MODEL")

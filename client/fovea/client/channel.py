@@ -1,15 +1,17 @@
 """Base of the clients: a channel to one service with limits, safe retries, deadlines and the server's own errors."""
 
+import hashlib
 import json
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fovea.api.v1 import logs_pb2, logs_pb2_grpc
 from fovea.runtime import credentials, tracing
-from fovea.wire.conventions import MESSAGE_BYTES
+from fovea.wire.conventions import MESSAGE_BYTES, PIECE_BYTES
 from fovea.wire.errors import STATUS_DETAILS, BrokenOff, Cancelled, FoveaError, Unavailable, from_rpc_error
 
 Response = TypeVar("Response")
@@ -105,6 +107,15 @@ class ServiceClient:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
+    async def log_lines(
+        self, least_level: int, text: str, most: int, timeout_s: float = 2.0
+    ) -> Sequence[logs_pb2.LogLine]:
+        """Returns the service's newest log lines of at least this level with this text, in the order of their times."""
+        request = logs_pb2.ReadLogRequest(least_level=least_level, text=text, most=most)
+        stub = logs_pb2_grpc.LogServiceStub(self.channel)
+        response: logs_pb2.ReadLogResponse = await self._unary(stub.ReadLog, request, timeout_s)
+        return response.lines
+
     def _raised(self, error: grpc.aio.AioRpcError) -> FoveaError:
         """Returns the error that the server raised, or BrokenOff if the server did not answer.
 
@@ -122,16 +133,22 @@ class ServiceClient:
         return BrokenOff(raised.message) if type(raised) is Unavailable else raised
 
     async def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        """Returns the response. `request` is a message or an async iterable of messages."""
         try:
             return await method(request, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
         except grpc.aio.AioRpcError as error:
             raise self._raised(error) from None
 
-    async def _send_stream(self, method: Any, requests: AsyncIterable[Any], timeout_s: float | None) -> Any:
-        try:
-            return await method(requests, timeout=timeout_s, metadata=tracing.metadata(self._metadata))
-        except grpc.aio.AioRpcError as error:
-            raise self._raised(error) from None
+    async def _send_image(self, method: Any, message: Callable[..., Any], data: bytes, timeout_s: float) -> str:
+        """Sends an encoded image as messages with its SHA-256 and its pieces. Returns the SHA-256."""
+        sha256 = hashlib.sha256(data).hexdigest()
+
+        async def pieces() -> AsyncIterator[Any]:
+            for offset in range(0, max(len(data), 1), PIECE_BYTES):
+                yield message(sha256=sha256, data=data[offset : offset + PIECE_BYTES])
+
+        await self._unary(method, pieces(), timeout_s)
+        return sha256
 
     async def _stream(self, method: Any, request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
         """Yields responses. `request` is a message or an async iterable of messages. Leaving early cancels the call."""

@@ -3,7 +3,6 @@
 `check_server` checks the base URL of its REST API.
 """
 
-import hashlib
 import http.client
 import urllib.error
 import urllib.request
@@ -15,7 +14,7 @@ from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2, gateway_pb2_grp
 from fovea.client.channel import ServiceClient
 from fovea.client.trainer import ForwardBackwardResult
 from fovea.runtime.hosts import host_of
-from fovea.wire.conventions import GATEWAY_SERVICE, PIECE_BYTES
+from fovea.wire.conventions import GATEWAY_SERVICE
 from fovea.wire.errors import FailedPrecondition, Internal
 
 SUBMIT_TIMEOUT_S = 120.0
@@ -84,14 +83,7 @@ class GatewayClient(ServiceClient):
 
     async def upload_image(self, data: bytes) -> str:
         """Uploads one encoded image and returns its SHA-256 for use in an ImageReference."""
-        sha256 = hashlib.sha256(data).hexdigest()
-
-        async def pieces() -> AsyncIterator[gateway_pb2.UploadImageRequest]:
-            for offset in range(0, max(len(data), 1), PIECE_BYTES):
-                yield gateway_pb2.UploadImageRequest(sha256=sha256, data=data[offset : offset + PIECE_BYTES])
-
-        await self._send_stream(self._stub.UploadImage, pieces(), SUBMIT_TIMEOUT_S)
-        return sha256
+        return await self._send_image(self._stub.UploadImage, gateway_pb2.UploadImageRequest, data, SUBMIT_TIMEOUT_S)
 
     async def forward_backward(
         self, header: gateway_pb2.SubmitForwardBackwardHeader, datums: Iterable[gateway_pb2.InputDatum]
@@ -103,7 +95,7 @@ class GatewayClient(ServiceClient):
             for datum in datums:
                 yield gateway_pb2.SubmitForwardBackwardRequest(datum=datum)
 
-        future = await self._send_stream(self._stub.SubmitForwardBackward, records(), SUBMIT_TIMEOUT_S)
+        future = await self._unary(self._stub.SubmitForwardBackward, records(), SUBMIT_TIMEOUT_S)
         outputs: list[trainer_pb2.DatumOutput] = []
         async for record in self.result(future.future_id):
             if record.WhichOneof("record") == "output":

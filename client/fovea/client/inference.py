@@ -1,6 +1,5 @@
 """Clients of renderers and samplers, and a cache of the vision tensors that renderers serve."""
 
-import hashlib
 from collections.abc import AsyncIterable, AsyncIterator
 
 import grpc
@@ -10,7 +9,7 @@ from fovea.api.v1 import model_input_pb2, renderer_pb2, renderer_pb2_grpc, sampl
 from fovea.client.channel import ServiceClient, open_blocking_channel
 from fovea.runtime import credentials, tracing
 from fovea.vision.vision_family import VisionFamily
-from fovea.wire.conventions import INLINE_IMAGE_BYTES, PIECE_BYTES, RENDERER_SERVICE, SAMPLER_SERVICE
+from fovea.wire.conventions import INLINE_IMAGE_BYTES, RENDERER_SERVICE, SAMPLER_SERVICE
 from fovea.wire.errors import InvalidInput, from_rpc_error
 from fovea.wire.rendered_input import ImageSpan
 from fovea.wire.tensors import FeatureAssembler, FeatureTensors, check_feature, size_bytes
@@ -49,14 +48,7 @@ class RendererClient(ServiceClient):
 
     async def put_image(self, data: bytes, timeout_s: float = 60.0) -> str:
         """Uploads one encoded image and returns its SHA-256 for use in an ImageReference."""
-        sha256 = hashlib.sha256(data).hexdigest()
-
-        async def pieces() -> AsyncIterator[renderer_pb2.PutImageRequest]:
-            for offset in range(0, max(len(data), 1), PIECE_BYTES):
-                yield renderer_pb2.PutImageRequest(sha256=sha256, data=data[offset : offset + PIECE_BYTES])
-
-        await self._send_stream(self._stub.PutImage, pieces(), timeout_s)
-        return sha256
+        return await self._send_image(self._stub.PutImage, renderer_pb2.PutImageRequest, data, timeout_s)
 
     async def fetch_features(self, digests: list[str], timeout_s: float = 60.0) -> dict[str, FeatureTensors]:
         """Returns the tensors of rendered images by digest. Raises FeatureEvicted if one is no longer cached."""

@@ -1,4 +1,4 @@
-"""Memory of the GPUs that a service sees, and of this machine, for metrics and reports."""
+"""Memory and utilisation of the GPUs that a service sees, and memory of this machine, for metrics and reports."""
 
 import importlib
 import importlib.util
@@ -17,45 +17,56 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of one GPU: its index or UUID in the driver, and used and total bytes."""
+    """Memory of one GPU: its index or UUID in the driver, and used and total bytes.
+
+    `utilization` is the share of the driver's last sample period, at most a second, in which a kernel ran: 0 to 1; None
+    where the driver does not say, as for MIG instances.
+    """
 
     device: str
     used_bytes: int
     total_bytes: int
+    utilization: float | None = None
 
 
 class MemoryUse(NamedTuple):
-    """Memory of a service: used and total bytes of its GPUs, or of the host if it has none."""
+    """Memory of a service: used and total bytes of its GPUs, or of the host if it has none; and the mean utilisation of
+    its GPUs, None if it is unknown.
+    """
 
     used_bytes: int
     total_bytes: int
     kind: Literal["gpu", "host"]
+    utilization: float | None = None
 
 
 class GpuMemory(Collector):
-    """Prometheus collector that reads the memory of all GPUs at each scrape."""
+    """Prometheus collector that reads memory and utilisation of all GPUs at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[DeviceMemory]]) -> None:
         self.read = read
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Yields the metric without values."""
-        yield _family()
+        """Yields the metrics without values."""
+        yield from _families()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yields used and total bytes per device."""
-        family = _family()
+        """Yields used and total bytes per device, and its utilisation if that is known."""
+        family, utilization = _families()
         for memory in self.read():
             family.add_metric([memory.device, "used"], memory.used_bytes)
             family.add_metric([memory.device, "total"], memory.total_bytes)
+            if memory.utilization is not None:
+                utilization.add_metric([memory.device], memory.utilization)
         yield family
+        yield utilization
 
 
 _SHOWN: list[GpuMemory] = []
 
 
 def show_gpu_memory() -> None:
-    """Adds the memory of the GPUs in CUDA_VISIBLE_DEVICES to the metrics; all GPUs if the variable is not set.
+    """Adds memory and use of the GPUs in CUDA_VISIBLE_DEVICES to the metrics; of all if the variable is not set.
 
     Creates no CUDA context. Logs a warning if nvidia-ml-py is missing or the driver does not answer.
     """
@@ -69,17 +80,23 @@ def show_gpu_memory() -> None:
         logger.warning("GPU memory is missing from the metrics: %s", error)
         return
 
+    def utilization(handle: Any) -> float | None:
+        try:
+            return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        except nvml.NVMLError:  # MIG instances have none.
+            return None
+
     def read() -> Iterator[DeviceMemory]:
         for name, handle in handles.items():
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            yield DeviceMemory(name, memory.used, memory.total)
+            yield DeviceMemory(name, memory.used, memory.total, utilization(handle))
 
     _SHOWN.append(GpuMemory(read))
     REGISTRY.register(_SHOWN[-1])
 
 
 def memory_use(root_pid: int) -> MemoryUse:
-    """Returns the memory of all GPUs in the metrics; without any, the memory of a process and its descendants.
+    """Returns the use of all GPUs in the metrics; without any, the memory of a process and its descendants.
 
     For processes, used bytes are their resident memory, with shared pages counted once per process; total bytes are the
     memory of the host.
@@ -87,7 +104,8 @@ def memory_use(root_pid: int) -> MemoryUse:
     devices = [device for shown in _SHOWN for device in shown.read()]
     if devices:
         used, in_all = (sum(values) for values in zip(*((d.used_bytes, d.total_bytes) for d in devices), strict=True))
-        return MemoryUse(used, in_all, "gpu")
+        known = [device.utilization for device in devices if device.utilization is not None]
+        return MemoryUse(used, in_all, "gpu", sum(known) / len(known) if known else None)
     return MemoryUse(sum(map(_resident_bytes, _tree(root_pid))), host_memory_bytes(), "host")
 
 
@@ -120,12 +138,18 @@ def _handle(nvml: Any, name: str) -> Any:
     return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
 
 
-def _family() -> GaugeMetricFamily:
-    return GaugeMetricFamily(
+def _families() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+    memory = GaugeMetricFamily(
         "fovea_gpu_memory_bytes",
         "Memory of the GPUs that this service sees: used and total.",
         labels=["device", "kind"],
     )
+    utilization = GaugeMetricFamily(
+        "fovea_gpu_utilization_ratio",
+        "Share of the driver's last sample period, at most a second, in which a kernel ran on the GPU.",
+        labels=["device"],
+    )
+    return memory, utilization
 
 
 def host_memory_bytes() -> int:

@@ -25,6 +25,16 @@ STATE_LAYERS = {
 }
 """Name in `layer_types` of layers that carry state from token to token, by `model_type` of the language model."""
 
+LLAMA_LIKE = (
+    *("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text"),
+    *("mixtral", "qwen3_moe", "qwen3_vl_moe_text"),
+)
+"""Model types of language models with Llama's layers, on their own or within a vision model.
+
+That means RMSNorm without an offset and a gated SiLU MLP or experts, with or without Qwen3's query and key norms. In a
+model of 16 bits, trainer and sampler both keep their residual stream in float32.
+"""
+
 EXPERT_TYPES = (
     *("deepseek_v3", "gemma4", "glm4_moe", "glm4v_moe", "mixtral"),
     *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
@@ -304,6 +314,15 @@ def read_directory(directory: Path) -> ModelDirectory:
         raise ValueError(f"{directory} has no config.json; --model takes a model directory or a hub name")
     config = read_json(directory / "config.json")
     return ModelDirectory(directory, config, vision.bind(config, read_added_tokens(directory)))
+
+
+def loadable_path(model: str) -> str:
+    """Returns a model's path in a form with which clients find the tokenizer, also as the model's name.
+
+    The SDK 0.38 cuts the last component off a name with two slashes (`org/model/variant`), so a path with two slashes
+    gets a third one at its end. It is still the same path.
+    """
+    return f"{model}/" if model.count("/") == 2 and not model.endswith("/") else model
 
 
 def locate(model: str) -> Path:

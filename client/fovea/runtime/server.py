@@ -22,9 +22,12 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram, start_http_server
 
+from fovea.api.v1 import logs_pb2, logs_pb2_grpc
 from fovea.runtime import credentials, tracing
+from fovea.runtime.credentials import Redactor, redactor_of
+from fovea.runtime.processes import MOST_LINES, RECENT, LogRing
 from fovea.runtime.settings import ServiceSettings
-from fovea.wire.conventions import MESSAGE_BYTES
+from fovea.wire.conventions import LOG_SERVICE, MESSAGE_BYTES
 from fovea.wire.errors import FoveaError, Internal, Unauthenticated, to_status
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,9 @@ class ServiceServer:
         translate: Returns the error that a caller receives for a given error.
         options: gRPC core options that override `SERVER_OPTIONS`.
         bounds: Interceptors between the error interceptor and the servicers. FoveaErrors from them become statuses.
+
+    Attributes:
+        is_serving: Whether health checks report SERVING, except while it stops.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class ServiceServer:
         self._settings = settings
         self._names = ["", *service_names]
         self._stop = asyncio.Event()
-        self._serving = False
+        self.is_serving = False
         self._metrics_port: int | None = None
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(begins_traces, translate), *bounds]
         if settings.internal and (known := credentials.service_secret()):
@@ -102,8 +108,16 @@ class ServiceServer:
         )
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        if settings.internal:
+            log = LogServicer(redactor_of(settings.model_dump(mode="json")))
+            logs_pb2_grpc.add_LogServiceServicer_to_server(log, self.grpc)
         if settings.reflection:
-            names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+            names = [
+                *service_names,
+                *([LOG_SERVICE] if settings.internal else []),
+                health.SERVICE_NAME,
+                reflection.SERVICE_NAME,
+            ]
             reflection.enable_server_reflection(names, self.grpc)
         self._probes: grpc.aio.Server | None = None
         self.port = self.health_port = 0
@@ -148,9 +162,9 @@ class ServiceServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the result of health checks: whether this service accepts requests."""
-        if serving != self._serving:
+        if serving != self.is_serving:
             logger.info("serving" if serving else "not serving")
-        self._serving = serving
+        self.is_serving = serving
         status = health_pb2.HealthCheckResponse
         await self._publish(status.SERVING if serving else status.NOT_SERVING)
 
@@ -176,6 +190,29 @@ class ServiceServer:
 def _trace_name(service_names: Sequence[str]) -> str:
     """Returns `fovea-sampler` for `fovea.api.v1.SamplerService`."""
     return f"fovea-{service_names[-1].rpartition('.')[2].removesuffix('Service').lower()}"
+
+
+class LogServicer(logs_pb2_grpc.LogServiceServicer):
+    """Shows the newest log lines of this process.
+
+    Args:
+        redactor: Removes secrets.
+        ring: The lines.
+    """
+
+    def __init__(self, redactor: Redactor, ring: LogRing = RECENT) -> None:
+        self._redactor, self._ring = redactor, ring
+
+    async def ReadLog(  # noqa: N802 - gRPC names the methods
+        self, request: logs_pb2.ReadLogRequest, context: Context
+    ) -> logs_pb2.ReadLogResponse:
+        """Implements `ReadLog` of logs.proto."""
+        most = min(max(request.most, 1), MOST_LINES)
+        asked = self._redactor.text, request.least_level, request.text, most
+        found = await asyncio.to_thread(self._ring.newest, *asked)
+        return logs_pb2.ReadLogResponse(
+            lines=[logs_pb2.LogLine(at=line.at, level=line.level, text=line.text) for line in found]
+        )
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -87,7 +87,7 @@ class ServiceSettings(BaseSettings):
             # CliApp reads sys.argv if `arguments` is None. pydantic-settings reads the program's name from there too.
             return CliApp.run(cls, cli_args=arguments, cli_exit_on_error=True)
         except ValidationError as error:
-            lines = [_line(item["loc"], item["msg"]) for item in error.errors()]
+            lines = [_line(item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors()]
             raise SystemExit(f"{program}: " + "\n".join(lines)) from None
         except SettingsError as error:  # a list or an object that is not valid JSON
             raise SystemExit(f"{program}: {error}") from None

@@ -9,8 +9,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,37 @@ class SharedLock:
         # instant.
         async with self._changed:
             self._changed.notify_all()
+
+
+class Members(Generic[Value]):
+    """The members that are present, and a way to wait until all have left."""
+
+    def __init__(self) -> None:
+        self._members: list[Value] = []
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(list(self._members))
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    @contextmanager
+    def joined(self, member: Value) -> Iterator[Value]:
+        """Keeps a member present for the duration of the block."""
+        self._members.append(member)
+        self._empty.clear()
+        try:
+            yield member
+        finally:
+            self._members.remove(member)
+            if not self._members:
+                self._empty.set()
+
+    async def wait_empty(self) -> None:
+        """Waits until no member is present."""
+        await self._empty.wait()
 
 
 async def run_to_end(work: Coroutine[Any, Any, Value]) -> Value:

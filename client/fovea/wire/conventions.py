@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 ADMIN_SERVICE = "fovea.api.v1.AdminService"
 GATEWAY_SERVICE = "fovea.api.v1.GatewayService"
+LOG_SERVICE = "fovea.api.v1.LogService"
 RENDERER_SERVICE = "fovea.api.v1.RendererService"
 SAMPLER_SERVICE = "fovea.api.v1.SamplerService"
 TRAINER_SERVICE = "fovea.api.v1.TrainerService"

@@ -18,6 +18,7 @@ from fovea_gateway.access.api_keys import Key, Scope, all_keys, change_key, chec
 from fovea_gateway.access.owners import FIELDS, FIGURES, LIMITS, Owner, all_owners, put_owner, read_usage
 from fovea_gateway.database.database import Job, Result
 from fovea_gateway.database.migrations import find_revision
+from fovea_gateway.database.ownership import see_whole
 from fovea_gateway.database.schema import REVISION, checkpoints, drained_trainers, keys, owners, usage
 from fovea_gateway.database.sql_engine import add_state_dir, command_url, describe, insert_new, make_engine
 
@@ -135,6 +136,8 @@ def run(arguments: argparse.Namespace, job: Job[Result], *, may_create: bool = F
     url = command_url(arguments.state_dir, may_create=may_create)
     is_new = url.get_backend_name() == "sqlite" and not os.path.exists(url.database or "")
     engine = make_engine(url, 1)
+    if engine.dialect.name == "postgresql":
+        sa.event.listen(engine, "connect", see_whole)
     print(f"{describe(url)}{', a new database' if is_new else ''}:", file=sys.stderr)
     with engine.begin() as connection:
         found = find_revision(connection)
@@ -209,7 +212,7 @@ def _add_keys(programs: Any) -> None:
     create.add_argument("--days", type=_days, help="days until the key expires; default: never")
     create.add_argument(
         "--scope",
-        choices=list(Scope),
+        choices=[scope.value for scope in Scope],
         default=Scope.TRAIN,
         help="permissions, each including those before it: read, sample, train, administer all owners; default: train",
     )

@@ -233,8 +233,8 @@ class KeyRing:
         self._database, self._host, self._read_token = database, host, read_token
         self._allowed_hosts = {name.lower() for name in allowed_hosts}
         self._given = list(given) or ([GivenKey("", PUBLISHED)] if is_loopback(host) else [])
-        self._keys: dict[str, Key] = {}
-        self._named: dict[str, Key] = {}
+        self._keys, self._named = dict[str, Key](), dict[str, Key]()
+        self._reading = asyncio.Lock()
 
     async def load(self) -> None:
         """Makes the settings' keys the only configured ones, and reads all keys.
@@ -283,7 +283,7 @@ class KeyRing:
             )
         known = self._named.get(self._read_token(key)) if key.startswith("eyJ") else self._keys.get(hash_key(key))
         if known is None:
-            raise Unauthenticated("this API key is unknown to this gateway")
+            raise Unauthenticated("this API key is unknown; `fovea up` prints one, `fovea keys create` makes one")
         if problem := known.problem(time.time()):
             raise Unauthenticated(f"this API key {problem}")
         if key == PUBLISHED:
@@ -347,14 +347,14 @@ class KeyRing:
         return key
 
     async def _read(self) -> None:
-        self._keys = {key.key_hash: key for key in await self._database.read(all_keys)}
-        self._named = {key.key_id: key for key in self._keys.values()}
+        async with self._reading:  # because an earlier read that returns last would make a revoked key valid again
+            self._keys = {key.key_hash: key for key in await self._database.read(all_keys)}
+            self._named = {key.key_id: key for key in self._keys.values()}
 
 
 def all_keys(connection: sa.Connection) -> list[Key]:
     """Returns all keys, valid or not, oldest first."""
-    rows = connection.execute(sa.select(keys).order_by(keys.c.created_at)).mappings()
-    return [_key(row) for row in rows]
+    return [_key(row) for row in connection.execute(sa.select(keys).order_by(keys.c.created_at)).mappings()]
 
 
 def insert_key(connection: sa.Connection, key: Key) -> bool:

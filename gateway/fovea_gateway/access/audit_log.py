@@ -236,13 +236,13 @@ class AuditLog:
     async def count(self, question: Question) -> int:
         """Returns the number of entries that match."""
         query = sa.select(sa.func.count()).select_from(entries).where(_where(question))
-        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
+        return await self._database.read_whole(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def page(self, question: Question, limit: int, offset: int) -> list[dict[str, Any]]:
         """Returns a page of the entries that match, oldest first, as the SDK reads them."""
         query = sa.select(entries).where(_where(question)).order_by(entries.c.at, entries.c.entry_id)
         query = query.limit(limit).offset(offset)
-        return await self._database.read(
+        return await self._database.read_whole(
             lambda connection: [_shown(row) for row in connection.execute(query).mappings()]
         )
 

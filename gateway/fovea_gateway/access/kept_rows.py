@@ -1,4 +1,4 @@
-"""The bytes of database rows that hold clients' texts, and the removal of old rows."""
+"""The bytes of database rows: of clients' texts, and of results. Old rows are removed."""
 
 import json
 import logging
@@ -11,12 +11,15 @@ import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import InvalidInput
+from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.owners import Quota, read_usage
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import (
     checkpoints,
     copies,
     custom_losses,
+    future_results,
+    futures,
     journal,
     live_curves,
     models,
@@ -38,6 +41,7 @@ _FRESH_S = 60.0
 ask how it ended.
 """
 _ROWS_PER_JOB = 500
+_RESULTS_PER_JOB = 5000
 _MOST_PAUSE_S = 3600.0
 """The longest pause between two searches for expired rows. Each search reads all rows of ended sessions."""
 ROW_BYTES = 1024
@@ -197,3 +201,77 @@ def forget_over(connection: sa.Connection, before: float, owner: str | None) -> 
     for table in (recordings, sampling_sessions, session_projects, sessions):
         connection.execute(sa.delete(table).where(table.c.session_id.in_(gone)))
     return model_ids, len(model_ids) + len(gone)
+
+
+class ResultRoom:
+    """The limit of stored results. If an owner exceeds its share, its oldest results expire early.
+
+    No request is refused for this reason: waiting clients receive a result when it arrives, and older results have been
+    fetched already, except those of clients that are away.
+
+    Args:
+        capacity_bytes: The limit for all stored results together.
+    """
+
+    def __init__(self, database: Database, capacity_bytes: int) -> None:
+        self._database, self._capacity_bytes = database, capacity_bytes
+        self._counted_bytes, self._counted_at = capacity_bytes, 0  # Assume a full store until the first count.
+
+    async def bound(self, kept_bytes: int) -> list[str]:
+        """Deletes results above the owners' shares and returns the ids of their futures.
+
+        Counts the stored bytes only if enough results may have accumulated since the last count.
+
+        Args:
+            kept_bytes: The bytes of all results that this process has ever stored.
+        """
+        if self._counted_bytes + kept_bytes - self._counted_at <= self._capacity_bytes // 2:
+            return []  # No owner can have more than is free.
+        held = Counter(await self._database.read(result_bytes))
+        dropped: list[str] = []
+        for owner, size_bytes in held.most_common():
+            surplus = (size_bytes + held.total() - self._capacity_bytes + 1) // 2
+            if surplus <= 0:
+                break
+            found = await self._database.write(partial(drop_oldest, owner=owner, least_bytes=surplus))
+            held[owner] -= sum(found.values())
+            dropped += found
+            logger.warning(
+                "owner %s stored %d bytes of results, more than were free of max_result_bytes, %d: its oldest %d are "
+                "deleted",
+                owner,
+                size_bytes,
+                self._capacity_bytes,
+                len(found),
+            )
+        self._counted_bytes, self._counted_at = held.total(), kept_bytes
+        metrics.RESULT_BYTES.set(held.total())
+        return dropped
+
+
+def result_bytes(connection: sa.Connection) -> dict[str, int]:
+    """Returns the bytes of stored results by owner."""
+    joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
+    query = sa.select(futures.c.owner, sa.func.sum(sa.func.length(future_results.c.result))).select_from(joined)
+    return {owner: int(size) for owner, size in connection.execute(query.group_by(futures.c.owner))}
+
+
+def drop_oldest(connection: sa.Connection, owner: str, least_bytes: int) -> dict[str, int]:
+    """Deletes an owner's oldest results until `least_bytes` are free or a limited number is deleted.
+
+    Returns the sizes of the deleted results by future id.
+    """
+    joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
+    query = sa.select(futures.c.future_id, sa.func.length(future_results.c.result)).select_from(joined)
+    oldest = query.where(futures.c.owner == owner).order_by(futures.c.finish_number).limit(_RESULTS_PER_JOB)
+    found: dict[str, int] = {}
+    for future_id, size_bytes in connection.execute(oldest):
+        if least_bytes <= 0:
+            break
+        found[future_id] = size_bytes
+        least_bytes -= size_bytes
+    named = list(found)
+    for start in range(0, len(named), _ROWS_PER_JOB):
+        part = future_results.c.future_id.in_(named[start : start + _ROWS_PER_JOB])
+        connection.execute(sa.delete(future_results).where(part))
+    return found

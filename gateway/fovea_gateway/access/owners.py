@@ -5,11 +5,12 @@ A project is a name for some of an owner's sessions, with their models and check
 Usage is added in the same transaction that stores an outcome, so that nothing is counted twice or lost.
 """
 
+import asyncio
 import dataclasses
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from fovea.wire.errors import InvalidInput, NotFound, ResourceExhausted
-from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import asked_owner, check_owner
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, models, owners, session_projects, usage
@@ -72,6 +72,11 @@ class Owner:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 0 (no limit) or more", field=name)
         return self
 
+    def part(self, count: int) -> "Owner":
+        """Returns the limits for the owner's work in one of `count` shards. Checkpoints are counted over all shards."""
+        tokens, rate = -(-self.max_tokens_in_flight // count), self.max_requests_per_s / count
+        return dataclasses.replace(self, max_tokens_in_flight=tokens, max_requests_per_s=rate)
+
 
 FIELDS = tuple(each.name for each in dataclasses.fields(Owner) if each.name != "owner")
 LIMITS = FIELDS[1:]
@@ -98,23 +103,32 @@ class Owners:
 
     Args:
         limits: The limits for owners that have none of their own, keyed by the names in `LIMITS`.
+        spread: Returns the number of shards in which an owner has work. None without shards.
     """
 
-    def __init__(self, database: Database, limits: Mapping[str, float] | None = None) -> None:
-        self._database = database
+    def __init__(
+        self,
+        database: Database,
+        limits: Mapping[str, float] | None = None,
+        spread: Callable[[str], int] | None = None,
+    ) -> None:
+        self._database, self._spread = database, spread
         self._limits: dict[str, Any] = dict(limits or {})
         self._owners: dict[str, Owner] = {}
         self._buckets: dict[tuple[str, str], _Bucket] = {}
+        self._reading = asyncio.Lock()
 
     async def read(self) -> None:
         """Reads the records. Call it again to pick up the changes that commands make."""
-        self._owners = {owner.owner: owner for owner in await self._database.read(all_owners)}
+        async with self._reading:  # because an earlier read that returns last would undo a change
+            self._owners = {owner.owner: owner for owner in await self._database.read(all_owners)}
 
     def of(self, owner: str) -> Owner:
-        """Returns an owner's record, with the default limits filled in."""
+        """Returns an owner's record, with the default limits filled in, for this gateway's part of its work."""
         found = self._owners.get(owner) or Owner(owner)
         missing = {name: value for name, value in self._limits.items() if not getattr(found, name)}
-        return dataclasses.replace(found, **missing) if missing else found
+        found = dataclasses.replace(found, **missing) if missing else found
+        return found.part(self._spread(owner)) if self._spread is not None else found
 
     def weight(self, owner: str) -> float:
         """Returns an owner's weight."""
@@ -375,19 +389,10 @@ def stored_checkpoints(connection: sa.Connection, project_id: str | None) -> lis
     return [dict(zip(names, (*row[:3], int(row[3]), int(row[3]) / 1e9), strict=True)) for row in rows]
 
 
-def note_usage(tenant: str, kind: str, usage: Mapping[str, float]) -> None:
-    """Counts the usage of a request of this kind: tokens as `trained_tokens` and so on, and `gpu_seconds`."""
-    for name, value in usage.items():
-        if value and name.endswith("_tokens"):
-            metrics.TOKENS.labels(tenant, name.removesuffix("_tokens")).inc(value)
-    if usage["gpu_seconds"]:
-        metrics.GPU_SECONDS.labels(tenant, kind).inc(usage["gpu_seconds"])
-
-
 async def usage_for(database: Database, asked: str, days: int) -> dict[str, Any]:
     """Returns the usage that the caller asked for. An empty `asked` means the caller's own; `*` means all owners.
 
     Raises PermissionDenied for the usage of another owner if the caller lacks the scope admin.
     """
     owner = asked_owner(asked, "usage")
-    return await database.read(lambda connection: read_usage(connection, owner, min(days, _MOST_DAYS)))
+    return await database.read_whole(lambda connection: read_usage(connection, owner, min(days, _MOST_DAYS)))

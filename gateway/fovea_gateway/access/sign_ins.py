@@ -1,12 +1,16 @@
-"""Sign-ins on the live page, and the short-lived tokens that the SDK exchanges its credential for.
+"""Sign-ins on the live page, the short-lived tokens that the SDK exchanges its credential for, and signed links.
 
-A sign-in creates a key that expires; a cookie contains its text. A token names a key, so revoking that key ends it.
+A sign-in creates a key that expires; a cookie contains its text. A token or a link names a key, so revoking that key
+ends it.
 """
 
 import hashlib
 import hmac
 import secrets
 import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+from urllib.parse import urlencode
 
 import jwt
 import sqlalchemy as sa
@@ -27,7 +31,9 @@ _DORMANT_S, _KEPT_S = 3600, 86400
 _PERSONAL, _SESSION = "tokens of a sign-in", "sign-in on the page"
 """The names of keys that this module creates."""
 _OWN_ISSUER = "fovea"
-_SECRET, _SECRET_BYTES = "sign-in", 32
+_SIGN_INS, _LINKS = "sign-in", "export links"
+"""The names of the secrets in the database."""
+_SECRET_BYTES = 32
 _MOST_TOKEN = 2**14
 
 
@@ -57,7 +63,7 @@ class SignIns:
 
     async def open(self) -> None:
         """Reads the secret that signs tokens, and creates it on first use."""
-        self._secret = await self._database.write(_take_secret)
+        self._secret = await self._database.write(lambda connection: _take_secret(connection, _SIGN_INS))
 
     def begin(self) -> str:
         """Returns the state of a new sign-in: when it expires, a random number, and a signature."""
@@ -152,10 +158,85 @@ def is_token(credential: str) -> bool:
     return credential.startswith("eyJ")
 
 
-def _take_secret(connection: sa.Connection) -> bytes:
-    values = {"name": _SECRET, "value": secrets.token_bytes(_SECRET_BYTES)}
-    insert_new(connection, schema.secrets, values)
-    value = sa.select(schema.secrets.c.value).where(schema.secrets.c.name == _SECRET)
+class Signature(NamedTuple):
+    """The query of a signed link.
+
+    Attributes:
+        expires_at: Seconds since the epoch, a whole number.
+        key_id: The API key that asked for the link. The link is valid no longer than the key.
+        code: HMAC-SHA256 over the link's target, its expiry and the key id, in hex.
+    """
+
+    expires_at: int
+    key_id: str
+    code: str
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> "Signature":
+        """Reads the query of a link. Raises InvalidInput if it has no expiry."""
+        try:
+            expires_at = int(query.get("expires", ""))
+        except ValueError:
+            raise InvalidInput("expires is missing from this link or is not a number", field="expires") from None
+        return cls(expires_at, query.get("key", ""), query.get("signature", ""))
+
+    def __str__(self) -> str:
+        return urlencode({"expires": self.expires_at, "key": self.key_id, "signature": self.code})
+
+
+class LinkSigner:
+    """A signer of links. Its secret is in the database, so that links remain valid when the gateway restarts. Call
+    `open` first.
+
+    Args:
+        is_valid: Returns whether the API key with this id is valid now.
+    """
+
+    def __init__(self, database: Database, is_valid: Callable[[str], bool]) -> None:
+        self._database, self._is_valid = database, is_valid
+        self._key = b""
+
+    async def open(self) -> None:
+        """Reads the secret, and creates it on first use."""
+        self._key = await self._database.write(lambda connection: _take_secret(connection, _LINKS))
+
+    def sign(self, expires_at: int, *target: str) -> Signature:
+        """Signs a link for the caller.
+
+        Args:
+            target: The texts that identify the link's target.
+        """
+        key_id = CALLER.get().key_id
+        return Signature(expires_at, key_id, self._code(target, expires_at, key_id))
+
+    def check(self, signature: Signature, source: str, *target: str) -> None:
+        """Checks a link. Raises PermissionDenied if its signature is wrong, its key is no longer valid, or it has
+        expired.
+
+        Args:
+            source: The request that returns such links.
+        """
+        expected = self._code(target, signature.expires_at, signature.key_id)
+        is_right = hmac.compare_digest(expected.encode(), signature.code.encode())
+        if not is_right or not self._is_valid(signature.key_id):
+            raise invalid_link(source)
+        if signature.expires_at <= time.time():
+            raise PermissionDenied(f"this link has expired; ask for {source} again")
+
+    def _code(self, target: Iterable[str], expires_at: int, key_id: str) -> str:
+        content = "\0".join((*target, str(expires_at), key_id)).encode()
+        return hmac.new(self._key, content, hashlib.sha256).hexdigest()
+
+
+def invalid_link(source: str) -> PermissionDenied:
+    """Returns the error for a wrong link and for a link to a deleted target. Strangers cannot tell the two apart."""
+    return PermissionDenied(f"this link is not valid, or its key or target is gone; ask for {source} again")
+
+
+def _take_secret(connection: sa.Connection, name: str) -> bytes:
+    """Returns a secret of 32 bytes, and creates it on first use."""
+    insert_new(connection, schema.secrets, {"name": name, "value": secrets.token_bytes(_SECRET_BYTES)})
+    value = sa.select(schema.secrets.c.value).where(schema.secrets.c.name == name)
     return bytes(connection.execute(value).scalar_one())
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
-from cachetools import LRUCache
+from cachetools import TTLCache
 
 from fovea.api.v1 import weights_pb2
 from fovea.runtime.durable import ExpiryClock
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_TTL_S = 3600
 _MOST_TTL_S = 10 * 366 * 86400
-_REMEMBERED = 4096
+_REMEMBERED, _SHARED_S = 4096, 1.0
 _NOUNS = {
     TRAINING: "a training checkpoint",
     SAMPLER: "weights to sample from",
@@ -93,7 +93,9 @@ class Checkpoints:
         """Bytes of uploads that are no checkpoints yet, by owner."""
         self._clock = clock
         self.being_written: set[str] = set()
-        self._sampled: LRUCache[str, Checkpoint] = LRUCache(_REMEMBERED)
+        # A gateway of another shard may delete or withdraw a checkpoint.
+        ttl_s = _SHARED_S if database.shards.count > 1 else math.inf
+        self._sampled: TTLCache[str, Checkpoint] = TTLCache(_REMEMBERED, ttl_s)
 
     async def plan(
         self,
@@ -234,7 +236,7 @@ class Checkpoints:
 
     async def search(self, search: Search) -> list[Checkpoint]:
         """Returns checkpoints, newest first."""
-        return await self._database.read(lambda connection: rows_of_search(connection, search))
+        return await self._database.read_whole(lambda connection: rows_of_search(connection, search))
 
     async def delete(self, owner: str, path: str) -> None:
         """Deletes a checkpoint and its folder."""

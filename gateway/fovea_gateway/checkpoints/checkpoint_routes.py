@@ -17,9 +17,10 @@ from starlette.routing import Route
 from fovea.api.v1 import weights_pb2
 from fovea.wire.errors import InvalidInput
 from fovea_gateway.access.api_keys import Scope, asked_owner
+from fovea_gateway.access.sign_ins import Signature
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, Search
-from fovea_gateway.checkpoints.exports import Exports, Link, Signature
+from fovea_gateway.checkpoints.exports import Exports, Link
 from fovea_gateway.checkpoints.uploads import UploadLink, Uploads
 from fovea_gateway.http.endpoint import Endpoints, Json, check_query, iso_time, paging
 from fovea_gateway.http.model_inputs import LoraConfig

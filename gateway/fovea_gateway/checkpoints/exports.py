@@ -1,33 +1,24 @@
-"""Exports: files of weights, served to any holder of a link. Links are signed, and they expire.
+"""Exports: files of weights, served to any holder of a signed link.
 
 Files may be encrypted with age (age-encryption.org/v1) through pyrage, which wraps the Rust implementation.
 """
 
-import hashlib
-import hmac
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
 
 import pyrage
-import sqlalchemy as sa
 
-from fovea.wire.errors import Internal, InvalidInput, PermissionDenied
-from fovea_gateway.access.api_keys import CALLER
+from fovea.wire.errors import Internal, InvalidInput
+from fovea_gateway.access.sign_ins import LinkSigner, Signature, invalid_link
 from fovea_gateway.checkpoints.checkpoint import TRAINING, Checkpoint, CheckpointPath, Storage
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row
-from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.sql_engine import insert_new
 
 _AGE_SUFFIX = ".age"
 _RECIPIENTS = "age_encryption_recipients"
 _MOST_RECIPIENTS = 64
-_SECRET = "export links"
-_SECRET_BYTES = 32
 _LINK_TTL_S = 3600
 _SOURCE = "external_weights_urls"
 _PRIVATE = "fovea_"
@@ -36,32 +27,6 @@ _PRIVATE = "fovea_"
 
 Recipient = Any
 """A public key. The extension module ships no type information."""
-
-
-class Signature(NamedTuple):
-    """The query of a signed link.
-
-    Attributes:
-        expires_at: Seconds since the epoch, a whole number.
-        key_id: The API key that asked for the link. The link is valid no longer than the key.
-        code: HMAC-SHA256 over the link's target, its expiry and the key id, in hex.
-    """
-
-    expires_at: int
-    key_id: str
-    code: str
-
-    @classmethod
-    def parse(cls, query: Mapping[str, str]) -> "Signature":
-        """Reads the query of a link. Raises InvalidInput if it has no expiry."""
-        try:
-            expires_at = int(query.get("expires", ""))
-        except ValueError:
-            raise InvalidInput("expires is missing from this link or is not a number", field="expires") from None
-        return cls(expires_at, query.get("key", ""), query.get("signature", ""))
-
-    def __str__(self) -> str:
-        return urlencode({"expires": self.expires_at, "key": self.key_id, "signature": self.code})
 
 
 class Link(NamedTuple):
@@ -80,55 +45,6 @@ class ExportedFile(NamedTuple):
     uri: str
     name: str
     size_bytes: int
-
-
-class LinkSigner:
-    """A signer of links. Its secret is in the database, so that links remain valid when the gateway restarts. Call
-    `open` first.
-
-    Args:
-        is_valid: Returns whether the API key with this id is valid now.
-    """
-
-    def __init__(self, database: Database, is_valid: Callable[[str], bool]) -> None:
-        self._database, self._is_valid = database, is_valid
-        self._key = b""
-
-    async def open(self) -> None:
-        """Reads the secret, and creates it on first use."""
-        self._key = await self._database.write(_take_secret)
-
-    def sign(self, expires_at: int, *target: str) -> Signature:
-        """Signs a link for the caller.
-
-        Args:
-            target: The texts that identify the link's target.
-        """
-        key_id = CALLER.get().key_id
-        return Signature(expires_at, key_id, self._code(target, expires_at, key_id))
-
-    def check(self, signature: Signature, source: str, *target: str) -> None:
-        """Checks a link. Raises PermissionDenied if its signature is wrong, its key is no longer valid, or it has
-        expired.
-
-        Args:
-            source: The request that returns such links.
-        """
-        expected = self._code(target, signature.expires_at, signature.key_id)
-        is_right = hmac.compare_digest(expected.encode(), signature.code.encode())
-        if not is_right or not self._is_valid(signature.key_id):
-            raise invalid_link(source)
-        if signature.expires_at <= time.time():
-            raise PermissionDenied(f"this link has expired; ask for {source} again")
-
-    def _code(self, target: Iterable[str], expires_at: int, key_id: str) -> str:
-        content = "\0".join((*target, str(expires_at), key_id)).encode()
-        return hmac.new(self._key, content, hashlib.sha256).hexdigest()
-
-
-def invalid_link(source: str) -> PermissionDenied:
-    """Returns the error for a wrong link and for a link to a deleted target. Strangers cannot tell the two apart."""
-    return PermissionDenied(f"this link is not valid, or its key or target is gone; ask for {source} again")
 
 
 class Exports:
@@ -248,11 +164,3 @@ async def _encrypt_folder(files: Storage, source: str, target: str, recipients: 
 
     for name in await files.sizes(source):
         await files.rewrite(source, name, target, f"{name}{_AGE_SUFFIX}", encrypt)
-
-
-def _take_secret(connection: sa.Connection) -> bytes:
-    """Returns the secret that signs links (32 bytes), and creates it on first use."""
-    table = schema.secrets
-    insert_new(connection, table, {"name": _SECRET, "value": secrets.token_bytes(_SECRET_BYTES)})
-    value: bytes = connection.execute(sa.select(table.c.value).where(table.c.name == _SECRET)).scalar_one()
-    return value

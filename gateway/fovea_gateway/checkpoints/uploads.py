@@ -22,9 +22,9 @@ from fovea.api.v1 import weights_pb2
 from fovea.wire.conventions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, PayloadTooLarge, PermissionDenied
 from fovea_gateway.access.api_keys import CALLER, Caller
+from fovea_gateway.access.sign_ins import LinkSigner, Signature
 from fovea_gateway.checkpoints.checkpoint import EXTERNAL, Checkpoint, CheckpointPath
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints, get_row, named_uris, put_row
-from fovea_gateway.checkpoints.exports import LinkSigner, Signature
 from fovea_gateway.database.database import Database
 from fovea_gateway.http.request_body import parse_loosely
 

@@ -25,17 +25,8 @@ import sqlalchemy as sa
 
 from fovea.wire.errors import Unavailable
 from fovea_gateway.database import migrations
-from fovea_gateway.database.sql_engine import (
-    DiskReserve,
-    SessionOwnership,
-    Superseded,
-    describe,
-    is_lost,
-    make_engine,
-    make_ownership,
-    parse_url,
-    translate,
-)
+from fovea_gateway.database.ownership import SessionOwnership, Shards, Superseded, make_ownership, see_whole
+from fovea_gateway.database.sql_engine import DiskReserve, describe, is_lost, make_engine, parse_url, translate
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +68,14 @@ class Writer:
 
     Args:
         engine: The engine of the database; its URL selects the kind of ownership.
+        shards: The shards of the sessions; the writer owns one.
         patience_s: Seconds that the first connection may take; later ones have no limit.
         stopped: Once it is set, every wait ends with Stopped.
     """
 
-    def __init__(self, engine: sa.Engine, patience_s: float, stopped: threading.Event) -> None:
-        self._engine, self._patience_s = engine, patience_s
-        self._ownership = make_ownership(engine.url)
+    def __init__(self, engine: sa.Engine, shards: Shards, patience_s: float, stopped: threading.Event) -> None:
+        self._engine, self._shards, self._patience_s = engine, shards, patience_s
+        self._ownership = make_ownership(engine.url, shards)
         self._session = self._ownership if isinstance(self._ownership, SessionOwnership) else None
         self.reserve = DiskReserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
         self._connection: sa.Connection | None = None
@@ -99,13 +91,19 @@ class Writer:
         """
         connection = self._connect(time.monotonic() + self._patience_s)
         try:
-            with connection.begin():
-                migrations.upgrade(connection)
-                if self._session is not None:
-                    self._session.begin(connection)
+            while not self._upgrade(connection):
+                if self._stopped.wait(_RETRY_S):
+                    raise Stopped
         except sa.exc.DBAPIError as error:
             raise Unavailable(f"{self._name} rejects Fovea's tables: {str(error.orig).strip()}") from None
         self.reserve.take()
+
+    def _upgrade(self, connection: sa.Connection) -> bool:
+        with connection.begin():
+            is_done = migrations.upgrade(connection, self._shards)
+            if is_done and self._session is not None:
+                self._session.begin(connection)
+        return is_done
 
     def commit(self, jobs: list[Job[Any]]) -> list[Any]:
         """Returns the result of each job, or its exception if it failed. Raises Superseded."""
@@ -167,7 +165,7 @@ class Writer:
                     is_taken = self._ownership.take(connection)
                 if is_taken:
                     if said:
-                        logger.info("%s: this gateway owns it now", self._name)
+                        logger.info("%s: this gateway owns %s now", self._name, self._shards.mine)
                     return connection
                 reason = "waiting until the gateway that owns it exits"
             except sa.exc.DBAPIError as error:
@@ -213,20 +211,33 @@ class Database:
         url: A SQLAlchemy URL; `postgresql://` means psycopg 3.
         on_superseded: Called once another gateway has taken over the state, which makes this process's memory stale.
         patience_s: Seconds that the first connection may take.
+        shard_count: The number of gateways that share the database; each owns one shard of the sessions.
 
     Raises:
         InvalidInput: The URL cannot be used.
+
+    Attributes:
+        shards: The shards, and the one that this gateway owns once the database is open.
     """
 
     def __init__(
-        self, url: str, on_superseded: Callable[[], None] = lambda: None, patience_s: float = _START_PATIENCE_S
+        self,
+        url: str,
+        on_superseded: Callable[[], None] = lambda: None,
+        patience_s: float = _START_PATIENCE_S,
+        shard_count: int = 1,
     ) -> None:
+        self.shards = Shards(shard_count)
         self._engine = make_engine(parse_url(url), _READERS + 1)
-        self._reading = self._engine
+        self._reading = self._whole = self._engine
         if self._engine.dialect.name == "postgresql":  # saves two round trips per read
-            self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+            self._reading = self._whole = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+        if shard_count > 1:
+            sa.event.listen(self._engine, "connect", self.shards.enter)
+            self._whole = make_engine(parse_url(url), 1)
+            sa.event.listen(self._whole, "connect", see_whole)
         self._stopped = threading.Event()
-        self._writer = Writer(self._engine, patience_s, self._stopped)
+        self._writer = Writer(self._engine, self.shards, patience_s, self._stopped)
         self._writer_thread = ThreadPoolExecutor(1, "database-writer")
         self._reader_threads = ThreadPoolExecutor(_READERS, "database-reader")
         self._queue: asyncio.Queue[tuple[Job[Any], asyncio.Future[Any]]] = asyncio.Queue()
@@ -258,12 +269,16 @@ class Database:
         await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.close)
         self._writer_thread.shutdown()
         self._reader_threads.shutdown()
-        self._engine.dispose()
+        self._dispose()
 
     def abandon(self) -> None:
         """Drops connections and locks at once, as the end of the process does. Queued writes are lost."""
         self._writer.close()
-        self._engine.dispose()
+        self._dispose()
+
+    def _dispose(self) -> None:
+        for engine in (self._engine, self._whole):
+            engine.dispose()
 
     def check_room(self) -> None:
         """Raises Unavailable while the disk is so full that nothing new should be accepted."""
@@ -291,12 +306,18 @@ class Database:
 
     async def read(self, job: Job[Result]) -> Result:
         """Runs a job that only reads. Raises the same errors as `write`."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader_threads, self._read, job)
+        return await asyncio.get_running_loop().run_in_executor(self._reader_threads, self._read, job, self._reading)
 
-    def _read(self, job: Job[Result]) -> Result:
+    async def read_whole(self, job: Job[Result]) -> Result:
+        """Runs a job that only reads common tables and those in `SEEN_WHOLE`, the rows of all shards as one. Raises the
+        same errors as `write`.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._reader_threads, self._read, job, self._whole)
+
+    def _read(self, job: Job[Result], engine: sa.Engine) -> Result:
         while True:
             try:
-                with self._reading.connect() as connection:
+                with engine.connect() as connection:
                     return job(connection)
             except sa.exc.DBAPIError as error:
                 if not is_lost(error) or self._stopped.wait(_READ_RETRY_S):

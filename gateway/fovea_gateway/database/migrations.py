@@ -7,18 +7,19 @@ in `schema_version`. The number is written there too, so that those gateways ref
 
 import argparse
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, Internal
-from fovea_gateway.database.schema import REVISION, alembic_version, metadata, schema_version
+from fovea_gateway.database.ownership import FileOwnership, Shards, see_alone, take_all
+from fovea_gateway.database.schema import COMMON, REVISION, alembic_version, metadata, schema_version
 from fovea_gateway.database.sql_engine import (
     add_state_dir,
     command_url,
     describe,
     make_engine,
-    make_ownership,
     parse_url,
 )
 
@@ -26,26 +27,55 @@ logger = logging.getLogger(__name__)
 
 _OLDEST = 4
 """The earliest revision that `downgrade` can reach; files from then on can migrate back."""
+_FIRST_WITH_SHARDS = 6
+_OWN = [table for table in metadata.sorted_tables if table not in COMMON]
 
 
-def upgrade(connection: sa.Connection) -> None:
+def upgrade(connection: sa.Connection, shards: Shards) -> bool:
     """Creates or upgrades the tables in the connection's current transaction, which the caller commits.
+
+    With shards, it creates the missing tables of all of them, and the rest of the transaction sees only those of this
+    gateway's shard. Returns False, to be called again later, while the common tables await the gateway of shard 0.
 
     Raises:
         Internal: The tables have an unknown revision, such as that of a later gateway.
     """
     _begin(connection)
+    if shards.schemas and not _make_shards(connection, shards):
+        return False
     found = find_revision(connection)
-    metadata.create_all(connection)
+    metadata.create_all(connection, tables=_OWN if shards.number else None)
     if found is not None and found != REVISION:
         _run_alembic(connection, found, REVISION)
     _note(connection, REVISION)
+    return True
 
 
-def downgrade(connection: sa.Connection, revision: int) -> str:
+def _make_shards(connection: sa.Connection, shards: Shards) -> bool:
+    shards.hold(connection)
+    revisions = []
+    for number, schema in enumerate(shards.schemas):
+        if not sa.inspect(connection).has_schema(schema):
+            connection.execute(sa.schema.CreateSchema(schema))
+        see_alone(connection, schema)
+        revisions.append(find_revision(connection))
+        if number == 0:
+            metadata.create_all(connection)
+        elif revisions[-1] is None:
+            metadata.create_all(connection, tables=_OWN)
+        if revisions[-1] is None:
+            _note(connection, REVISION)
+    see_alone(connection, shards.schemas[shards.number])
+    return shards.number == 0 or revisions[0] in (None, REVISION)
+
+
+def downgrade(connection: sa.Connection, revision: int, schemas: Sequence[str] = ()) -> str:
     """Migrates the tables back to an earlier revision, in the current transaction; returns the previous revision.
 
     Tables that were added since remain, with their content.
+
+    Args:
+        schemas: The schemas of all shards, by number, in PostgreSQL.
 
     Raises:
         FailedPrecondition: There are no tables, or they cannot become those of that revision.
@@ -58,9 +88,17 @@ def downgrade(connection: sa.Connection, revision: int) -> str:
             f"this database has schema {found or 'none'}, which cannot become {revision}: "
             f"{_OLDEST} is the earliest schema to return to"
         )
-    _run_alembic(connection, found, str(revision))
-    _note(connection, str(revision))
+    _go_back(connection, found, revision)
+    for schema in schemas[1:]:
+        see_alone(connection, schema)
+        _go_back(connection, find_revision(connection), revision)
     return found
+
+
+def _go_back(connection: sa.Connection, found: str | None, revision: int) -> None:
+    if found is not None and int(found) > revision:
+        _run_alembic(connection, found, str(revision))
+        _note(connection, str(revision))
 
 
 def find_revision(connection: sa.Connection) -> str | None:
@@ -90,24 +128,31 @@ def _note(connection: sa.Connection, revision: str) -> None:
 
 
 def _run_alembic(connection: sa.Connection, found: str, wanted: str) -> None:
-    from alembic import command  # imported late: it takes 0.13 s of CPU, and most starts do not need it
+    # Imported late: it takes 0.13 s of CPU, and most starts do not need it.
     from alembic.config import Config
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
     from alembic.util import CommandError
 
-    config = Config(attributes={"connection": connection})
+    config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    script = ScriptDirectory.from_config(config)
     try:
-        command.stamp(config, found)
+        script.get_revision(found)
     except CommandError:
         raise Internal(
             f"this database was created by a newer version of Fovea (schema {found}; this one supports {REVISION}): "
             f"start a newer gateway, or run its `fovea downgrade --to {REVISION}` first"
         ) from None
     logger.info("migrating the database from schema %s to %s", found, wanted)
-    if int(wanted) > int(found):
-        command.upgrade(config, wanted)
-    else:
-        command.downgrade(config, wanted)
+    with Operations.context(MigrationContext.configure(connection)):
+        if int(wanted) > int(found):
+            for step in reversed([*script.iterate_revisions(wanted, found)]):
+                step.module.upgrade()
+        else:
+            for step in script.iterate_revisions(found, wanted):
+                step.module.downgrade()
 
 
 def main() -> None:
@@ -124,22 +169,30 @@ def downgrade_database(url: str, revision: int) -> None:
     """Downgrades a database that no gateway uses.
 
     Raises:
-        FailedPrecondition: A gateway uses the database, or it cannot be migrated to that schema.
+        FailedPrecondition: A gateway owns a shard of the database, or it cannot be migrated to that schema.
         Internal: A gateway on this machine uses it, or its schema is unknown.
     """
     engine = make_engine(parse_url(url), 1)
-    name, ownership = describe(engine.url), make_ownership(engine.url)
+    name, file = describe(engine.url), FileOwnership(engine.url.database or "")
+    schemas: list[str] = []
     try:
         with engine.connect() as connection:
             with connection.begin():
-                if not ownership.take(connection):
-                    raise FailedPrecondition(f"a gateway is using {name}: stop it first")
+                if engine.dialect.name == "sqlite":
+                    file.take(connection)
+                elif not (schemas := take_all(connection)):
+                    raise FailedPrecondition(f"a gateway is using {name}: stop all gateways first")
             with connection.begin():
-                found = downgrade(connection, revision)
+                found = downgrade(connection, revision, schemas)
     finally:
-        ownership.release()
+        file.release()
         engine.dispose()
     print(f"{name}: migrated from schema {found} to {revision}; start the gateway of that version")
+    if len(schemas) > 1 and revision < _FIRST_WITH_SHARDS:
+        print(
+            f"that gateway serves the sessions of shard 0 only; those of {len(schemas) - 1} other shards stay until a"
+            " gateway with --shards migrates them again"
+        )
 
 
 def _parse() -> argparse.Namespace:

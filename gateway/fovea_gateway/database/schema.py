@@ -5,6 +5,9 @@ PostgreSQL would enforce it and SQLite would not.
 
 `create_all` creates the tables. A change to a table needs a file in `versions` and a new REVISION; a gateway refuses to
 start on a database with an unknown revision.
+
+With shards, each has the tables in a schema of its own, except those in `COMMON`. A file in `versions` that changes one
+of these must do so only where the table is: in the schema of shard 0.
 """
 
 import sqlalchemy as sa
@@ -328,3 +331,19 @@ journal_numerics = sa.Table(
     sa.Column("seq_id", sa.BigInteger, primary_key=True),
     sa.Column("numerics", sa.JSON, nullable=False),
 )
+
+# The gateway of each shard: its addresses, and what it reports every second. Empty without shards.
+shard_owners = sa.Table(
+    "shard_owners",
+    metadata,
+    sa.Column("shard", sa.BigInteger, primary_key=True),
+    sa.Column("rest", sa.Text, nullable=False),
+    sa.Column("grpc", sa.Text, nullable=False),
+    sa.Column("report", sa.JSON, nullable=False),
+    sa.Column("updated_at", sa.Float, nullable=False),
+)
+
+COMMON = (keys, owners, drained_trainers, secrets, checkpoints, published, snapshots, shard_owners)
+"""The tables that all shards share. They are in the schema of shard 0."""
+SEEN_WHOLE = (sessions, session_projects, models, usage, audit_entries, run_labels)
+"""The tables of shards that `Database.read_whole` reads as one."""

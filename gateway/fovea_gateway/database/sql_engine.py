@@ -1,26 +1,20 @@
-"""Engines, errors, inserts and ownership, which differ between SQLite in a file and PostgreSQL through psycopg 3.
+"""Engines, errors and inserts, which differ between SQLite in a file and PostgreSQL through psycopg 3.
 
-One gateway at a time owns the state, because two would both run the queued work. With SQLite, ownership is a lock on a
-file beside the database, and a second gateway is refused. With PostgreSQL, it is an advisory lock of the session that
-writes; a second gateway waits for the lock and takes over when the first one ends.
+Beside an SQLite file, some disk space is reserved.
 """
 
 import argparse
-import fcntl
 import logging
 import os
-import uuid
-import zlib
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from fovea.runtime.durable import is_full_disk, sync_name
-from fovea.wire.errors import Internal, InvalidInput, NotFound, Unavailable
-from fovea_gateway.database.schema import owner
+from fovea.wire.errors import InvalidInput, NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -197,94 +191,6 @@ def _configure_postgresql(connection: Any, _: object) -> None:
     calls = ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _POSTGRESQL_SESSION.items())
     connection.execute(f"SELECT {calls}")
     connection.commit()
-
-
-_LOCK = zlib.crc32(b"fovea gateway") - 2**31
-_TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(coalesce(current_schema(), '')))")
-
-
-class Superseded(Exception):
-    """Another gateway has taken over the state, so this process's memory is stale."""
-
-
-class FileOwnership:
-    """A lock on a file beside an SQLite database. The connection to such a database is never lost."""
-
-    def __init__(self, database: str) -> None:
-        self._path = Path(f"{database}.lock")
-        self._file: IO[str] | None = None
-
-    def take(self, connection: sa.Connection) -> bool:
-        """Locks the file. Raises Internal if another process holds the lock."""
-        if self._file is None:
-            self._file = self._path.open("w")
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._file.close()
-                self._file = None
-                folder = self._path.parent
-                raise Internal(f"another gateway uses {folder}; give each gateway its own --state-dir") from None
-        return True
-
-    def release(self) -> None:
-        """Unlocks the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class SessionOwnership:
-    """An advisory lock, and a row that every transaction of its holder updates.
-
-    The lock ends with the database session, and the next gateway acquires it. The row stops a gateway that has lost its
-    session without noticing: its updates find no row with its name. The row also contains the number of the last
-    transaction. If the answer to a commit was lost, that number shows whether the commit took place: once the gateway
-    has the lock again, its earlier session has ended, and the number is final.
-    """
-
-    def __init__(self) -> None:
-        self._name = uuid.uuid4().hex
-        self._has_begun = False
-        self._mine = owner.c.name == self._name
-        self._numbered = sa.update(owner).where(self._mine).values(last_mark=sa.bindparam("number"))
-
-    def take(self, connection: sa.Connection) -> bool:
-        """Tries to acquire the lock, again on each new connection. Raises Superseded if another gateway has owned the
-        state since `begin`.
-        """
-        if self._has_begun:
-            self.last_mark(connection)
-        is_taken: bool = connection.execute(_TAKE, {"lock": _LOCK}).scalar_one()
-        return is_taken
-
-    def begin(self, connection: sa.Connection) -> None:
-        """Replaces the previous owner's row, once the tables exist."""
-        connection.execute(sa.delete(owner))
-        connection.execute(sa.insert(owner).values(name=self._name, last_mark=0))
-        self._has_begun = True
-
-    def mark(self, connection: sa.Connection, number: int) -> None:
-        """Records a transaction's number within it. Raises Superseded if another gateway owns the state."""
-        if connection.execute(self._numbered, {"number": number}).rowcount == 0:
-            raise Superseded
-
-    def last_mark(self, connection: sa.Connection) -> int:
-        """Returns the number of the last committed transaction. Raises Superseded like `mark`."""
-        number: int | None = connection.execute(sa.select(owner.c.last_mark).where(self._mine)).scalar()
-        if number is None:
-            raise Superseded
-        return number
-
-    def release(self) -> None:
-        """Does nothing: the lock ends with its session."""
-
-
-def make_ownership(url: sa.URL) -> FileOwnership | SessionOwnership:
-    """Returns a file lock for SQLite, an advisory lock for PostgreSQL."""
-    if url.get_backend_name() != "sqlite":
-        return SessionOwnership()
-    return FileOwnership(url.database or "")
 
 
 RESERVE_BYTES = 16 * 2**20

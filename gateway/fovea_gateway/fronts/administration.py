@@ -167,7 +167,7 @@ class AdminRoutes:
         """
         check_query(request, "project_id")
         project_id = request.query_params.get("project_id")
-        listed = await self._database.read(lambda connection: stored_checkpoints(connection, project_id))
+        listed = await self._database.read_whole(lambda connection: stored_checkpoints(connection, project_id))
         return Json({"effective_rate_usd_per_gigabyte_month": None, "data": listed})
 
 

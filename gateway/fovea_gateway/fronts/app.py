@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import time
 from functools import partial
 
 import uvicorn
@@ -18,6 +18,7 @@ from fovea.runtime.tasks import BackgroundTasks, repeat
 from fovea.wire.conventions import ADMIN_SERVICE, GATEWAY_SERVICE
 from fovea.wire.errors import FoveaError, SessionEnded
 from fovea_gateway.access.owners import LOOK_S
+from fovea_gateway.database.ownership import ShardOwner, read_owners, write_owner
 from fovea_gateway.fronts.administration import AdminServicer
 from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.gateway_servicer import GatewayServicer, named
@@ -30,10 +31,12 @@ from fovea_gateway.fronts.grpc_interceptors import (
     channel_limits,
 )
 from fovea_gateway.fronts.rest_app import build_api
-from fovea_gateway.http.connections import Connection, Connections
+from fovea_gateway.http.connections import Connection, Connections, RestServer, listen
+from fovea_gateway.http.endpoint import Readiness
 from fovea_gateway.live.alerts import LOOK_S as ALERTS_S
 from fovea_gateway.live.live_state import TICK_S
 from fovea_gateway.live.live_view import SYSTEM_S
+from fovea_gateway.replicas.discovery import join_address
 from fovea_gateway.sessions.sessions import Session
 from fovea_gateway.settings import GatewaySettings
 from fovea_gateway.training.trainer_pool import read_drained
@@ -48,7 +51,7 @@ _GAUGES_S = 2.0
 _RETURN_S = 0.5
 _JOURNAL_S = 2.0
 _AUDIT_S = 2.0
-_SHARES_S = 2.0
+_REPORT_S, _SHARES_S = 1.0, 2.0
 """A check of 16,000 connections takes a tenth of a second."""
 
 
@@ -57,10 +60,10 @@ class Upkeep:
     sweeps, and shuts down in order.
 
     Args:
-        ready: Set once clients may connect.
+        ready: Gets the gateway's shard once clients may connect.
     """
 
-    def __init__(self, settings: GatewaySettings, components: Components, ready: asyncio.Event) -> None:
+    def __init__(self, settings: GatewaySettings, components: Components, ready: Readiness) -> None:
         self._settings, self._components, self._ready = settings, components, ready
         self._background = BackgroundTasks()
 
@@ -79,7 +82,7 @@ class Upkeep:
         await components.base_models.start()
         await self._restore()
         await components.kept_rows.sweep()
-        self._ready.set()
+        self._ready.shard = components.database.shards.number
         rounds = itertools.count()
         background.start(self._free_ended(), "free what ended sessions owned")
         background.start(components.keys.watch(), "keys")
@@ -207,7 +210,7 @@ class Gateway:
         self.settings = settings
         self.components = Components(settings, on_superseded=_die)
         self.rest_port = 0
-        self._ready = asyncio.Event()
+        self._ready = Readiness()
         self._stopping = asyncio.Event()
         self._upkeep = Upkeep(settings, self.components, self._ready)
         self._background = BackgroundTasks()
@@ -221,7 +224,7 @@ class Gateway:
             GatewayServicer(self.components, settings), self.grpc.grpc
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.components), self.grpc.grpc)
-        self._rest = _RestServer(self._rest_config())
+        self._rest = RestServer(self._rest_config())
         self._rest_task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -250,10 +253,24 @@ class Gateway:
 
     async def _begin(self) -> None:
         await self._upkeep.begin()
+        if self.settings.shards > 1:
+            self._background.start(repeat(self._report, _REPORT_S, "reporting to routers"), "report")
         self._background.start(self._watch_services(), "services")
 
+    async def _report(self) -> None:
+        """Tells routers and other gateways the addresses and the load of this one."""
+        host, shard = self.settings.host, self.components.database.shards.number
+        is_any = host in ("0.0.0.0", "::")
+        host = self.settings.shard_host or (socket.gethostbyname(socket.gethostname()) if is_any else host)
+        rest, grpc = (join_address(host, port) for port in (self.rest_port, self.grpc.port))
+        report = self.components.health.report(self.components.models.held_by_owner())
+        report |= {"serves": self.grpc.is_serving}
+        mine = ShardOwner(shard, rest, grpc, report, time.time())
+        await self.components.database.write(lambda connection: write_owner(connection, mine))
+        self.components.shares.note_reports(await self.components.database.read(read_owners))
+
     async def _listen(self) -> None:
-        listener = _listen(self.settings.host, self.settings.port)
+        listener = listen(self.settings.host, self.settings.port)
         self.rest_port = listener.getsockname()[1]
         await self.grpc.start()
         shares = ConnectionShares(self.grpc.port, channel_limits(self.settings)[MOST_CONNECTIONS])
@@ -317,51 +334,9 @@ class Gateway:
         )
 
 
-class _RestServer(uvicorn.Server):
-    """A uvicorn server without signal handlers and without pauses at its end, since `Gateway` stops it.
-
-    uvicorn's own server checks ten times a second whether it must stop, and then sleeps even if no client is connected.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._asked = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def stop_soon(self) -> None:
-        """Stops accepting requests, and ends the server once the requests in progress are answered."""
-        self.should_exit = True
-        self._asked.set()
-
-    async def main_loop(self) -> None:
-        # uvicorn ticks ten times a second; every tenth tick sets the Date header of responses.
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), 1.0)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.server_state.connections or self.server_state.tasks:
-            await super().shutdown(sockets)
-            return
-        for each in (*self.servers, *(sockets or ())):
-            each.close()
-
-
 def _die() -> None:
     """Ends the process at once: another gateway has taken over, so the state in memory is stale and any work might run
     twice.
     """
     logging.shutdown()
     os._exit(1)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only for sockets that name TCP; otherwise every answer waits 40 ms for an ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    return listener

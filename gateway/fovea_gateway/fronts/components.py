@@ -8,21 +8,21 @@ from fovea.wire.errors import InvalidInput, ServerPaths
 from fovea_gateway.access.api_keys import KeyRing
 from fovea_gateway.access.audit_log import AuditLog
 from fovea_gateway.access.fair_queue import FairQueue
-from fovea_gateway.access.kept_rows import KeptRows
+from fovea_gateway.access.kept_rows import KeptRows, ResultRoom
 from fovea_gateway.access.oidc import OidcProvider
 from fovea_gateway.access.owners import Owners, Quota
-from fovea_gateway.access.sign_ins import SignIns
+from fovea_gateway.access.sign_ins import LinkSigner, SignIns
 from fovea_gateway.checkpoints.checkpoint import Storage
 from fovea_gateway.checkpoints.checkpoint_registry import Checkpoints
-from fovea_gateway.checkpoints.exports import Exports, LinkSigner
+from fovea_gateway.checkpoints.exports import Exports
 from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
-from fovea_gateway.health import Health
+from fovea_gateway.health import Health, Shares
 from fovea_gateway.live.alerts import Alerts, Bounds, Webhook
 from fovea_gateway.live.live_state import LiveState
 from fovea_gateway.live.live_view import LiveView
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels, Trainers
-from fovea_gateway.replicas.discovery import Discovery, StaticDiscovery
+from fovea_gateway.replicas.discovery import Discovery, KubernetesDiscovery, StaticDiscovery
 from fovea_gateway.replicas.renderers import Renderers
 from fovea_gateway.replicas.replicas import TrainerLink
 from fovea_gateway.replicas.samplers import Samplers
@@ -32,7 +32,6 @@ from fovea_gateway.sampling.sample_runner import SampleRunner
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Activity, Kind
 from fovea_gateway.sessions.futures import Futures
-from fovea_gateway.sessions.result_room import ResultRoom
 from fovea_gateway.sessions.sessions import Sessions
 from fovea_gateway.settings import BaseModelSettings, GatewaySettings
 from fovea_gateway.training.batches import Batches, CustomLosses
@@ -80,20 +79,23 @@ class Components:
         self.request_memory = Quota(
             "max_request_memory_bytes", settings.max_request_memory_bytes, "bytes of requests in progress"
         )
-        max_pending = Quota("max_pending", settings.max_pending, "unfinished requests")
-        max_sessions = Quota("max_sessions", settings.max_sessions, "open sessions")
-        self.database = Database(settings.store_url, on_superseded)
+        max_pending = Quota("max_pending", settings.part_of(settings.max_pending), "unfinished requests")
+        max_sessions = Quota("max_sessions", settings.part_of(settings.max_sessions), "open sessions")
+        self.database = Database(settings.store_url, on_superseded, shard_count=settings.shards)
         self.keys = KeyRing(
             self.database, settings.given_keys, settings.host, settings.allowed_host,
             lambda token: self.sign_ins.key_id_of(token),
         )  # fmt: skip
         provider = OidcProvider(settings) if settings.oidc_issuer else None
         self.sign_ins = SignIns(self.database, self.keys, provider, settings.oidc_session_s)
-        self.owners = Owners(self.database, settings.owner_limits)
+        is_shared = settings.shards > 1
+        self.shares = Shares(self.database.shards, lambda owner: self.owners.weight(owner))
+        self.owners = Owners(self.database, settings.owner_limits, self.shares.spread if is_shared else None)
+        self._weight_of = self.shares.weight if is_shared else self.owners.weight
         self._clock = clock = ExpiryClock()
         self.audit = AuditLog(self.database, settings.row_room_bytes // 4, clock)
         self.paths = ServerPaths([settings.checkpoint_root, str(settings.state_dir.absolute())])
-        result_room = ResultRoom(self.database, settings.max_result_bytes)
+        result_room = ResultRoom(self.database, settings.part_of(settings.max_result_bytes))
         self.activity = Activity()
         self.kept_rows = KeptRows(
             self.database, settings.row_room_bytes, settings.ended_ttl_s, clock,
@@ -112,16 +114,18 @@ class Components:
             self.database, self.checkpoints, self.link_signer, settings.max_upload_bytes,
             lambda name, uri, lora: self.base_models.check_adapter(name, uri, lora),
         )  # fmt: skip
-        self.models = Models(self.database, settings.max_models_per_owner, self.owners)
+        self.models = Models(self.database, settings.max_models_per_owner, self.owners, self.shares.models_elsewhere)
         self.recordings = Recordings(self.database, self.checkpoints, clock, settings.row_room_bytes // 2)
         self.custom_losses = CustomLosses(self.database, self.futures, self.sessions)
-        self.journal = Journal(self.database, self.models, settings.max_journal_bytes)
+        self.journal = Journal(self.database, self.models, settings.part_of(settings.max_journal_bytes))
         self._suspects = Suspects()
 
     def _build_features(self, settings: GatewaySettings, trained: Mapping[str, TrainingParts]) -> None:
         """Builds the components that use the base models."""
         self.versions = Versions()
-        self.health = Health(self.futures, self.sessions, self.base_models, self.versions, settings.state_dir)
+        self.health = Health(
+            self.futures, self.sessions, self.base_models, self.versions, settings.state_dir, self.shares
+        )
 
         sample_runner = SampleRunner(self.versions, settings.retry_deadline_s, settings.sample_timeout_s)
         self.sampling = Sampling(
@@ -141,7 +145,7 @@ class Components:
         )  # fmt: skip
         self.suspension = Suspension(
             self.futures, self.sessions, self.models, self.training, self.pools, self.base_models,
-            settings.parked_ttl_s, settings.parked_bytes, self.owners.weight, self._clock,
+            settings.parked_ttl_s, settings.part_of(settings.parked_bytes), self.owners.weight, self._clock,
         )  # fmt: skip
         self.training_runs = TrainingRuns(self.database, self.checkpoints)
         self.copies = Copies(self.database, self.sessions, self.checkpoints)
@@ -164,10 +168,10 @@ class Components:
             in_kubernetes = settings.discovery == "kubernetes"
             return choose_discovery(service, addresses, in_kubernetes, settings.kubernetes_namespace)
 
-        name, weight_of = own.model_name, self.owners.weight
+        name, weight_of = own.model_name, self._weight_of
         trainers = Trainers(own.trainer, settings.trainer_wait_s)
         renderers = Renderers(
-            found("renderer", own.renderer), settings.renderer_concurrency, settings.retry_deadline_s,
+            found("renderer", own.renderer), settings.part_of(settings.renderer_concurrency), settings.retry_deadline_s,
             trainers.check_files if trainers else _check_nothing, weight_of,
         )  # fmt: skip
         pool = TrainerPool(self.models)
@@ -181,6 +185,7 @@ class Components:
             found("sampler", own.sampler), settings.sampler_concurrency,
             snapshots.put_resident, snapshots.catch_up, snapshots.is_lost,
             trainers.check_files if trainers else renderers.check_files, weight_of, settings.sampler_beside,
+            self.shares.part,
         )  # fmt: skip
         is_sampled = bool(own.sampler)
         base = BaseModel(name, own.tokenizer_id, renderers, samplers, snapshots, trainers, is_sampled=is_sampled)
@@ -189,8 +194,8 @@ class Components:
     def _build_side(
         self, name: str, link: TrainerLink, pool: TrainerPool, batches: Batches, settings: GatewaySettings
     ) -> TrainerSide:
-        fair_queue = FairQueue(TRAINER_SLOTS, self.owners.weight, TRAINER_SLOTS * settings.trainer_concurrency)
-        saves = FairQueue(SAVE_SLOTS, self.owners.weight)
+        fair_queue = FairQueue(TRAINER_SLOTS, self._weight_of, TRAINER_SLOTS * settings.trainer_concurrency)
+        saves = FairQueue(SAVE_SLOTS, self._weight_of)
         queue = TrainerQueue(self.futures, link, fair_queue, saves, self.sessions.is_wanted, self._suspects)
         steps = StepCommands(self.futures, self.models, batches, link, queue)
         timeout_s, patience_s = settings.command_timeout_s, settings.retry_deadline_s
@@ -239,9 +244,6 @@ def choose_discovery(service: str, addresses: Sequence[str], in_kubernetes: bool
         raise InvalidInput(
             f"--discovery kubernetes needs exactly one --{service} service:port, not {len(addresses)}", field=service
         )
-    # Imported here because it takes half a second and is needed only in a cluster.
-    from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
-
     return KubernetesDiscovery(addresses[0], namespace)
 
 

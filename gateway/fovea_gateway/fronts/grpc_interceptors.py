@@ -26,7 +26,7 @@ from fovea_gateway.access.api_keys import SUBJECT, KeyRing, Scope
 from fovea_gateway.access.audit_log import EVENTS, OK, Action, AuditLog, check_event
 from fovea_gateway.access.owners import Owners, QuotaUse
 from fovea_gateway.http.connections import client_of
-from fovea_gateway.http.endpoint import log_action, not_ready
+from fovea_gateway.http.endpoint import SHARD, Readiness, log_action
 from fovea_gateway.http.request_body import (
     ELEMENT_BYTES,
     SMALL_BYTES,
@@ -65,8 +65,7 @@ _PREFIXES = tuple(f"/{service}/" for service in _METHODS)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that refuses calls without a valid key. Until the gateway is ready, it refuses all calls with an
-    error that clients retry.
+    """An interceptor that refuses calls without a valid key, and calls that the gateway cannot serve now.
 
     This must be an interceptor. Since grpcio 1.84, methods that stubs register take precedence over a generic handler
     that was added before the services, so every call would pass, even without a key.
@@ -74,10 +73,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     Args:
         keys: The accepted keys.
         owners: The request rates of owners.
-        ready: Set once this gateway owns the state.
+        ready: Knows which calls the gateway can serve now.
     """
 
-    def __init__(self, keys: KeyRing, owners: Owners, ready: asyncio.Event) -> None:
+    def __init__(self, keys: KeyRing, owners: Owners, ready: Readiness) -> None:
         self._keys, self._owners, self._ready = keys, owners, ready
 
     async def intercept_service(
@@ -94,8 +93,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         method: str = call.method
         if not method.startswith(_PREFIXES):
             return None
-        if not self._ready.is_set():
-            return not_ready()
+        metadata: Any = dict(call.invocation_metadata or ())
+        if error := self._ready.problem(metadata.get(SHARD)):
+            return error
         try:
             caller = self._keys.identify_call(call.invocation_metadata)
             name = method.rpartition("/")[2]

@@ -1,28 +1,21 @@
 """The ASGI application of Tinker's REST API, and the routes that belong to no feature."""
 
-import asyncio
-import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
-import sqlalchemy as sa
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
+from fovea.runtime.credentials import redactor_of
 from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from fovea.wire.errors import NotFound
 from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.access.sign_ins import is_token
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
-from fovea_gateway.checkpoints.exports import LinkSigner, Signature
-from fovea_gateway.database.database import Database
-from fovea_gateway.database.schema import futures
 from fovea_gateway.fronts.administration import AdminRoutes, SignInRoutes
 from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.openai_answers import OpenAIAnswers
@@ -33,6 +26,7 @@ from fovea_gateway.http.endpoint import (
     BurstMiddleware,
     Endpoints,
     Json,
+    Readiness,
     ReadyMiddleware,
     Routes,
     error_response,
@@ -45,7 +39,7 @@ from fovea_gateway.replicas.base_models import BaseModels
 from fovea_gateway.sampling import sample_wire
 from fovea_gateway.sampling.sample_routes import SamplingRoutes, asks_for_experts
 from fovea_gateway.sessions.session_routes import FutureRoutes, SessionRoutes
-from fovea_gateway.sessions.sessions import Sessions
+from fovea_gateway.sessions.session_trace import TraceRoutes
 from fovea_gateway.settings import GatewaySettings
 from fovea_gateway.training import training_routes
 from fovea_gateway.training.training_routes import TrainingRoutes
@@ -61,17 +55,15 @@ _FLAGS = {
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
 }
-_TRACE_TTL_S = 3600
-_TRACED_PER_PIECE, _MOST_TRACED = 1000, 100_000
 _HOSTED_ONLY = {
     ("DELETE", "auth/apikey/me"): "deleting keys; its operator revokes them with `fovea keys revoke`",
 }
 """Routes that only the hosted service has. Each is refused with an error that names the missing feature."""
 
 
-def build_api(components: Components, settings: GatewaySettings, ready: asyncio.Event) -> Starlette:
-    """Returns the application with all routes. Until `ready` is set, it refuses requests with an error that clients
-    retry.
+def build_api(components: Components, settings: GatewaySettings, ready: Readiness) -> Starlette:
+    """Returns the application with all routes. Until the gateway is ready, it refuses requests with an error that
+    clients retry.
     """
     base_path = settings.base_path.rstrip("/")
     endpoints = Endpoints(
@@ -80,6 +72,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
         components.audit, components.sign_ins.identify,
     )  # fmt: skip
     limiter = BurstLimiter()
+    read_logs = partial(components.base_models.read_logs, redactor_of(settings.model_dump(mode="json")))
     future_routes = FutureRoutes(
         components.futures,
         limiter,
@@ -119,7 +112,7 @@ def build_api(components: Components, settings: GatewaySettings, ready: asyncio.
             components.keys, components.owners, components.database, components.audit, settings.gpu_hour_price_usd
         ),
         SignInRoutes(components.sign_ins, base_path, settings.oidc_public_url),
-        LiveRoutes(components.live_view, components.models, components.keys.identify, base_path),
+        LiveRoutes(components.live_view, components.models, components.keys.identify, base_path, read_logs),
     ]
     return Starlette(
         routes=[route for group in groups for route in group.routes(endpoints)],
@@ -199,72 +192,6 @@ class ServerRoutes:
                 "details": {"org_details": {"name": "Fovea"}, "user_details": {"email": ""}},
             }
         )
-
-
-class TraceRoutes:
-    """Handlers of the timeline of a session's requests, in the JSON format that ui.perfetto.dev opens.
-
-    Args:
-        signer: Signs the link to the timeline, which needs no API key.
-        base_path: The prefix of all paths, without trailing slash.
-    """
-
-    def __init__(self, sessions: Sessions, database: Database, signer: LinkSigner, base_path: str) -> None:
-        self._sessions, self._database, self._signer, self._base_path = sessions, database, signer, base_path
-
-    def routes(self, endpoints: Endpoints) -> list[Route]:
-        return [
-            endpoints.route("GET", "sessions/{session_id}/trace_export", self.link, Scope.READ),
-            endpoints.keyless_route("GET", "sessions/{session_id}/trace", self.trace),
-        ]
-
-    async def link(self, request: Request, owner: str) -> Response:
-        """Returns a signed URL of the timeline, on the host that the client used. It is valid for an hour."""
-        session_id = (await self._sessions.get(owner, request.path_params["session_id"])).session_id
-        signature = self._signer.sign(int(time.time()) + _TRACE_TTL_S, "trace", session_id)
-        root = f"{request.url.scheme}://{request.url.netloc}{self._base_path}/api/v1/sessions"
-        return Json({"status": "ready", "url": f"{root}/{quote(session_id)}/trace?{signature}"})
-
-    async def trace(self, request: Request) -> Response:
-        """Sends the timeline of the requests that the database holds, piece by piece."""
-        session_id = request.path_params["session_id"]
-        self._signer.check(Signature.parse(request.query_params), "trace_export", "trace", session_id)
-        headers = {"content-disposition": "attachment"}
-        return StreamingResponse(self._pieces(session_id), media_type="application/json", headers=headers)
-
-    async def _pieces(self, session_id: str) -> AsyncIterator[bytes]:
-        yield b'{"displayTimeUnit":"ms","traceEvents":[{"ph":"M","pid":0,"name":"process_name","args":{}}'
-        numbers: dict[str, int] = {}
-        after = (0.0, "")
-        for _ in range(_MOST_TRACED // _TRACED_PER_PIECE):
-            place = after
-            rows = await self._database.read(lambda connection: _traced(connection, session_id, place))  # noqa: B023
-            if not rows:
-                break
-            after = (rows[-1].created_at, rows[-1].future_id)
-            events = (event for row in rows for event in _trace_events(row, numbers))
-            yield b"".join(b"," + json.dumps(event, separators=(",", ":")).encode() for event in events)
-        yield b"]}"
-
-
-def _traced(connection: sa.Connection, session_id: str, after: tuple[float, str]) -> list[Any]:
-    """Returns the next futures of a session, by the time of their requests."""
-    place = futures.c.created_at, futures.c.future_id
-    is_later = (place[0] > after[0]) | ((place[0] == after[0]) & (place[1] > after[1]))
-    query = sa.select(futures).where(futures.c.session_id == session_id, is_later).order_by(*place)
-    return list(connection.execute(query.limit(_TRACED_PER_PIECE)))
-
-
-def _trace_events(row: Any, numbers: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Yields the events of a request; the requests of a model or a sampling session form a process of the timeline."""
-    if row.scope not in numbers:
-        numbers[row.scope] = len(numbers) + 1
-        yield {"ph": "M", "pid": numbers[row.scope], "name": "process_name", "args": {"name": row.scope}}
-    common = {"pid": numbers[row.scope], "cat": row.kind, "id": row.future_id, "name": f"{row.kind} {row.seq_id}"}
-    arguments = {"state": row.state, "tokens": row.token_count, "request_id": row.future_id}
-    yield common | {"ph": "b", "ts": round(row.created_at * 1e6), "args": arguments}
-    if row.finished_at is not None:
-        yield common | {"ph": "e", "ts": round(row.finished_at * 1e6)}
 
 
 def _refusal(endpoints: Endpoints, method: str, path: str, what: str) -> Route:

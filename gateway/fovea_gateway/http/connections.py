@@ -8,11 +8,15 @@ key.
 import asyncio
 import ipaddress
 import logging
+import socket
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -245,3 +249,46 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class RestServer(uvicorn.Server):
+    """A uvicorn server without signal handlers and without pauses at its end, since its process stops it.
+
+    uvicorn's own server checks ten times a second whether it must stop, and then sleeps even if no client is connected.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._asked = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop_soon(self) -> None:
+        """Stops accepting requests, and ends the server once the requests in progress are answered."""
+        self.should_exit = True
+        self._asked.set()
+
+    async def main_loop(self) -> None:
+        # uvicorn ticks ten times a second; every tenth tick sets the Date header of responses.
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio disables Nagle's algorithm only for sockets that name TCP; otherwise every answer waits 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import zstandard
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -38,7 +39,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 _UNTIMED = ("retrieve_future", "retrieve_futures")
-_PAGE = ("live/events", "live/curves/{run}", "live/samples", "live/system", "live/pictures/{digest}")
+_PAGE = tuple(
+    f"live/{name}" for name in ("events", "curves/{run}", "samples", "datums", "system", "logs", "pictures/{digest}")
+)
 _UNCOUNTED = (*_UNTIMED, "session_heartbeat", "telemetry", "client/dynamic_config")
 """Requests that clients repeat automatically and never give up; no rate limit counts them."""
 _CLIENT_GONE = "CLIENT_GONE"
@@ -104,27 +107,49 @@ def _addresses(request: Request) -> list[str]:
     return [value for name in ("host", "origin") for value in request.headers.getlist(name)]
 
 
+SHARD = "x-fovea-shard"
+"""The header, or the gRPC metadata, by which a router names the shard that it expects at a gateway."""
+
+
+@dataclass
+class Readiness:
+    """The shard that a gateway owns; None until it owns one and has restored its state."""
+
+    shard: int | None = None
+
+    def problem(self, named: str | None) -> FoveaError | None:
+        """Returns the error, which clients retry, for a request that the gateway cannot serve now.
+
+        Args:
+            named: The shard that a router expects here. A restarted gateway may own another one, while routers still
+                have the report of the earlier process.
+        """
+        if self.shard is None:
+            words = "this gateway is waiting for the previous one to exit"
+        elif named not in (None, str(self.shard)):
+            words = "this gateway now owns another shard"
+        else:
+            return None
+        return Unavailable(f"{words}: send this request again in a second")
+
+
 class ReadyMiddleware:
-    """Middleware that refuses requests until the gateway is ready, with an error that clients retry. Health checks
-    pass.
+    """Middleware that refuses requests that the gateway cannot serve now, with an error that clients retry. Health
+    checks pass.
 
     Args:
         base_path: The path below which the API lies, without a slash at the end.
     """
 
-    def __init__(self, app: ASGIApp, ready: asyncio.Event, base_path: str) -> None:
+    def __init__(self, app: ASGIApp, ready: Readiness, base_path: str) -> None:
         self._app, self._ready, self._alive_path = app, ready, f"{base_path}{TINKER.prefix}healthz"
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        if self._ready.is_set() or scope["type"] != "http" or scope["path"] == self._alive_path:
-            await self._app(scope, receive, send)
+        is_refused = scope["type"] == "http" and scope["path"] != self._alive_path
+        if is_refused and (error := self._ready.problem(Headers(scope=scope).get(SHARD))):
+            await error_response(error)(scope, receive, send)
         else:
-            await error_response(not_ready())(scope, receive, send)
-
-
-def not_ready() -> FoveaError:
-    """Returns the error for requests that arrive before the gateway is ready."""
-    return Unavailable("this gateway is waiting for the previous one to exit: send this request again in a second")
+            await self._app(scope, receive, send)
 
 
 class BurstLimiter:

@@ -10,12 +10,12 @@ import math
 import time
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 from starlette.requests import Request
@@ -27,10 +27,10 @@ from fovea_gateway.access.api_keys import CALLER, Caller, Scope
 from fovea_gateway.access.owners import Quota
 from fovea_gateway.http.endpoint import Endpoints, Json, accepted_encoding, check_query, compress, count_of, key_of
 from fovea_gateway.http.request_body import Body, Number, parse_json, read
+from fovea_gateway.live.live_state import AnswerCounts
 from fovea_gateway.live.live_view import LiveView
-from fovea_gateway.live.sample_gallery import Drawn, Group, Picture
+from fovea_gateway.live.sample_gallery import Group, Wanted
 from fovea_gateway.live.step_curves import LARGEST
-from fovea_gateway.replicas.base_models import whole_text
 from fovea_gateway.training.models import Models
 
 _FOLDER = Path(__file__).parent / "page"
@@ -54,6 +54,7 @@ _POINTS = 300
 _MOST_POINTS = 1024
 _MOST_HOURS = 24
 _MOST_SEARCHED = 200
+_MOST_LEVEL = 100
 _FOUND = 24
 _SEARCHED_TOKENS = 400_000
 """Tokens that one search reads as texts: about half a second."""
@@ -91,33 +92,7 @@ class Report(Body):
     step: Number | None = None
     metrics: Annotated[dict[Name, Value], Field(max_length=16)] = Field({})
     samples: Annotated[list[Judgement], Field(max_length=1024)] = Field([])
-
-
-class Wanted(NamedTuple):
-    """A search of samples. None does not restrict; `text` is compared without case."""
-
-    text: str = ""
-    least_reward: float | None = None
-    most_reward: float | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-
-    def matching(self, group: Group, tokenizer: str) -> tuple[list[Drawn], int]:
-        """Returns the sequences of a group that match, and the number of tokens that were read as text."""
-        if not _within(group.step, self.first_step, self.last_step):
-            return [], 0
-        kept = list(group.drawn)
-        if self.least_reward is not None or self.most_reward is not None:
-            kept = [one for one in kept if _within(one.reward, self.least_reward, self.most_reward)]
-        text = self.text.casefold()
-        if not text or text in group.truth.casefold():
-            return kept, 0
-        prompts = [piece.tolist() for piece in group.pieces if not isinstance(piece, Picture)]
-        ids = [*prompts, *(one.tokens.tolist() for one in kept)]
-        has_text = [text in (whole_text(tokenizer, each) or "").casefold() for each in ids]
-        if not any(has_text[: len(prompts)]):
-            kept = [one for one, has in zip(kept, has_text[len(prompts) :], strict=True) if has]
-        return kept, sum(map(len, ids))
+    answers: AnswerCounts | None = None
 
 
 class Label(Body):
@@ -136,12 +111,19 @@ class LiveRoutes:
     Args:
         identify: Returns the caller that an API key identifies. Raises Unauthenticated once the key is revoked.
         base_path: The prefix of all paths, without a trailing slash.
+        read_logs: Returns log lines of a service, or of all for an empty name, of at least a level with a text.
     """
 
     def __init__(
-        self, view: LiveView, models: Models, identify: Callable[[str | None], Caller], base_path: str
+        self,
+        view: LiveView,
+        models: Models,
+        identify: Callable[[str | None], Caller],
+        base_path: str,
+        read_logs: Callable[[str, int, str], Awaitable[Any]],
     ) -> None:
         self._view, self._models, self._identify, self._base_path = view, models, identify, base_path
+        self._read_logs = read_logs
         self._streams = Quota("live streams", _STREAMS, "open pages")
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
@@ -156,7 +138,9 @@ class LiveRoutes:
             endpoints.route("GET", "live/events", self.events, Scope.READ),
             endpoints.route("GET", "live/curves/{run}", self.curves, Scope.READ),
             endpoints.route("GET", "live/system", self.system, Scope.ADMIN),
+            endpoints.route("GET", "live/logs", self.logs, Scope.ADMIN),
             endpoints.route("GET", "live/samples", self.samples, Scope.READ),
+            endpoints.route("GET", "live/datums", self.datums, Scope.READ),
             endpoints.route("GET", "live/pictures/{digest}", self.picture, Scope.READ),
             endpoints.route("POST", "live/reports", self.report, Scope.TRAIN),
             endpoints.route("PUT", "live/runs/{run}", self.label, Scope.TRAIN),
@@ -206,6 +190,13 @@ class LiveRoutes:
         found = self._view.history.points(hours * 3600, most)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
+    async def logs(self, request: Request, owner: str) -> Response:
+        """Returns the newest log lines of the services, the oldest first, and the services that do not answer."""
+        check_query(request, "service", "level", "text")
+        query, level = request.query_params, min(count_of(request, "level", 0), _MOST_LEVEL)
+        found = await self._read_logs(query.get("service", ""), level, query.get("text", "")[:_MOST_SEARCHED])
+        return await compress(_json(found), request.headers.get("accept-encoding", ""))
+
     async def samples(self, request: Request, owner: str) -> Response:
         """Returns the groups of one step of one source, which is a model's id or a base model's name, or those that
         match a search.
@@ -214,9 +205,7 @@ class LiveRoutes:
         """
         check_query(request, "source", "step", "owner", *Wanted._fields)
         query = request.query_params
-        asked = query.get("owner", owner)
-        if asked != owner:
-            CALLER.get().require(Scope.ADMIN, "samples of other owners")
+        asked = _asked_owner(request, owner, "samples")
         source, step = query.get("source", ""), count_of(request, "step", 0) if "step" in query else None
         wanted = _wanted(request)
         if wanted is None:
@@ -224,6 +213,16 @@ class LiveRoutes:
         else:
             groups = self._view.state.gallery.all_groups(asked, source)
             found = await asyncio.to_thread(self._search, asked, source, groups, wanted)
+        return await compress(_json(found), request.headers.get("accept-encoding", ""))
+
+    async def datums(self, request: Request, owner: str) -> Response:
+        """Returns the datums of a model with the largest loss per token in the last `steps` kept steps, the largest
+        first; one's own, or for the scope admin those of another owner.
+        """
+        check_query(request, "source", "owner", "steps")
+        asked, source = _asked_owner(request, owner, "datums"), request.query_params.get("source", "")
+        groups = self._view.state.datums.worst(asked, source, max(count_of(request, "steps", 1), 1), _FOUND)
+        found = await asyncio.to_thread(self._view.shown, asked, source, groups)
         return await compress(_json(found), request.headers.get("accept-encoding", ""))
 
     def _search(self, owner: str, source: str, groups: Sequence[Group], wanted: Wanted) -> dict[str, Any]:
@@ -240,9 +239,10 @@ class LiveRoutes:
         return self._view.shown(owner, source, found) | {"is_partial": left <= 0 or len(found) >= _FOUND}
 
     async def picture(self, request: Request, owner: str) -> Response:
-        """Returns a picture of a sample's prompt. Raises NotFound if there is none or it belongs to another owner."""
+        """Returns a picture of a sample or a datum. Raises NotFound if there is none or it belongs to another owner."""
         digest = request.path_params["digest"]
-        picture = self._view.state.gallery.picture(_visible_owner(CALLER.get()), digest)
+        owner_seen, state = _visible_owner(CALLER.get()), self._view.state
+        picture = state.gallery.picture(owner_seen, digest) or state.datums.picture(owner_seen, digest)
         if picture is None or not picture.media_type:
             raise NotFound(f"there is no picture {digest[:64]!r}, or it has been deleted", field="digest")
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, max-age=3600"}
@@ -259,7 +259,7 @@ class LiveRoutes:
                 field="step",
             )
         rewards = [one.reward for one in body.samples if one.reward is not None]
-        step = await state.report(model.model_id, body.step, body.metrics, rewards)
+        step = await state.report(model.model_id, body.step, body.metrics, rewards, body.answers)
         kept = [state.gallery.judge(owner, one.sequence_id, one.reward, one.truth) for one in body.samples]
         return Json({"step": step, "samples_kept": sum(kept)})
 
@@ -276,14 +276,14 @@ class LiveRoutes:
         said_at = time.monotonic()
         with self._streams.holding(caller.owner) as use:
             use.take(1)
-            yield _event("caller", {"owner": caller.owner, "key_id": caller.key_id, "scope": caller.scope.value})
+            yield event("caller", {"owner": caller.owner, "key_id": caller.key_id, "scope": caller.scope.value})
             while not self._view.closing.is_set():
                 try:
                     self._identify(key)
                 except FoveaError as error:
-                    yield _event("refused", {"detail": error.message})
+                    yield event("refused", {"detail": error.message})
                     return
-                events = _changes(await self._view.sections(_visible_owner(caller)), sent)
+                events = changes(await self._view.sections(_visible_owner(caller)), sent)
                 if events or time.monotonic() - said_at > _ALIVE_S:
                     said_at = time.monotonic()
                     yield "".join(events) or ": nothing new\n\n"
@@ -293,9 +293,12 @@ class LiveRoutes:
                     continue
 
 
-def _within(value: float | None, least: float | None, most: float | None) -> bool:
-    """Returns whether there is a value within the bounds; None as a bound does not restrict."""
-    return value is not None and (least is None or value >= least) and (most is None or value <= most)
+def _asked_owner(request: Request, owner: str, what: str) -> str:
+    """Returns the owner that the query names, by default the caller. Raises PermissionDenied for another owner."""
+    asked = request.query_params.get("owner", owner)
+    if asked != owner:
+        CALLER.get().require(Scope.ADMIN, f"{what} of other owners")
+    return asked
 
 
 def _wanted(request: Request) -> Wanted | None:
@@ -329,7 +332,7 @@ async def _gzipped(texts: AsyncGenerator[str]) -> AsyncIterator[bytes]:
             yield compressor.compress(text.encode()) + compressor.flush(zlib.Z_SYNC_FLUSH)
 
 
-def _changes(sections: dict[str, Any], sent: dict[str, Any]) -> list[str]:
+def changes(sections: dict[str, Any], sent: dict[str, Any]) -> list[str]:
     """Returns events for the sections that differ from those sent, and updates `sent`.
 
     The event of the section `models` contains the changed models and the ids of all.
@@ -344,11 +347,12 @@ def _changes(sections: dict[str, Any], sent: dict[str, Any]) -> list[str]:
             changed = [model for model_id, model in section.items() if before.get(model_id) != model]
             data = {"changed": changed, "order": list(section)}
         sent[name] = section
-        events.append(_event(name, data))
+        events.append(event(name, data))
     return events
 
 
-def _event(name: str, data: Any) -> str:
+def event(name: str, data: Any) -> str:
+    """Returns a server-sent event."""
     return f"event: {name}\ndata: {to_text(data)}\n\n"
 
 

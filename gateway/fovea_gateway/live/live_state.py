@@ -11,30 +11,24 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
 import sqlalchemy as sa
 from cachetools import LRUCache
 from google.protobuf.message import DecodeError
+from pydantic import Field, model_validator
 
 from fovea.api.v1 import gateway_pb2
 from fovea.wire.errors import FoveaError, NotFound
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import checkpoints, live_curves
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.http.request_body import off_loop_by_size
+from fovea_gateway.http.request_body import Body, ModelNumber, off_loop_by_size
 from fovea_gateway.live.alerts import Alerts
-from fovea_gateway.live.sample_gallery import (
-    Group,
-    SampleGallery,
-    places_of,
-    read_drawn,
-    read_losses,
-    read_prompt,
-)
-from fovea_gateway.live.step_curves import RewardHistogram, StepCurves
+from fovea_gateway.live.sample_gallery import Group, SampleGallery, places_of, read_drawn, read_input
+from fovea_gateway.live.step_curves import RewardHistogram, StepCurves, read_losses
 from fovea_gateway.replicas.base_models import BaseModels
-from fovea_gateway.replicas.snapshot_pushes import version_of
+from fovea_gateway.replicas.samplers import version_of
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Activity, Ending, Failure, Kind, split_messages
 from fovea_gateway.training.models import Models
@@ -50,6 +44,7 @@ _ERRORS_PER_OWNER = 50
 _ERROR_OWNERS = 512
 _BUSY_S = 60.0
 _MOST_PARTS = 4096
+_DATUM_BYTES = 32 * 2**20
 
 _DENOMINATORS = ("weights:sum", "policy_tokens:sum")
 
@@ -76,6 +71,22 @@ class SeenError:
     count: int = 0
 
 
+class AnswerCounts(Body):
+    """Numbers of held-out rows by label and answer: `counts` has a row for each label, and a column for each label and,
+    last, for other answers.
+    """
+
+    labels: Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=32)]
+    counts: Annotated[list[list[ModelNumber]], Field(max_length=32)]
+
+    @model_validator(mode="after")
+    def _is_matrix(self) -> Self:
+        size = len(self.labels)
+        if [len(row) for row in self.counts] != [size + 1] * size:
+            raise ValueError(f"counts must have {size} rows of {size + 1} numbers, because there are {size} labels")
+        return self
+
+
 class LiveState:
     """The state of the live page. Call `tick` regularly and `close` at the end."""
 
@@ -91,8 +102,10 @@ class LiveState:
         self._activity, self._database, self._models = activity, database, models
         self._sampling, self._base_models, self.alerts = sampling, base_models, alerts
         self.rewards: LRUCache[str, RewardHistogram] = LRUCache(_MOST_MODELS)  # by model
+        self.answers: LRUCache[str, tuple[int, AnswerCounts]] = LRUCache(_MOST_MODELS)  # with their step, by model
         self.token_counts: Counter[str] = Counter()  # by kind of usage, of all requests that have ended
         self.gallery = SampleGallery()
+        self.datums = SampleGallery(_DATUM_BYTES)  # those with the largest loss
         self._curves: OrderedDict[str, StepCurves] = OrderedDict()
         # The metrics of the forward_backwards since a model's last step.
         self._since: defaultdict[str, deque[Mapping[str, float]]] = defaultdict(lambda: deque(maxlen=_MOST_PARTS))
@@ -125,15 +138,22 @@ class LiveState:
         return found
 
     async def report(
-        self, model_id: str, step: int | None, metrics: Mapping[str, float], rewards: Sequence[float] = ()
+        self,
+        model_id: str,
+        step: int | None,
+        metrics: Mapping[str, float],
+        rewards: Sequence[float] = (),
+        answers: AnswerCounts | None = None,
     ) -> int:
-        """Records a client's metrics and rewards for a step of its model, by default the last one. Returns the step."""
+        """Records a client's values for a step of its model, by default the last one. Returns the step."""
         await self._process_activity()
         curves = await self.curves(model_id)
         at = curves.last_step if step is None else step
         curves.add(at, metrics)
         if rewards:
             self.rewards.setdefault(model_id, RewardHistogram()).add(at, rewards)
+        if answers is not None:
+            self.answers[model_id] = at, answers
         self._save_soon(model_id, curves)
         self._watch(model_id, curves)
         return at
@@ -184,10 +204,11 @@ class LiveState:
             await self._continue(submission.owner, model_id, outcome.result)
         if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP):
             metrics = _metrics_of(outcome.result)
+            if kind is Kind.FORWARD_BACKWARD:
+                self._since[model_id].append(metrics)
             if kind is not Kind.OPTIM_STEP:
                 await self._add_losses(ending)
             if kind is Kind.FORWARD_BACKWARD:
-                self._since[model_id].append(metrics)
                 return
             curves = await self.curves(model_id)
             if kind is Kind.FORWARD:
@@ -202,12 +223,20 @@ class LiveState:
             self._watch(model_id, curves)
 
     async def _add_losses(self, ending: Ending) -> None:
-        """Finds the log-probabilities that the trainer computed for stored sequences."""
+        """Keeps the datums with the largest loss, and the log-probabilities that the trainer computed for samples."""
         submission, request = ending.pending.submission, ending.pending.request
-        if request is None or not self.gallery.awaits_losses(submission.owner, submission.scope):
+        has_samples = self.gallery.awaits_losses(submission.owner, submission.scope)
+        if request is None or (submission.kind is Kind.FORWARD and not has_samples):
             return
-        found = await off_loop_by_size(len(request), read_losses, request, ending.outcome.result)
-        self.gallery.note_losses(submission.owner, submission.scope, found)
+        owner, source, result, at = submission.owner, submission.scope, ending.outcome.result, time.time()
+        size = len(request) + len(result)
+        found = await off_loop_by_size(size, read_losses, submission.future_id, request, result, at, has_samples)
+        self.gallery.note_losses(owner, source, found.by_place)
+        if found.worst:
+            base_model = (await self._models.load(source)).base_model
+            step = (await self.curves(source)).last_step + 1
+            for loss, digest, pieces, drawn in found.worst:
+                self.datums.add(Group(owner, source, step, digest, base_model, pieces, loss=loss), [drawn])
 
     async def _continue(self, owner: str, model_id: str, result: bytes) -> None:
         """Gives a new model that continues from a checkpoint with its optimizer the curves until then."""
@@ -242,8 +271,8 @@ class LiveState:
             except NotFound:  # The snapshot has been freed meanwhile.
                 step = (await self.curves(version[0])).last_step
         size = len(ending.pending.request)
-        digest, pieces = await off_loop_by_size(size, read_prompt, request)
-        for one, place in zip(drawn, await off_loop_by_size(size, places_of, request, drawn), strict=True):
+        digest, pieces = await off_loop_by_size(size, read_input, request.prompt)
+        for one, place in zip(drawn, await off_loop_by_size(size, places_of, request.prompt, drawn), strict=True):
             one.place = place
         source = version[0] if version is not None else base.name
         self.gallery.add(Group(submission.owner, source, step, digest, base.name, pieces), drawn)

@@ -103,9 +103,12 @@ class LiveView:
         curves = await self.state.curves(model_id)
         wanted = [name for name in curves.names if not names or name in names]
         shown = {name: curves.points(name, most, *steps) for name in wanted}
-        found = {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
-        rewards = self.state.rewards.get(model_id)
-        return found | ({"rewards": rewards.points()} if rewards is not None else {})
+        found: Section = {"model_id": model_id, "last_step": curves.last_step, "stride": curves.stride, "curves": shown}
+        if (rewards := self.state.rewards.get(model_id)) is not None:
+            found["rewards"] = rewards.points()
+        if (answers := self.state.answers.get(model_id)) is not None:
+            found["answers"] = {"step": answers[0], **answers[1].model_dump()}
+        return found
 
     async def put_label(self, model: Model, name: str, notes: str, tags: list[str]) -> None:
         """Stores the name, notes and tags that people give to a model, in place of earlier ones."""
@@ -159,6 +162,7 @@ class LiveView:
             "step": group.step,
             "at": group.at,
             "truth": group.truth,
+            "loss": group.loss,
             "pieces": [piece(one) for one in group.pieces],
             "drawn": [drawn(one) for one in group.drawn],
         }
@@ -196,7 +200,8 @@ class LiveView:
         held = [number for number, link in enumerate(links, 1) if link.instance_id == row["trainer_instance"]]
         shown = {name: value for name, value in row.items() if name != "trainer_instance"}
         trainer = held[0] if held and len(links) > 1 else None
-        return shown | known[2] | {"unfinished": unfinished, "trainer": trainer}
+        datums = self.state.datums.newest_step(row["owner"], row["id"])
+        return shown | known[2] | {"unfinished": unfinished, "trainer": trainer, "datums": datums}
 
     def _queue(self, owner: str | None) -> Section:
         """Returns the unfinished requests. Each row joins those of one model and kind; `reason` is the oldest one's."""
@@ -251,7 +256,7 @@ class LiveView:
         self.history.add(time.time(), values)
 
     def _figures(self, base: BaseModel) -> dict[str, float]:
-        """Returns the used memory of the services of a base model in bytes, and their share at work."""
+        """Returns the used memory of the services of a base model in bytes, their share at work, and that of GPUs."""
         samplers, links, found = base.samplers.members, base.trainers.links, dict[str, float]()
         infos: dict[str, Info | None] = {
             f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up
@@ -265,6 +270,8 @@ class LiveView:
             devices = sum(sampler.device_count for sampler in samplers)
             found[f"busy|samplers of {base.name}"] = self.state.busy(base.name, False, devices)
         known = {name: info for name, info in infos.items() if info is not None and info.memory_total_bytes}
+        busy = {name: info.gpu_utilization for name, info in known.items() if info.HasField("gpu_utilization")}
+        found |= {f"gpu_utilization|{name}": share for name, share in busy.items()}
         return found | {f"{one.memory_kind}_memory|{name}": float(one.memory_used_bytes) for name, one in known.items()}
 
     def _services(self, is_admin: bool) -> Section:

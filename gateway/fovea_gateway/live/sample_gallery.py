@@ -1,10 +1,11 @@
 """The newest samples with their pictures, grouped by the weights that drew them, by step and by prompt.
 
 Samples are only in memory, and their total size is limited: pictures are large, and their owners may not want them
-stored.
+stored. A second gallery holds datums: a group is one datum, and its sequence has the targets.
 """
 
 import hashlib
+import heapq
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,8 +18,8 @@ import numpy.typing as npt
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.wire import tensors
+from fovea_gateway.replicas.base_models import whole_text
 from fovea_gateway.sessions.future import split_messages
-from fovea_gateway.training.batches import request_from_blob
 
 _MOST_BYTES = 64 * 2**20
 _SOURCES = 256
@@ -76,6 +77,7 @@ class Group:
         step: The number of optimizer steps in the weights.
         pieces: The prompt, in reading order.
         truth: The right answer, if the client has sent it.
+        loss: The loss per token of a datum, by which a step keeps the largest; 0 for samples.
     """
 
     owner: str
@@ -87,6 +89,7 @@ class Group:
     drawn: deque[Drawn] = field(default_factory=lambda: deque(maxlen=_SEQUENCES))
     truth: str = ""
     at: float = field(default_factory=time.time)
+    loss: float = 0.0
 
     @property
     def key(self) -> tuple[str, str, int, str]:
@@ -184,6 +187,18 @@ class SampleGallery:
         found = [replace(group, drawn=group.drawn.copy()) for groups in steps.values() for group in groups]
         return sorted(found, key=lambda group: (-group.step, -group.at))
 
+    def newest_step(self, owner: str, source: str) -> int | None:
+        """Returns the step of a source that was added last; None without any."""
+        return next(reversed(self._steps.get((owner, source), {})), None)
+
+    def worst(self, owner: str, source: str, steps: int, most: int) -> list[Group]:
+        """Returns the datums of the last `steps` steps by their loss, the largest first. A datum counts once, with its
+        last loss.
+        """
+        kept = self._steps.get((owner, source), {})
+        found = {group.prompt: group for step in sorted(kept)[-steps:] for group in kept[step]}
+        return heapq.nlargest(most, found.values(), key=lambda group: group.loss)
+
     def picture(self, owner: str | None, digest: str) -> Picture | None:
         """Returns a picture from a prompt of the owner, or of any owner if that is None."""
         known = ((group.owner, piece) for group in self._groups.values() for piece in group.pieces)
@@ -208,7 +223,7 @@ class SampleGallery:
         place = newest.owner, newest.source
         steps = self._steps[place]
         while len(steps[newest.step]) > _GROUPS:
-            self._remove(min(steps[newest.step], key=lambda group: group.at))
+            self._remove(min(steps[newest.step], key=lambda group: (group.loss, group.at)))
         if len(steps) > _STEPS:
             for group in list(steps[_closest(sorted(steps))]):
                 self._remove(group)
@@ -262,18 +277,50 @@ class SampleGallery:
             del self._uses[digest]
 
 
+class Wanted(NamedTuple):
+    """A search of samples. None does not restrict; `text` is compared without case."""
+
+    text: str = ""
+    least_reward: float | None = None
+    most_reward: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+    def matching(self, group: Group, tokenizer: str) -> tuple[list[Drawn], int]:
+        """Returns the sequences of a group that match, and the number of tokens that were read as text."""
+        if not _within(group.step, self.first_step, self.last_step):
+            return [], 0
+        kept = list(group.drawn)
+        if self.least_reward is not None or self.most_reward is not None:
+            kept = [one for one in kept if _within(one.reward, self.least_reward, self.most_reward)]
+        text = self.text.casefold()
+        if not text or text in group.truth.casefold():
+            return kept, 0
+        prompts = [piece.tolist() for piece in group.pieces if not isinstance(piece, Picture)]
+        ids = [*prompts, *(one.tokens.tolist() for one in kept)]
+        has_text = [text in (whole_text(tokenizer, each) or "").casefold() for each in ids]
+        if not any(has_text[: len(prompts)]):
+            kept = [one for one, has in zip(kept, has_text[len(prompts) :], strict=True) if has]
+        return kept, sum(map(len, ids))
+
+
+def _within(value: float | None, least: float | None, most: float | None) -> bool:
+    """Returns whether there is a value within the bounds; None as a bound does not restrict."""
+    return value is not None and (least is None or value >= least) and (most is None or value <= most)
+
+
 def _closest(steps: list[int]) -> int:
     """Returns the step with the nearest neighbours, excluding the first step and the last four."""
     inner = range(1, len(steps) - 4)
     return steps[min(inner, key=lambda index: (steps[index + 1] - steps[index - 1], index))]
 
 
-def read_prompt(request: gateway_pb2.SampleTokensRequest) -> tuple[str, list[Ids | Picture]]:
-    """Returns a prompt's digest and its pieces; of a long prompt, only its last `_PROMPT_TOKENS` tokens."""
-    digest = hashlib.sha256(request.prompt.SerializeToString(deterministic=True)).hexdigest()[:16]
+def read_input(given: model_input_pb2.ModelInput) -> tuple[str, list[Ids | Picture]]:
+    """Returns a model input's digest and its pieces; of a long input, only its last `_PROMPT_TOKENS` tokens."""
+    digest = hashlib.sha256(given.SerializeToString(deterministic=True)).hexdigest()[:16]
     pieces: list[Ids | Picture] = []
     room = _PROMPT_TOKENS
-    for chunk in reversed(request.prompt.chunks):
+    for chunk in reversed(given.chunks):
         match chunk.WhichOneof("kind"):
             case "tokens":
                 ids = tensors.decode_tokens(chunk.tokens.tokens)
@@ -289,9 +336,9 @@ def read_prompt(request: gateway_pb2.SampleTokensRequest) -> tuple[str, list[Ids
     return digest, pieces[::-1]
 
 
-def places_of(request: gateway_pb2.SampleTokensRequest, drawn: Iterable[Drawn]) -> list[bytes]:
+def places_of(prompt: model_input_pb2.ModelInput, drawn: Iterable[Drawn]) -> list[bytes]:
     """Returns the place of each sequence drawn for a prompt: a digest of the prompt and its tokens."""
-    begun = _place_of(request.prompt)
+    begun = place_of(prompt)
     found = []
     for one in drawn:
         whole = begun.copy()
@@ -300,24 +347,7 @@ def places_of(request: gateway_pb2.SampleTokensRequest, drawn: Iterable[Drawn]) 
     return found
 
 
-def read_losses(request: bytes, result: bytes) -> dict[bytes, npt.NDArray[np.float32]]:
-    """Returns the log-probabilities of the datums of a stored loss, one per position, by the places of the datums."""
-    answers = split_messages(gateway_pb2.WaitFutureResponse, result)
-    outputs = [record.output for record in answers if record.HasField("output")]
-    found = {}
-    for datum, output in zip(request_from_blob(request).data, outputs, strict=False):
-        if "target_tokens" not in datum.loss_inputs or "logprobs" not in output.tensors:
-            continue
-        targets = tensors.decode(datum.loss_inputs["target_tokens"])
-        logprobs = tensors.decode(output.tensors["logprobs"])
-        if targets.ndim == logprobs.ndim == 1 and len(targets):
-            whole = _place_of(datum.input)
-            whole.update(targets[-1:].astype(np.int32).tobytes())
-            found[whole.digest()] = logprobs.astype(np.float32)
-    return found
-
-
-def _place_of(given: model_input_pb2.ModelInput) -> "hashlib._Hash":
+def place_of(given: model_input_pb2.ModelInput) -> "hashlib._Hash":
     """Returns the running digest of a model input, which does not depend on the division of tokens into chunks."""
     digest = hashlib.sha256()
     for chunk in given.chunks:

@@ -1,17 +1,25 @@
 """Curves in bounded memory, reduced to as many points as a screen can show: of one model's metrics by step, and of the
-services' figures by time.
+services' figures by time. Each column of a model's curves is an array of shape [metrics, BUCKETS].
 
-Each column of a model's curves is an array of shape [metrics, BUCKETS].
+Below the curves: the datums of a step with the largest loss, read from the stored request and its result.
 """
 
+import hashlib
+import heapq
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
+from fovea.api.v1 import gateway_pb2, model_input_pb2
+from fovea.wire import tensors
+from fovea_gateway.live.sample_gallery import Drawn, Ids, Picture, place_of, read_input
+from fovea_gateway.sessions.future import split_messages
+from fovea_gateway.training.batches import request_from_blob
 
 BUCKETS = 1024
 MOST_METRICS = 32
@@ -294,3 +302,94 @@ def _joined(values: Array, column: str, together: int) -> Array:
 def _rounded(values: Array) -> list[float]:
     """Rounds to six digits: more than a screen shows, in half the bytes."""
     return [float(f"{value:.6g}") for value in values]
+
+
+MOST_WORST, _MOST_TARGETS = 8, 2048
+_WEIGHTED = "cross_entropy"
+"""The loss function that sums weighted log-probabilities. Others have no loss per token."""
+Logprobs = npt.NDArray[np.float32]
+
+
+class WorstDatum(NamedTuple):
+    """A datum with a large loss: the weighted mean of the negative log-probabilities in nats, infinite if it is not a
+    number; a digest of input and targets, by which it is recognized in a later epoch; the input until the first target
+    with a weight; the targets with a weight and the trainer's log-probabilities of them.
+    """
+
+    loss: float
+    digest: str
+    pieces: list[Ids | Picture]
+    drawn: Drawn
+
+
+class DatumLosses(NamedTuple):
+    """The losses of one batch: log-probabilities, float32, one per position, by the places of the datums; and the
+    datums with the largest loss, the largest first.
+    """
+
+    by_place: dict[bytes, Logprobs]
+    worst: list[WorstDatum]
+
+
+def read_losses(future_id: str, request: bytes, result: bytes, at: float, has_samples: bool) -> DatumLosses:
+    """Reads a stored loss and its result, which came `at` seconds after 1970. Blocks: it decodes the whole request.
+
+    `has_samples` states whether samples wait for log-probabilities; otherwise `by_place` is empty.
+    """
+    answers = split_messages(gateway_pb2.WaitFutureResponse, result)
+    outputs = [record.output for record in answers if record.HasField("output")]
+    asked = request_from_blob(request)
+    by_place: dict[bytes, Logprobs] = {}
+    ranked: list[tuple[float, int, Ids, Logprobs, npt.NDArray[np.bool_]]] = []
+    for index, (datum, output) in enumerate(zip(asked.data, outputs, strict=False)):
+        if "target_tokens" not in datum.loss_inputs or "logprobs" not in output.tensors:
+            continue
+        targets = tensors.decode(datum.loss_inputs["target_tokens"]).astype(np.int32)
+        logprobs = tensors.decode(output.tensors["logprobs"]).astype(np.float32)
+        if not targets.ndim == logprobs.ndim == 1 or not len(targets):
+            continue
+        if has_samples:
+            whole = place_of(datum.input)
+            whole.update(targets[-1:].tobytes())
+            by_place[whole.digest()] = logprobs
+        if asked.header.loss_function == _WEIGHTED and asked.header.backward:
+            given = datum.loss_inputs
+            weights = tensors.decode(given["weights"]) if "weights" in given else np.ones(len(targets), np.float32)
+            if (loss := _per_token(weights, logprobs)) is not None:
+                ranked.append((loss, index, targets, logprobs, weights != 0))
+    worst = heapq.nlargest(MOST_WORST, ranked, key=lambda one: one[0])
+    return DatumLosses(by_place, [_shown(future_id, asked.data[one[1]].input, at, *one) for one in worst])
+
+
+def _per_token(weights: npt.NDArray[np.float32], logprobs: Logprobs) -> float | None:
+    """Returns the loss per unit of weight; None for a datum without weights."""
+    total = float(np.abs(weights).sum(dtype=np.float64))
+    if len(weights) != len(logprobs) or not total > 0:
+        return None
+    loss = -float(weights.astype(np.float64) @ logprobs) / total
+    return math.inf if math.isnan(loss) else loss
+
+
+def _shown(
+    future_id: str,
+    given: model_input_pb2.ModelInput,
+    at: float,
+    loss: float,
+    index: int,
+    targets: Ids,
+    logprobs: Logprobs,
+    has_weight: npt.NDArray[np.bool_],
+) -> WorstDatum:
+    digest, pieces = read_input(given)
+    digest = hashlib.sha256(digest.encode() + targets.tobytes()).hexdigest()[:16]
+    # The input at a position precedes the target at that position.
+    spare = len(targets) - 1 - int(np.flatnonzero(has_weight)[0])
+    while spare > 0 and pieces and isinstance(last := pieces[-1], np.ndarray):
+        pieces[-1] = last[: max(len(last) - spare, 0)]
+        spare -= len(last)
+        if spare >= 0:
+            pieces.pop()
+    kept = np.flatnonzero(has_weight)[:_MOST_TARGETS]
+    is_cut = int(has_weight.sum()) > _MOST_TARGETS
+    drawn = Drawn(f"{future_id}:{index}", targets[kept], logprobs[kept], "", at, is_cut)
+    return WorstDatum(loss, digest, pieces, drawn)

@@ -5,16 +5,19 @@ Texts of tokens come from a tokenizer file on this machine, if there is one; not
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from fovea.api.v1 import logs_pb2
 from fovea.api.v1.weights_pb2 import LoraConfig
-from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFound, Unavailable
+from fovea.runtime.credentials import Redactor
+from fovea.runtime.processes import RECENT, LogLine
+from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput, NotFound, Unavailable
 from fovea_gateway.replicas.renderers import Renderers
-from fovea_gateway.replicas.replicas import TrainerInfo, TrainerLink, find_unlike
+from fovea_gateway.replicas.replicas import Peer, ReplicaLeft, TrainerInfo, TrainerLink, find_unlike
 from fovea_gateway.replicas.samplers import Sampler, Samplers
 from fovea_gateway.replicas.snapshot_pushes import Snapshots
 
@@ -24,6 +27,8 @@ _CHECK_S = 60.0
 """Deadline for a trainer to read the header of an adapter from storage, in seconds."""
 _TOKENIZER_FILE = "tokenizer.json"
 _CHARACTER_TOKENS = 4
+_LOG_LINES = 300
+_OWN_NAME = "gateway"
 
 
 class Trainers:
@@ -127,6 +132,23 @@ class BaseModel:
         """Returns the samplers that currently accept requests."""
         return self.samplers.up
 
+    async def move_followers(self, snapshot_id: str) -> None:
+        """Loads newer full weights where requests that follow their model run, so that these continue with them.
+
+        If that fails, the next sample of the snapshot loads it.
+        """
+
+        async def move(sampler: Sampler) -> None:
+            try:
+                async with sampler.weights_lock.hold(snapshot_id, follows=True):
+                    logger.info("requests in sampler %s continue with %s", sampler.address, snapshot_id)
+            except (FoveaError, ReplicaLeft) as error:
+                logger.warning("sampler %s did not get %s: %s", sampler.address, snapshot_id, error)
+
+        followed = [sampler for sampler in self.samplers.up if sampler.weights_lock.is_followed_by(snapshot_id)]
+        with self.snapshots.using(snapshot_id):
+            await asyncio.gather(*map(move, followed))
+
     @property
     def max_context_length(self) -> int:
         """The context length of its samplers in tokens; 0 until a sampler has answered."""
@@ -151,6 +173,47 @@ class BaseModels:
     def trainers(self) -> list[TrainerLink]:
         """The trainers of all base models."""
         return [link for model in self for link in model.trainers.links]
+
+    def peers(self) -> dict[str, Peer]:
+        """Returns all services behind the gateway by names that people understand, such as `sampler 2`."""
+        found: dict[str, Peer] = {}
+        for model in self:
+            end = f" of {model.name}" if len(self._by_name) > 1 else ""
+            kinds: tuple[Sequence[Peer], ...] = model.renderers.members, model.samplers.members, model.trainers.links
+            for peers in kinds:
+                for number, peer in enumerate(peers, 1):
+                    found[f"{peer.service}{f' {number}' if len(peers) > 1 else ''}{end}"] = peer
+        return found
+
+    async def read_logs(self, redactor: Redactor, service: str, level: int, text: str) -> dict[str, Any]:
+        """Returns the newest log lines of all services, this one included, in the order of their times, the names of
+        the services, and the reasons why some did not answer.
+
+        Args:
+            redactor: Removes the gateway's secrets. The other services remove theirs.
+            service: The name of the only service wanted; empty for all.
+            level: The least level, as `logging` numbers it.
+            text: A text that a line contains, compared without case.
+        """
+        peers, lines, failures = self.peers(), list[dict[str, Any]](), dict[str, str]()
+
+        async def read(name: str) -> None:
+            asked = level, text, _LOG_LINES
+            found: Iterable[LogLine | logs_pb2.LogLine]
+            try:
+                if name == _OWN_NAME:
+                    found = await asyncio.to_thread(RECENT.newest, redactor.text, *asked)
+                else:
+                    found = await peers[name].client.log_lines(*asked)
+            except FoveaError as error:
+                failures[name] = error.message
+            else:
+                lines.extend({"service": name, "at": one.at, "level": one.level, "text": one.text} for one in found)
+
+        names = [_OWN_NAME, *peers]
+        await asyncio.gather(*(read(name) for name in names if service in ("", name)))
+        lines.sort(key=lambda line: line["at"])
+        return {"services": names, "lines": lines[-_LOG_LINES:], "failures": failures}
 
     def find(self, name: str) -> BaseModel | None:
         """Returns the base model with this name, or None if it is not served."""

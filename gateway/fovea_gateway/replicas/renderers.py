@@ -50,12 +50,8 @@ class Renderer(Replica):
     ) -> None:
         super().__init__("renderer", address, concurrency, on_change, weight_of)
         self._check_files = check_files
-        self._client = RendererClient(address)
+        self.client: RendererClient = RendererClient(address)
         self.info: renderer_pb2.GetRendererInfoResponse | None = None
-
-    @property
-    def client(self) -> RendererClient:
-        return self._client
 
     async def ask(self) -> None:
         """Asks for the renderer's info. Raises FailedPrecondition if its model files differ from the trainer's."""

@@ -46,22 +46,23 @@ class Peer(ABC):
 
     Attributes:
         address: host:port.
+        client: The channel to the process.
+        instance_id: The id of the last instance that answered, which changes with each restart; empty until then, and
+            for a renderer.
         answers: Whether it answered the last check or call.
         up: Whether it answers and accepts requests.
         has_been_up: Whether it has ever been up. If not, it may still be starting.
     """
 
+    client: ServiceClient
+
     def __init__(self, service: str, address: str, on_change: Callable[[], None]) -> None:
         self.service, self.address = service, address
+        self.instance_id = ""
         self.answers = self.up = False
         self._on_change = on_change
         self.has_been_up = False
         self._reported_level = logging.NOTSET
-
-    @property
-    @abstractmethod
-    def client(self) -> ServiceClient:
-        """The channel to the process."""
 
     @abstractmethod
     async def ask(self) -> None:
@@ -319,7 +320,7 @@ class TrainerLink(Peer):
 
     def __init__(self, address: str, wait_s: float, check: "Callable[[TrainerLink, TrainerInfo], None]") -> None:
         super().__init__("trainer", address, self._note)
-        self._client = TrainerClient(address)
+        self.client: TrainerClient = TrainerClient(address)
         self._wait_s, self._check = wait_s, check
         self.is_draining = False
         self.info: trainer_pb2.GetTrainerInfoResponse | None = None
@@ -338,16 +339,7 @@ class TrainerLink(Peer):
         if self._watch:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        await self._client.close()
-
-    @property
-    def client(self) -> TrainerClient:
-        return self._client
-
-    @property
-    def instance_id(self) -> str:
-        """The id of the last instance that answered; empty until the trainer has answered."""
-        return self.info.instance_id if self.info is not None else ""
+        await self.client.close()
 
     def set_draining(self, is_draining: bool) -> None:
         """Starts or stops draining the trainer."""
@@ -362,11 +354,11 @@ class TrainerLink(Peer):
 
     async def ask(self) -> None:
         """Asks for the trainer's info. A new instance has no models in memory."""
-        info = await self._client.info(timeout_s=5.0)
+        info = await self.client.info(timeout_s=5.0)
         self._check(self, info)
-        if self.info is not None and info.instance_id != self.info.instance_id:
+        if self.info is not None and info.instance_id != self.instance_id:
             logger.warning("trainer %s restarted as instance %s", self.address, info.instance_id)
-        self.info = info
+        self.info, self.instance_id = info, info.instance_id
 
     async def require(self, patience_s: float = 0.0) -> trainer_pb2.GetTrainerInfoResponse:
         """Returns the trainer's info once it is up.

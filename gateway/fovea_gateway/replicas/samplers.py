@@ -57,24 +57,17 @@ class Sampler(Replica):
         check_files: CheckFiles,
         weight_of: WeightOf,
         beside: int,
+        part: Callable[[], float],
     ) -> None:
         super().__init__("sampler", address, concurrency, on_change, weight_of)
-        self._client = SamplerClient(address)
+        self._part = part
+        self.client: SamplerClient = SamplerClient(address)
         self._catch_up, self._peers, self._check_files = catch_up, peers, check_files
         self._behind_since: float | None = None
         self._concurrency, self._beside = concurrency, beside
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.adapters: set[str] = set()
         self.weights_lock = WeightsLock(lambda wanted: put_resident(self, wanted))
-
-    @property
-    def client(self) -> SamplerClient:
-        return self._client
-
-    @property
-    def instance_id(self) -> str:
-        """The id of its engine, which changes with each restart; empty until it has answered."""
-        return self.info.instance_id if self.info is not None else ""
 
     @property
     def device_count(self) -> int:
@@ -90,9 +83,10 @@ class Sampler(Replica):
         self._check_files(f"the sampler at {self.address}", info.model_files)
         if info.max_sequences:
             beside = self._beside or math.ceil(_BESIDE * info.max_sequences)
-            self._slots.resize(min(self._concurrency, math.ceil(_FILL * info.max_sequences)), beside)
+            places, part = min(self._concurrency, math.ceil(_FILL * info.max_sequences)), self._part()
+            self._slots.resize(math.ceil(part * places), math.ceil(part * beside))
         is_new = info.instance_id != self.instance_id
-        self.info = info
+        self.info, self.instance_id = info, info.instance_id
         if is_new:
             logger.info("sampler %s answers, instance %s", self.address, info.instance_id)
             self.up = False
@@ -196,6 +190,7 @@ class Samplers(Replicas[Sampler]):
         weight_of: Returns an owner's weight for the division of the slots.
         beside: The number of sequences in one sampler while an owner with few requests is present; 0 derives it from
             the sampler's batch size.
+        part: Returns this gateway's part of the slots, above 0 and at most 1.
     """
 
     def __init__(
@@ -208,12 +203,22 @@ class Samplers(Replicas[Sampler]):
         check_files: CheckFiles,
         weight_of: WeightOf,
         beside: int = 0,
+        part: Callable[[], float] = lambda: 1.0,
     ) -> None:
         super().__init__(
             "sampler",
             discovery,
             lambda address, on_change: Sampler(
-                address, concurrency, on_change, put_resident, catch_up, lambda: self.up, check_files, weight_of, beside
+                address,
+                concurrency,
+                on_change,
+                put_resident,
+                catch_up,
+                lambda: self.up,
+                check_files,
+                weight_of,
+                beside,
+                part,
             ),
         )
         self._is_lost = is_lost
@@ -263,6 +268,18 @@ def _queued(sampler: Sampler) -> int:
 BASE = ""
 
 
+def version_of(snapshot: str) -> tuple[str, int] | None:
+    """Returns the model and the number of a snapshot that can be sampled; None for the base model and for exports."""
+    model, _, number = snapshot.partition("@")
+    return (model, int(number)) if number.isdecimal() else None
+
+
+def _replaces(new: str, old: str) -> bool:
+    """Returns whether a snapshot is the same as another or a newer one of the same model."""
+    ours, theirs = version_of(new), version_of(old)
+    return ours is not None and theirs is not None and ours[0] == theirs[0] and ours[1] >= theirs[1]
+
+
 class WeightsLock:
     """A lock on the full weights in one sampler, so that requests for different weights do not overlap.
 
@@ -271,15 +288,19 @@ class WeightsLock:
     all requests that wait for the new set are admitted together. Later requests for the old set queue behind them, so
     neither side can starve the other.
 
+    Requests that follow a model are not waited for if a request that follows it too brings newer weights: they continue
+    in the sampler with the new set.
+
     Args:
-        change: Loads a set of weights. It is called while no request uses the current set.
+        change: Loads a set of weights. It is called while no request uses the current set, or only followers do.
     """
 
     def __init__(self, change: Callable[[str], Awaitable[None]]) -> None:
         self._change = change
         self._resident: str | None = BASE
-        self._inside = 0
-        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._used = BASE  # the last known set: those inside use it, even if a change has failed
+        self._inside = self._following = 0
+        self._waiting: deque[tuple[str, bool, asyncio.Future[None]]] = deque()
         self._changing: asyncio.Task[None] | None = None
 
     @property
@@ -295,66 +316,84 @@ class WeightsLock:
     def reset(self, resident: str | None) -> None:
         """Records the current set after a restart or an unexpected change."""
         self._resident = resident
+        self._used = self._used if resident is None else resident
         self._advance()
+
+    def is_followed_by(self, wanted: str) -> bool:
+        """Returns whether requests use the current set that would continue with `wanted`."""
+        return self._following > 0 and self._resident != wanted and _replaces(wanted, self._used)
 
     def dismiss(self, error: Exception) -> None:
         """Makes all waiting `hold` calls raise the error. Requests inside are not affected."""
-        for _, turn in self._waiting:
+        for *_, turn in self._waiting:
             if not turn.done():
                 turn.set_exception(error)
         self._waiting.clear()
 
     @asynccontextmanager
-    async def hold(self, wanted: str) -> AsyncIterator[None]:
-        """Waits until `wanted` is in place and holds it there. Raises the errors of `change`."""
+    async def hold(self, wanted: str, follows: bool = False) -> AsyncIterator[None]:
+        """Waits until `wanted` is in place and holds it there. Raises the errors of `change`.
+
+        Args:
+            wanted: The set of weights.
+            follows: Whether the caller continues with newer weights of the same model, so that they can be put in place
+                before the block ends.
+        """
         if self._waiting or self._changing or self._resident != wanted:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((wanted, turn))
+            self._waiting.append((wanted, follows, turn))
             self._advance()
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self._leave()  # Admitted and cancelled at the same moment.
+                    self._leave(follows)  # Admitted and cancelled at the same moment.
                 raise
         else:
-            self._inside += 1
+            self._enter(follows)
         try:
             yield
         finally:
-            self._leave()
+            self._leave(follows)
 
-    def _leave(self) -> None:
-        self._inside -= 1
+    def _enter(self, follows: bool) -> None:
+        self._inside, self._following = self._inside + 1, self._following + follows
+
+    def _leave(self, follows: bool) -> None:
+        self._inside, self._following = self._inside - 1, self._following - follows
         self._advance()
 
     def _advance(self) -> None:
         if self._changing:
             return
-        while self._waiting and self._waiting[0][1].done():
+        while self._waiting and self._waiting[0][-1].done():
             self._waiting.popleft()
         if not self._waiting:
             return
-        wanted = self._waiting[0][0]
+        wanted, follows, _ = self._waiting[0]
+        continue_all = follows and self._inside == self._following and _replaces(wanted, self._used)
         if wanted == self._resident:
             self._admit(wanted)
             self._advance()
-        elif self._inside == 0:
+        elif self._inside == 0 or continue_all:
             self._changing = asyncio.create_task(self._put(wanted), name=f"put {wanted or 'base'}")
 
     def _admit(self, wanted: str) -> None:
-        for _, turn in (entry for entry in self._waiting if entry[0] == wanted and not entry[1].done()):
-            self._inside += 1
+        for _, follows, turn in self._waiting_for(wanted):
+            self._enter(follows)
             turn.set_result(None)
-        self._waiting = deque(entry for entry in self._waiting if not entry[1].done())
+        self._waiting = deque(entry for entry in self._waiting if not entry[-1].done())
+
+    def _waiting_for(self, wanted: str) -> list[tuple[str, bool, asyncio.Future[None]]]:
+        return [entry for entry in self._waiting if entry[0] == wanted and not entry[-1].done()]
 
     async def _put(self, wanted: str) -> None:
         try:
             await self._change(wanted)
-            self._resident = wanted
+            self._resident = self._used = wanted
         except Exception as error:
             self._resident = None
-            for _, turn in (entry for entry in self._waiting if entry[0] == wanted and not entry[1].done()):
+            for *_, turn in self._waiting_for(wanted):
                 turn.set_exception(error)
         finally:
             self._changing = None

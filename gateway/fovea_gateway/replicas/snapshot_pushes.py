@@ -25,7 +25,7 @@ from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import models, sampling_sessions, snapshots
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.replicas.samplers import BASE, Sampler
+from fovea_gateway.replicas.samplers import BASE, Sampler, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -378,12 +378,6 @@ def _to_snapshot(row: Any) -> SnapshotRecord:
 def id_of_snapshot(model: str, number: int) -> str:
     """Returns the id of a model's n-th snapshot."""
     return f"{model}@{number}"
-
-
-def version_of(snapshot: str) -> tuple[str, int] | None:
-    """Returns the model and the number of a snapshot that can be sampled; None for the base model and for exports."""
-    model, _, number = snapshot.partition("@")
-    return (model, int(number)) if number.isdecimal() else None
 
 
 def id_of_export(model: str, seq_id: int) -> str:

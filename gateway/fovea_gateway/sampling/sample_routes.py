@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.api.v1 import gateway_pb2, sampler_pb2
+from fovea.runtime.model_files import loadable_path
 from fovea.wire import tensors
 from fovea.wire.errors import FoveaError, InvalidInput, NotFound, Unavailable, Unimplemented
 from fovea_gateway.access.api_keys import Scope
@@ -26,7 +27,7 @@ from fovea_gateway.http.request_body import (
     parse_loosely,
     read,
 )
-from fovea_gateway.sampling.sample_wire import TensorData, experts_of_sequence, table_from_json
+from fovea_gateway.sampling.sample_wire import TensorData, delta_of_sequence, makers_of, table_from_json
 from fovea_gateway.sampling.sampling_sessions import Sampling
 from fovea_gateway.sessions.future import Kind, Pending
 from fovea_gateway.sessions.future_rows import Completion, Target
@@ -125,12 +126,11 @@ def loadable_name(name: str, tokenizer_id: str) -> str:
     """Returns a name for a base model with which `SamplingClient.get_tokenizer` of SDK 0.38 finds the tokenizer.
 
     The SDK passes the name to transformers, so the tokenizer's own name replaces it, unless only the name can be on the
-    hub: a folder of the tokenizer may not exist on the client's machine. The SDK also cuts the last component off a
-    name with two slashes (`org/model/variant`), so a path with two slashes gets a third one: it is still the same path.
+    hub: a folder of the tokenizer may not exist on the client's machine.
     """
     if _may_be_on_hub(name) and not _may_be_on_hub(tokenizer_id):
         return name
-    return tokenizer_id.replace("/", "//", 1) if tokenizer_id.count("/") == 2 else tokenizer_id
+    return loadable_path(tokenizer_id)
 
 
 def _may_be_on_hub(name: str) -> bool:
@@ -157,6 +157,7 @@ class SamplingRoutes:
             endpoints.route("GET", "samplers/{sampling_session_id}", self.get, Scope.READ),
             endpoints.route("POST", "asample", self.sample, Scope.SAMPLE),
             endpoints.route("GET", "routed_experts/{sequence_id}", self.get_experts, Scope.READ),
+            endpoints.route("GET", "weight_versions/{sequence_id}", self.get_versions, Scope.READ),
         ]
 
     async def open(self, request: Request, owner: str) -> Response:
@@ -180,6 +181,8 @@ class SamplingRoutes:
         sampling = await self._sampling.get(owner, request.path_params["sampling_session_id"])
         base_model = loadable_name(sampling.base_model, self._sampling.tokenizer_id(sampling.base_model))
         answer = {"sampler_id": sampling.sampling_session_id, "base_model": base_model}
+        # The SDK ignores the snapshot, which an inflight save replaces.
+        answer["snapshot_id"] = sampling.snapshot_id
         return Json(answer | ({"model_path": sampling.model_path} if sampling.model_path else {}))
 
     async def sample(self, request: Request, owner: str) -> Response:
@@ -201,9 +204,36 @@ class SamplingRoutes:
     async def get_experts(self, request: Request, owner: str) -> Response:
         """Returns the experts that computed a sequence: a .npy file, uint8 or int32 [P + C - 1, layers, k].
 
-        P is the number of prompt tokens, C the number of sampled tokens. The experts are available as long as the
-        result of the sample. Raises NotFound, Expired, Unavailable while the sample is not finished, and the error of a
-        failed sample.
+        P is the number of prompt tokens, C the number of sampled tokens. Raises as `_finished` does.
+        """
+        sequence_id, sequence = await self._finished(request, owner)
+        if not sequence.HasField("routed_experts"):
+            raise NotFound(
+                f"sequence {sequence_id!r} was sampled without experts; send the header {_EXPERTS_HEADER}: 1",
+                field="sequence_id",
+            )
+        file = io.BytesIO()
+        np.save(file, tensors.decode(sequence.routed_experts))
+        return Response(file.getvalue(), media_type="application/octet-stream")
+
+    async def get_versions(self, request: Request, owner: str) -> Response:
+        """Returns the snapshots that sampled a sequence, each with the number of its tokens, in order.
+
+        The base model's snapshot id is empty. This process remembers them after the client has acknowledged the result.
+        Raises as `_finished` does.
+        """
+        sequence_id = request.path_params["sequence_id"]
+        future_id, _, index = sequence_id.rpartition(":")
+        await self._sampling.get(owner, future_id.rpartition(":")[0])
+        known = {str(number): made for number, made in enumerate(self._sampling.runner.makers.get(future_id, ()))}
+        made = known.get(index) or makers_of((await self._finished(request, owner))[1])
+        spans = [{"snapshot_id": name, "token_count": count} for name, count in made]
+        return Json({"sequence_id": sequence_id, "weight_versions": spans})
+
+    async def _finished(self, request: Request, owner: str) -> tuple[str, sampler_pb2.SequenceDelta]:
+        """Returns the id and the whole of the sequence that a path names, as long as its sample's result is kept.
+
+        Raises NotFound, Expired, Unavailable while the sample is not finished, and the error of a failed sample.
         """
         sequence_id = request.path_params["sequence_id"]
         future_id, _, index = sequence_id.rpartition(":")
@@ -212,15 +242,10 @@ class SamplingRoutes:
             raise Unavailable(f"{sequence_id} is not finished; ask again once its sample is")
         if outcome.error is not None:
             raise outcome.error
-        experts = experts_of_sequence(outcome.result, index) if outcome.kind is Kind.SAMPLE else None
-        if experts is None:
-            raise NotFound(
-                f"sequence {sequence_id!r} was sampled without experts; send the header {_EXPERTS_HEADER}: 1",
-                field="sequence_id",
-            )
-        file = io.BytesIO()
-        np.save(file, tensors.decode(experts))
-        return Response(file.getvalue(), media_type="application/octet-stream")
+        sequence = delta_of_sequence(outcome.result, index) if outcome.kind is Kind.SAMPLE else None
+        if sequence is None:
+            raise NotFound(f"there is no sequence {sequence_id!r}", field="sequence_id")
+        return sequence_id, sequence
 
     async def retrieve_many(self, request: Request, owner: str) -> Response:
         """Returns the samples of one client that have finished since its cursor; waits while there are none."""

@@ -3,21 +3,19 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
+from cachetools import LRUCache
 
 from fovea.api.v1 import gateway_pb2, model_input_pb2, sampler_pb2
 from fovea.runtime.tasks import Backoff
-from fovea.wire import tensors
 from fovea.wire.errors import (
     ContextOverflow,
     FeatureEvicted,
     FoveaError,
-    Internal,
     InvalidInput,
     ModelLost,
     SnapshotNotLoaded,
@@ -30,7 +28,7 @@ from fovea_gateway.replicas.replicas import ReplicaLeft
 from fovea_gateway.replicas.samplers import Sampler
 from fovea_gateway.replicas.snapshot_pushes import RestoreInProgress, Versions
 from fovea_gateway.sampling import sample_wire as targets
-from fovea_gateway.sampling.sample_wire import Cells
+from fovea_gateway.sampling.sample_wire import Cells, Makers, gather, makers_of
 from fovea_gateway.sessions.future import Kind, Pending, QueueState, stage
 
 logger = logging.getLogger(__name__)
@@ -49,6 +47,7 @@ _LONGEST_PAUSE_S = 0.5
 _MENDS = 30
 """How often one request may find its snapshot or its image evicted before that is an error."""
 
+_KNOWN_MAKERS = 2**14
 _BREAKS = 10
 """How many samplers may fail while they have one request before the request is assumed to be the cause."""
 
@@ -91,6 +90,7 @@ class SampleWork:
         outage: The backoff since a sampler first failed the request.
         mends: The number of times that the request found its snapshot or its image evicted.
         breaks: The number of samplers that have failed with the request in them.
+        is_following: Whether newer full weights may replace those of the last try while it runs.
     """
 
     pending: Pending
@@ -106,6 +106,7 @@ class SampleWork:
     outage: Backoff | None = None
     mends: int = 0
     breaks: int = 0
+    is_following: bool = False
 
     @property
     def prompt_ids(self) -> bytes:
@@ -133,6 +134,8 @@ class SampleRunner:
 
     def __init__(self, versions: Versions, retry_deadline_s: float, timeout_s: float) -> None:
         self._versions, self._retry_deadline_s, self._timeout_s = versions, retry_deadline_s, timeout_s
+        self.makers: LRUCache[str, list[Makers]] = LRUCache(_KNOWN_MAKERS)
+        """The snapshots that made each sequence of whole samples, by future, also once clients have the results."""
         self.tasks_in_samplers: set[asyncio.Task[Any]] = set()
         """Tasks with a request in a sampler, until they end. To stop one would mean to sample its request twice."""
 
@@ -142,7 +145,10 @@ class SampleRunner:
             try:
                 async with aclosing(self._attempt(work)) as attempt:
                     events = [event async for event in attempt]
-                return gather(events, work.request, work.cells)
+                records = gather(events, work.request, work.cells)
+                deltas = [record.delta for record in records if record.WhichOneof("event") == "delta"]
+                self.makers[work.pending.submission.future_id] = [makers_of(delta) for delta in deltas]
+                return records
             except ReplicaLeft:
                 continue
             except FoveaError as error:
@@ -199,10 +205,14 @@ class SampleRunner:
             work.pending.begin()
             snapshot_id = work.snapshot_id = work.sampling.snapshot_id
             self._versions.want(snapshot_id)
-            held.enter_context(work.base.snapshots.using(snapshot_id))
+            using = held.enter_context(ExitStack())
+            using.enter_context(work.base.snapshots.using(snapshot_id))
             with stage("weights", Kind.SAMPLE.value):
                 resident = await work.base.snapshots.resident_for(snapshot_id)
-                await held.enter_async_context(sampler.weights_lock.hold(resident))
+                work.is_following = resident == snapshot_id and work.sampling.followed_model_id is not None
+                await held.enter_async_context(sampler.weights_lock.hold(resident, work.is_following))
+                if work.is_following:
+                    using.close()  # The sampler has them, and another try takes the newest.
                 if resident != snapshot_id:
                     peers = [peer for peer in work.base.samplers.up if peer.weights_lock.resident == resident]
                     await work.base.snapshots.ensure_adapter(sampler, snapshot_id, peers)
@@ -217,6 +227,7 @@ class SampleRunner:
             target_tokens=targets.to_score(work.cells) if work.cells else None,
             **{name: getattr(work.request, name) for name in _OPTIONS},
             at_once=work.at_once,
+            follow_updates=work.is_following,
             answer=work.answer,
             # Owners do not share cache entries, because an owner could learn another's prompts from cache hits.
             cache_salt=work.pending.submission.owner,
@@ -330,71 +341,3 @@ def _check_last_n(request: gateway_pb2.SampleTokensRequest, token_count: int) ->
             f"{field} is {last_n}; it must be 1 .. {token_count - 1}, less than the prompt's {token_count} tokens",
             field=field,
         )
-
-
-def gather(
-    events: Sequence[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
-) -> list[gateway_pb2.SampleTokensResponse]:
-    """Returns the target table if the request has one, the prompt, and each sequence, joined from its deltas.
-
-    Leaves out the sequences that the sampler wrote into an answer.
-    Raises Internal if the sampler left out requested data, so that an incomplete answer is never returned as complete.
-    """
-    sample_count = request.sample_count
-    prompt: sampler_pb2.PromptResult | None = None
-    written = {event.written.index for event in events if event.written.is_last}
-    deltas: dict[int, list[sampler_pb2.SequenceDelta]] = {i: [] for i in range(sample_count) if i not in written}
-    for event in events:
-        if event.WhichOneof("event") == "prompt":
-            prompt = event.prompt
-        elif event.WhichOneof("event") == "written":
-            continue
-        elif event.delta.index in deltas:
-            deltas[event.delta.index].append(event.delta)
-        else:
-            raise Internal(f"the sampler returned sequence {event.delta.index} for a sample_count of {sample_count}")
-    records = [gateway_pb2.SampleTokensResponse(prompt=_checked_prompt(prompt, request, cells))]
-    if cells is not None:
-        records.insert(0, gateway_pb2.SampleTokensResponse(target_table=request.target_table))
-    for index, parts in deltas.items():
-        records.append(gateway_pb2.SampleTokensResponse(delta=_join(index, parts)))
-        whole = records[-1].delta
-        if request.routed_experts and not whole.HasField("routed_experts"):
-            raise Internal(f"the sampler returned no experts of sequence {index}")
-        if request.sampled_support and 4 * whole.sampled_support.count(0) != len(whole.tokens):
-            raise Internal(f"the sampler returned no support of a token of sequence {index}")
-    return records
-
-
-def _checked_prompt(
-    prompt: sampler_pb2.PromptResult | None, request: gateway_pb2.SampleTokensRequest, cells: Cells | None
-) -> sampler_pb2.PromptResult:
-    prompt = prompt or sampler_pb2.PromptResult()
-    if cells is not None:
-        targets.spread(cells, prompt.target_logprobs)
-    for asked, name in ((request.top_prompt_logprobs, "top_logprobs"), (request.alt_token_count, "alt_tokens")):
-        if asked and not prompt.HasField(name):
-            raise Internal(f"the sampler returned no {name} for the prompt")
-    if request.prompt_logprobs and not prompt.logprobs:
-        raise Internal("the sampler returned no logprobs for the prompt")
-    return prompt
-
-
-def _join(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.SequenceDelta:
-    if not parts or parts[-1].finish_reason == sampler_pb2.FINISH_REASON_UNSPECIFIED:
-        raise Internal(f"the sampler's stream ended before sequence {index} was complete")
-    whole = sampler_pb2.SequenceDelta(
-        index=index,
-        tokens=b"".join(part.tokens for part in parts),
-        logprobs=b"".join(part.logprobs for part in parts),
-        finish_reason=parts[-1].finish_reason,
-        snapshot_id=parts[-1].snapshot_id,
-        sampled_support=b"".join(part.sampled_support for part in parts),
-    )
-    if parts[-1].HasField("routed_experts"):
-        whole.routed_experts.CopyFrom(parts[-1].routed_experts)
-    tops = [part.top_logprobs for part in parts if part.HasField("top_logprobs")]
-    for name in ("token_ids", "logprobs") if tops else ():
-        rows = [tensors.decode(getattr(top, name)) for top in tops]
-        getattr(whole.top_logprobs, name).CopyFrom(tensors.encode(np.concatenate(rows)))
-    return whole

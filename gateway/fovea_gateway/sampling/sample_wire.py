@@ -1,11 +1,12 @@
-"""Conversion of samples to and from Tinker's protobuf and JSON: results, and tables of target tokens to score.
+"""Conversion of samples: from a sampler's events, to and from Tinker's protobuf and JSON, and tables of target tokens.
 
 A table has P - 1 rows for a prompt of P tokens; row i scores position i + 1. The id -1 means that a cell is not scored.
 A sparse table may list such cells; their result is 0.0.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -214,12 +215,96 @@ def sequence_ids(request_id: str, count: int) -> list[str]:
     return [f"{request_id}:{index}" for index in range(count)]
 
 
-def experts_of_sequence(blob: bytes, index: str) -> tensor_pb2.Tensor | None:
-    """Returns the experts of the sequence with this number from a result; None if it has none."""
+def delta_of_sequence(blob: bytes, index: str) -> sampler_pb2.SequenceDelta | None:
+    """Returns the whole sequence with this number from a result; None if there is none."""
     for record in split_messages(gateway_pb2.SampleTokensResponse, blob):
         if record.WhichOneof("event") == "delta" and str(record.delta.index) == index:
-            return record.delta.routed_experts if record.delta.HasField("routed_experts") else None
+            return record.delta
     return None
+
+
+def gather(
+    events: Sequence[sampler_pb2.SampleResponse], request: gateway_pb2.SampleTokensRequest, cells: Cells | None
+) -> list[gateway_pb2.SampleTokensResponse]:
+    """Returns the target table if the request has one, the prompt, and each sequence, joined from its deltas.
+
+    Leaves out the sequences that the sampler wrote into an answer.
+    Raises Internal if the sampler left out requested data, so that an incomplete answer is never returned as complete.
+    """
+    sample_count = request.sample_count
+    prompt: sampler_pb2.PromptResult | None = None
+    written = {event.written.index for event in events if event.written.is_last}
+    deltas: dict[int, list[sampler_pb2.SequenceDelta]] = {i: [] for i in range(sample_count) if i not in written}
+    for event in events:
+        if event.WhichOneof("event") == "prompt":
+            prompt = event.prompt
+        elif event.WhichOneof("event") == "written":
+            continue
+        elif event.delta.index in deltas:
+            deltas[event.delta.index].append(event.delta)
+        else:
+            raise Internal(f"the sampler returned sequence {event.delta.index} for a sample_count of {sample_count}")
+    records = [gateway_pb2.SampleTokensResponse(prompt=_checked_prompt(prompt, request, cells))]
+    if cells is not None:
+        records.insert(0, gateway_pb2.SampleTokensResponse(target_table=request.target_table))
+    for index, parts in deltas.items():
+        records.append(gateway_pb2.SampleTokensResponse(delta=_join(index, parts)))
+        whole = records[-1].delta
+        if request.routed_experts and not whole.HasField("routed_experts"):
+            raise Internal(f"the sampler returned no experts of sequence {index}")
+        if request.sampled_support and 4 * whole.sampled_support.count(0) != len(whole.tokens):
+            raise Internal(f"the sampler returned no support of a token of sequence {index}")
+    return records
+
+
+def _checked_prompt(
+    prompt: sampler_pb2.PromptResult | None, request: gateway_pb2.SampleTokensRequest, cells: Cells | None
+) -> sampler_pb2.PromptResult:
+    prompt = prompt or sampler_pb2.PromptResult()
+    if cells is not None:
+        spread(cells, prompt.target_logprobs)
+    for asked, name in ((request.top_prompt_logprobs, "top_logprobs"), (request.alt_token_count, "alt_tokens")):
+        if asked and not prompt.HasField(name):
+            raise Internal(f"the sampler returned no {name} for the prompt")
+    if request.prompt_logprobs and not prompt.logprobs:
+        raise Internal("the sampler returned no logprobs for the prompt")
+    return prompt
+
+
+Makers = list[tuple[str, int]]
+"""The snapshots that made the tokens of a sequence, in order, each with the number of its tokens."""
+
+
+def makers_of(whole: sampler_pb2.SequenceDelta) -> Makers:
+    made = [(one.snapshot_id, one.token_count) for one in whole.snapshots]
+    return made or [(whole.snapshot_id, len(whole.tokens) // 4)]
+
+
+def _join(index: int, parts: list[sampler_pb2.SequenceDelta]) -> sampler_pb2.SequenceDelta:
+    if not parts or parts[-1].finish_reason == sampler_pb2.FINISH_REASON_UNSPECIFIED:
+        raise Internal(f"the sampler's stream ended before sequence {index} was complete")
+    whole = sampler_pb2.SequenceDelta(
+        index=index,
+        tokens=b"".join(part.tokens for part in parts),
+        logprobs=b"".join(part.logprobs for part in parts),
+        finish_reason=parts[-1].finish_reason,
+        snapshot_id=parts[-1].snapshot_id,
+        sampled_support=b"".join(part.sampled_support for part in parts),
+    )
+    makers = [
+        (name, sum(len(one.tokens) // 4 for one in of)) for name, of in groupby(parts, lambda one: one.snapshot_id)
+    ]
+    if len(makers) > 1:
+        whole.snapshots.extend(
+            sampler_pb2.SnapshotTokens(snapshot_id=name, token_count=count) for name, count in makers
+        )
+    if parts[-1].HasField("routed_experts"):
+        whole.routed_experts.CopyFrom(parts[-1].routed_experts)
+    tops = [part.top_logprobs for part in parts if part.HasField("top_logprobs")]
+    for name in ("token_ids", "logprobs") if tops else ():
+        rows = [tensors.decode(getattr(top, name)) for top in tops]
+        getattr(whole.top_logprobs, name).CopyFrom(tensors.encode(np.concatenate(rows)))
+    return whole
 
 
 def _sample(blob: bytes) -> tinker_pb2.SampleResponse:

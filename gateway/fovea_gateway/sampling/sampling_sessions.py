@@ -19,7 +19,8 @@ from fovea_gateway.database.schema import sampling_sessions
 from fovea_gateway.database.sql_engine import insert_new
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.renderers import least_token_count
-from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord, version_of
+from fovea_gateway.replicas.samplers import version_of
+from fovea_gateway.replicas.snapshot_pushes import SnapshotRecord
 from fovea_gateway.sampling.recordings import Recordings
 from fovea_gateway.sampling.sample_runner import (
     SampleRunner,
@@ -54,7 +55,7 @@ class Sampling:
         base_models: BaseModels, runner: SampleRunner, rows: KeptRows, recordings: Recordings,
     ) -> None:  # fmt: skip
         self._database, self._futures, self._sessions, self._checkpoints = database, futures, sessions, checkpoints
-        self._base_models, self._runner, self._rows, self._recordings = base_models, runner, rows, recordings
+        self._base_models, self.runner, self._rows, self._recordings = base_models, runner, rows, recordings
         self._known: dict[str, SamplingSession] = {}
         self._newest: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -130,15 +131,19 @@ class Sampling:
         return sampling, job
 
     async def move_followers(self, base_model: str, model_id: str, snapshot_id: str) -> None:
-        """Lets samples that start from now on use a model's newest weights, and frees the weights that they replace."""
+        """Lets a model's samples use its newest weights, and frees the weights that they replace.
+
+        Samples that run continue with the new weights if they are full parameters; otherwise only those that start do.
+        """
         for sampling in self._known.values():
             if sampling.followed_model_id == model_id:
                 sampling.snapshot_id = snapshot_id
         replaced = self._newest.get(model_id)
         self._newest[model_id] = snapshot_id
+        base = self._base_models.get(base_model)
         if replaced is not None and replaced != snapshot_id:
-            base = self._base_models.get(base_model)
             base.snapshots.retire(replaced, base.up_samplers)
+        self._pushes.start(base.move_followers(snapshot_id), f"move to {snapshot_id}")
 
     async def join(self, owner: str, sampling_session_id: str) -> int:
         """Counts one more client of a sampling session; returns its number, from 1. Raises NotFound, SessionEnded."""
@@ -262,11 +267,11 @@ class Sampling:
         with self._futures.counting(submission):
             try:
                 if as_it_comes:
-                    async for event in self._runner.stream(work):
+                    async for event in self.runner.stream(work):
                         kind = event.WhichOneof("event")
                         yield work.prompt_ids, gateway_pb2.SampleTokensResponse(**{kind: getattr(event, kind)})
                 else:
-                    for gathered in await self._runner.collect(work):
+                    for gathered in await self.runner.collect(work):
                         yield work.prompt_ids, gathered
             finally:
                 await self._futures.store_usage(pending)
@@ -290,7 +295,7 @@ class Sampling:
         """Starts no further samples, and gives those in a sampler `timeout_s` seconds to finish."""
         self._is_draining = True
         await self._pushes.cancel()
-        begun = self._tasks & self._runner.tasks_in_samplers
+        begun = self._tasks & self.runner.tasks_in_samplers
         for task in self._tasks - begun:
             task.cancel()
         if begun:
@@ -320,8 +325,8 @@ class Sampling:
             is_wanted=lambda: self._sessions.is_wanted(submission.session_id),
         )  # fmt: skip
         if request.record_stability_info:
-            return await self._recordings.sample(work, self._runner)
-        return Done([*await self._runner.collect(work)])
+            return await self._recordings.sample(work, self.runner)
+        return Done([*await self.runner.collect(work)])
 
     @staticmethod
     async def _push(base: BaseModel, kept: SnapshotRecord) -> None:

@@ -380,3 +380,12 @@ class Activity:
     def pop_failures(self) -> list[Failure]:
         """Returns the refused requests and the failed futures."""
         return self._failures.pop(2**62, _FAILURES)
+
+
+def note_usage(tenant: str, kind: str, usage: Mapping[str, float]) -> None:
+    """Counts the usage of a request of this kind: tokens as `trained_tokens` and so on, and `gpu_seconds`."""
+    for name, value in usage.items():
+        if value and name.endswith("_tokens"):
+            metrics.TOKENS.labels(tenant, name.removesuffix("_tokens")).inc(value)
+    if usage["gpu_seconds"]:
+        metrics.GPU_SECONDS.labels(tenant, kind).inc(usage["gpu_seconds"])

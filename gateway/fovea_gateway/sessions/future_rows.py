@@ -163,34 +163,6 @@ def drop_results(connection: sa.Connection, since: float, before: float) -> tupl
     return until, connection.execute(_dropping(since, until)).rowcount
 
 
-def result_bytes(connection: sa.Connection) -> dict[str, int]:
-    """Returns the bytes of stored results by owner."""
-    joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
-    query = sa.select(futures.c.owner, sa.func.sum(sa.func.length(future_results.c.result))).select_from(joined)
-    return {owner: int(size) for owner, size in connection.execute(query.group_by(futures.c.owner))}
-
-
-def drop_oldest(connection: sa.Connection, owner: str, least_bytes: int) -> dict[str, int]:
-    """Deletes an owner's oldest results until `least_bytes` are free or a limited number is deleted.
-
-    Returns the sizes of the deleted results by future id.
-    """
-    joined = futures.join(future_results, futures.c.future_id == future_results.c.future_id)
-    query = sa.select(futures.c.future_id, sa.func.length(future_results.c.result)).select_from(joined)
-    oldest = query.where(futures.c.owner == owner).order_by(futures.c.finish_number).limit(_ROWS_PER_DROP)
-    found: dict[str, int] = {}
-    for future_id, size_bytes in connection.execute(oldest):
-        if least_bytes <= 0:
-            break
-        found[future_id] = size_bytes
-        least_bytes -= size_bytes
-    named = list(found)
-    for start in range(0, len(named), _IDS_PER_STATEMENT):
-        part = future_results.c.future_id.in_(named[start : start + _IDS_PER_STATEMENT])
-        connection.execute(sa.delete(future_results).where(part))
-    return found
-
-
 def drop_rows(connection: sa.Connection, since: float, before: float) -> tuple[float, int]:
     """Deletes futures that finished in a span of time with all their data. Returns as `drop_results` does."""
     until = _part(connection, since, before)

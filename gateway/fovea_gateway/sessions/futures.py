@@ -17,12 +17,12 @@ from cachetools import LRUCache
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, NotFound, to_status
 from fovea_gateway import gateway_metrics as metrics
-from fovea_gateway.access.owners import Owners, Quota, Used, add_usage, exceeded, note_usage
+from fovea_gateway.access.kept_rows import ResultRoom
+from fovea_gateway.access.owners import Owners, Quota, Used, add_usage, exceeded
 from fovea_gateway.database.database import Batched, Database, Job
 from fovea_gateway.sessions import future_rows as rows
-from fovea_gateway.sessions.future import Kind, Outcome, Pending, State, Submission
+from fovea_gateway.sessions.future import Kind, Outcome, Pending, State, Submission, note_usage
 from fovea_gateway.sessions.future_rows import Completion, CompletionLogs, Target
-from fovea_gateway.sessions.result_room import ResultRoom
 
 logger = logging.getLogger(__name__)
 

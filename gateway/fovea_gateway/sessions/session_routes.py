@@ -216,10 +216,10 @@ class SessionRoutes:
         """Lists a page of the sessions that match, newest first, and the cursor of the next page."""
         body = await parse_json(request, SearchSessions, await read(request))
         caller = CALLER.get()
-        found = await self._database.read(lambda connection: body.find(connection, caller))
+        found = await self._database.read_whole(lambda connection: body.find(connection, caller))
         request.state.incoming.memory.take(4 * sum(size for _, size in found))
         ids = [session_id for session_id, _ in found[: body.limit]]
-        page = await self._database.read(lambda connection: summaries(connection, ids))
+        page = await self._database.read_whole(lambda connection: summaries(connection, ids))
         cursor = None
         if len(found) > body.limit and page:
             cursor = {"last_created_at": page[-1]["created_at"], "last_session_id": page[-1]["session_id"]}

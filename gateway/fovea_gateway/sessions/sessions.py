@@ -90,7 +90,8 @@ class Sessions:
         self._quota.check(owner)
         texts = {"tags": tags, "user_metadata": user_metadata, "display_name": display_name}
         self._rows.take(owner, texts | {"x-idempotency-key": request_key, "project_id": project})
-        session = Session(f"sess-{secrets.token_hex(8)}", owner, request_key, tags, user_metadata, display_name)
+        new_id = self._database.shards.new_session_id(secrets.token_hex(8))
+        session = Session(new_id, owner, request_key, tags, user_metadata, display_name)
         SUBJECT.set(session.session_id)
         if not await self._database.write(lambda connection: insert_session(connection, session, project)):
             known = await self._known(owner, request_key or "")
@@ -172,7 +173,7 @@ class Sessions:
 
     async def page(self, owner: str, limit: int, offset: int) -> list[str]:
         """Returns the ids of the caller's sessions, newest first."""
-        return await self._database.read(lambda connection: list_sessions(connection, owner, limit, offset))
+        return await self._database.read_whole(lambda connection: list_sessions(connection, owner, limit, offset))
 
     async def contents(self, session: Session) -> tuple[list[str], list[str]]:
         """Returns the ids of a session's models and of its sampling sessions."""
@@ -251,7 +252,7 @@ class Sessions:
         logger.info("session %s is parked: %d bytes", session.session_id, size_bytes)
 
     async def parked(self, owner: str | None = None) -> list[Session]:
-        """Returns parked sessions, longest parked first, of one owner or of all."""
+        """Returns parked sessions of this gateway, longest parked first, of one owner or of all."""
         return await self._database.read(lambda connection: parked_sessions(connection, owner))
 
     async def parked_for(self, asked: str) -> list[tuple[Session, list[str]]]:
@@ -259,7 +260,12 @@ class Sessions:
         `asked`.
         """
         owner = asked_owner(asked, "sessions")
-        return [(session, (await self.contents(session))[0]) for session in await self.parked(owner)]
+
+        def read(connection: sa.Connection) -> list[tuple[Session, list[str]]]:
+            found = parked_sessions(connection, owner)
+            return [(session, models_of(connection, session.session_id)) for session in found]
+
+        return await self._database.read_whole(read)
 
     def _drop(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
@@ -361,7 +367,12 @@ def update_session(connection: sa.Connection, session_id: str, **values: Any) ->
 
 def owned_ids(connection: sa.Connection, session_id: str) -> tuple[list[str], list[str]]:
     """Returns the ids of a session's models, oldest first, and of its sampling sessions."""
-    of_models = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
     id_column = sampling_sessions.c.sampling_session_id
     of_sampling_sessions = sa.select(id_column).where(sampling_sessions.c.session_id == session_id)
-    return list(connection.scalars(of_models)), list(connection.scalars(of_sampling_sessions))
+    return models_of(connection, session_id), list(connection.scalars(of_sampling_sessions))
+
+
+def models_of(connection: sa.Connection, session_id: str) -> list[str]:
+    """Returns the ids of a session's models, oldest first."""
+    query = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created_at)
+    return list(connection.scalars(query))

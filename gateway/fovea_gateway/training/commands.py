@@ -115,7 +115,8 @@ class CommandRunner:
         is_creation = submission.kind is Kind.CREATE_MODEL
         if not is_creation:
             await residency.require(model, pending)
-        while submission.kind is Kind.FORWARD_BACKWARD and self._journal.must_wait(model):
+        is_journaled = submission.kind is Kind.FORWARD_BACKWARD and model.journaled_since is not None
+        while is_journaled and self._journal.must_wait(model):
             words = (
                 "the journal is full (max_journal_bytes): the request waits until the trainer has written a durable "
                 "point of this owner's models"
@@ -150,10 +151,9 @@ class CommandRunner:
         submission = pending.submission
         is_first = submission.kind is Kind.FORWARD_BACKWARD and not model.is_accumulating
         _note_end(model, submission, outcome.error)
-        effects = [
-            *done.effects,
-            *self._journal.record(self._pool.side_of(model).link, model, pending, done, outcome.error, is_first),
-        ]
+        effects, link = list(done.effects), self._pool.side_of(model).link
+        if model.journaled_since is not None or (link.info is not None and link.info.keeps_recovery):
+            effects += self._journal.record(link, model, pending, done, outcome.error, is_first)
         if submission.kind in BATCH_KINDS:
             self._batches.drop(pending)
         model.next_seq_id = max(model.next_seq_id, submission.seq_id + 1)

@@ -20,7 +20,8 @@ from fovea_gateway.checkpoints.uploads import Uploads
 from fovea_gateway.database.database import Database
 from fovea_gateway.replicas.base_models import BaseModel, BaseModels
 from fovea_gateway.replicas.replicas import TrainerLink
-from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed, version_of
+from fovea_gateway.replicas.samplers import version_of
+from fovea_gateway.replicas.snapshot_pushes import ids_of_unnamed
 from fovea_gateway.sessions.futures import Futures
 from fovea_gateway.sessions.sessions import Session, Sessions
 from fovea_gateway.training.models import Models, ModelState, all_ids, ids_of_ended_sessions, ids_of_over, known_ids
@@ -54,7 +55,7 @@ class OrphanCollector:
         """
         info = await trainer.client.info(with_kept=True)
         held = [*info.model_ids, *info.kept_model_ids]
-        foreign = set(info.kept_model_ids) - set(await self._database.read(lambda c: known_ids(c, held)))
+        foreign = set(info.kept_model_ids) - set(await self._database.read_whole(lambda c: known_ids(c, held)))
         if foreign - self._foreign:
             logger.warning(
                 "the trainer keeps recovery files of %d models that this gateway does not know, such as %s: they "
@@ -116,7 +117,8 @@ class OrphanCollector:
                 logger.warning("could not free orphans in the trainer or the samplers of %s: %s", base.name, error)
         if with_folders:
             await self.remove_folders()
-            await self._uploads.remove_expired()
+            if self._database.shards.number == 0:  # the others receive no uploads
+                await self._uploads.remove_expired()
 
 
 def _folder(uri: str) -> str:

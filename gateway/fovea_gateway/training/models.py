@@ -3,7 +3,8 @@
 import enum
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,10 +81,14 @@ class Models:
     Args:
         most_per_owner: The maximum number of models of one owner in the trainer; 0 means only the trainer's limit.
         owners: Supplies the limits of owners that have their own.
+        elsewhere: Returns how many models of an owner the gateways of other shards have in the trainers.
     """
 
-    def __init__(self, database: Database, most_per_owner: int, owners: Owners) -> None:
+    def __init__(
+        self, database: Database, most_per_owner: int, owners: Owners, elsewhere: Callable[[str], int] = lambda _: 0
+    ) -> None:
         self._database, self._most_per_owner, self._owners = database, most_per_owner, owners
+        self._elsewhere = elsewhere
         self._models: dict[str, Model] = {}
         self._being_restored: set[str] = set()
 
@@ -120,6 +125,11 @@ class Models:
         """Returns the models of a base model that are in memory and in training."""
         ready = (model for model in self._models.values() if model.state is ModelState.READY)
         return [model for model in ready if model.base_model == base_model]
+
+    def held_by_owner(self) -> dict[str, int]:
+        """Returns how many models each owner has in trainers, those on their way included."""
+        living = (model for model in self._models.values() if model.state in (ModelState.CREATING, ModelState.READY))
+        return Counter(each.owner for each in living if each.trainer_instance or each.model_id in self._being_restored)
 
     def find(self, model_id: str) -> Model | None:
         """Returns a model if it is in memory, otherwise None."""
@@ -195,9 +205,10 @@ class Models:
         ]
         own = self._owners.of(model.owner).max_models
         limit, most = ("max_models", own) if own else ("max_models_per_owner", self._most_per_owner)
-        if most and len(held) >= most:
+        count = len(held) + self._elsewhere(model.owner)
+        if most and count >= most:
             raise ResourceExhausted(
-                f"this owner has {len(held)} models in the trainer; {limit} is {most}: "
+                f"this owner has {count} models in the trainer; {limit} is {most}: "
                 "save the models that you no longer train and end their sessions",
                 limit=limit,
             )

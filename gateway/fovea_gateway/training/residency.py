@@ -93,10 +93,6 @@ class Homes(ABC):
         """Returns whether a model belongs to a trainer and may be restored there while no command asks for it."""
         return self.side_of(model).link is link and not (self.is_plural and model.model_id in self._running)
 
-    def leaves(self, model: Model, link: TrainerLink) -> bool:
-        """Returns whether a model should continue in another trainer than this one."""
-        return self.is_plural and self._should_leave(model, link)
-
     def find_trainer(self, model_id: str) -> TrainerLink:
         """Returns the trainer that pushes a model's snapshots, or any for an unknown model or an empty id."""
         home = self._homes.get(model_id)
@@ -125,8 +121,8 @@ class Homes(ABC):
         """Does the work of `find_trainer` for a model without a home that is up."""
 
     @abstractmethod
-    def _should_leave(self, model: Model, link: TrainerLink) -> bool:
-        """Does the work of `leaves` if there are several trainers."""
+    def leaves(self, model: Model, link: TrainerLink) -> bool:
+        """Returns whether a model should continue in another trainer than this one."""
 
 
 class Residency:
@@ -165,17 +161,17 @@ class Residency:
         the model was trained with, SessionEnded, and HandedOver if the model continues in another trainer.
         """
         if model.journaled_since is None:
-            was_sent = pending.state is State.RUNNING
-            await self._require_kept_in_memory(model, pending.submission.kind, was_sent, self._patience_s)
+            if not self._holds(model):
+                was_sent = pending.state is State.RUNNING
+                await self._require_kept_in_memory(model, pending.submission.kind, was_sent, self._patience_s)
             return
         while True:
             if self._homes.leaves(model, self._trainer) and await self._part(model, pending):
                 raise HandedOver
             info = await self._present(model, pending)
-            if (move := self._moves.get(model.model_id)) is None:
-                if model.trainer_instance == info.instance_id:
-                    return
-                move = self._begin(model, self._restore(model, info))
+            if self._holds(model):
+                return
+            move = self._moves.get(model.model_id) or self._begin(model, self._restore(model, info))
             pending.progress.queue(lambda: self._doing.get(model.model_id, "queued"), QueueState.PAUSED)
             await asyncio.wait((move,))
             self._check_open(model)
@@ -269,6 +265,11 @@ class Residency:
             move.cancel()
         await asyncio.gather(*moves, return_exceptions=True)
 
+    def _holds(self, model: Model) -> bool:
+        """Returns whether the trainer answers and has a model that is not being moved."""
+        is_there = self._trainer.up and model.trainer_instance == self._trainer.instance_id
+        return is_there and model.model_id not in self._moves
+
     def _is_away(self, model: Model) -> bool:
         """Returns whether an earlier trainer instance held this model. False for a parked model."""
         info = self._trainer.info
@@ -316,11 +317,10 @@ class Residency:
             self._doing.pop(model.model_id, None)
             if not task.cancelled() and (error := task.exception()):
                 self._not_before[model.model_id] = time.monotonic() + _FULL_S
-                if self._refusals.get(model.model_id) != str(
-                    error
-                ):  # Log a reason once: moves are retried again and again.
-                    logger.warning("could not move model %s: %s", model.model_id, error)
-                self._refusals[model.model_id] = str(error)
+                reason = str(error)
+                if self._refusals.get(model.model_id) != reason:  # Moves are retried: log a reason once.
+                    logger.warning("could not move model %s: %s", model.model_id, reason)
+                self._refusals[model.model_id] = reason
 
         task.add_done_callback(end)
         return task
@@ -367,10 +367,8 @@ class Residency:
         if isinstance(error, ModelLost) or not isinstance(error, Unavailable | ResourceExhausted):
             raise error
         if isinstance(error, ResourceExhausted):
-            is_behind = isinstance(error, StorageBehind)
-            self._doing[model.model_id] = (
-                error.message if is_behind else f"the trainer has no room for this model now: {error.message}"
-            )
+            reason = "" if isinstance(error, StorageBehind) else "the trainer has no room for this model now: "
+            self._doing[model.model_id] = f"{reason}{error.message}"
             await asyncio.sleep(_FULL_S)
             return
         await self._trainer.look_again()

@@ -126,7 +126,9 @@ class TrainerPool(Homes):
             return self.side_of(model).link
         return min(self._open() or self.sides, key=lambda side: side.queue.queued_s).link
 
-    def _should_leave(self, model: Model, link: TrainerLink) -> bool:
+    def leaves(self, model: Model, link: TrainerLink) -> bool:
+        if not self.is_plural:
+            return False
         side = self.side_of(model)
         if side.link is not link:
             return True

@@ -73,7 +73,7 @@ class TrainingRuns:
         self, owner: str, limit: int, offset: int, with_public: bool, project_id: str = ""
     ) -> tuple[list[tuple[Model, list[Checkpoint]]], int]:
         """Returns a page of training runs with the checkpoints that the owner may read, and the number of all runs."""
-        page, total = await self._database.read(
+        page, total = await self._database.read_whole(
             lambda connection: rows_of_owner(connection, owner, limit, offset, with_public, project_id)
         )
         of_model: dict[str, list[Checkpoint]] = {model.model_id: [] for model in page}
@@ -177,7 +177,7 @@ class Copies:
         if await self._database.read(lambda connection: get_row(connection, run_id)):
             raise _taken(run_id)
         source = await self._checkpoints.find(owner, source_path, "source_path")
-        run = await self._database.read(lambda connection: get_row(connection, source.model_id))
+        run = await self._database.read_whole(lambda connection: get_row(connection, source.model_id))
         model = Model(
             run_id, session_id, owner, source.base_model, source.lora, run.user_metadata if run else {},
             state=ModelState.ENDED, state_reason=f"it holds a copy of {source_path} and cannot be trained",

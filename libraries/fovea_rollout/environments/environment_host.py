@@ -64,7 +64,11 @@ class EnvironmentHost:
                     f"step().{name} is {value}; it must be a finite number of at most {LARGEST:g} in magnitude",
                     field=f"step().{name}",
                 )
-        return step, () if step.is_done else parse_messages(step.messages, "step().messages")
+        if step.is_done:
+            return step, ()
+        if not (messages := parse_messages(step.messages, "step().messages")):
+            raise InvalidInput("step().messages is empty: set is_done=True, or ask again", field="step().messages")
+        return step, messages
 
     async def close(self) -> None:
         """Closes the environment, if there is one, after all earlier calls. Call it once."""

@@ -60,12 +60,17 @@ class LiveReports:
         except httpx.HTTPError as error:
             self._stop(error)
 
-    def send_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Reports metrics of the model's last step. Blocks until the server has answered."""
+    def send_metrics(self, metrics: Mapping[str, float], answers: Mapping[str, Any] | None = None) -> None:
+        """Reports metrics of the model's last step. Blocks until the server has answered.
+
+        Args:
+            metrics: The metrics. Numbers that are not finite are left out.
+            answers: Numbers of held-out rows by label and answer, as in `fovea_data.answer_counts`.
+        """
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if self._is_over or not known:
             return
-        body = {"model_id": self._model_id, "metrics": known}
+        body = {"model_id": self._model_id, "metrics": known} | ({"answers": answers} if answers else {})
         try:
             answer = httpx.post(self._url, json=body, headers={"X-API-Key": self._api_key}, timeout=_TIMEOUT_S)
             answer.raise_for_status()

@@ -163,7 +163,13 @@ class _Loop:
     ) -> None:
         self._client, self._template, self._sources, self._held_out = training_client, template, sources, held_out
         self._settings, self._base, self._shown, self._folder = settings, base, shown, folder
-        self._publisher = WeightPublisher(training_client, experts=experts, is_recorded=settings.is_recorded)
+        self._publisher = WeightPublisher(
+            training_client,
+            experts=experts,
+            is_recorded=settings.is_recorded,
+            # A sampler holds many adapters, but one set of full parameters.
+            moves_samples=settings.mode == "inflight" and training_client.get_info().is_lora is False,
+        )
         self._places = asyncio.Semaphore(settings.concurrency)
         self._seconds: dict[str, float] = {}
         self._step_size = StepSize(settings.target_kl if settings.substeps > 1 else None)

@@ -32,7 +32,8 @@ class LoopSettings:
             `on_policy`: before each step, with the weights that the step trains.
             `one_step_off`: the rollouts of the next step run while a step trains, with weights one step older.
             `inflight`: all the time. Rollouts that run while the weights change continue with the new weights, in the
-            middle of a turn too. Each datum's `token_versions` are the weights that sampled each token.
+            middle of a turn too. Each datum's `token_versions` are the weights that sampled each token. If all
+            parameters are trained, they are bounds, because requests in flight continue with the new weights too.
         max_lag: For `inflight`: the most steps by which the weights of a sample may be older than the trained weights.
         portion: For `inflight`: the most tokens of one request. A longer turn continues with the newest weights.
         replays: For `inflight`: how often a group that would exceed `max_lag` is cancelled and played again. After that

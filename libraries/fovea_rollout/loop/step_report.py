@@ -14,6 +14,8 @@ from fovea_rollout.loop.training_batch import Groups, TrainingBatch, TrainingDat
 from fovea_rollout.policies.policy import Policy
 from fovea_rollout.trajectory import Failure, Trajectory, failures_of, mean_metrics, reward_mean
 
+_NO_SIGNAL = " (each group's rewards are equal: without the right format in any answer, begin with warm_up)"
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -85,7 +87,8 @@ class StepReport:
         if self.evaluation is not None:
             parts.append(f"held out {self.evaluation.reward_mean:.3f}")
         kl = "nothing to train on" if self.agreement is None else f"kl {self.agreement.kl:.1e}"
-        parts += [f"signal {self.signal_share:.0%}", f"lag {self.lag}", kl, f"{sum(self.seconds.values()):.0f} s"]
+        signal = f"signal {self.signal_share:.0%}{'' if self.signal_share else _NO_SIGNAL}"
+        parts += [signal, f"lag {self.lag}", kl, f"{sum(self.seconds.values()):.0f} s"]
         if self.failures:
             played = sum(len(group) for group in self.trajectories)
             first = self.failures[0][1]

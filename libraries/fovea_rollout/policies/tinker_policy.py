@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import tinker
 from tinker.types import ImageChunk
@@ -33,12 +34,16 @@ class TinkerPolicy:
     ) -> None:
         self._client = sampling_client
         self._experts = experts
-        self._version = version
+        self._version = self._newest = version
         self._token_counts = AsyncCache() if token_counts is None else token_counts
 
     def set_version(self, version: int) -> None:
         """Sets the version of newer weights, to which an in-flight update has moved the client."""
-        self._version = version
+        self._version = self._newest = version
+
+    def expect_version(self, version: int) -> None:
+        """States that samples in flight may continue with weights of this version from now on."""
+        self._newest = version
 
     async def sample(
         self, prompt: Sequence[Chunk], settings: SamplingSettings, stop_ids: Sequence[int], conversation: str
@@ -66,7 +71,7 @@ class TinkerPolicy:
             tuple(sequence.tokens),
             tuple(sequence.logprobs),
             sequence.stop_reason,
-            WeightVersions(oldest, self._version),
+            WeightVersions(oldest, self._newest),
             None if self._experts is None else await self._experts(sequence.sequence_id),
             getattr(sequence, "sequence_id", None) or "",  # missing from some servers and SDK versions
         )
@@ -90,29 +95,42 @@ class TinkerPolicy:
 
 
 class WeightPublisher:
-    """A publisher that saves weights for sampling, and returns policies that sample with exactly these weights.
+    """A publisher that saves weights for sampling, and returns policies that sample with these weights.
 
     Args:
         training_client: Client of the model to save.
         experts: See `TinkerPolicy`.
         is_recorded: Whether the server records samples for `stable_reinforce`.
+        moves_samples: Whether samples in flight may continue with the weights that are published meanwhile. Otherwise
+            each policy samples with exactly its weights.
     """
 
     def __init__(
-        self, training_client: tinker.TrainingClient, *, experts: ExpertSource | None = None, is_recorded: bool = False
+        self,
+        training_client: tinker.TrainingClient,
+        *,
+        experts: ExpertSource | None = None,
+        is_recorded: bool = False,
+        moves_samples: bool = False,
     ) -> None:
         self._training_client = training_client
         self._experts = experts
         self._is_recorded = is_recorded
+        self._kind: tinker.types.SamplingClientKind = "inflight" if moves_samples else "snapshot"
+        self._published: WeakSet[TinkerPolicy] = WeakSet()
         self._token_counts: AsyncCache[tuple[int, int], int] = AsyncCache()
 
     async def publish(self, version: int) -> Policy:
         """Publishes the current weights; returns a policy that samples with them. Raises what the SDK raises."""
-        # The API does not report which weights an `inflight` client used, so every version has a client of its own.
+        # The API does not report which weights an `inflight` client used: bounds are stated for all that may have been.
+        for policy in self._published if self._kind == "inflight" else ():
+            policy.expect_version(version)
         client = await self._training_client.save_weights_and_get_sampling_client(
-            record_stability_info=self._is_recorded
+            record_stability_info=self._is_recorded, kind=self._kind
         )
-        return TinkerPolicy(client, version, self._token_counts, self._experts)
+        policy = TinkerPolicy(client, version, self._token_counts, self._experts)
+        self._published.add(policy)
+        return policy
 
 
 def _chunk(chunk: Chunk) -> tinker.EncodedTextChunk | ImageChunk:

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from fovea.runtime.processes import importing, leave
+from fovea.runtime.processes import UNUSED, importing, leave
 
-with importing():
+with importing(*UNUSED):
     import numpy as np
     import numpy.typing as npt
     import torch

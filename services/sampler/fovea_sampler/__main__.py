@@ -11,7 +11,7 @@ def main() -> None:
     from fovea_sampler.settings import SamplerSettings
 
     settings = SamplerSettings.from_command_line("fovea_sampler")
-    from fovea.runtime.processes import configure_logging, importing, leave
+    from fovea.runtime.processes import RECENT, UNUSED, configure_logging, importing, leave
 
     configure_logging("sampler", settings.log_level)
     # The order matters. The environment must be set before torch is imported, and the engine must be launched (it
@@ -22,7 +22,7 @@ def main() -> None:
     try:
         vllm_launch.check_model(settings.model)
         vllm_launch.context(settings)
-        with importing():
+        with importing(*UNUSED):
             capacity = vllm_launch.measure_adapter_capacity(settings)
             config = vllm_launch.engine_config(settings, capacity)
     except (OSError, ValueError) as error:
@@ -31,6 +31,7 @@ def main() -> None:
     logger.info("vLLM %s", engine_arguments.start_steps(config))
     begun = time.monotonic()
     llm = vllm_launch.launch(config)
+    logging.getLogger("vllm").addHandler(RECENT)  # vLLM's import gives its logger handlers of its own
     logger.info("vLLM has started after %.1f s", time.monotonic() - begun)
     try:
         from fovea_sampler.engine.vllm_engine import Engine

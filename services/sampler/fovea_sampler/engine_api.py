@@ -138,6 +138,7 @@ class Delta:
         routed_experts: The experts of the whole sequence of P prompt and C completion tokens, uint8 or int32
             [P + C - 1, layers, k]. Only in the last delta, and only if the request asks for them.
         support: The support of each new token, packed as by `fovea.wire.tensors.pack_support`; empty if not asked for.
+        snapshot_id: The full weights that generated the tokens; None if they are those that the request names.
     """
 
     index: int
@@ -147,6 +148,7 @@ class Delta:
     finish: Finish | None
     routed_experts: npt.NDArray[np.generic] | None = None
     support: bytes = b""
+    snapshot_id: str | None = None
 
 
 Event = PromptResult | Delta
@@ -260,5 +262,8 @@ class WeightEngine(Protocol):
         ...
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """Loads received full weights into the model; returns the duration of the pause in generation, in seconds."""
+        """Loads received full weights into the model; returns the duration of the pause in generation, in seconds.
+
+        Sequences that are being drawn from full weights pause, and continue with the new ones.
+        """
         ...

@@ -32,6 +32,7 @@ from fovea_sampler.weight_store import WeightStore
 logger = logging.getLogger(__name__)
 
 _DONE = None
+Queue = asyncio.Queue[Event | BaseException | None]
 _MOST_RENDERERS = 256
 _SPANS_FIELD = "prompt.spans"
 
@@ -120,10 +121,19 @@ class Generation:
         weights: Keeps a request's snapshot loaded while the request samples from it.
         images: Fetches the vision tensors of a request's images.
         max_requests: The most requests in flight; further requests are refused.
+        keeps_cache: Whether the engine keeps the KV cache of requests that continue with newer weights.
     """
 
-    def __init__(self, engine: SampleEngine, weights: WeightStore, images: ImageFetcher, max_requests: int) -> None:
+    def __init__(
+        self,
+        engine: SampleEngine,
+        weights: WeightStore,
+        images: ImageFetcher,
+        max_requests: int,
+        keeps_cache: bool = False,
+    ) -> None:
         self._engine = engine
+        self._keeps_cache = keeps_cache
         self._weights = weights
         self._images = images
         self._max_requests = max_requests
@@ -144,24 +154,32 @@ class Generation:
             # checks again, because the snapshot may have been dropped meanwhile.
             self._weights.require(spec.request.snapshot_id)
             images = await self._images.fetch(spec.spans)
+            queue, snapshot_id = Queue(), spec.request.snapshot_id
             async with (
-                self._weights.use(spec.request.snapshot_id) as adapter,
-                aclosing(self._draw_all(spec, self._engine.prompt(spec, images), adapter)) as events,
+                self._weights.use(snapshot_id, queue.put_nowait if self._follows(spec) else None) as adapter,
+                aclosing(self._draw_all(spec, self._engine.prompt(spec, images), adapter, queue)) as events,
             ):
                 try:
                     async for event in events:
                         _count(spec, event)
                         yield event
                 except NotFinite as error:
-                    logger.warning("refusing snapshot %r from now on: %s", spec.request.snapshot_id, error)
-                    raise self._weights.quarantine(spec.request.snapshot_id, error.message) from error
+                    if adapter is None:  # newer weights may have replaced those that the request names
+                        snapshot_id = self._weights.resident_snapshot_id or snapshot_id
+                    logger.warning("refusing snapshot %r from now on: %s", snapshot_id, error)
+                    raise self._weights.quarantine(snapshot_id, error.message) from error
         finally:
             self._in_flight -= 1
             sampler_metrics.IN_FLIGHT.dec()
 
-    async def _draw_all(self, spec: SampleSpec, prompt: Any, adapter: AdapterName | None) -> AsyncGenerator[Event]:
+    def _follows(self, spec: SampleSpec) -> bool:
+        """Returns whether a request continues with newer weights. With a kept cache, scores of a prompt would mix."""
+        return spec.request.follow_updates and not (self._keeps_cache and spec.scores_prompt)
+
+    async def _draw_all(
+        self, spec: SampleSpec, prompt: Any, adapter: AdapterName | None, queue: Queue
+    ) -> AsyncGenerator[Event]:
         """Merges the events of all sequences. Deltas that arrive before the PromptResult wait for it."""
-        queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._draw_one(spec, index, prompt, adapter, queue))
             for index in range(spec.request.sample_count)
@@ -195,7 +213,7 @@ class Generation:
         index: int,
         prompt: Any,
         adapter: AdapterName | None,
-        queue: asyncio.Queue[Event | BaseException | None],
+        queue: Queue,
     ) -> None:
         try:
             with tracing.span("engine", sequence=index, prompt_token_count=len(spec.tokens)):

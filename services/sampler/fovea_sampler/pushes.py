@@ -145,7 +145,7 @@ class SnapshotPushes:
         pause_s = 0.0
         if snapshot.kind == _FULL:
             async with _within(deadline, "requests in flight still sample from the current weights"):
-                pause_s = await self._weights.load_full(task_id, snapshot.snapshot_id)
+                pause_s = await self._weights.load_full(task_id, snapshot)
             sampler_metrics.PAUSE_SECONDS.observe(pause_s)
         logger.info("loaded snapshot %r, %d bytes, pause %.3f s", snapshot.snapshot_id, _size_bytes(manifest), pause_s)
         return Loaded(digest, pause_s)

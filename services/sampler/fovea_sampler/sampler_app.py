@@ -57,7 +57,8 @@ async def serve(settings: SamplerSettings, engine: Engine, capacity: AdapterCapa
         capacity.batched, settings.max_lora_rank, capacity.slots * settings.max_lora_rank, settings.max_sequences
     )
     weights = WeightStore(engine, AdapterCache(settings.max_adapters, capacity.held_bytes), slots)
-    generation = Generation(engine, weights, images, settings.max_requests)
+    keeps_cache = settings.inflight_cache == "keep"
+    generation = Generation(engine, weights, images, settings.max_requests, keeps_cache)
     service = SamplerService(
         _facts(settings, engine, capacity), family, generation, weights, SnapshotPushes(engine, weights),
         engine.openai_serving(),

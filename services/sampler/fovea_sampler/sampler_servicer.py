@@ -97,6 +97,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
             memory_kind=memory.kind,
+            gpu_utilization=memory.utilization,
             waiting_for_slot=self._weights.waiting_for_slot,
         )
 
@@ -229,13 +230,14 @@ def _encode(event: Event, snapshot_id: str) -> sampler_pb2.SampleResponse:
 
 
 def _encode_delta(delta: Delta, snapshot_id: str) -> sampler_pb2.SequenceDelta:
+    made_by = snapshot_id if delta.snapshot_id is None else delta.snapshot_id
     return sampler_pb2.SequenceDelta(
         index=delta.index,
         tokens=tensors.encode_tokens(delta.tokens),
         logprobs=tensors.encode_floats(delta.logprobs),
         top_logprobs=_encode_top(delta.top),
         finish_reason=_FINISH[delta.finish],
-        snapshot_id=snapshot_id,
+        snapshot_id=made_by,
         routed_experts=None if delta.routed_experts is None else tensors.encode(delta.routed_experts),
         sampled_support=delta.support,
     )

@@ -43,6 +43,11 @@ class SamplerSettings(ServiceSettings):
         description="Element type of the KV cache; auto is the model's. fp8 (e4m3) holds twice the tokens, but the "
         "log-probabilities then differ from the trainer's, which does not round keys and values.",
     )
+    inflight_cache: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="KV cache of answers that continue with newly pushed full weights: recompute computes it again "
+        "with the new weights, keep leaves it as the earlier weights computed it, which resumes sooner.",
+    )
     block_size: int | None = Field(
         None, ge=16, description="Tokens of one KV cache block; by default 32 on CPU and vLLM's own default on GPU."
     )

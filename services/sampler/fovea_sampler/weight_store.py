@@ -8,14 +8,14 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from cachetools import LRUCache
 
 from fovea.api.v1 import weights_pb2
-from fovea.runtime.tasks import BackgroundTasks, SharedLock, run_to_end
+from fovea.runtime.tasks import BackgroundTasks, Members, SharedLock, run_to_end
 from fovea.wire.errors import AlreadyExists, NotFinite, ResourceExhausted, SnapshotNotLoaded
 from fovea_sampler import sampler_metrics
 from fovea_sampler.engine_api import AdapterName, WeightEngine, slot_widths
@@ -23,31 +23,20 @@ from fovea_sampler.engine_api import AdapterName, WeightEngine, slot_widths
 BASE = ""
 """The snapshot id of the base model."""
 _MOST_QUARANTINED = 10_000
+OnLost = Callable[[Exception], None]
+"""Ends a request that cannot continue, with the error."""
 
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """One adapter version that the engine holds. `drained` is set when the last request that uses it ends."""
+    """One adapter version that the engine holds, and its name for each request that uses it."""
 
     snapshot_id: str
     engine_name: AdapterName
     digest: str
     size_bytes: int
     rank: int
-    user_count: int = 0
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @contextmanager
-    def in_use(self) -> Iterator[AdapterName]:
-        """Keeps the adapter in the engine for the duration of the block."""
-        self.user_count += 1
-        self.drained.clear()
-        try:
-            yield self.engine_name
-        finally:
-            self.user_count -= 1
-            if not self.user_count:
-                self.drained.set()
+    users: Members[AdapterName] = field(default_factory=Members)
 
 
 class AdapterCache:
@@ -94,7 +83,7 @@ class AdapterCache:
         for held in self._held.values():
             if count < self._max_count and used_bytes + size_bytes <= self._max_bytes:
                 break
-            if not held.user_count:
+            if not held.users:
                 evicted.append(held)
                 count, used_bytes = count - 1, used_bytes - held.size_bytes
         if count >= self._max_count or used_bytes + size_bytes > self._max_bytes:
@@ -233,6 +222,8 @@ class SlotQueue:
 class WeightStore:
     """The weights of the engine. They stay loaded while requests use them, and change only afterwards.
 
+    Full weights may change under the requests that follow their model, if the new ones are of the same model.
+
     Args:
         engine: The engine that holds the tensors.
         adapters: The record of the adapters that `engine` holds.
@@ -245,6 +236,8 @@ class WeightStore:
         self._slots = slots
         self._lock = SharedLock()
         self._resident: str | None = BASE
+        self._resident_model = ""
+        self._followers: Members[OnLost] = Members()
         self._dropping = BackgroundTasks()
         self._quarantined: LRUCache[str, str] = LRUCache(_MOST_QUARANTINED)
 
@@ -313,16 +306,28 @@ class WeightStore:
         return NotFinite(reason, snapshot_id=snapshot_id)
 
     @asynccontextmanager
-    async def use(self, snapshot_id: str) -> AsyncIterator[AdapterName | None]:
-        """Keeps a snapshot loaded while a request samples from it. Raises as `require` does."""
-        async with self._lock.shared():
-            held = self.require(snapshot_id)
-            if held is None:
+    async def use(self, snapshot_id: str, on_lost: OnLost | None = None) -> AsyncIterator[AdapterName | None]:
+        """Keeps a snapshot loaded while a request samples from it. Raises as `require` does.
+
+        Args:
+            snapshot_id: The snapshot.
+            on_lost: Given if the request follows the model of its full weights: newer ones may replace them meanwhile.
+                It is called, with the error, if loading those fails.
+        """
+        with ExitStack() as following:
+            async with self._lock.shared():
+                held = self.require(snapshot_id)
+                follower = on_lost if held is None and self._resident_model else None
+                if follower is not None:
+                    following.enter_context(self._followers.joined(follower))
+                elif held is None:
+                    yield None
+                else:
+                    with held.users.joined(held.engine_name) as name:
+                        async with self._slots.slot_for(name, held.rank):
+                            yield name
+            if follower is not None:
                 yield None
-                return
-            with held.in_use() as name:
-                async with self._slots.slot_for(name, held.rank):
-                    yield name
 
     async def hold_adapter(
         self, task_id: str, snapshot: weights_pb2.Snapshot, rank: int, size_bytes: int, timeout_s: float
@@ -348,13 +353,16 @@ class WeightStore:
                     await run_to_end(self._engine.forget_adapter(name))
         return arrived
 
-    async def load_full(self, task_id: str, snapshot_id: str) -> float:
+    async def load_full(self, task_id: str, snapshot: weights_pb2.Snapshot) -> float:
         """Loads received full weights into the model; returns the duration of the pause in generation, in seconds.
 
-        Waits for the requests in flight. After a failure nothing can be sampled until full weights are pushed again.
+        Waits for the requests in flight, except those that follow the snapshot's model. After a failure nothing can be
+        sampled until full weights are pushed again, and the requests that follow the model end.
         """
         async with self._lock.exclusive():
-            return await run_to_end(self._load_full(task_id, snapshot_id))
+            if not snapshot.model_id or snapshot.model_id != self._resident_model:
+                await self._followers.wait_empty()
+            return await run_to_end(self._load_full(task_id, snapshot))
 
     async def drop(self, snapshot_id: str) -> None:
         """Frees an adapter once its requests have ended. Full weights stay until others are pushed."""
@@ -363,10 +371,17 @@ class WeightStore:
             # The caller may stop waiting; the engine must still free the adapter.
             await asyncio.shield(self._dropping.start(self._forget([held]), f"dropping {snapshot_id}"))
 
-    async def _load_full(self, task_id: str, snapshot_id: str) -> float:
-        self._resident = None
-        pause_s = await self._engine.load_full(task_id, snapshot_id)
-        self._resident = snapshot_id
+    async def _load_full(self, task_id: str, snapshot: weights_pb2.Snapshot) -> float:
+        before, self._resident, self._resident_model = self._resident, None, ""
+        try:
+            pause_s = await self._engine.load_full(task_id, snapshot.snapshot_id)
+        except BaseException as error:
+            message = f"loading snapshot {snapshot.snapshot_id!r} failed while the request sampled: {error}"
+            for on_lost in self._followers:
+                on_lost(SnapshotNotLoaded(message, snapshot_id=before or BASE))
+            raise
+        self._resident = snapshot.snapshot_id
+        self._resident_model = snapshot.model_id if self._resident != BASE else ""
         return pause_s
 
     async def _forget(self, evicted: Sequence[HeldAdapter]) -> None:
@@ -374,6 +389,5 @@ class WeightStore:
         await asyncio.gather(*(self._forget_when_drained(held) for held in evicted))
 
     async def _forget_when_drained(self, held: HeldAdapter) -> None:
-        if held.user_count:
-            await held.drained.wait()
+        await held.users.wait_empty()
         await self._engine.forget_adapter(held.engine_name)

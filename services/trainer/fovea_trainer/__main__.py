@@ -1,36 +1,29 @@
-"""`python -m fovea_trainer --model DIR --port N`: starts all ranks.
+"""`python -m fovea_trainer --model DIR --port N`: starts all ranks of this node, and ends with them."""
 
-The launcher runs the same command line once per rank. Environment variables tell each process its rank.
-"""
-
-import logging
 import os
-import sys
 
-from fovea.runtime.processes import die_with_parent, importing
-from fovea_trainer.ranks.rank_launcher import RankEnvironment, check_checkpoint, launch
+from fovea.runtime.processes import UNUSED, importing, leave
+from fovea_trainer.ranks.rank_launcher import Rank, check_checkpoint, launch
 from fovea_trainer.settings import TrainerSettings
 
 
 def main() -> None:
+    """Reads the settings, checks the checkpoint and runs the ranks."""
     settings = TrainerSettings.from_command_line("trainer")
-    rank_env = RankEnvironment.from_environ()
-    if rank_env is None:
-        try:
-            check_checkpoint(settings.model)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"trainer: {error}") from None
-        sys.exit(launch(settings))
-    die_with_parent(rank_env.launcher)
-    from fovea.runtime.processes import configure_logging
+    # numpy starts its threads when it is imported. With one thread per rank, there are none here before the forks.
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    try:
+        check_checkpoint(settings.model)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"trainer: {error}") from None
+    leave(launch(settings, _import_rank))
 
-    configure_logging("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
-    logging.getLogger("torch").setLevel("WARNING")
+
+def _import_rank() -> Rank:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with importing("scipy", "sklearn"):  # a fifth of all imports, for features unused here
-        from fovea_trainer.trainer_process import follower_process, leader_process
-
-    leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)
+    with importing(*UNUSED):
+        from fovea_trainer.trainer_process import rank_process
+    return rank_process
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from fovea.api.v1 import trainer_pb2_grpc
 from fovea.runtime.hosts import WILDCARDS
-from fovea.runtime.processes import leave
+from fovea.runtime.processes import configure_logging, leave
 from fovea.runtime.server import ServiceServer
 from fovea.wire.conventions import TRAINER_SERVICE
 from fovea.wire.errors import Unavailable
@@ -37,17 +37,15 @@ BLAME_S = 2.0
 """Seconds that a failed rank waits for the report of another rank's death, which makes all other ranks fail earlier."""
 
 
-def follower_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
-    """Runs a rank other than 0 until rank 0 shuts it down or dies."""
+def rank_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
+    """Runs a rank until it ends, or until rank 0 shuts it down or dies. Each rank has a thread beside the main one."""
+    configure_logging("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
+    logging.getLogger("torch").setLevel("WARNING")
     transformers_logging.disable_progress_bar()
+    if rank_env.rank == 0:
+        leave(asyncio.run(_Leader(settings, rank_env).run()))
     asyncio.run(_Follower(settings, rank_env).run())
     raise AssertionError("the rank's thread ends the process")
-
-
-def leader_process(settings: TrainerSettings, rank_env: RankEnvironment) -> NoReturn:
-    """Runs rank 0: the gRPC server on the main thread, the rank on a thread of its own."""
-    transformers_logging.disable_progress_bar()
-    leave(asyncio.run(_Leader(settings, rank_env).run()))
 
 
 class _Follower:

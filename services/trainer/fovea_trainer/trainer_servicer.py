@@ -92,6 +92,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
             memory_kind=memory.kind,
+            gpu_utilization=memory.utilization,
             takes_groups=True,
             shared_tokens=engine.shared.most_tokens,
             recovery_failure=self._keeper.failure if self._keeper else "",
@@ -103,17 +104,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def CreateModel(
         self, request: trainer_pb2.CreateModelRequest, context: Context
     ) -> trainer_pb2.CreateModelResponse:
-        _require(request.model_id, "model_id")
-        kind = request.WhichOneof("kind")
-        if kind is None:
-            raise InvalidInput("kind is not set: set lora or full", field="kind")
-        lora = self._lora(request.lora) if kind == "lora" else None
+        lora = self._trained_by(request)
         count, specs = await self._queue.submit(command_queue.CreateModel(request.model_id, lora))
         adapter = None
         if lora is not None:
-            kind = weights_pb2.Snapshot(kind=weights_pb2.SNAPSHOT_KIND_ADAPTER)
             adapter = weights_pb2.SnapshotManifest(
-                snapshot=kind,
+                snapshot=weights_pb2.Snapshot(kind=weights_pb2.SNAPSHOT_KIND_ADAPTER),
                 tensors=specs,
                 lora=lora.message(),
                 bucket_bytes=self._settings.transfer_bucket_mib * 2**20,
@@ -123,11 +119,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def RestoreModel(
         self, request: trainer_pb2.RestoreModelRequest, context: Context
     ) -> trainer_pb2.RestoreModelResponse:
-        _require(request.model_id, "model_id")
-        kind = request.WhichOneof("kind")
-        if kind is None:
-            raise InvalidInput("kind is not set: set lora or full", field="kind")
-        command = command_queue.RestoreModel(request.model_id, self._lora(request.lora) if kind == "lora" else None)
+        command = command_queue.RestoreModel(request.model_id, self._trained_by(request))
         seq_id, step = await self._whole.run(("restore", request.model_id), lambda: self._restored(command))
         return trainer_pb2.RestoreModelResponse(seq_id=seq_id, step=step)
 
@@ -318,6 +310,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def _max_lora_rank(self) -> int:
         vision = self._engine().limits.vision
         return self._settings.max_lora_rank if vision is None or vision.takes_adapters else 0
+
+    def _trained_by(
+        self, request: trainer_pb2.CreateModelRequest | trainer_pb2.RestoreModelRequest
+    ) -> LoraSettings | None:
+        """Returns the adapter's settings of a model to load; None if all parameters are trained."""
+        _require(request.model_id, "model_id")
+        kind = request.WhichOneof("kind")
+        if kind is None:
+            raise InvalidInput("kind is not set: set lora or full", field="kind")
+        return self._lora(request.lora) if kind == "lora" else None
 
     def _lora(self, given: weights_pb2.LoraConfig) -> LoraSettings:
         settings = LoraSettings.of(given)

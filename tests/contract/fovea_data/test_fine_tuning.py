@@ -225,6 +225,16 @@ async def test_the_live_page_knows_a_run_by_its_folder_with_its_held_out_figures
                 assert {"learning_rate", "held_out_loss", "accuracy"} <= known
 
 
+async def test_the_live_page_has_the_answers_to_held_out_rows_by_label(stand: Stand, tmp_path: pathlib.Path) -> None:
+    other = {**TEXT, "completion": "no"}
+    await tuned(stand, tmp_path / "run", [TEXT] * 8, [TEXT, other, TEXT, TEXT])
+    async with stand.http() as http:
+        (run,) = (await http.get("training_runs")).json()["training_runs"]
+        found = (await http.get(f"live/curves/{run['training_run_id']}")).json()["answers"]
+    assert (found["step"], found["labels"]) == (2, ["no", "yes"])
+    assert [sum(row) for row in found["counts"]] == [1, 3]
+
+
 def test_without_a_server_it_is_told_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen

@@ -30,5 +30,6 @@ async def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest
             subprocess.run, command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
         )
     assert ended.returncode == 0, ended.stderr
+    assert "DEPRECATED" not in ended.stderr
     lines = ended.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"], "one line for each step"

@@ -68,6 +68,8 @@ class Stand:
             "retry_deadline_s": 20.0,
             "trainer_wait_s": 1.0,
             "drain_s": 0.5,
+            # The alert of a full disk has a test of its own: no other test depends on how full this machine's disk is.
+            "alerts_disk_share": 0.0,
         }
         settings = GatewaySettings(**(values | self.overrides))
         self.gateway = Gateway(settings)
@@ -79,6 +81,14 @@ class Stand:
         assert self.gateway is not None
         await self.gateway.stop()
         self.gateway = None
+
+    def silence(self, session_id: str, seconds: float) -> None:
+        """Makes a session look as if its last heartbeat and its last poll were longer ago."""
+        assert self.gateway is not None
+        sessions = self.gateway.components.sessions
+        for heard in (sessions._alive_at, sessions._heard_at):
+            if session_id in heard:
+                heard[session_id] -= seconds
 
     def http(self, key: str | None = KEY) -> httpx.AsyncClient:
         """A bare client, for what the SDK would hide."""
@@ -109,7 +119,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 _LOOKS = (
     "fovea_gateway.access.api_keys._LOOK_S", "fovea_gateway.fronts.app.LOOK_S", "fovea_gateway.fronts.app._GAUGES_S",
-    "fovea_gateway.fronts.app._AUDIT_S",
+    "fovea_gateway.fronts.app._AUDIT_S", "fovea_gateway.fronts.app._REPORT_S",
     "fovea_gateway.fronts.app._JOURNAL_S", "fovea_gateway.fronts.app._RETURN_S", "fovea_gateway.fronts.app._SHARES_S",
     "fovea_gateway.replicas.replicas._AGAIN_S", "fovea_gateway.replicas.replicas._POLL_S",
     "fovea_gateway.training.commands._FIRST_LOOK_S", "fovea_gateway.training.housekeeping._LOOK_S",

@@ -38,6 +38,8 @@ VOCABULARY_SIZE = 1000
 MAX_CONTEXT = 2048
 IMAGE_PAD = 999
 IMAGE_TOKENS = 4
+HARD = 990
+"""The trainer is less sure of targets from here on."""
 Context = grpc.aio.ServicerContext
 
 
@@ -171,6 +173,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         self.resident = ""
         self.adapters: set[str] = set()
         self.running = 0
+        self.pinned = 0  # samples under which full weights must not change
         self.most_running = 0
         self.cancelled = 0
         self.completed: list[str] = []
@@ -198,6 +201,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             self.calls.append(("NotLoaded", request))
             raise SnapshotNotLoaded(f"snapshot {request.snapshot_id!r} is not loaded")
         self.running += 1
+        self.pinned += not request.follow_updates
         self.most_running = max(self.most_running, self.running)
         try:
             await self.note("Sample", request)
@@ -215,6 +219,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             raise
         finally:
             self.running -= 1
+            self.pinned -= not request.follow_updates
 
     async def AnswerOpenAI(
         self, request_iterator: Any, context: Context
@@ -300,14 +305,16 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             result.alt_tokens.logprobs.CopyFrom(tensors.encode(-drawn.astype(np.float32)))
         events = [sampler_pb2.SampleResponse(prompt=result)]
         count = request.params.max_tokens if request.params.HasField("max_tokens") else 8
+        newest = self.resident if request.follow_updates else request.snapshot_id
         for index in range(request.sample_count):
-            ids = self.tokens_of(request.snapshot_id, request.params.seed, index, count)
-            for part, is_last in ((ids[: count // 2], False), (ids[count // 2 :], True)):
+            makers = ((request.snapshot_id, slice(count // 2)), (newest, slice(count // 2, None)))
+            for maker, own in makers:
+                part, is_last = self.tokens_of(maker, request.params.seed, index, count)[own], own.stop is None
                 delta = sampler_pb2.SequenceDelta(
                     index=index, tokens=tensors.encode_tokens(part),
                     logprobs=tensors.encode_floats([-0.25] * len(part)),
                     finish_reason=sampler_pb2.FINISH_REASON_LENGTH if is_last else None,
-                    snapshot_id=request.snapshot_id,
+                    snapshot_id=maker,
                 )  # fmt: skip
                 if request.top_sample_logprobs:
                     delta.top_logprobs.CopyFrom(_top(len(part), request.top_sample_logprobs, is_prompt=False))
@@ -350,6 +357,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self.push_failures: dict[str, int] = defaultdict(int)
         self.push_delay_s = 0.0
         self.hints: list[trainer_pb2.FetchAheadRequest] = []
+        self.devices: dict[str, Any] = {}  # what it says about its GPUs
         self.restart()
 
     def restart(self) -> None:
@@ -367,6 +375,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             model="fake", family="qwen3_vl", instance_id=self.instance_id, world_size=2, max_lora_rank=64,
             max_context_length=MAX_CONTEXT, model_ids=list(self.models), dtype="float32",
             loss_functions=["cross_entropy", "importance_sampling"], model_files=self.model_files, takes_groups=True,
+            **self.devices,
         )  # fmt: skip
 
     def _model(self, model_id: str) -> dict[str, Any]:
@@ -400,6 +409,10 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         records = [record async for record in request_iterator]
         header = records[0].header
         datums = [datum for record in records[1:] for datum in record.group.datums or [record.datum]]
+        if len(datums) != header.datum_count:  # A killed gateway breaks its stream off.
+            raise InvalidInput(
+                f"datum_count is {header.datum_count}, but {len(datums)} datums were sent", field="datum_count"
+            )
         seq_id = header.seq_id if header.backward else 0
         for response in await self._replies.once(header.model_id, seq_id, lambda: self._computed(header, datums)):
             yield response
@@ -420,7 +433,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             targets = tensors.decode(datum.loss_inputs["target_tokens"])
             if targets.shape[0] != length:
                 raise InvalidInput(f"data[{index}].target_tokens has {targets.shape[0]} rows, the input {length}")
-            logprobs = np.full(targets.shape, -1.0 / (1 + model["step"]), np.float32)
+            logprobs = np.where(targets >= HARD, -4.0, -1.0).astype(np.float32) / np.float32(1 + model["step"])
             weights = tensors.decode(datum.loss_inputs["weights"]) if "weights" in datum.loss_inputs else 1.0
             loss -= float((weights * logprobs).sum())
             outputs.append(trainer_pb2.DatumOutput(tensors={"logprobs": tensors.encode(logprobs)}))
@@ -499,7 +512,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             if snapshot is not None and snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
                 sampler.adapters.add(request.snapshot_id)
             else:
-                assert sampler.running == 0, "a full push while samples run"
+                assert sampler.pinned == 0, "a full push while samples run"
                 sampler.resident = request.snapshot_id
             response.results.add(sampler=address)
         return response

@@ -224,14 +224,18 @@ async def test_open_endpoints(stand: Stand, rest: Rest) -> None:
     assert missing.json()["detail"]
 
 
-async def test_silence_ends_a_session_by_itself_and_frees_all_it_had(stand: Stand, rest: Rest) -> None:
+async def test_silence_ends_a_session_by_itself_and_frees_all_it_had(
+    stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fovea_gateway.fronts.app._SWEEP_S", 0.1)
     await stand.stop()
-    await stand.start(session_ttl_s=3.0)
+    await stand.start(session_ttl_s=600.0)
     model_id = await rest.create_model()
     sampling_id = await rest.snapshot(model_id, 1)
     stand.sampler.open.clear()
     request_id = (await rest.sample(sampling_id, 0)).json()["request_id"]
     await eventually(lambda: stand.sampler.running == 1)
+    stand.silence(rest.session_id, 601)
     await eventually(lambda: stand.sampler.running == 0)
     await eventually(lambda: [request.model_id for request in stand.trainer.of("DeleteModel")] == [model_id])
     assert "has ended (expired)" in (await rest.result(request_id))["error"]

@@ -1,8 +1,10 @@
 """Sampling sessions that follow their model (tinker-contract.md, section 4)."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tinker import types
@@ -11,7 +13,7 @@ from fovea.api.v1 import gateway_pb2
 from fovea.client import GatewayClient
 from fovea.wire import tensors
 from fovea.wire.errors import SnapshotNotLoaded
-from tests.contract.gateway.conftest import KEY, Stand
+from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeSampler
 from tests.contract.gateway.requests import Rest
 from tests.waiting import eventually
@@ -34,6 +36,15 @@ async def weights_of(rest: Rest, sampling_id: str, seq_id: int) -> list[int]:
     submitted = await rest.sample(sampling_id, seq_id, sampling_params=params)
     tokens: list[int] = (await rest.result(submitted.json()["request_id"]))["sequences"][0]["tokens"]
     return tokens
+
+
+async def get(stand: Stand, path: str) -> dict[str, Any]:
+    """Returns the JSON answer of a route."""
+    async with httpx.AsyncClient(base_url=stand.url, headers={"X-API-Key": KEY}) as client:
+        answer = await client.get(f"/api/v1/{path}")
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
 
 
 def made_by(snapshot_id: str) -> list[int]:
@@ -147,7 +158,11 @@ async def test_sdk_inflight_clients_and_grpc_says_which_weights_made_the_tokens(
 
     model_id, responses = await stand.sdk(use)
     for response in responses:
-        assert list(response.sequences[0].tokens) == made_by(f"{model_id}@2")
+        (sequence,) = response.sequences
+        assert list(sequence.tokens) == made_by(f"{model_id}@2")
+        # The gateway still says so when the client has acknowledged its results.
+        made = (await get(stand, f"weight_versions/{sequence.sequence_id}"))["weight_versions"]
+        assert made == [{"snapshot_id": f"{model_id}@2", "token_count": 4}]
 
     assert stand.gateway is not None
     async with GatewayClient(f"127.0.0.1:{stand.gateway.grpc.port}", KEY) as client:
@@ -166,3 +181,101 @@ async def test_sdk_inflight_clients_and_grpc_says_which_weights_made_the_tokens(
             events = [event async for event in client.sample(sample)]
             made = {event.delta.snapshot_id for event in events if event.WhichOneof("event") == "delta"}
             assert made == {f"{model_id}@2"}
+
+
+async def test_answers_in_flight_continue_with_newer_full_weights(stand: Stand, rest: Rest) -> None:
+    """The save pushes by itself; the trainer keeps nothing for an answer that can move; the result says who made it."""
+    model_id = await rest.create_model(rank=0)
+    first = await inflight(rest, model_id, 1)
+    stand.sampler.open.clear()
+    params = {"max_tokens": 4, "seed": 1}
+    running = (await rest.sample(first, 0, sampling_params=params)).json()["request_id"]
+    await eventually(lambda: stand.sampler.running == 1)
+    for number in (2, 3):
+        await inflight(rest, model_id, number)
+        await eventually(lambda number=number: stand.sampler.resident == f"{model_id}@{number}")
+        freed = [f"{model_id}@{one}" for one in range(1, number)]
+        await eventually(lambda freed=freed: [r.snapshot_id for r in stand.trainer.of("ForgetSnapshot")] == freed)
+    assert stand.sampler.running == 1
+    stand.sampler.open.set()
+    sequence = (await rest.result(running))["sequences"][0]
+    assert sequence["tokens"] == made_by(f"{model_id}@1")[:2] + made_by(f"{model_id}@3")[2:]
+    made = (await get(stand, f"weight_versions/{running}:0"))["weight_versions"]
+    assert made == [{"snapshot_id": f"{model_id}@{number}", "token_count": 2} for number in (1, 3)]
+    assert await weights_of(rest, first, 1) == made_by(f"{model_id}@3")
+    assert (await get(stand, f"samplers/{first}"))["snapshot_id"] == f"{model_id}@3"
+
+
+async def test_a_full_push_waits_for_a_sample_that_names_its_snapshot(stand: Stand, rest: Rest) -> None:
+    """Those who follow the model wait behind it, and have their newest weights then."""
+    model_id = await rest.create_model(rank=0)
+    fixed = await rest.snapshot(model_id, 1, 50)
+    stand.sampler.open.clear()
+    running = (await rest.sample(fixed, 0)).json()["request_id"]
+    await eventually(lambda: stand.sampler.running == 1)
+    first = await inflight(rest, model_id, 2)
+    waiting = (await rest.sample(first, 0)).json()["request_id"]
+    await asyncio.sleep(0.1)
+    assert stand.sampler.resident == f"{model_id}@1"
+    stand.sampler.open.set()
+    for request_id in (running, waiting):
+        assert "sequences" in await rest.result(request_id)
+    assert [r.snapshot_id for r in stand.sampler.of("Sample")] == [f"{model_id}@1", f"{model_id}@2"]
+    assert [r.follow_updates for r in stand.sampler.of("Sample")] == [False, True]
+
+
+async def test_a_push_that_fails_loses_no_answer(stand: Stand, rest: Rest) -> None:
+    """An answer goes on with the weights that it has; one that the sampler ends for it begins again with the newest."""
+    model_id = await rest.create_model(rank=0)
+    first = await inflight(rest, model_id, 1)
+    stand.sampler.open.clear()
+    ids = [(await rest.sample(first, seq_id)).json()["request_id"] for seq_id in (0, 1)]
+    await eventually(lambda: stand.sampler.running == 2)
+    stand.trainer.push_failures[stand.sampler.address] = 1
+    stand.sampler.failures["Sample"] = []
+    await inflight(rest, model_id, 2)
+    await eventually(lambda: len(stand.trainer.of("PushSnapshot")) == 2)
+    assert stand.sampler.resident == f"{model_id}@1"
+    third = (await rest.sample(first, 2)).json()["request_id"]
+    await eventually(lambda: stand.sampler.resident == f"{model_id}@2")
+    stand.sampler.open.set()
+    for request_id in (*ids, third):
+        assert "sequences" in await rest.result(request_id)
+    assert len(stand.sampler.of("Sample")) == 3, "none was sampled twice"
+
+
+async def test_a_sampler_that_dies_between_two_versions_loses_no_answer(stand: Stand, rest: Rest) -> None:
+    model_id = await rest.create_model(rank=0)
+    first = await inflight(rest, model_id, 1)
+    stand.sampler.open.clear()
+    request_id = (await rest.sample(first, 0)).json()["request_id"]
+    await eventually(lambda: stand.sampler.running == 1)
+    await inflight(rest, model_id, 2)
+    await eventually(lambda: stand.sampler.resident == f"{model_id}@2")
+    await stand.sampler.stop()
+    stand.sampler.restart()
+    await stand.sampler.start()
+    stand.sampler.open.set()
+    assert "sequences" in await rest.result(request_id)
+    assert [r.snapshot_id for r in stand.sampler.of("Sample")] == [f"{model_id}@1", f"{model_id}@2"]
+
+
+async def test_answers_in_all_samplers_continue_with_newer_weights(tmp_path: Path) -> None:
+    async with running(Stand(tmp_path, sampler_count=2)) as stand, stand.http() as http:
+        rest = Rest(http)
+        await rest.open_session()
+        model_id = await rest.create_model(rank=0)
+        first = await inflight(rest, model_id, 1)
+        for sampler in stand.samplers:
+            sampler.open.clear()
+        params = {"max_tokens": 4, "seed": 1}
+        ids = [(await rest.sample(first, number, sampling_params=params)).json()["request_id"] for number in range(24)]
+        await eventually(lambda: all(sampler.running for sampler in stand.samplers))
+        await eventually(lambda: sum(sampler.running for sampler in stand.samplers) == len(ids))
+        await inflight(rest, model_id, 2)
+        await eventually(lambda: all(sampler.resident == f"{model_id}@2" for sampler in stand.samplers))
+        for sampler in stand.samplers:
+            sampler.open.set()
+        mixed = made_by(f"{model_id}@1")[:2] + made_by(f"{model_id}@2")[2:]
+        for request_id in ids:
+            assert (await rest.result(request_id))["sequences"][0]["tokens"] == mixed

@@ -2,7 +2,6 @@
 below: generated from the routes themselves, so that a new one without a declared answer fails.
 """
 
-import asyncio
 import base64
 import hashlib
 import time
@@ -23,6 +22,7 @@ from fovea.api.v1 import admin_pb2, gateway_pb2
 from fovea.wire.errors import from_rpc_error
 from fovea_gateway.access.api_keys import Scope
 from fovea_gateway.fronts.rest_app import build_api
+from fovea_gateway.http.endpoint import Readiness
 from tests.contract.gateway import valid_messages
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import MODEL
@@ -68,6 +68,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "samplers/{sampling_session_id}"): Answer(READ),
     ("POST", "asample"): Answer(SAMPLE, body="asample"),
     ("GET", "routed_experts/{sequence_id}"): Answer(READ, own=404),  # a sample without experts
+    ("GET", "weight_versions/{sequence_id}"): Answer(READ),
     ("POST", "client/config"): Answer(READ, other=200),
     ("POST", "client/dynamic_config"): Answer(READ, other=200),
     ("GET", "get_server_capabilities"): Answer(READ, other=200),
@@ -141,6 +142,8 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "/page/{file}"): Answer(OPEN, own=404, other=404),  # no such file
     ("GET", "live/curves/{run}"): Answer(READ),
     ("GET", "live/samples"): Answer(READ, other=200),
+    ("GET", "live/logs"): Answer(ADMIN, other=403),
+    ("GET", "live/datums"): Answer(READ, other=200),
     ("GET", "live/system"): Answer(ADMIN, other=403),
     ("GET", "live/pictures/{digest}"): Answer(READ),
     ("POST", "live/reports"): Answer(TRAIN, body="report"),
@@ -301,7 +304,7 @@ async def _answer(http: httpx.AsyncClient, request: dict[str, Any], headers: dic
 
 async def test_every_rest_route_answers_each_key_as_declared(world: World) -> None:
     assert world.stand.gateway is not None
-    api = build_api(world.stand.gateway.components, world.stand.gateway.settings, asyncio.Event())
+    api = build_api(world.stand.gateway.components, world.stand.gateway.settings, Readiness())
     routes = {
         (method, route.path.removeprefix("/api/v1/"))
         for route in api.routes

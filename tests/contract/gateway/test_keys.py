@@ -3,6 +3,7 @@
 import asyncio
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -227,3 +228,11 @@ async def test_a_key_of_a_narrow_scope_is_refused_in_words_that_the_sdk_prints(s
         return await sessions(stand, key) == "this API key has expired"
 
     await eventually(is_expired)
+
+
+def test_a_scope_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fovea_gateway.access.access_command", "keys", "create", "--owner", "alice"]
+    command += ["--scope", "trian", "--state-dir", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "invalid choice: 'trian' (choose from 'read', 'sample', 'train', 'admin')" in " ".join(ended.stderr.split())

@@ -141,6 +141,19 @@ async def test_what_a_client_tells_is_shown_beside_what_it_is_of(stand: Stand, r
     assert (group["truth"], group["drawn"][0]["reward"]) == ("<script>7</script>", 1.0)
 
 
+async def test_the_last_answers_to_held_out_rows_are_beside_the_curves(rest: Rest) -> None:
+    model_id = await rest.create_model()
+    for number, wrong in ((1, 3), (2, 1)):
+        await _step(rest, model_id, number)
+        answers = {"labels": ["cat", "dog"], "counts": [[4 - wrong, wrong, 0], [0, 3, 1]]}
+        await rest.ok("live/reports", model_id=model_id, metrics={"accuracy": 0.5}, answers=answers)
+    await rest.ok("live/reports", model_id=model_id, metrics={"kl": 0.5})
+    found = (await rest.http.get(f"live/curves/{model_id}")).json()
+    assert found["answers"] == {"step": 2, "labels": ["cat", "dog"], "counts": [[3, 1, 0], [0, 3, 1]]}
+    other = await rest.create_model(1)
+    assert "answers" not in (await rest.http.get(f"live/curves/{other}")).json()
+
+
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
@@ -150,6 +163,11 @@ async def test_what_a_client_tells_is_shown_beside_what_it_is_of(stand: Stand, r
         ({"samples": [{"sequence_id": "a", "reward": "high"}]}, "samples"),
         ({"metrics": {"reward": 1e308}}, "metrics"),
         ({"samples": [{"sequence_id": "a", "reward": -1e300}]}, "samples"),
+        ({"answers": {"labels": ["a", "b"], "counts": [[1, 0, 0]]}}, "answers"),
+        ({"answers": {"labels": ["a"], "counts": [[1]]}}, "answers"),
+        ({"answers": {"labels": ["a"], "counts": [[1, -1]]}}, "answers"),
+        ({"answers": {"labels": ["a" * 65], "counts": [[1, 0]]}}, "answers"),
+        ({"answers": {"labels": [], "counts": []}}, "answers"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )
@@ -319,3 +337,21 @@ async def test_administrators_get_the_figures_of_the_services_over_time(
             assert name != "system"
             if name == "checkpoints":
                 break
+
+
+async def test_a_day_of_the_services_has_the_use_of_gpus_where_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fovea_gateway.fronts.app.SYSTEM_S", 0.1)
+    stand = Stand(tmp_path)
+    stand.trainer.devices = {
+        "memory_used_bytes": 60, "memory_total_bytes": 80, "memory_kind": "gpu", "gpu_utilization": 0.75,
+    }  # fmt: skip
+    async with running(stand), asyncio.timeout(60):
+        assert stand.gateway is not None
+        admin, _ = await stand.gateway.components.keys.create("root", "", Scope.ADMIN, None)
+        async with stand.http(admin) as asking:
+            name = f"gpu_utilization|trainer of {MODEL}"
+            told = await _until(asking, "system", lambda told: name in told["values"])
+            assert (told["values"][name], told["values"][f"gpu_memory|trainer of {MODEL}"]) == (0.75, 60)
+            assert [one for one in told["values"] if one.startswith("gpu_utilization|sampler")] == []

@@ -6,7 +6,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from fovea.wire.errors import SnapshotNotLoaded
-from fovea_gateway.replicas.snapshot_pushes import version_of
+from fovea_gateway.replicas.samplers import version_of
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL
 from tests.contract.gateway.requests import Rest

@@ -35,6 +35,7 @@ def _seed(stand: Stand) -> None:
         values = {
             "gpu_memory|trainer of fovea/fake-vl": 61e9 + 4e9 * wave,
             "gpu_memory|sampler 1 of fovea/fake-vl": 98e9,
+            "gpu_utilization|trainer of fovea/fake-vl": 0.5 + 0.4 * wave,
             "busy|trainer of fovea/fake-vl": 0.3 + 0.5 * wave,
             "busy|samplers of fovea/fake-vl": 0.9 - 0.4 * wave,
             "queue|waiting": 40 * wave,

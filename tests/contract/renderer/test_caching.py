@@ -108,7 +108,7 @@ async def test_bytes_that_differ_from_their_sha256_are_not_held(qwen3_vl: Served
             for piece in pieces:
                 yield piece
 
-        response: renderer_pb2.PutImageResponse = await qwen3_vl.client._send_stream(stub.PutImage, requests(), 10)
+        response: renderer_pb2.PutImageResponse = await qwen3_vl.client._unary(stub.PutImage, requests(), 10)
         return response
 
     with pytest.raises(InvalidInput, match=r"sha256 is .* but the bytes have"):

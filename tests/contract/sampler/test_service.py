@@ -243,15 +243,17 @@ async def test_a_known_image_with_other_tensors(served: Served) -> None:
         await events(served, image_request(feature))
 
 
-async def push(served: Served, snapshot_id: str, digest: str) -> list[sampler_pb2.ReceiveSnapshotResponse]:
-    """Joins the group "g" and pushes an adapter of one tensor."""
+async def push(
+    served: Served, snapshot_id: str, digest: str, kind: weights_pb2.SnapshotKind = weights_pb2.SNAPSHOT_KIND_ADAPTER
+) -> list[sampler_pb2.ReceiveSnapshotResponse]:
+    """Joins the group "g" and pushes a snapshot of one tensor."""
     join = sampler_pb2.JoinTransferGroupRequest(
         group_id="g", master_address="h", master_port=5, rank_offset=1, world_size=2, timeout_s=5
     )
     assert await served.client.join_transfer_group(join) == "instance"
     manifest = weights_pb2.SnapshotManifest(bucket_bytes=9)
     manifest.snapshot.CopyFrom(
-        weights_pb2.Snapshot(snapshot_id=snapshot_id, digest=digest, kind=weights_pb2.SNAPSHOT_KIND_ADAPTER)
+        weights_pb2.Snapshot(snapshot_id=snapshot_id, digest=digest, kind=kind, model_id=snapshot_id.split("@")[0])
     )
     manifest.tensors.add(name="t", dtype="float32", shape=[2])
     asked = sampler_pb2.ReceiveSnapshotRequest(group_id="g", manifest=manifest, timeout_s=5)
@@ -330,3 +332,31 @@ async def test_a_snapshot_whose_numbers_overflow_fails_by_name_and_the_base_mode
     assert len(served.engine.used_names) == 2, "the second request reaches the engine no more"
     assert not served.engine.running
     assert len(await events(served, request())) == 4
+
+
+async def test_a_request_that_follows_its_model_says_who_made_each_token(served: Served) -> None:
+    """A load that fails ends it by name, so that the gateway sends it again."""
+    full = weights_pb2.SNAPSHOT_KIND_FULL
+    await push(served, "m@1", "d", full)
+    wanted = request(max_tokens=40, sample_count=2, snapshot_id="m@1")
+    wanted.follow_updates = True
+    served.engine.stop_at = 20
+    sampling = asyncio.create_task(events(served, wanted))
+    await eventually(lambda: not served.engine.step.is_set())
+    await push(served, "m@2", "d", full)
+    served.engine.step.set()
+    made: list[list[str]] = [[], []]
+    for event in (await sampling)[1:]:
+        made[event.delta.index].append(event.delta.snapshot_id)
+    assert [len(one) for one in made] == [40, 40]
+    assert all(one == sorted(one) and set(one) == {"m@1", "m@2"} for one in made)
+    served.engine.step.clear()
+    wanted.snapshot_id = "m@2"
+    async with aclosing(served.client.sample(wanted, timeout_s=20)) as stream:
+        await anext(stream)
+        served.engine.fail_loading = True
+        with pytest.raises(Unavailable, match="half-loaded"):
+            await push(served, "m@3", "d", full)
+        with pytest.raises(SnapshotNotLoaded, match="loading snapshot 'm@3' failed"):
+            [event async for event in stream]
+    await eventually(lambda: served.engine.running == 0)

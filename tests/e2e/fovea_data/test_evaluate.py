@@ -49,7 +49,10 @@ def test_a_base_model_and_its_untrained_checkpoint_score_alike(stack: Stack, tmp
     assert checkpoint.exit_code == 0, checkpoint.output
     found = [json.loads(one.stdout) for one in (base, checkpoint)]
     assert [one.pop("model") for one in found] == [stack.model_name, path]
+    rows = [[sum(row) for row in one.pop("answers")["counts"]] for one in found]
     assert found[0] == found[1]
+    assert rows[0] == rows[1]
+    assert sum(rows[0]) == 40
     assert (found[0]["kind"], found[0]["rows"], found[0]["failed"]) == ("accuracy", 40, 0)
 
 

@@ -161,13 +161,13 @@ def _be_sampler(options: list[str], environment: dict[str, str], errors: int) ->
 
 def _import(options: list[str]) -> None:
     """Imports what a sampler imports, in the same environment and order."""
-    from fovea.runtime.processes import importing
+    from fovea.runtime.processes import UNUSED, importing
     from fovea_sampler.engine import vllm_launch
     from fovea_sampler.settings import SamplerSettings
 
     sys.argv = ["fovea_sampler", *options]
     vllm_launch.prepare_environment(SamplerSettings.from_command_line("fovea_sampler"))
-    with importing():
+    with importing(*UNUSED):
         from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: F401
 
         from fovea_sampler import vllm_patches

@@ -1,93 +1,86 @@
-"""A real trainer without its launcher: its ranks begin as copies of a process that has imported them.
+"""A real trainer that begins as a copy of a process that has imported what it needs, for six seconds of a processor.
 
-For tests of what a trainer computes and keeps: they wait for no imports, of five seconds of a processor for each rank.
-How a trainer begins and ends is tested with `TrainerProcess`.
+In other folders, `fovea up` starts trainers as programs of their own. Here `TrainerProcess` does, for tests that change
+what Python finds or loads.
 """
 
 import gc
 import multiprocessing
 import os
-import tempfile
-import time
+import signal
+import subprocess
+import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
 
-from fovea.client import TrainerClient
-from fovea.runtime.hosts import free_ports, interface_of
-from fovea.runtime.processes import configure_logging, die_with_parent
-from fovea_trainer.ranks.rank_launcher import RankEnvironment
+from fovea.runtime.processes import die_with_parent
 from fovea_trainer.settings import TrainerSettings
-from tests.e2e.trainer.trainer_process import checkpoints, until_serving
+from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.ranks import PRELOADED
 
 
-class CopiedTrainer:
-    """A trainer on a free port, with the arguments of `python -m fovea_trainer`."""
+class Copy:
+    """A process, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, model_dir: Path, log: Path, *arguments: str) -> None:
-        (self.port,) = free_ports(1)
-        self.address = f"127.0.0.1:{self.port}"
-        self.log = log
-        place = ["--model", str(model_dir), "--port", str(self.port), "--recovery", str(log.parent / "recovery")]
-        command = [*place, *checkpoints(log.parent.parent), *arguments]
-        ranks = TrainerSettings.from_command_line("trainer", command).ranks
-        self._meeting = tempfile.TemporaryDirectory(prefix="fovea-trainer-")
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        context = multiprocessing.get_context("forkserver")
-        log.touch()
-        self._ranks = [
-            context.Process(
-                target=_be_rank,
-                args=(RankEnvironment(rank, ranks, rank, 0, self._meeting.name, 0), command, dict(os.environ), log),
-                daemon=True,
-            )
-            for rank in range(ranks)
-        ]
-        for rank in self._ranks:
-            rank.start()
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self.pid = process.pid or 0
 
-    async def ready(self) -> TrainerClient:
-        """A client, once the trainer serves."""
-        return await until_serving(self.address, self._lives, self.log.read_text)
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.exitcode
 
-    def rank_pids(self) -> list[int]:
-        """Process ids of the ranks, rank 0 first."""
-        return [rank.pid or 0 for rank in self._ranks]
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end; returns the exit status."""
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired(f"trainer {self.pid}", timeout or 0.0)
+        return status
 
-    def stop(self, timeout_s: float = 40.0) -> int:
-        """SIGTERM to all ranks; returns the first bad exit status, if there is one."""
-        for rank in self._ranks:
-            rank.terminate()
-        give_up_at = time.monotonic() + timeout_s
-        for rank in self._ranks:
-            rank.join(max(0.0, give_up_at - time.monotonic()))
-        self.kill()
-        return next((rank.exitcode for rank in self._ranks if rank.exitcode), 0)
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM, unless the process has ended."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to all ranks that there are."""
-        for rank in self._ranks:
-            rank.kill()
-            rank.join()
-        self._meeting.cleanup()
-
-    def _lives(self) -> bool:
-        return all(rank.is_alive() for rank in self._ranks)
+        """Sends SIGKILL, unless the process has ended."""
+        self.send_signal(signal.SIGKILL)
 
 
-def _be_rank(rank_env: RankEnvironment, command: list[str], environment: dict[str, str], log: Path) -> None:
-    """What `fovea_trainer.__main__` does for a rank."""
-    from fovea_trainer.trainer_process import follower_process, leader_process
+class CopiedTrainer(TrainerProcess):
+    """A trainer on a free port, with the arguments of `python -m fovea_trainer`."""
+
+    def _start(self, arguments: list[str]) -> Copy:
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        self.log.write_text("")
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_be_launcher, args=(arguments, dict(os.environ), self.log), daemon=True
+        )
+        process.start()
+        return Copy(process)
+
+
+def _be_launcher(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """Runs the program `python -m fovea_trainer` in this copy of the process."""
+    from fovea_trainer.__main__ import main
 
     gc.freeze()
     die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ |= environment | rank_env.to_environ()
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of("127.0.0.1") or "lo"
-    settings = TrainerSettings.from_command_line("trainer", command)
-    torch.set_num_threads(settings.threads)  # the launcher says so to OpenMP, which has begun here
-    configure_logging("trainer" if rank_env.rank == 0 else f"trainer{rank_env.rank}", settings.log_level)
-    leader_process(settings, rank_env) if rank_env.rank == 0 else follower_process(settings, rank_env)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["fovea_trainer", *arguments]
+    # The launcher names the number to OpenMP, which has begun here.
+    torch.set_num_threads(TrainerSettings.from_command_line("trainer").threads)
+    # multiprocessing lets no daemon have children; this one ends with its test's process, and its children with it.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    main()

@@ -21,7 +21,7 @@ from fovea_gateway.database.schema import REVISION
 from tests.contract.gateway.conftest import Stand
 from tests.contract.gateway.requests import Rest
 from tests.contract.gateway.test_process import Process
-from tests.e2e.trainer.trainer_process import TrainerProcess
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.postgresql import Server, find_programs
 from tests.waiting import eventually
 
@@ -40,7 +40,7 @@ class Site:
         """Starts both, yields a client without a session, and stops both as SIGTERM does."""
         folders = [argument for name in _FILES for argument in (f"--{name}", str(self.folder / name))]
         await self._stand.start_fakes()
-        trainer = TrainerProcess(fovea_tinyvlm.ensure("qwen3"), self.folder / "trainer.log", *folders)
+        trainer = CopiedTrainer(fovea_tinyvlm.ensure("qwen3"), self.folder / "trainer.log", *folders)
         gateway = Process(self._stand)
         try:
             async with await trainer.ready():

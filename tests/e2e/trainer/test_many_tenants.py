@@ -30,6 +30,7 @@ T = TypeVar("T")
 TENANTS, STEPS, KILL_AFTER = 12, 8, 4
 LORA = weights_pb2.LoraConfig(rank=8, seed=3, train_attention=True, train_mlp=True, train_unembedding=True)
 BYTES_PER_S, BOUND_MIB, DEVICE_MIB = 2_000_000, 1, 3
+AT_START_BYTES = 2**20
 
 
 @dataclass
@@ -90,17 +91,16 @@ class Tenant:
 
 @asynccontextmanager
 async def slow_disk(folder: Path) -> AsyncIterator[None]:
-    """Lets a `credit://` disk write so many bytes a second."""
+    """Lets a `credit://` disk write so many bytes a second, from now on."""
     credit, begun = folder / "credit", time.monotonic()
 
     async def grant() -> None:
         while True:
             aside = credit.with_suffix(".new")
-            aside.write_text(str(int((time.monotonic() - begun) * BYTES_PER_S)))
+            aside.write_text(str(AT_START_BYTES + int((time.monotonic() - begun) * BYTES_PER_S)))
             aside.replace(credit)
             await asyncio.sleep(0.02)
 
-    credit.write_text("0")
     granting = asyncio.create_task(grant())
     yield
     granting.cancel()
@@ -144,9 +144,10 @@ async def test_killed_while_storage_is_behind_and_models_are_away_nothing_is_los
         *("--model-memory-mib", str(DEVICE_MIB), "--recovery-most-lag-s", "2", "--metrics-port", str(metrics_port)),
     )
     tenants = [Tenant(f"m{number}", number, images) for number in range(TENANTS)]
-    async with slow_disk(tmp_path):
-        first = trainer("first", *options)
-        client = await first.ready()
+    (tmp_path / "credit").write_text(str(AT_START_BYTES))
+    first = trainer("first", *options)
+    client = await first.ready()
+    async with slow_disk(tmp_path):  # a slow start earns no credit, with which storage would keep up
         for tenant in tenants:
             await client.create_model(tenant.model_id, LORA)
         training = asyncio.gather(*(tenant.train(client, KILL_AFTER) for tenant in tenants))

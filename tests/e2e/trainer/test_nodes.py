@@ -17,8 +17,8 @@ from fovea.client import TrainerClient
 from fovea.runtime.hosts import free_ports
 from fovea.wire.errors import Unavailable
 from tests.e2e.trainer.conftest import Bench, adam
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.examples import datum, datums_of, header, logprobs_of, text
-from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.e2e.trainer.two_nodes import TwoNodes
 from tests.processes import survivors
 
@@ -104,9 +104,9 @@ async def test_told_to_stop_while_it_waits_for_others(qwen3_vl: Bench, tmp_path:
     assert await asyncio.to_thread(node.stop, WAIT_S) == 0, node.log.read_text()
 
 
-def _lone_node(bench: Bench, folder: Path, node: int, port: int, timeout_s: str) -> TrainerProcess:
+def _lone_node(bench: Bench, folder: Path, node: int, port: int, timeout_s: str) -> CopiedTrainer:
     place = ["--nodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return TrainerProcess(bench.model_dir, folder / "node.log", *place, "--rendezvous-timeout-s", timeout_s)
+    return CopiedTrainer(bench.model_dir, folder / "node.log", *place, "--rendezvous-timeout-s", timeout_s)
 
 
 def _listens(port: int) -> bool:

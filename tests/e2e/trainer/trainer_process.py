@@ -2,19 +2,33 @@
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
+
+import psutil
 
 from fovea.client import TrainerClient
 from fovea.runtime.hosts import free_ports
 
 ROOT = Path(__file__).parents[3]
 START_TIMEOUT_S = 120.0
+
+
+class Launched(Protocol):
+    """The methods of a launcher's `subprocess.Popen` that tests use."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 class TrainerProcess:
@@ -24,18 +38,17 @@ class TrainerProcess:
         (self.port,) = free_ports(1)
         self.address = f"127.0.0.1:{self.port}"
         self.log = log
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "fovea_trainer", "--model", str(model_dir), "--port", str(self.port)]
+        place = ["--model", str(model_dir), "--port", str(self.port)]
         most = () if "--ranks" in arguments else ("--ranks", str(ranks))
         recovery = () if "--recovery" in arguments else ("--recovery", str(log.parent / "recovery"))
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, *most, *checkpoints(log.parent.parent), *recovery, *arguments],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self.process = self._start([*place, *most, *checkpoints(log.parent.parent), *recovery, *arguments])
+
+    def _start(self, arguments: list[str]) -> Launched:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-m", "fovea_trainer", *arguments]
+        with self.log.open("w") as output:
+            return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     async def ready(self) -> TrainerClient:
         """A client, once the trainer serves."""
@@ -43,20 +56,22 @@ class TrainerProcess:
 
     def rank_pids(self) -> list[int]:
         """Process ids of the ranks, rank 0 first."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        by_rank = {}
-        for pid in map(int, children):
-            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-            found = re.search(r"(?:^|\0)RANK=(\d+)", environment)
-            if found:
-                by_rank[int(found.group(1))] = pid
-        return [by_rank[rank] for rank in sorted(by_rank)]
+        named = [(child.name().partition("trainer-rank"), child.pid) for child in self._children()]
+        return [pid for _, pid in sorted((int(rank), pid) for (_, found, rank), pid in named if found)]
+
+    def _children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
 
     def stop(self, timeout_s: float = 40.0) -> int:
         """SIGTERM; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher, with which its ranks end."""
+        self.process.kill()
+        self.process.wait()
 
 
 async def until_serving(address: str, lives: Callable[[], bool], said: Callable[[], str]) -> TrainerClient:

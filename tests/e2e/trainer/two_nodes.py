@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 
 from fovea.runtime.hosts import free_ports
-from tests.e2e.trainer.trainer_process import TrainerProcess
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 
 
 class TwoNodes:
@@ -15,7 +15,7 @@ class TwoNodes:
         (port,) = free_ports(1)
         meeting = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
         self.leader, self.follower = (
-            TrainerProcess(
+            CopiedTrainer(
                 model_dir,
                 folder / f"node-{node}.log",
                 *[*meeting, "--node-rank", str(node), "--metrics-port", "0", *arguments],
@@ -36,5 +36,4 @@ class TwoNodes:
     def kill(self) -> None:
         """Ends the launchers, and with them their ranks."""
         for node in (self.leader, self.follower):
-            node.process.kill()
-            node.process.wait()
+            node.kill()

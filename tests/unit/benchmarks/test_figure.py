@@ -1,11 +1,15 @@
 """A figure's line."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import benchmarks.figure
 from benchmarks.figure import emit, quantile
+
+RESULTS = Path(benchmarks.figure.__file__).parent / "results"
 
 
 def test_quantiles_are_numpys() -> None:
@@ -23,3 +27,10 @@ def test_a_line_has_value_reference_and_ratio(capsys: pytest.CaptureFixture[str]
     assert line["sizes"] == {"in_flight": 8}
     assert line["machine"]["cores"] > 0
     assert line["versions"]["grpcio"]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_line_of_the_results_names_its_figure(path: Path) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines
+    assert all(line["figure"] for line in lines)

@@ -3,8 +3,8 @@
 from itertools import pairwise
 from pathlib import Path
 
-from chaos.faults import Fault, Happened, brief_deck, deck, plan, read_log, write_log
-from chaos.stack import LINKS, TARGETS
+from chaos.faults import Fault, Happened, brief_deck, deck, plan, read_log, shards_deck, write_log
+from chaos.stack import GATEWAYS, LINKS, TARGETS
 
 CARDS = deck(disk=True, machine=True)
 
@@ -18,6 +18,13 @@ def test_every_fault_that_there_is_is_made() -> None:
     made = {(fault.kind, fault.target) for fault in plan(7, len(CARDS), CARDS, 5.0)}
     assert made == set(CARDS)
     assert {target for _, target in made} == {*TARGETS, *LINKS, "disk"}
+
+
+def test_with_shards_each_gateway_and_the_router_are_disturbed() -> None:
+    more = set(deck(disk=True, machine=True, shards=True)) - set(CARDS)
+    every = {(kind, target) for kind in ("kill", "terminate", "stop") for target in GATEWAYS}
+    assert more == {card for card in every if card[1] != "gateway"}
+    assert every < set(shards_deck())
 
 
 def test_some_come_in_pairs_and_the_others_apart() -> None:

@@ -116,6 +116,14 @@ def test_a_setting_that_is_replaced_is_told_with_the_run(here: Situation) -> Non
     assert told == "num_substeps=2 instead of 1 (C118 is about substeps)"
 
 
+@pytest.mark.parametrize("recipe", [one for one in RECIPES if one.program and not one.after], ids=lambda one: one.name)
+def test_a_client_environment_finds_our_programs(recipe: Recipe, here: Situation) -> None:
+    """It has no packages of Fovea, so it imports them from the command's path."""
+    command = recipe.commands(here)[-1]
+    assert command.path is not None
+    assert (command.path / command.module.replace(".", "/")).with_suffix(".py").exists()
+
+
 @pytest.mark.parametrize("name", ["loss_fn", "temperature", "top_p"])
 def test_no_recipe_runs_with_another_loss_or_sampling(name: str) -> None:
     """The check that changed the loss of the script under check hid that Fovea refused the script's own."""

@@ -320,3 +320,18 @@ def test_every_pod_has_time_to_drain(manifests: list[Manifest]) -> None:
         (drain,) = [int(item["value"]) for item in service["env"] if item["name"].endswith("_DRAIN_S")]
         before = service.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         assert pod["spec"]["terminationGracePeriodSeconds"] >= before + 2 * drain + 20
+
+
+def test_the_gateway_reads_variables_from_secrets(chart: Chart) -> None:
+    """Its own secret does not reach other services, and comes after the bucket's, so it overrides those."""
+    bucket = ["--set", "checkpoints.secret=bucket,checkpoints.url=s3://b/f"]
+    both = pods(chart.manifests(*bucket, "--set", "gateway.envSecret=sign-in"))
+    names = {
+        name: [each["secretRef"]["name"] for each in container(pod).get("envFrom", [])] for name, pod in both.items()
+    }
+    assert names["fovea-gateway"] == ["bucket", "sign-in"]
+    assert names["fovea-trainer"] == ["bucket"]
+    assert names["fovea-sampler"] == names["fovea-renderer"] == []
+    alone = pods(chart.manifests("--set", "gateway.envSecret=sign-in"))
+    assert container(alone["fovea-gateway"])["envFrom"] == [{"secretRef": {"name": "sign-in"}}]
+    assert "envFrom" not in container(pods(chart.manifests())["fovea-gateway"])

@@ -56,8 +56,8 @@ def known_series() -> dict[str, set[str]]:
     for module in MODULES:
         known |= shown_by(module)
     gpu: GaugeMetricFamily
-    (gpu,) = GpuMemory(lambda: []).describe()
-    known[gpu.name] = {"device", "kind"}
+    for gpu in GpuMemory(lambda: []).describe():
+        known[gpu.name] = set(gpu._labelnames)
     (loggers,) = [path for name in VLLM for path in files(name) or () if str(path) == "vllm/v1/metrics/loggers.py"]
     for name in re.findall(r'name="(vllm:[a-z_]+)"', loggers.read_text()):
         known[name] = {"model_name", "engine"}

@@ -122,7 +122,7 @@ def _helps() -> dict[tuple[str, ...], str]:
     """The help of each program behind `fovea`, and of its subcommands, from one process."""
     subcommands = {"fovea keys": ("create", "list", "revoke", "expire"), "fovea owners": ("list", "set")}
     asked = {
-        (name, *more): [PROGRAMS[name][0], [*PROGRAMS[name][1], *more]]
+        (name, *more): [PROGRAMS[name].module, [*PROGRAMS[name].arguments, *more]]
         for name in PROGRAMS
         for more in ((), *((one,) for one in subcommands.get(name, ())))
     }

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fovea.cli.state_folder import ServiceLog, StateFolder, log_folder
+from fovea.runtime.credentials import REMOVED, Redactor, is_secret_name
 from fovea_doctor import findings
-from fovea_doctor.redaction import REMOVED, Redactor, is_secret_name
 
 SECRETS = {
     "FOVEA_SERVICE_SECRET": "a-service-secret-0123456789",

@@ -3,14 +3,19 @@
 import json
 import math
 import pathlib
+from dataclasses import asdict
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+import tinker
 from PIL import Image
 
 from fovea.wire.errors import InvalidInput, NotFound
+from fovea_data.answer_counts import AnswerCounts
 from fovea_data.evaluate import Report, measure, read_sources
+from fovea_data.served_limits import error_words
 from fovea_rollout import Answer, Message, RolloutSettings, SamplingSettings, Step
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 
@@ -48,7 +53,16 @@ async def test_chats_have_an_accuracy_and_its_standard_error(tmp_path: pathlib.P
     report = await seen(path, lambda _: " a|")
     assert (report.kind, report.mean, report.rows, report.failed) == ("accuracy", 0.75, 8, 0)
     assert report.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 7))
-    assert str(report) == "accuracy 0.7500 ± 0.1637, 8 rows"
+    assert report.answers == AnswerCounts(("a", "b"), ((6, 0, 0), (2, 0, 0)))
+    assert str(report) == "accuracy 0.7500 ± 0.1637, 8 rows\n  a: 6 of 6 right\n  b: 0 of 2 right, 2 as a"
+    assert json.loads(json.dumps(asdict(report)))["answers"] == {"labels": ["a", "b"], "counts": [[6, 0, 0], [2, 0, 0]]}
+
+
+async def test_a_row_that_failed_is_in_no_count_of_answers(tmp_path: pathlib.Path) -> None:
+    rows = [{"prompt": "?" * (99 if n == 1 else 1), "completion": "ab"[n % 2]} for n in range(6)]
+    report = await seen(chats(tmp_path / "c.jsonl", *rows), lambda _: "c|")
+    assert (report.rows, report.failed) == (5, 1)
+    assert report.answers == AnswerCounts(("a", "b"), ((0, 0, 3), (0, 0, 2)))
 
 
 async def test_a_folders_classes_are_its_answers(tmp_path: pathlib.Path) -> None:
@@ -68,6 +82,7 @@ async def test_records_have_a_reward_and_their_environments_metrics(tmp_path: pa
     assert (report.kind, report.mean) == ("reward", pytest.approx(2 / 3))
     assert report.standard_error == pytest.approx(np.std([0, 2, 0], ddof=1) / math.sqrt(3))
     assert report.metrics == {"length": pytest.approx(4 / 3)}
+    assert report.answers is None
 
 
 async def test_broken_and_too_long_rows_are_counted_named_and_left_out(tmp_path: pathlib.Path) -> None:
@@ -96,7 +111,19 @@ def test_a_limit_spreads_over_the_data(tmp_path: pathlib.Path) -> None:
 def test_other_files_and_missing_ones_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(NotFound):
         read_sources(tmp_path / "chats.csv")
+    (tmp_path / "labels.csv").write_text("image,label\n")
+    with pytest.raises(InvalidInput, match=r"labels.csv is a file: give a folder"):
+        read_sources(tmp_path / "labels.csv")
     with pytest.raises(NotFound):
         read_sources(tmp_path / "chats.jsonl")
     with pytest.raises(InvalidInput, match=":1: the line is not JSON"):
         read_sources(chats(tmp_path / "broken.jsonl", "{"))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"), [({"detail": "it is not served", "reason": "NOT_FOUND"}, "it is not served"), ("busy", "404")]
+)
+def test_a_refused_request_is_told_in_the_servers_sentence(body: object, words: str) -> None:
+    response = httpx.Response(404, request=httpx.Request("GET", "http://127.0.0.1"))
+    assert error_words(tinker.NotFoundError("404", response=response, body=body)) == words
+    assert error_words(InvalidInput("rows is empty")) == "rows is empty"

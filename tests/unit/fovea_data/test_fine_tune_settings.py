@@ -8,7 +8,7 @@ import pytest
 
 from fovea.wire.errors import InvalidInput
 from fovea_data import FineTuneSettings
-from fovea_data.fine_tune_state import FineTuneState
+from fovea_data.fine_tune_progress import FineTuneState
 
 
 def test_a_state_keeps_the_best_loss_to_the_bit(tmp_path: pathlib.Path) -> None:

@@ -83,7 +83,7 @@ def film() -> bytes:
     ("value", "message"),
     [
         (PNG[:40], "rows:3 cannot be read as a picture"),
-        (b"not a picture", "rows:3 cannot be read as a picture"),
+        (b"not a picture", "rows:3 cannot be read as a picture: cannot identify image file$"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "rows:3 is a HEIC file, which Pillow cannot read: convert it to JPEG"),
         (film(), "rows:3 is animated: give one of its 2 frames"),
         ("missing.png", "rows:3: .*No such file"),

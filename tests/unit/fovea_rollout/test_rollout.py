@@ -191,6 +191,8 @@ async def test_who_cannot_be_made_is_recorded() -> None:
         (Step(reward=1e308), "step().reward is 1e+308; it must be a finite number of at most 1e+30"),
         (Step(metrics={"x": float("inf")}), "step().metrics['x'] is inf"),
         (Step([{"role": "nobody", "content": "x"}]), "step().messages[0].role is 'nobody'"),
+        (Step(reward=0.5), "step().messages is empty: set is_done=True, or ask again"),
+        (Step("again"), "step().messages is a str; give a list of messages"),  # type: ignore[arg-type]
     ],
 )
 async def test_a_step_of_another_shape_is_named(step: Any, words: str) -> None:

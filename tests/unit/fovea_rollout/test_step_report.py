@@ -74,7 +74,8 @@ def test_a_report_is_printed_in_one_line() -> None:
     seconds = {"rollout": 1.4, "train": 2.0}
     report = step_report(6, groups, TrainingBatch([]), [], seconds, FourTokenPictures(), 1.0, seen)
     assert str(report) == (
-        "step 7: reward 0.500, held out 0.750, signal 0%, lag 0, nothing to train on, 3 s, "
+        "step 7: reward 0.500, held out 0.750, signal 0% (each group's rewards are equal: without the right format "
+        "in any answer, begin with warm_up), lag 0, nothing to train on, 3 s, "
         "1 of 2 rollouts failed, the first in step: OSError: no display"
     )
     assert len(repr(report)) < 1000, "without the tokens of all rollouts"

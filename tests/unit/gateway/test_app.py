@@ -5,12 +5,12 @@ import socket
 import pytest
 from pydantic import ValidationError
 
-from fovea_gateway.fronts.app import _listen
+from fovea_gateway.http.connections import listen
 from fovea_gateway.settings import GatewaySettings
 
 
 def test_answers_do_not_wait_for_an_ack() -> None:
-    with _listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY on such sockets only"
 
 

@@ -9,6 +9,7 @@ import pytest
 import fovea_tinyvlm
 from benchmarks import family_shapes, shapes
 from fovea_plan.trainer_plan import TrainerPlan
+from fovea_trainer.model.fused_layers import stream_dtype
 from fovea_trainer.model.lora import LoraSettings
 from fovea_trainer.settings import TrainerSettings
 
@@ -26,6 +27,9 @@ NOT_PLANNED = {
 }
 """Files of which the settings are unknown, or the code was another."""
 
+
+BEFORE_WIDE_STREAMS = "2026-11-29"
+"""The date since which families of Llama's kind keep the inputs of norms in float32."""
 
 MISSED = {"qwen3_vl-30b-a3b": 0.2}
 """Shapes that miss a tenth, with the bound that they keep. The trainer counts more for experts than kernels retain."""
@@ -70,6 +74,17 @@ def _write_qwen3_vl(shape: str, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def _is_old(name: str) -> bool:
+    return name.removesuffix(".jsonl")[-10:] < BEFORE_WIDE_STREAMS
+
+
+def _streams_bytes(plan: TrainerPlan, tokens: int) -> int:
+    """The two bytes for each number by which the inputs of two norms a layer are larger than at the measurement."""
+    text = plan.config.get_text_config()
+    widened = stream_dtype(text.model_type, plan.dtype).itemsize - plan.dtype.itemsize
+    return int(tokens * text.num_hidden_layers * 2 * text.hidden_size * widened)
+
+
 @pytest.mark.slow
 def test_peaks_are_within_a_tenth(plans: dict[str, TrainerPlan]) -> None:
     rows = []
@@ -81,7 +96,8 @@ def test_peaks_are_within_a_tenth(plans: dict[str, TrainerPlan]) -> None:
         batches = -(-sizes["tokens"] // training.budgets.tokens)
         patches = 0 if lora else -(-sizes["images"] // batches) * PATCHES
         planned = plan.peak_bytes(training, training.budgets.tokens, patches) / GIB
-        rows.append((name, sizes["shape"], sizes["rank"], line["value"], planned, planned / line["value"] - 1))
+        peak = line["value"] + (_streams_bytes(plan, training.budgets.tokens) / GIB if _is_old(name) else 0.0)
+        rows.append((name, sizes["shape"], sizes["rank"], peak, planned, planned / peak - 1))
     table = "\n".join(f"{n} {s} rank {r}: {m:.1f} GiB, planned {p:.1f}, {d:+.1%}" for n, s, r, m, p, d in rows)
     print(table)
     assert len(rows) >= 10

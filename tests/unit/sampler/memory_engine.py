@@ -9,7 +9,7 @@ import numpy as np
 from fovea.api.v1 import sampler_pb2, weights_pb2
 from fovea.wire.errors import InvalidInput, NotFinite, Unavailable
 from fovea.wire.tensors import FeatureTensors
-from fovea_sampler.engine_api import AdapterName, AltRows, Delta, Event, PromptResult, SampleSpec
+from fovea_sampler.engine_api import AdapterName, AltRows, Delta, Event, Finish, PromptResult, SampleSpec
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -45,7 +45,11 @@ class MemoryEngine:
         self.digests: dict[str, str] = {}
         self.full = "base"
         self.running = 0
+        self.pinned = 0
+        """Running sequences whose weights must not change."""
         self.fail_loading = False
+        self.stop_at: int | None = None
+        """The token before which `step` is cleared, once."""
         self.overflowing: set[str] = set()
         """Digests of adapters whose log-probabilities are NaN after the first token."""
         self.step = asyncio.Event()
@@ -66,18 +70,25 @@ class MemoryEngine:
             if adapter.name not in self.adapters:
                 raise Unavailable(f"adapter {adapter.name} is gone")
         self.running += 1
+        self.pinned += not spec.request.follow_updates
         try:
             yield facts_of(spec)
             for number in range(spec.params.max_tokens):
+                if number == self.stop_at:
+                    self.stop_at = None
+                    self.step.clear()
                 await self.step.wait()
                 await asyncio.sleep(0)
                 if number and adapter is not None and self.adapters[adapter.name] in self.overflowing:
                     raise NotFinite("log-probabilities of the sampled tokens are NaN or infinite")
                 token = np.asarray([spec.tokens[number % len(spec.tokens)] + index], dtype=np.int32)
                 last = number + 1 == spec.params.max_tokens
-                yield Delta(index, token, np.asarray([-1.0], np.float32), None, "length" if last else None)
+                maker = None if adapter is not None or self.full == "base" else self.full
+                finish: Finish | None = "length" if last else None
+                yield Delta(index, token, np.asarray([-1.0], np.float32), None, finish, snapshot_id=maker)
         finally:
             self.running -= 1
+            self.pinned -= not spec.request.follow_updates
 
     async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
         """Nobody listens on port 1."""
@@ -131,7 +142,7 @@ class MemoryEngine:
 
     async def load_full(self, task_id: str, version: str) -> float:
         """Loads, in two steps."""
-        assert not self.running, "weights changed under a request"
+        assert not self.pinned, "weights changed under a request"
         if self.fail_loading:
             raise Unavailable("half-loaded")
         self.full = "?"

@@ -67,6 +67,10 @@ async def test_a_message_is_a_chat() -> None:
     assert (chat.max_completion_tokens, chat.stop, chat.top_k, chat.stream) == (9, ["END"], 3, True)
 
 
+async def test_a_message_may_list_no_tools() -> None:
+    assert not (await message(tools=[])).tools
+
+
 async def test_a_message_with_images_and_tools_is_a_chat() -> None:
     turns: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "What?", "cache_control": {}}, PICTURE]},

@@ -37,7 +37,9 @@ def read(**more: Any) -> Any:
         ("functions", [], [{"name": "f"}]),
         ("function_call", "none", {"name": "f"}),
         ("prompt_cache_key", "mine", 1),
+        ("prompt_cache_retention", "24h", "a week"),
         ("safety_identifier", "mine", 1),
+        ("verbosity", "medium", "low"),
     ],
 )
 def test_a_field_that_asks_for_nothing_is_taken(name: str, idle: Any, asking: Any) -> None:

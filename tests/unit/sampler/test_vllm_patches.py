@@ -7,6 +7,7 @@ against is compared instead.
 import ast
 import hashlib
 import importlib.util
+import inspect
 import math
 import pkgutil
 import re
@@ -30,6 +31,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -52,6 +54,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -59,6 +62,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from fovea.runtime.hosts import interface_of
 from fovea_sampler import vllm_patches
 from fovea_sampler.vllm_patches import (
+    draws,
     fresh_blocks,
     kernels_cpu,
     lora_memory,
@@ -89,6 +93,8 @@ WRITTEN_AGAINST = {
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": "ac43ccfaa22654cd",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": "38db4d83ca9a5cd4",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": "d78ca68bb42e6278",
+    "vllm.v1.worker.gpu_worker:Worker.load_model": "af77cf06693df999",
+    "vllm.model_executor.custom_op:CustomOp.forward": "fcb6490e1a777f42",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "141d17cea9b15596",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "a7d9800e11e0c9b7",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": "8bbaa064e94ac8b5",
@@ -212,6 +218,14 @@ def test_vllm_still_makes_room_for_one_image_in_gemma_4_s_tower() -> None:
     assert found == [2520, 2520]
 
 
+def test_vllm_still_needs_float32_residual(one_worker: VllmConfig) -> None:
+    """It rounds the sum to the dtype of the model."""
+    x, residual = torch.randn(2, 4, 16).bfloat16()
+    assert RMSNorm(16, dtype=torch.bfloat16)(x, residual)[1].dtype == torch.bfloat16
+    unchanged("vllm.v1.worker.gpu_worker:Worker.load_model")
+    unchanged("vllm.model_executor.custom_op:CustomOp.forward")
+
+
 def test_vllm_still_needs_image_attention_cpu() -> None:
     unchanged("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build")
     assert "mm_req_doc_ranges" not in file_of("vllm.v1.attention.backends.cpu_attn").read_text()
@@ -281,6 +295,11 @@ def test_vllm_still_needs_experts_cpu() -> None:
 def test_vllm_still_needs_grammar_budget() -> None:
     unchanged("vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar")
     unchanged("vllm.sampling_params:SamplingParams._validate_structured_outputs")
+
+
+def test_vllm_still_collects_garbage_as_an_engine_ends() -> None:
+    assert "cleanup_dist_env_and_memory()" in source("vllm.v1.engine.core:EngineCore.shutdown")
+    assert "gc.collect()" in source("vllm.distributed.parallel_state:cleanup_dist_env_and_memory")
 
 
 def test_vllm_still_needs_kernels_cpu() -> None:
@@ -530,3 +549,13 @@ def test_the_scheduler_names_new_blocks_of_every_model() -> None:
         assert issubclass(config.scheduler_config.scheduler_cls, AsyncScheduler) is is_async
     assert issubclass(routed_experts.ExpertRowsScheduler, scheduler["False"])
     assert issubclass(routed_experts.AsyncExpertRowsScheduler, scheduler["True"])
+
+
+def test_vllm_still_needs_weight_versions() -> None:
+    """By itself it says who made the tokens in a sequence's last output only."""
+    make = RequestState._new_completion_output
+    source = inspect.getsource(getattr(make, "__wrapped__", make))
+    assert "weight_versions=self._weight_version_spans() if finished else None" in source
+    draws.state_versions()
+    draws.state_versions()
+    assert RequestState._new_completion_output.__wrapped__.__module__ == RequestState.__module__

@@ -46,10 +46,12 @@ class Sampler:
         timeout_s: float = 5,
         group: str = "g",
         size_bytes: int = SIZE_BYTES,
+        model_id: str = "",
     ) -> list[Ready | Loaded]:
         """Joins and receives."""
         await self.pushes.join(meeting(group))
         announced = manifest(snapshot_id, kind, digest, size_bytes)
+        announced.snapshot.model_id = model_id
         return [phase async for phase in self.pushes.receive(group, announced, timeout_s)]
 
 
@@ -525,3 +527,47 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_no_trace() -> N
     assert order.begun[2:] == ["e"]
     assert waiting() == 0
     await order.end("e")
+
+
+async def test_newer_full_weights_go_under_requests_that_follow_their_model() -> None:
+    """Another model's wait for them, and any wait for a request that names exactly its own."""
+    sampler, lost = Sampler(), list[Exception]()
+    await sampler.push("m@1", FULL, model_id="m")
+    async with sampler.weights.use("m@1", lost.append):
+        await sampler.push("m@2", FULL, model_id="m")
+        assert sampler.weights.resident_snapshot_id == "m@2"
+        async with sampler.weights.use("m@2"):
+            with pytest.raises(DeadlineExceeded, match="requests in flight"):
+                await sampler.push("m@3", FULL, model_id="m", timeout_s=0.05)
+        with pytest.raises(DeadlineExceeded, match="requests in flight"):
+            await sampler.push("n@1", FULL, model_id="n", timeout_s=0.05)
+        await sampler.push("m@3", FULL, model_id="m")
+    await sampler.push("n@1", FULL, model_id="n")
+    assert sampler.weights.resident_snapshot_id == "n@1"
+    assert not lost
+
+
+async def test_nothing_follows_the_base_model_or_an_adapter() -> None:
+    sampler = Sampler()
+    await sampler.push("a@1")
+    for snapshot_id in ("", "a@1"):
+        async with sampler.weights.use(snapshot_id, pytest.fail):
+            with pytest.raises(DeadlineExceeded, match="requests in flight"):
+                await sampler.push("m@1", FULL, model_id="m", timeout_s=0.05)
+
+
+async def test_requests_that_follow_end_when_loading_fails_and_begin_again_after_the_next_push() -> None:
+    sampler, lost = Sampler(), list[Exception]()
+    await sampler.push("m@1", FULL, model_id="m")
+    async with sampler.weights.use("m@1", lost.append):
+        sampler.engine.fail_loading = True
+        with pytest.raises(Unavailable, match="half-loaded"):
+            await sampler.push("m@2", FULL, model_id="m")
+        (error,) = lost
+        assert isinstance(error, SnapshotNotLoaded)
+        assert "loading snapshot 'm@2' failed" in error.message
+    sampler.engine.fail_loading = False
+    await sampler.push("m@2", FULL, model_id="m")
+    async with sampler.weights.use("m@2", lost.append):
+        pass
+    assert len(lost) == 1

@@ -8,10 +8,10 @@ from fovea_trainer.settings import TrainerSettings
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--nodes 2 --node-rank 2 --master-addr a", "--node-rank: Value error, 2 is not below --nodes, 2"),
-        ("--node-rank 1", "--node-rank: Value error, 1 is not below --nodes, 1"),
-        ("--nodes 2", "--master-addr: Value error, --nodes is 2; set the address at which they reach node 0"),
-        ("--ranks 2 --expert-parallel 3", "--expert-parallel: Value error, 3 does not divide --ranks, 2"),
+        ("--nodes 2 --node-rank 2 --master-addr a", "--node-rank: 2 is not below --nodes, 2"),
+        ("--node-rank 1", "--node-rank: 1 is not below --nodes, 1"),
+        ("--nodes 2", "--master-addr: --nodes is 2; set the address at which they reach node 0"),
+        ("--ranks 2 --expert-parallel 3", "--expert-parallel: 3 does not divide --ranks, 2"),
         ("--expert-parallel 0", "--expert-parallel: Input should be greater than or equal to 1"),
         ("--nodes 0", "--nodes: Input should be greater than or equal to 1"),
         ("--nodes 2 --master-addr a --master-port 0", "--master-port: Input should be greater than or equal to 1"),

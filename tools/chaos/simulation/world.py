@@ -23,6 +23,7 @@ from chaos.simulation.network import HttpAnswer, Network, ask_app
 from fovea_gateway.fronts.app import Upkeep
 from fovea_gateway.fronts.components import Components
 from fovea_gateway.fronts.rest_app import build_api
+from fovea_gateway.http.endpoint import Readiness
 from fovea_gateway.settings import GatewaySettings
 
 logger = logging.getLogger("world")
@@ -163,7 +164,7 @@ class World:
 
     def _start_gateway(self, process: Process) -> None:
         settings = self._settings
-        ready = asyncio.Event()
+        ready = Readiness()
         components = self.components = Components(settings, on_superseded=lambda: None)
         self._upkeep = Upkeep(settings, components, ready)
         self._app = build_api(components, settings, ready)

@@ -37,7 +37,7 @@ class GetSamplerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSamplerInfoResponse(_message.Message):
-    __slots__ = ("model", "instance_id", "max_context_length", "max_sample_count", "max_top_logprobs", "max_lora_rank", "resident_snapshot_id", "adapter_snapshot_ids", "transfer_backend", "transfer_worker_count", "dtype", "version", "max_batched_adapters", "adapter_memory_bytes", "model_files", "max_sequences", "memory_used_bytes", "memory_total_bytes", "memory_kind", "waiting_for_slot")
+    __slots__ = ("model", "instance_id", "max_context_length", "max_sample_count", "max_top_logprobs", "max_lora_rank", "resident_snapshot_id", "adapter_snapshot_ids", "transfer_backend", "transfer_worker_count", "dtype", "version", "max_batched_adapters", "adapter_memory_bytes", "model_files", "max_sequences", "memory_used_bytes", "memory_total_bytes", "memory_kind", "waiting_for_slot", "gpu_utilization")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class GetSamplerInfoResponse(_message.Message):
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_SLOT_FIELD_NUMBER: _ClassVar[int]
+    GPU_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     instance_id: str
     max_context_length: int
@@ -85,7 +86,8 @@ class GetSamplerInfoResponse(_message.Message):
     memory_total_bytes: int
     memory_kind: str
     waiting_for_slot: int
-    def __init__(self, model: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_context_length: _Optional[int] = ..., max_sample_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., resident_snapshot_id: _Optional[str] = ..., adapter_snapshot_ids: _Optional[_Iterable[str]] = ..., transfer_backend: _Optional[str] = ..., transfer_worker_count: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_batched_adapters: _Optional[int] = ..., adapter_memory_bytes: _Optional[int] = ..., model_files: _Optional[_Mapping[str, str]] = ..., max_sequences: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., waiting_for_slot: _Optional[int] = ...) -> None: ...
+    gpu_utilization: float
+    def __init__(self, model: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_context_length: _Optional[int] = ..., max_sample_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., resident_snapshot_id: _Optional[str] = ..., adapter_snapshot_ids: _Optional[_Iterable[str]] = ..., transfer_backend: _Optional[str] = ..., transfer_worker_count: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_batched_adapters: _Optional[int] = ..., adapter_memory_bytes: _Optional[int] = ..., model_files: _Optional[_Mapping[str, str]] = ..., max_sequences: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., waiting_for_slot: _Optional[int] = ..., gpu_utilization: _Optional[float] = ...) -> None: ...
 
 class StopCondition(_message.Message):
     __slots__ = ("token_ids", "strings", "ignore_eos")
@@ -124,7 +126,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Union[StopCondition, _Mapping]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., structured_outputs: _Optional[str] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "answer", "cache_salt", "routed_experts", "sampled_support")
+    __slots__ = ("request_id", "snapshot_id", "prompt", "sample_count", "params", "prompt_logprobs", "top_prompt_logprobs", "top_sample_logprobs", "target_tokens", "alt_token_count", "prompt_logprobs_last_n", "at_once", "answer", "cache_salt", "routed_experts", "sampled_support", "follow_updates")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +143,7 @@ class SampleRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_UPDATES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     snapshot_id: str
     prompt: _model_input_pb2.RenderedInput
@@ -157,7 +160,8 @@ class SampleRequest(_message.Message):
     cache_salt: str
     routed_experts: bool
     sampled_support: bool
-    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., answer: _Optional[_Union[OpenAIAnswer, _Mapping]] = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ..., sampled_support: bool = ...) -> None: ...
+    follow_updates: bool
+    def __init__(self, request_id: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., prompt: _Optional[_Union[_model_input_pb2.RenderedInput, _Mapping]] = ..., sample_count: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., top_prompt_logprobs: _Optional[int] = ..., top_sample_logprobs: _Optional[int] = ..., target_tokens: _Optional[_Union[TargetTokens, _Mapping]] = ..., alt_token_count: _Optional[int] = ..., prompt_logprobs_last_n: _Optional[int] = ..., at_once: bool = ..., answer: _Optional[_Union[OpenAIAnswer, _Mapping]] = ..., cache_salt: _Optional[str] = ..., routed_experts: bool = ..., sampled_support: bool = ..., follow_updates: bool = ...) -> None: ...
 
 class OpenAIAnswer(_message.Message):
     __slots__ = ("answer_id", "prompt_index")
@@ -226,7 +230,7 @@ class AltTokens(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SequenceDelta(_message.Message):
-    __slots__ = ("index", "tokens", "logprobs", "top_logprobs", "finish_reason", "snapshot_id", "routed_experts", "sampled_support")
+    __slots__ = ("index", "tokens", "logprobs", "top_logprobs", "finish_reason", "snapshot_id", "routed_experts", "sampled_support", "snapshots")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +239,7 @@ class SequenceDelta(_message.Message):
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_SUPPORT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     tokens: bytes
     logprobs: bytes
@@ -243,7 +248,16 @@ class SequenceDelta(_message.Message):
     snapshot_id: str
     routed_experts: _tensor_pb2.Tensor
     sampled_support: bytes
-    def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., snapshot_id: _Optional[str] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sampled_support: _Optional[bytes] = ...) -> None: ...
+    snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotTokens]
+    def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., snapshot_id: _Optional[str] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sampled_support: _Optional[bytes] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotTokens, _Mapping]]] = ...) -> None: ...
+
+class SnapshotTokens(_message.Message):
+    __slots__ = ("snapshot_id", "token_count")
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    snapshot_id: str
+    token_count: int
+    def __init__(self, snapshot_id: _Optional[str] = ..., token_count: _Optional[int] = ...) -> None: ...
 
 class JoinTransferGroupRequest(_message.Message):
     __slots__ = ("group_id", "master_address", "master_port", "rank_offset", "world_size", "timeout_s", "sender_count")

@@ -112,7 +112,8 @@ class SamplerServiceServicer(object):
     def ReceiveSnapshot(self, request, context):
         """Receives one snapshot over the group in two phases: `ready` after the manifest is checked and the engine will take
         part in the broadcast, `loaded` when the snapshot can be sampled. The sender broadcasts after all receivers are
-        ready. A receiver that fails leaves the group. Full parameters wait until the samples in flight have ended.
+        ready. A receiver that fails leaves the group. Full parameters wait until the samples in flight have ended, except
+        those with `follow_updates` on an earlier snapshot of the same model: these pause, and continue with the new ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

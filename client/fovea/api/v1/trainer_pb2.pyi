@@ -16,7 +16,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self, with_kept: bool = ...) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind", "takes_groups", "shared_tokens", "recovery_failure", "recovery_store", "model_bytes", "max_models")
+    __slots__ = ("model", "family", "instance_id", "world_size", "max_lora_rank", "max_context_length", "model_ids", "loss_functions", "dtype", "version", "supports_vision_lora", "model_files", "keeps_recovery", "durable_seq_ids", "kept_model_ids", "numerics", "memory_used_bytes", "memory_total_bytes", "memory_kind", "takes_groups", "shared_tokens", "recovery_failure", "recovery_store", "model_bytes", "max_models", "gpu_utilization")
     class ModelFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class GetTrainerInfoResponse(_message.Message):
     RECOVERY_STORE_FIELD_NUMBER: _ClassVar[int]
     MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_MODELS_FIELD_NUMBER: _ClassVar[int]
+    GPU_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     instance_id: str
@@ -95,7 +96,8 @@ class GetTrainerInfoResponse(_message.Message):
     recovery_store: str
     model_bytes: _containers.ScalarMap[str, int]
     max_models: int
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., takes_groups: bool = ..., shared_tokens: _Optional[int] = ..., recovery_failure: _Optional[str] = ..., recovery_store: _Optional[str] = ..., model_bytes: _Optional[_Mapping[str, int]] = ..., max_models: _Optional[int] = ...) -> None: ...
+    gpu_utilization: float
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., instance_id: _Optional[str] = ..., world_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_context_length: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., loss_functions: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., supports_vision_lora: bool = ..., model_files: _Optional[_Mapping[str, str]] = ..., keeps_recovery: bool = ..., durable_seq_ids: _Optional[_Mapping[str, int]] = ..., kept_model_ids: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., takes_groups: bool = ..., shared_tokens: _Optional[int] = ..., recovery_failure: _Optional[str] = ..., recovery_store: _Optional[str] = ..., model_bytes: _Optional[_Mapping[str, int]] = ..., max_models: _Optional[int] = ..., gpu_utilization: _Optional[float] = ...) -> None: ...
 
 class FullParameterConfig(_message.Message):
     __slots__ = ()

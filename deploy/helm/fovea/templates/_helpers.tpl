@@ -48,7 +48,22 @@ labels: {{- include "fovea.labels" . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{- /* "true" if several gateways share the sessions, behind routers. */ -}}
+{{- define "fovea.isSharded" -}}
+{{- if gt (int .Values.gateway.shards) 1 }}true{{ end }}
+{{- end }}
+
+{{- /* The components of this release, as JSON. */ -}}
+{{- define "fovea.components" -}}
+{{- $found := list "gateway" "renderer" "sampler" "trainer" -}}
+{{- if include "fovea.isSharded" . }}{{ $found = append $found "router" }}{{ end -}}
+{{ toJson $found }}
+{{- end }}
+
 {{- define "fovea.checks" -}}
+{{- if and (include "fovea.isSharded" .) (not .Values.database.secret) }}
+{{- fail (printf "gateway.shards: it is %d, and several gateways need PostgreSQL; set database.secret to a secret with its URL, or gateway.shards to 1" (int .Values.gateway.shards)) }}
+{{- end }}
 {{- if not (or .Values.database.secret (include "fovea.claim" (list . .Values.database.volume "database"))) }}
 {{- fail "database: set database.secret, database.volume.claim or database.volume.size; without a database a restart loses all futures" }}
 {{- end }}

@@ -3,11 +3,11 @@ file defines `fovea.<component>.env`, `.ports` and `.probes`. */}}
 {{- define "fovea.pod" -}}
 {{- $root := .root -}}
 {{- $values := index .root.Values .component -}}
-{{- $hasModel := ne .component "gateway" -}}
+{{- $hasModel := not (has .component (list "gateway" "router")) -}}
 {{- $hasGpu := has .component (list "sampler" "trainer") -}}
 {{- $gpus := ternary $values.gpus 0 $hasGpu | int -}}
-{{- /* Seconds until no new requests are routed here; with PostgreSQL, until the next gateway has started. */ -}}
-{{- $lead := ternary 15 5 (and (eq .component "gateway") (ne $root.Values.database.secret "")) -}}
+{{- /* Seconds until no new requests are routed here; in a rolling update of the gateway, until the next one has started. */ -}}
+{{- $lead := ternary 15 5 (and (eq .component "gateway") (ne $root.Values.database.secret "") (not (include "fovea.isSharded" $root))) -}}
 metadata:
   labels:
     {{- include "fovea.selector" (list $root .component) | nindent 4 }}
@@ -40,7 +40,7 @@ spec:
   {{ $name }}: {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
-  {{- with $values.topologySpread }}
+  {{- with and (or (ne .component "gateway") (include "fovea.isSharded" $root)) $values.topologySpread }}
   topologySpreadConstraints:
     - maxSkew: 1
       topologyKey: {{ . }}
@@ -59,12 +59,18 @@ spec:
   {{- end }}
   containers:
     - name: {{ .component }}
-      image: {{ $root.Values.image.repository }}/{{ .component }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}
+      image: {{ $root.Values.image.repository }}/{{ ternary "gateway" .component (eq .component "router") }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      {{- if eq .component "router" }}
+      command: [python, -m, fovea_gateway.fronts.router]
+      {{- end }}
       env: {{- include "fovea.env" . | nindent 8 }}
-      {{- if and $root.Values.checkpoints.secret (has .component (list "gateway" "trainer")) }}
+      {{- $secrets := compact (list (ternary $root.Values.checkpoints.secret "" (has .component (list "gateway" "trainer"))) ($values.envSecret | default "")) }}
+      {{- with $secrets }}
       envFrom:
-        - secretRef: {name: {{ $root.Values.checkpoints.secret }}}
+        {{- range . }}
+        - secretRef: {name: {{ . }}}
+        {{- end }}
       {{- end }}
       ports:
         {{- include (printf "fovea.%s.ports" .component) $root | nindent 8 }}
@@ -94,7 +100,7 @@ spec:
           {{- end }}
       volumeMounts:
         - {name: scratch, mountPath: /tmp}
-        {{- if $root.Values.tls.enabled }}
+        {{- if and $root.Values.tls.enabled (ne .component "router") }}
         - {name: tls, mountPath: /tls, readOnly: true}
         {{- end }}
         {{- if $hasGpu }}
@@ -105,7 +111,7 @@ spec:
         {{- end }}
   volumes:
     - {name: scratch, emptyDir: {}}
-    {{- if $root.Values.tls.enabled }}
+    {{- if and $root.Values.tls.enabled (ne .component "router") }}
     - {name: tls, secret: {secretName: {{ include "fovea.tlsSecret" $root }}, defaultMode: 0440}}
     {{- end }}
     {{- if $hasGpu }}
@@ -126,7 +132,7 @@ spec:
 {{- if eq .component "gateway" }}
 database: /var/lib/fovea
 {{- end }}
-{{- if or (ne .component "gateway") (include "fovea.claim" (list .root .root.Values.model.volume "model")) }}
+{{- if or (has .component (list "renderer" "sampler" "trainer")) (and (eq .component "gateway") (include "fovea.claim" (list .root .root.Values.model.volume "model"))) }}
 model: /models
 {{- end }}
 {{- if and (has .component (list "gateway" "trainer")) (not .root.Values.checkpoints.url) }}
@@ -137,17 +143,21 @@ checkpoints: /checkpoints
 {{- define "fovea.env" -}}
 {{- $root := .root -}}
 {{- $values := index .root.Values .component -}}
-{{- $prefix := printf "FOVEA_%s" (upper .component) -}}
+{{- $isRouter := eq .component "router" -}}
+{{- /* A router reads the gateway's variables. */ -}}
+{{- $prefix := printf "FOVEA_%s" (upper (ternary "gateway" .component $isRouter)) -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: {{ $prefix }}_HOST, value: "0.0.0.0"}
 - {name: {{ $prefix }}_METRICS_PORT, value: "9090"}
 - {name: {{ $prefix }}_LOG_LEVEL, value: {{ $root.Values.logLevel }}}
 - {name: {{ $prefix }}_DRAIN_S, value: {{ $values.drainSeconds | quote }}}
+{{- if not $isRouter }}
 - {name: {{ $prefix }}_MODEL, value: {{ $root.Values.model.source | quote }}}
 - name: FOVEA_SERVICE_SECRET
   valueFrom: {secretKeyRef: {name: {{ $root.Values.serviceSecret.secret | default (printf "%s-service-secret" (include "fovea.fullname" $root)) }}, key: service-secret}}
-{{- if $root.Values.tls.enabled }}
+{{- end }}
+{{- if and $root.Values.tls.enabled (not $isRouter) }}
 - {name: FOVEA_TLS_DIR, value: /tls}
 {{- if ne .component "gateway" }}
 - {name: {{ $prefix }}_HEALTH_PORT, value: "9091"}
@@ -156,12 +166,12 @@ checkpoints: /checkpoints
 {{- with $root.Values.traceEndpoint }}
 - {name: FOVEA_TRACE_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
-{{- if and (ne .component "gateway") $root.Values.model.token.secret }}
+{{- if and (has .component (list "renderer" "sampler" "trainer")) $root.Values.model.token.secret }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ $root.Values.model.token.secret }}, key: {{ $root.Values.model.token.key }}}}
 {{- end }}
 {{ include (printf "fovea.%s.env" .component) $root }}
-{{- range $name, $value := $values.settings }}
+{{- range $name, $value := $isRouter | ternary (pick $root.Values.gateway.settings "max_body_bytes" "max_connections" "request_timeout_s") $values.settings }}
 - {name: {{ $prefix }}_{{ upper $name }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
 {{- end }}
 {{- range $name, $value := $values.env }}

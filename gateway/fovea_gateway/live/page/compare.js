@@ -6,13 +6,13 @@ import { Refused, get } from "./stream.js";
 import { MOST_RUNS, change, onChange, view } from "./view.js";
 
 const POINTS = 300, PACE_MS = 1000;
-let page = null;  // what main.js supplies: models, nameOf, titles, pairs, tip, showRewards, refused
+let page = null;  // what main.js supplies: models, nameOf, titles, pairs, tip, showFound, refused
 const fetched = new Map();  // by run: {query, model, found}
 const slots = new Map();  // by run: the number of its colour
 const figures = new Map();  // by metric
 const waiting = new Map();  // by metric: the charts that a next frame draws
-const FRAME_MS = 8;
-let loading = false, again = false, drawing = false, plotting = false, controls = null, rewards = null;
+const PER_FRAME = 2;
+let loading = false, again = false, drawing = false, plotting = false, controls = null, told = null;
 
 export function startCharts(supplied) {
   page = supplied;
@@ -115,8 +115,8 @@ function charts(shown) {
 function draw() {
   const shown = shownRuns(), box = $("charts");
   box.hidden = !shown.length;
-  const latest = fetched.get(view.run)?.found.rewards ?? null;
-  if (latest !== rewards) { rewards = latest; page.showRewards(rewards); }
+  const latest = fetched.get(view.run)?.found ?? null;
+  if (latest !== told) { told = latest; page.showFound(told ?? {}); }
   if (!shown.length) return;
   const { first, further } = charts(shown), all = [...first, ...further];
   const isLoaded = shown.every((id) => fetched.has(id));
@@ -136,11 +136,10 @@ function draw() {
   place(more.lastChild, further, span, shown);
 }
 
-// Draws as many charts as fit into a frame, then those left in the next ones.
+// Draws two charts, then those left in the next frames. The browser fills the lines after the script, so that a script
+// cannot measure how many fit into a frame.
 function plot() {
-  const end = performance.now() + FRAME_MS;
-  for (const [name, does] of waiting) {
-    if (performance.now() > end) break;
+  for (const [name, does] of [...waiting].slice(0, PER_FRAME)) {
     waiting.delete(name);
     does();
   }

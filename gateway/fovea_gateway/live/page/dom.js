@@ -57,7 +57,7 @@ export function ago(seconds) {
 
 // Shortens a model's id to the session's id and the number. The rest is the same for all models.
 export function shortId(id) {
-  const found = /^sess-([0-9a-f]{6})[0-9a-f]*:(train|sample):(\d+)$/.exec(id);
+  const found = /^sess-([0-9a-f]{6})[0-9a-f]*(?:-\d+)?:(train|sample):(\d+)$/.exec(id);
   return found ? `${found[1]} ${found[2] === "train" ? "model" : "sampling"} ${found[3]}` : id;
 }
 

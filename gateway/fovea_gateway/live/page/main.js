@@ -1,9 +1,12 @@
+import { showAnswers } from "./answers.js";
+import { showDatums } from "./datums.js";
 import { $, ago, count, make, many, short, shortId, swap } from "./dom.js";
 import { showAlerts } from "./alerts.js";
 import { spark } from "./charts.js";
 import { isBeside, showCharts, startCharts, toggleBeside } from "./compare.js";
 import { isFound, labelOf, showLabel, startLabels, takeLabels } from "./labels.js";
 import { canTrain, isAdmin, loadCheckpoints, loadUsage, ownerName, setCaller, setNames, showErrors, showQueue, showServices } from "./panels.js";
+import { beginLogs } from "./logs.js";
 import { chatWith, loadChatModels } from "./playground.js";
 import { beginRewards, showRewards } from "./rewards.js";
 import { prefer, takeSamples } from "./samples.js";
@@ -136,6 +139,7 @@ function showRun() {
   const run = $("run-head"), model = models.get(selected);
   showLabel(model, model && canTrain(model.owner));
   showCharts();
+  showDatums(model);
   if (!model) return run.replaceChildren(...introduction());
   const facts = [model.base_model, model.rank ? `LoRA of rank ${model.rank}` : "all parameters", `since ${SINCE.format(new Date(model.created))}`, model.trainer ? `in trainer ${model.trainer}` : null, isAdmin() ? `of ${ownerName(model.owner)}` : null];
   const head = [make("div", { class: "head" }, make("h2", {}, nameOf(model)), make("span", { class: `state ${stateOf(model)}` }, stateOf(model)),
@@ -154,6 +158,7 @@ function take(name, told) {
   if (name === "caller") {
     setCaller(told);
     beginSystem();
+    beginLogs();
     $("caller").textContent = `${ownerName(told.owner)} · ${told.scope}`;
     $("wrong").textContent = ""; $("ask").hidden = true; $("app").hidden = false; $("forget").hidden = false;
     loadUsage(true);
@@ -280,7 +285,7 @@ function relabel(ids) {
   if (models.size) showRun();
 }
 startLabels(relabel);
-startCharts({ models, nameOf, titles: TITLES, pairs: FIRST, tip, showRewards, refused: askKey });
+startCharts({ models, nameOf, titles: TITLES, pairs: FIRST, tip, refused: askKey, showFound: ({ rewards, answers }) => { showRewards(rewards); showAnswers(answers); } });
 let searched = view.search;
 onChange(() => {
   if (view.run !== selected && models.has(view.run)) select(view.run);

@@ -2,7 +2,8 @@
 /* global uPlot */
 import { make, short } from "./dom.js";
 
-const HEIGHT = 178, INTEGERS = [1, 2, 5].flatMap((digit) => [...Array(12).keys()].map((power) => digit * 10 ** power)).sort((a, b) => a - b);
+// Without a GPU, a line of one pixel takes a fifth of the time of a wider one, which many lines would multiply.
+const HEIGHT = 178, WIDTH = 1.7, FEW = 2, INTEGERS = [1, 2, 5].flatMap((digit) => [...Array(12).keys()].map((power) => digit * 10 ** power)).sort((a, b) => a - b);
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const colourOf = (line) => colour(`--run-${line.slot}`);
 
@@ -95,7 +96,7 @@ function settings(one, isAlone) {
       { ...axis, size: 50, gap: 6, space: 38, ...(one.isLog ? { splits: () => logMarks(...one.yRange), filter: (_, marks) => marks } : {}), values: (_, marks) => marks.map((mark) => (mark === null ? "" : short(mark))) },
     ],
     series: [{}, ...one.drawn.map((line) => ({
-      stroke: isAlone && line.isHeldOut ? warn : colourOf(line), width: 1.7, dash: line.isHeldOut ? [6, 4] : undefined, spanGaps: true,
+      stroke: isAlone && line.isHeldOut ? warn : colourOf(line), width: one.drawn.length > FEW ? 1 : WIDTH, dash: line.isHeldOut ? [6, 4] : undefined, spanGaps: true,
       points: { show: line.curve.step.length < 40, size: 5 },
     }))],
     cursor: {

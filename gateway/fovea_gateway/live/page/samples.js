@@ -2,14 +2,14 @@ import { $, count, make, many, short, swap } from "./dom.js";
 import { blob, get } from "./stream.js";
 
 const signs = { "\n": "↵", "\t": "⇥" };
-const heat = (logprob) => Math.min(0.85, Math.max(0, -logprob) / 5);
+export const heat = (logprob) => Math.min(0.85, Math.max(0, -logprob) / 5);
 const gap = (one, other) => Math.min(0.85, Math.abs(one - other));
 const isNumber = (value) => value !== null && value !== undefined;
 const FILTERS = ["text", "least_reward", "most_reward", "first_step", "last_step"];
 const SEARCH_PAUSE_MS = 5000;
 const pictures = new Map();
 const MOST_PICTURES = 200;
-let enlarged = null, drawn = null, searchTimer = null;
+let enlarged = null, enlargedIn = null, drawn = null, searchTimer = null;
 let sources = [], version = -1, chosen = null, step = null, shown = "", busy = false, again = false, preferred = null;
 
 for (const surprise of [0, 0.5, 1, 2, 3, 4.25]) {
@@ -24,7 +24,7 @@ function picture(piece) {
     if (scale > 1) image.width = image.naturalWidth * scale;
   });
   load(piece.picture).then((address) => { image.src = address; }, (error) => { image.alt = error.message; });
-  return make("button", { class: "picture", type: "button", title: `Enlarge picture ${piece.picture.slice(0, 12)}`, "data-picture": piece.picture, onclick: () => enlarge(piece.picture) }, image);
+  return make("button", { class: "picture", type: "button", title: `Enlarge picture ${piece.picture.slice(0, 12)}`, "data-picture": piece.picture, onclick: (event) => { enlargedIn = event.currentTarget.closest("section").id; enlarge(piece.picture); } }, image);
 }
 
 // The picture as large as the window. Escape or a click closes it, and the focus returns to the picture in the list.
@@ -39,7 +39,7 @@ async function enlarge(digest) {
   $("viewer").showModal();
 }
 $("viewer").addEventListener("click", () => $("viewer").close());
-$("viewer").addEventListener("close", () => { $("groups").querySelector(`[data-picture="${CSS.escape(enlarged)}"]`)?.focus({ preventScroll: true }); });
+$("viewer").addEventListener("close", () => { $(enlargedIn)?.querySelector(`[data-picture="${CSS.escape(enlarged)}"]`)?.focus({ preventScroll: true }); });
 
 function load(digest) {
   if (!pictures.has(digest)) {
@@ -54,7 +54,7 @@ function load(digest) {
   return pictures.get(digest);
 }
 
-function prompt(group) {
+export function prompt(group) {
   const box = make("div", { class: "prompt" });
   for (const piece of group.pieces) {
     if (piece.picture) box.append(picture(piece));
@@ -100,12 +100,12 @@ function strip(one) {
   return make("div", { class: "strips" }, make("span", { class: "soft" }, "sampler", make("br"), "trainer", make("br"), "difference"), canvas);
 }
 
-function token(id, text, logprob, trained) {
+export function token(id, text, logprob, trained, share = shade(logprob, trained)) {
   const element = make("span", { class: "token" });
   const said = text ?? String(id);
   element.append(...said.split(/([\n\t])/).filter(Boolean).flatMap((part) => part in signs ? [make("span", { class: "mark" }, signs[part]), part] : [part]));
   if (!said) element.append(make("span", { class: "mark" }, "·"));
-  element.style.setProperty("--a", shade(logprob, trained));
+  element.style.setProperty("--a", share);
   element.tip = tipOf(id, text, logprob, trained);
   return element;
 }

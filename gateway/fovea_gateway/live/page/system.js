@@ -5,7 +5,7 @@ import { axisLook, colour, redraw } from "./plots.js";
 import { get } from "./stream.js";
 
 const percent = (value) => `${Math.round(100 * value)} %`, seconds = (value) => `${short(value)} s`;
-const FIGURES = { gpu_memory: ["GPU memory", bytes], host_memory: ["Memory", bytes], busy: ["At work", percent],
+const FIGURES = { gpu_memory: ["GPU memory", bytes], gpu_utilization: ["GPU utilisation", percent], host_memory: ["Memory", bytes], busy: ["At work", percent],
   queue: ["Requests", (value) => short(value)], tokens: ["Tokens per second", (value) => short(value)], push: ["Push of weights", seconds], lag: ["Oldest change not durable", seconds] };
 const HEIGHT = 150, plots = new Map();
 let past = null, counts = {}, busy = false, tip = () => {};

@@ -73,7 +73,7 @@ async def read_messages(
         if not _MESSAGES_WITHOUT_EFFECT.get(name, lambda _: False)(value):
             raise Unimplemented(f"Fovea does not serve the field {name}; leave it out", field=name)
     _swap(body.get("messages"), _MESSAGES_PICTURE, "messages")
-    given = {name: value for name, value in body.items() if name in _MESSAGES_FIELDS}
+    given = {name: value for name, value in body.items() if name in _MESSAGES_FIELDS and (name, value) != ("tools", [])}
     asked = openai_requests.validated(AnthropicMessagesRequest, given)
     handler = AnthropicServingMessages
     messages: list[dict[str, Any]] = []

@@ -71,7 +71,9 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "functions": lambda value: value == [],
     "function_call": lambda value: value in ("auto", "none"),
     "prompt_cache_key": lambda value: isinstance(value, str),
+    "prompt_cache_retention": lambda value: value in ("in_memory", "24h"),
     "safety_identifier": lambda value: isinstance(value, str),
+    "verbosity": lambda value: value == "medium",
 }
 """OpenAI fields that Fovea does not serve, with a test for the values without effect that clients send by default."""
 

@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,18 +66,26 @@ class PromptMaker:
         config = llm.model_config
         return cls(config, llm.renderer.mm_processor if config.supports_multimodal_inputs else None)
 
-    def make(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
-        """Returns vLLM's input for a request. `images` holds the vision tensors of each span."""
-        tokens, salt = spec.tokens.tolist(), spec.request.cache_salt or None
+    def make(self, spec: SampleSpec, images: Sequence[FeatureTensors], loads: int = 0) -> Any:
+        """Returns vLLM's input for a request.
+
+        Args:
+            spec: The request.
+            images: The vision tensors of each span.
+            loads: The number of full weights that were loaded before while the engine kept its caches. The request
+                shares no entry with those that began before.
+        """
+        salt = f"{spec.request.cache_salt}#{loads}" if loads else spec.request.cache_salt
+        tokens = spec.tokens.tolist()
         if not spec.spans:
-            return tokens_input(tokens, cache_salt=salt)
+            return tokens_input(tokens, cache_salt=salt or None)
         return mm_input(
             tokens,
             MultiModalKwargsItems({_MODALITY: [self.item(tensors) for tensors in images]}),
             # vLLM salts only the prefix cache. Its encoder cache is keyed by these names, so they contain the salt too.
-            {_MODALITY: [f"{spec.request.cache_salt}:{span.feature.digest}" for span in spec.spans]},
+            {_MODALITY: [f"{salt}:{span.feature.digest}" for span in spec.spans]},
             {_MODALITY: [_place_of(span) for span in spec.spans]},
-            cache_salt=salt,
+            cache_salt=salt or None,
         )
 
     def item(self, tensors: FeatureTensors) -> MultiModalKwargsItem:
@@ -248,8 +257,16 @@ def prompt_result(result: RequestOutput, spec: SampleSpec, plan: ScorePlan | Non
     )
 
 
-def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delta]:
-    """Yields the new tokens of one output of the engine, one Delta unless supports need several messages.
+def deltas(result: RequestOutput, spec: SampleSpec, index: int, is_adapted: bool = False) -> Iterator[Delta]:
+    """Yields the new tokens of one output of the engine.
+
+    Yields one Delta, unless several versions of the full weights made the tokens or supports need several messages.
+
+    Args:
+        result: The output of the engine.
+        spec: The request.
+        index: The number of the sequence in the request.
+        is_adapted: Whether an adapter made the tokens; full weights do not change while a request uses one.
 
     Raises Unavailable if the engine aborted the request, Internal if its output is incomplete, NotFinite if a token's
     log-probability is not finite. A NaN or +inf among a position's logits makes all log-probabilities there NaN, so
@@ -266,30 +283,40 @@ def deltas(result: RequestOutput, spec: SampleSpec, index: int) -> Iterator[Delt
     experts = output.routed_experts if spec.request.routed_experts else None
     if spec.request.routed_experts and finish is not None and (experts is None or len(experts) < len(spec.tokens)):
         raise Internal("the engine did not return the experts of the sequence's tokens")
-    whole = Delta(index, tokens, logprobs, top, finish, experts)
-    if spec.request.sampled_support:
-        yield from _with_supports(whole, output)
-    else:
-        yield whole
-
-
-def _with_supports(whole: Delta, output: CompletionOutput) -> Iterator[Delta]:
-    """Yields a Delta in parts that each fit into one message with the supports of their tokens."""
-    rows = [bytes(row) for row in output.sampling_mask.token_ids] if output.sampling_mask else []
-    if len(rows) != len(whole.tokens):
-        raise Internal(f"the engine returned the supports of {len(rows)} of {len(whole.tokens)} tokens")
-    last = max(len(rows) - 1, 0) // _MOST_SUPPORTS
-    for number in range(last + 1):
-        part = slice(number * _MOST_SUPPORTS, (number + 1) * _MOST_SUPPORTS)
+    makers = {} if is_adapted else _makers(output)
+    supports = _supports(output) if spec.request.sampled_support else []
+    starts = sorted({0, *makers, *range(0, len(supports), _MOST_SUPPORTS)})
+    maker = None
+    for start, end in pairwise((*starts, len(tokens))):
+        part, is_last = slice(start, end), end == len(tokens)
+        maker = makers.get(start, maker)
         yield Delta(
-            whole.index,
-            whole.tokens[part],
-            whole.logprobs[part],
-            whole.top and TopRows(whole.top.token_ids[part], whole.top.logprobs[part]),
-            whole.finish if number == last else None,
-            whole.routed_experts if number == last else None,
-            b"".join(rows[part]),
+            index,
+            tokens[part],
+            logprobs[part],
+            top and TopRows(top.token_ids[part], top.logprobs[part]),
+            finish if is_last else None,
+            experts if is_last else None,
+            b"".join(supports[part]),
+            maker,
         )
+
+
+def _makers(output: CompletionOutput) -> dict[int, str]:
+    """Returns the full weights that made an output's tokens, by the first of their tokens in the output."""
+    spans = output.weight_versions or []
+    if not (spans and output.token_ids):
+        return {0: spans[-1].version} if spans else {}
+    before = spans[-1].end - len(output.token_ids)
+    return {max(one.start - before, 0): one.version for one in spans if one.end > max(one.start, before)}
+
+
+def _supports(output: CompletionOutput) -> list[bytes]:
+    """Returns the packed support of each token of an output."""
+    rows = [bytes(row) for row in output.sampling_mask.token_ids] if output.sampling_mask else []
+    if len(rows) != len(output.token_ids):
+        raise Internal(f"the engine returned the supports of {len(rows)} of {len(output.token_ids)} tokens")
+    return rows
 
 
 def _check_finite(of_what: str, *logprobs: npt.NDArray[np.float32]) -> None:

@@ -50,7 +50,7 @@ class Engine:
         self._settings = settings
         self._checkpoint = checkpoint
         self._task_numbers = itertools.count(1)
-        self._paused = False
+        self._kept_caches = 0
         self._in_tower: set[str] = set()
         self._experts_problem, self._expert_row_bytes = "the engine is not ready", 0
         self._prompts = request_conversion.PromptMaker.of(llm)
@@ -63,6 +63,8 @@ class Engine:
         (self._experts_problem, self._expert_row_bytes), *_ = await self._command(
             "fovea_prepare", str(self._checkpoint)
         )
+        with _translated():
+            await self._llm.update_weight_version("")  # labels are snapshot ids; this is the base model's
         await self._log_cache()
 
     async def _log_cache(self) -> None:
@@ -131,7 +133,7 @@ class Engine:
         self._llm.shutdown()
 
     def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
-        return self._prompts.make(spec, images)
+        return self._prompts.make(spec, images, self._kept_caches)
 
     async def sample(
         self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None
@@ -160,7 +162,7 @@ class Engine:
                     if first:
                         yield request_conversion.prompt_result(result, spec, plan)
                         first = False
-                    for delta in request_conversion.deltas(result, spec, index):
+                    for delta in request_conversion.deltas(result, spec, index, adapter is not None):
                         yield delta
 
     def _reference_to(self, adapter: AdapterName | None) -> Any:
@@ -216,19 +218,18 @@ class Engine:
         start = time.monotonic()
         timeout_s = self._settings.engine_timeout_s
         with _translated():
-            # The limit covers seven calls of the engine. Two can be slow: the pause, which waits for requests in
-            # flight, and the update.
+            # The limit covers five calls of the engine. Two can be slow: the pause, which waits for the engine's step,
+            # and the update.
             async with asyncio.timeout(4 * timeout_s):
-                if not self._paused:
-                    self._paused = True
-                    await self._llm.pause_generation(mode="wait", clear_cache=True)
+                is_in_flight = self._llm.output_processor.has_unfinished_requests()
+                keeps = is_in_flight and self._settings.inflight_cache == "keep"
+                # Clearing preempts the running requests: they are computed again from their first token.
+                await self._llm.pause_generation(mode="keep", clear_cache=not keeps)
+                self._kept_caches += keeps
                 await self._llm.start_weight_update()
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"task_id": task_id}))
-                await self._llm.finish_weight_update(version or "base")
-                await self._llm.reset_prefix_cache()
-                await self._llm.reset_encoder_cache()
+                await self._llm.finish_weight_update(version)
                 await self._llm.resume_generation()
-                self._paused = False
         return time.monotonic() - start
 
     async def _wait(self, what: str, timeout_s: float, method: str, *arguments: object) -> list[dict[str, str]]:

@@ -230,6 +230,7 @@ def engine_config(settings: SamplerSettings, capacity: AdapterCapacity) -> "Vllm
         vllm_patches.image_attention_cpu.configure(config)
     if capacity.batched:
         vllm_patches.lora_memory.configure(config, capacity.slots)
+    vllm_patches.float32_residual.configure(config)
     vllm_patches.fresh_blocks.configure(config)
     vllm_patches.routed_experts.configure(config)
     return config

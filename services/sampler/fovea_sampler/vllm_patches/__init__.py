@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from fovea_sampler.vllm_patches import (
     draws,
     experts_cpu,
+    float32_residual,
     fresh_blocks,
     grammar_budget,
     image_attention_cpu,
@@ -39,10 +40,11 @@ PATCHES = (
     punica,  # before_model
     experts_cpu,  # before_model, on CPU
     kernels_cpu,  # before_model, on CPU; also ArrivalWeightTransferEngine, after it has loaded full weights
+    float32_residual,  # before_model; also vllm_launch
     fresh_blocks,  # before_model; vllm_launch sets its scheduler
     grammar_budget,  # before_model; also the schedulers of fresh_blocks
     routed_experts,  # before_model; vllm_launch sets its scheduler
-    draws,  # after_model; also the schedulers of fresh_blocks
+    draws,  # before_model and after_model; also the schedulers of fresh_blocks
     prompt_scorer,  # after_model
     lora_memory,  # before_model; also vllm_launch
     lora_slots,  # AdapterBank
@@ -54,10 +56,12 @@ def before_model() -> None:
     """Applies the patches that must precede loading a model. Call it in every such process; it may be called twice."""
     model_classes.apply()
     routed_experts.apply()
+    float32_residual.apply()
     fresh_blocks.apply()
     punica.apply()
     lora_memory.apply()
     grammar_budget.apply()
+    draws.state_versions()
     if current_platform.is_cpu():
         experts_cpu.apply()
         kernels_cpu.apply()

@@ -1,8 +1,9 @@
-"""Keeps seeded draws on a CPU reproducible, reports log-probabilities before top-k, top-p and min-p, and the supports.
+"""Keeps seeded draws on a CPU reproducible; reports log-probabilities before top-k and top-p, supports and versions.
 
 Replaces: `vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states` on a CPU, wraps its `sample_tokens` and
     `vllm.v1.sample.sampler.Sampler.topk_topp_sampler`, an instance of
     `vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler`, and moves the call of `MinPLogitsProcessor.apply` there.
+    Wraps `vllm.v1.engine.output_processor.RequestState._new_completion_output`.
 Why: vLLM also draws a token in the steps that compute only a part of a prompt, and undoes the draw by resetting the
     generator's offset (`_bookkeeping_sync`). CPU generators have no offset, so the engine dies at the first seeded
     request with a prompt that spans two steps. The patch gives seeded requests generators that save their state
@@ -13,18 +14,23 @@ Why: vLLM also draws a token in the steps that compute only a part of a prompt, 
     For requests that ask for it, the patch reports the values after all of them, and records the support: the tokens
     that were left. vLLM's `return_sampling_mask` does that for the V2 model runner only, for all requests, and requires
     top-k. Its scheduler and front-end process pass supports on with V1 too; the patch sends packed rows that way.
+    vLLM labels the tokens of each step with the version of the weights, but passes the labels on only in a sequence's
+    last output. A stream must state them for tokens that are sent before.
 Upstream: none filed with vLLM; RBLN-SW/vllm-rbln pull request 1025 describes the same crash, and vllm-project/vime
     issue 64 the same gap; vllm-project/vllm pull request 49577 added `return_sampling_mask`.
 Delete when: torch's CPU generators have offsets, or the CPU runner no longer moves them; and vLLM has a mode that
-    reports log-probabilities after the temperature alone; and it returns supports per request, without top-k.
+    reports log-probabilities after the temperature alone; and it returns supports per request, without top-k, and
+    `weight_versions` in every output.
 """
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 
@@ -32,6 +38,25 @@ from fovea.wire.tensors import FULL_ROW, MOST_SUPPORT, pack_support, split_suppo
 
 SUPPORT_KEY = "fovea_sampled_support"
 """The key in vLLM's `extra_args` that is true for a request that asks for its supports."""
+
+
+def state_versions() -> None:
+    """Makes each output of a sequence state which weights sampled its tokens so far. It may be called twice.
+
+    Call it in the front-end process.
+    """
+    if getattr(RequestState._new_completion_output, "states_versions", False):
+        return
+    make: Any = RequestState._new_completion_output
+
+    @wraps(make)
+    def make_with_versions(state: Any, *arguments: Any) -> Any:
+        output = make(state, *arguments)
+        output.weight_versions = state._weight_version_spans()
+        return output
+
+    make_with_versions.states_versions = True  # type: ignore[attr-defined]
+    RequestState._new_completion_output = make_with_versions
 
 
 class RewindableGenerator(torch.Generator):

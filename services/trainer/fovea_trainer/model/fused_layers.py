@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fovea.runtime.model_files import LLAMA_LIKE
 from fovea_trainer.model.lora_linear import shared_products
 from fovea_trainer.model.packed_attention import packed_attention
 
@@ -45,25 +46,38 @@ def fused(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-LLAMA_LIKE = (
-    *("llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text"),
-    *("mixtral", "qwen3_moe", "qwen3_vl_moe_text"),
-)
-"""Model types of language models with Llama's layers, on their own or within a vision model.
+def stream_dtype(text_model_type: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the residual stream between the layers of a language model.
 
-That means RMSNorm without an offset and a gated SiLU MLP or experts, with or without Qwen3's query and key norms.
-"""
+    Models in `LLAMA_LIKE` keep it in float32, as the sampler does (`vllm_patches/float32_residual.py`). Rounded to
+    bfloat16 in each layer, it would cause more of the difference between the two than any other rounding.
+
+    Args:
+        text_model_type: `model_type` of the language model.
+        dtype: Dtype of the model.
+    """
+    return torch.promote_types(dtype, torch.float32) if text_model_type in LLAMA_LIKE else dtype
 
 
 def fuse_language(model: Any) -> None:
-    """Fuses the language layers of a `LLAMA_LIKE` model."""
-    for layer in model.get_decoder().layers:
+    """Fuses the language layers of a `LLAMA_LIKE` model, and gives it a residual stream of `stream_dtype`.
+
+    The stream widens in the first layer, because rotary embeddings have the dtype of the decoder's input. Each norm
+    returns the model's dtype, in which attention and MLP compute.
+    """
+    decoder = model.get_decoder()
+    widens = stream_dtype(decoder.config.model_type, model.dtype) != model.dtype
+    norm_forward = _norm_of_stream if widens else _norm
+    for layer in decoder.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.forward = MethodType(_norm, norm)
+            norm.forward = MethodType(norm_forward, norm)
         if hasattr(layer.mlp, "gate_proj"):
             layer.mlp.forward = MethodType(_mlp, layer.mlp)
         if hasattr(layer.self_attn, "q_norm"):
             layer.self_attn.forward = MethodType(_attention, layer.self_attn)
+    if widens:
+        decoder.norm.forward = MethodType(norm_forward, decoder.norm)
+        decoder.layers[0].register_forward_pre_hook(_widen)
 
 
 def fuse_qwen_tower(model: Any) -> None:
@@ -83,6 +97,15 @@ def _embed_patches(patch_embed: Any, pixels_PW: Tensor) -> Tensor:
 
 def _norm(norm: Any, hidden: Tensor) -> Tensor:
     return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _norm_of_stream(norm: Any, hidden: Tensor) -> Tensor:
+    return residual_norm(hidden, norm.weight, norm.variance_epsilon)
+
+
+def _widen(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    hidden, *rest = given
+    return hidden.float(), *rest
 
 
 def _mlp(mlp: Any, hidden: Tensor) -> Tensor:
@@ -112,6 +135,13 @@ def _attention(
         **options,
     )
     return attention.o_proj(out_1THD.reshape(*rows_1T, -1)), None
+
+
+@fused
+def residual_norm(stream_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Applies RMSNorm to a float32 stream. Returns the weight's dtype, rounded once."""
+    normed_TD = functional.rms_norm(stream_TD, weight_D.shape, weight_D.to(stream_TD.dtype), epsilon)
+    return normed_TD.to(weight_D.dtype)
 
 
 @fused

@@ -20,15 +20,14 @@ from fovea.runtime.model_files import MixtureSizes, mixture_sizes
 from fovea.wire.errors import ResourceExhausted
 from fovea_trainer.model import linear_attention
 from fovea_trainer.model.expert_routing import copies_bytes, has_experts, routed_size
+from fovea_trainer.model.fused_layers import stream_dtype
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 16384
-"""The largest micro-batch in tokens. Larger ones do not make a step faster, as measured with a model of 4 billion
-parameters.
-"""
+"""The largest micro-batch in tokens. Larger ones did not make a step of a model of 4 billion parameters faster."""
 MAX_PATCHES = 65536
 _MIN_TOKENS = 1024
 _MIN_PATCHES = 4096
@@ -189,8 +188,9 @@ def _retained_bytes(
     inner_size += 2 * getattr(text, "hidden_size_per_layer_input", 0)
     attention_size = 0 if kind == "linear_attention" else head_size * heads
     norm_size = (8 if is_routed else 4) * text.hidden_size + attention_size if text.model_type in _FLOAT32_NORMS else 0
-    retained_size = 8 * text.hidden_size + 3 * inner_size + 4 * attention_size
-    return int(dtype.itemsize * retained_size + torch.float32.itemsize * norm_size)
+    retained_size = 6 * text.hidden_size + 3 * inner_size + 4 * attention_size
+    stream_bytes = 2 * text.hidden_size * stream_dtype(text.model_type, dtype).itemsize
+    return int(dtype.itemsize * retained_size + torch.float32.itemsize * norm_size + stream_bytes)
 
 
 def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype, share: float = 1.0) -> int:
@@ -200,7 +200,7 @@ def recomputed_bytes(config: PretrainedConfig, dtype: torch.dtype, share: float 
     activations of an average layer, which is recomputed while its gradients are computed.
     """
     text = config.get_text_config()
-    inputs_bytes = text.num_hidden_layers * text.hidden_size * dtype.itemsize
+    inputs_bytes = text.num_hidden_layers * text.hidden_size * stream_dtype(text.model_type, dtype).itemsize
     outer_bytes = copies_bytes(text, dtype)
     layers_bytes = activation_bytes(config, dtype) - outer_bytes
     working_bytes = 2 * layers_bytes // text.num_hidden_layers if share else 0

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fovea.runtime.model_files import STATE_LAYERS, check_variant, read_image_processor
+from fovea.runtime.model_files import LLAMA_LIKE, STATE_LAYERS, check_variant, read_image_processor
 from fovea_trainer.batches.micro_batch import Documents
 from fovea_trainer.batches.vision_cache import VisionOutput
 from fovea_trainer.model import linear_attention
 from fovea_trainer.model.document_masks import Packing
 from fovea_trainer.model.expert_routing import ROUTED_EXPERTS, is_experts, replay_routing
 from fovea_trainer.model.experts import factor_shapes, use_experts
-from fovea_trainer.model.fused_layers import LLAMA_LIKE, fuse_language, fuse_qwen_tower
+from fovea_trainer.model.fused_layers import fuse_language, fuse_qwen_tower
 from fovea_trainer.model.lora_linear import embedding
 from fovea_trainer.model.packed_attention import MAX_FLASH_CHANNELS, PACKED_ATTENTION
 

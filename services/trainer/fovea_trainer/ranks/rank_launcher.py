@@ -1,32 +1,42 @@
-"""Starts the ranks of this node as separate processes, and ends with them. It does not import torch, to start fast."""
+"""Starts the ranks of this node as forks of this process, and ends with them.
+
+On a machine without GPUs, the launcher first imports all that a rank needs: further ranks cost no imports, of six
+seconds of a core each. With GPUs each rank imports for itself, because libraries may initialise CUDA, which forks could
+not use. A lock that another thread of the launcher holds during a fork would stay locked in the rank for ever. The only
+other threads are those of a rendezvous, which hold no locks while they wait for connections.
+"""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fovea.runtime.hosts import interface_of, is_loopback
-from fovea.runtime.model_files import check_directory, check_supported, read_config
+from fovea.runtime.processes import die_with_parent, name_process
 from fovea_trainer.ranks.rendezvous import Rendezvous, RendezvousFailed, rendezvous
 from fovea_trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_LAUNCHER = "FOVEA_LAUNCHER_PID"
-_RENDEZVOUS = "FOVEA_RENDEZVOUS"
-_LISTENER = "FOVEA_STORE_FD"
+Rank = Callable[[TrainerSettings, "RankEnvironment"], NoReturn]
+"""A function that runs a rank until it ends, in the process of the rank."""
+
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The identity of a rank and the meeting point of all ranks. The launcher passes it in the environment.
+    """The identity of a rank and the meeting point of all ranks.
 
     Attributes:
         rank: Index among all ranks.
@@ -34,7 +44,6 @@ class RankEnvironment:
         local_rank: Index among the ranks of this node, each of which has its own device.
         node: Index of this rank's node.
         rendezvous: A private folder if all ranks are on one node, else host:port of node 0.
-        launcher: Process id of the launcher.
         store_fd: On rank 0 of several nodes, the bound socket that listens at `rendezvous`.
     """
 
@@ -43,31 +52,15 @@ class RankEnvironment:
     local_rank: int
     node: int
     rendezvous: str
-    launcher: int
     store_fd: int | None = None
 
-    @classmethod
-    def from_environ(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Reads this process's identity; returns None if no launcher started it."""
-        if _LAUNCHER not in environment:
-            return None
-        rank, world_size, local_rank, node, launcher = (
-            int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", _LAUNCHER)
-        )
-        store_fd = int(environment[_LISTENER]) if _LISTENER in environment else None
-        return cls(rank, world_size, local_rank, node, environment[_RENDEZVOUS], launcher, store_fd)
-
     def to_environ(self) -> dict[str, str]:
-        """Returns the variables that `from_environ` reads, with torch's names where torch reads them too."""
-        listener = {} if self.store_fd is None else {_LISTENER: str(self.store_fd)}
+        """Returns the environment variables in which torch looks for the rank."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "GROUP_RANK": str(self.node),
-            _RENDEZVOUS: self.rendezvous,
-            _LAUNCHER: str(self.launcher),
-            **listener,
         }
 
     @property
@@ -104,16 +97,20 @@ MARGIN_S = 5.0
 """Additional seconds that a stopping node waits, because rank 0 may be on another node."""
 
 
-def launch(settings: TrainerSettings) -> int:
-    """Runs this command line again as `settings.ranks` ranks on this node. Returns the exit status.
+def launch(settings: TrainerSettings, import_rank: Callable[[], Rank]) -> int:
+    """Runs `settings.ranks` ranks on this node. Returns the exit status.
 
     SIGTERM and SIGINT are forwarded to the ranks. Rank 0, which may be on another node, finishes the running commands,
     and then all ranks exit. The status is 0 on a node that received the signal, if its ranks then ended without an
     error. It is 1 if a rank failed, if the ranks ended without a signal, if the nodes did not meet, or if their ranks
     do not fit `--replicas`. A supervisor then restarts the trainer.
+
+    Args:
+        settings: The trainer's settings.
+        import_rank: Imports all that a rank needs, and returns the function that runs a rank. A second call is fast.
     """
     # These handlers apply until the ranks start. Without a handler, the first process of a container ignores signals.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOPPING:
         signal.signal(number, _exit)
     name = f"trainer: node {settings.node_rank}"
     try:
@@ -122,11 +119,16 @@ def launch(settings: TrainerSettings) -> int:
     except (RendezvousFailed, ValueError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    # torch reads some of these when it is imported.
+    os.environ |= _defaults(settings, found.address) | os.environ | _fixed(settings)
+    if settings.device == "cpu" or not any(map(os.path.exists, _GPU_DRIVERS)):
+        import_rank()
+    # A signal waits until the event loop handles it; a rank must not handle it as the launcher does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     if settings.nodes == 1:
         with tempfile.TemporaryDirectory(prefix="fovea-trainer-") as folder:  # accessible to this user only
-            return asyncio.run(_Node(settings, name, folder, found).run())
-    store = f"{settings.master_addr}:{found.store_port}"
-    return asyncio.run(_Node(settings, name, store, found).run())
+            return _Node(settings, name, folder, found).run(import_rank)
+    return _Node(settings, name, f"{settings.master_addr}:{found.store_port}", found).run(import_rank)
 
 
 def _meet(settings: TrainerSettings, name: str) -> Rendezvous:
@@ -147,6 +149,8 @@ def check_checkpoint(model: str) -> None:
     """
     from huggingface_hub import hf_hub_download
 
+    from fovea.runtime.model_files import check_directory, check_supported, read_config
+
     check_supported(read_config(model, hf_hub_download))
     if Path(model).is_dir():
         check_directory(Path(model))
@@ -162,17 +166,21 @@ class _Node:
         self._rendezvous = found
         self._first = sum(found.ranks[: settings.node_rank])
         self._stop_requested = asyncio.Event()
-        self._running: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
+        self._running: dict[asyncio.Task[int], tuple[int, ForkProcess]] = {}
 
-    async def run(self) -> int:
-        """Runs the ranks. Returns the exit status once all have ended."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop_requested.set)
-        for local_rank in range(self._settings.ranks):
-            process = await self._start(local_rank)
-            self._running[asyncio.create_task(process.wait())] = (self._first + local_rank, process)
+    def run(self, import_rank: Callable[[], Rank]) -> int:
+        """Forks the ranks, with signals blocked. Returns the exit status once all have ended."""
+        ranks = [self._fork(local_rank, import_rank) for local_rank in range(self._settings.ranks)]
         if self._rendezvous.store_listener:
-            self._rendezvous.store_listener.close()  # rank 0 has inherited it
+            self._rendezvous.store_listener.close()  # rank 0 has a copy
+        return asyncio.run(self._wait(ranks))
+
+    async def _wait(self, ranks: list[ForkProcess]) -> int:
+        for number in _STOPPING:
+            asyncio.get_running_loop().add_signal_handler(number, self._stop_requested.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        for local_rank, process in enumerate(ranks):
+            self._running[asyncio.create_task(_exit_status(process))] = (self._first + local_rank, process)
         stop = asyncio.create_task(self._stop_requested.wait())
         while self._running and not stop.done():
             ended = await self._ended({stop})
@@ -181,19 +189,32 @@ class _Node:
                 return self._report(ended, "")
         return self._report(await self._stop(), " after it was asked to stop") if stop.done() else 0
 
-    async def _start(self, local_rank: int) -> asyncio.subprocess.Process:
-        rank, fd = self._first + local_rank, None
-        if rank == 0 and self._rendezvous.store_listener:
-            fd = self._rendezvous.store_listener.fileno()
-        world_size = sum(self._rendezvous.ranks)
-        rank_env = RankEnvironment(rank, world_size, local_rank, self._settings.node_rank, self._store, os.getpid(), fd)
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fovea_trainer", *sys.argv[1:]),
-            env=_defaults(self._settings, self._rendezvous.address) | os.environ | _fixed(self._settings, rank_env),
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=() if fd is None else (fd,),
-            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
+    def _fork(self, local_rank: int, import_rank: Callable[[], Rank]) -> ForkProcess:
+        process = multiprocessing.get_context("fork").Process(
+            target=self._become, args=(local_rank, import_rank, os.getpid()), daemon=True
         )
+        process.start()
+        return process
+
+    def _become(self, local_rank: int, import_rank: Callable[[], Rank], launcher: int) -> NoReturn:
+        """Makes this fork of the launcher a rank."""
+        for number in _STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        os.setsid()  # Ctrl-C reaches only the launcher, which forwards it
+        die_with_parent(launcher)
+        with Path(os.devnull).open() as nothing:
+            os.dup2(nothing.fileno(), 0)
+        rank, listener = self._first + local_rank, self._rendezvous.store_listener
+        fd = listener.detach() if listener and rank == 0 else None
+        for inherited in (listener, self._rendezvous.door):
+            if inherited:
+                inherited.close()  # a detached socket stays open
+        world_size = sum(self._rendezvous.ranks)
+        rank_env = RankEnvironment(rank, world_size, local_rank, self._settings.node_rank, self._store, fd)
+        os.environ |= rank_env.to_environ()
+        name_process(f"trainer-rank{rank}")
+        import_rank()(self._settings, rank_env)
 
     async def _ended(self, others: set[asyncio.Task[Any]], timeout_s: float | None = None) -> dict[int, int]:
         """Waits until a rank ends. Returns the exit statuses of the ranks that have ended, keyed by rank.
@@ -258,10 +279,21 @@ def _defaults(settings: TrainerSettings, address: str) -> dict[str, str]:
     return found
 
 
-def _fixed(settings: TrainerSettings, rank_env: RankEnvironment) -> dict[str, str]:
-    local = {"LOCAL_WORLD_SIZE": str(settings.ranks), "OMP_NUM_THREADS": str(settings.threads)}
-    return rank_env.to_environ() | local
+def _fixed(settings: TrainerSettings) -> dict[str, str]:
+    return {"LOCAL_WORLD_SIZE": str(settings.ranks), "OMP_NUM_THREADS": str(settings.threads)}
+
+
+async def _exit_status(rank: ForkProcess) -> int:
+    """Waits for the end of a rank. Returns its exit status; a signal is a negative one."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(rank.sentinel, ended.set)
+    await ended.wait()
+    loop.remove_reader(rank.sentinel)
+    rank.join()
+    assert rank.exitcode is not None
+    return rank.exitcode
 
 
 def _exit(*_: Any) -> NoReturn:
-    sys.exit(0)
+    os._exit(0)  # not an exception, which imports may catch

@@ -181,12 +181,14 @@ class Rendezvous:
         address: This node's address on the network of the rendezvous.
         store_port: Port of the ranks' store on node 0.
         store_listener: On node 0, the listening socket of the store, for rank 0.
+        door: On node 0, the listening socket of the rendezvous. A thread of the launcher rejects later connections.
     """
 
     ranks: list[int]
     address: str
     store_port: int
     store_listener: socket.socket | None = None
+    door: socket.socket | None = None
 
 
 def rendezvous(settings: TrainerSettings) -> Rendezvous:
@@ -231,7 +233,9 @@ class _Host:
             self._close_all()
             raise
         store = listening(address)
-        found = Rendezvous([self._ranks[node] for node in sorted(self._ranks)], address, store.getsockname()[1], store)
+        found = Rendezvous(
+            [self._ranks[node] for node in sorted(self._ranks)], address, store.getsockname()[1], store, listener
+        )
         for connection in self._connections.values():
             _send(connection, {"ranks": found.ranks, "store_port": found.store_port})
         self._close_all()

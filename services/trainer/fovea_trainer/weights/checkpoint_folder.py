@@ -188,6 +188,17 @@ class Folder:
         if replaced:
             old.discard()
 
+    def replace(self, staging: "Folder", fill: Callable[["Folder"], None]) -> int:
+        """Fills a staging folder and commits it, or discards it if that fails. Returns its total size in bytes."""
+        try:
+            fill(staging)
+            size_bytes = staging.size_bytes()
+            self.commit(staging)
+        except BaseException:
+            staging.discard()
+            raise
+        return size_bytes
+
     def move_to(self, target: "Folder") -> None:
         """Gives this folder the name of another one, which must not exist."""
         if not self.files.async_impl:
@@ -224,21 +235,17 @@ def write_folder(
         shared: Other folders that have further files, keyed by file name; see `Folder.share`.
     """
     target = Folder.at(uri)
-    staging = target.stage()
     sums: Checksums = {}
-    try:
+
+    def fill(staging: Folder) -> None:
         for name, other in (shared or {}).items():
             staging.share(name, other)
         for name, data in files.items():
             staging.write(name, data if last is None else _summed(name, data, sums))
         if last is not None:
             last(staging, sums)
-        size_bytes = staging.size_bytes()
-        target.commit(staging)
-    except BaseException:
-        staging.discard()
-        raise
-    return size_bytes
+
+    return target.replace(target.stage(), fill)
 
 
 def _summed(name: str, data: bytes | Chunks, sums: Checksums) -> Iterator[bytes | memoryview]:

@@ -34,7 +34,6 @@ from fovea_trainer.model.trained_model import AdapterModel, FullModel, TrainedMo
 from fovea_trainer.ranks.control_group import ControlGroup
 from fovea_trainer.weights import weight_files
 from fovea_trainer.weights.checkpoint_folder import (
-    Checksums,
     Chunks,
     Describe,
     Folder,
@@ -196,7 +195,13 @@ class StateStore:
             raise _checkpoint_failure(error, uri) from None
         found = self._control.gather(writer.written.checksums)
         sums = {f"{DCP}/{name}": value for each in found for name, value in each.items()}
-        return self._control.on_rank_0(lambda: _finish_full(target, staging, state, last, sums))
+
+        def finish(staging: Folder) -> None:
+            staging.write(STATE, _state_json(state))
+            if last is not None:
+                last(staging, {**sums, STATE: zlib.crc32(_state_json(state))})
+
+        return self._control.on_rank_0(lambda: target.replace(staging, finish))
 
     def _load_full(self, model: FullModel, uri: str, optimizer: bool, step: int) -> None:
         folder = self._control.agree(lambda: Folder.at(uri))
@@ -332,19 +337,6 @@ def _check_shapes(reader: PlainReader, state: dict[str, Any], uri: str) -> None:
                     f"{uri} has {name} with shape {list(entry.size)}, but the model needs {list(tensor.shape)}",
                     field="uri",
                 )
-
-
-def _finish_full(target: Folder, staging: Folder, state: ModelState, last: Describe | None, sums: Checksums) -> int:
-    try:
-        staging.write(STATE, _state_json(state))
-        if last is not None:
-            last(staging, {**sums, STATE: zlib.crc32(_state_json(state))})
-        size_bytes = staging.size_bytes()
-        target.commit(staging)
-    except BaseException:
-        staging.discard()
-        raise
-    return size_bytes
 
 
 def _state_json(state: ModelState) -> bytes:

@@ -17,8 +17,8 @@ import fovea_tinyvlm
 from fovea.client import TrainerClient
 from fovea.wire.errors import Unavailable
 from tests.e2e.trainer.conftest import adam
+from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.image_service import ImageService
-from tests.e2e.trainer.trainer_process import TrainerProcess
 from tests.processes import survivors
 
 SECONDS = 10.0
@@ -31,7 +31,7 @@ class Ground:
 
     folder: Path
     images: ImageService
-    process: TrainerProcess | None = None
+    process: CopiedTrainer | None = None
     _client: TrainerClient | None = None
     _started: tuple[str, ...] = ()
     count: int = 0
@@ -42,7 +42,7 @@ class Ground:
         return self.folder / "recovery"
 
     @property
-    def running(self) -> TrainerProcess:
+    def running(self) -> CopiedTrainer:
         """The trainer that was started last."""
         assert self.process is not None
         return self.process
@@ -65,7 +65,7 @@ class Ground:
         await self.stop()
         self.count += 1
         log = self.folder / f"trainer-{self.count}.log"
-        self.process = TrainerProcess(fovea_tinyvlm.ensure("qwen3"), log, *_ARGUMENTS, *arguments)
+        self.process = CopiedTrainer(fovea_tinyvlm.ensure("qwen3"), log, *_ARGUMENTS, *arguments)
         self._client, self._started = await self.process.ready(), arguments
         return self._client
 
@@ -122,8 +122,7 @@ class Ground:
     def end(self) -> None:
         """Kills the launcher, and with it the ranks."""
         if self.process is not None:
-            self.process.process.kill()
-            self.process.process.wait()
+            self.process.kill()
 
     async def weights(self, model_id: str) -> dict[str, torch.Tensor]:
         """Weights, and moments of an adapter, as SaveState writes them; of full parameters, the snapshot's weights."""

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 
 from fovea.cli.state_folder import StateFolder
 from fovea.runtime.hosts import free_ports
+from fovea_tinyvlm.cache import fingerprint, locked
+from fovea_tinyvlm.recipe import default_recipe
 
 pytestmark = pytest.mark.slow  # a process each
 
@@ -51,6 +54,12 @@ class Place:
         taken = socket.create_server(("127.0.0.1", free_ports(1)[0]))
         self.held.append(taken)
         return str(taken.getsockname()[1])
+
+    def port_of_fovea(self) -> str:
+        port, other = self.port(), StateFolder(self.folder / "other")
+        other.hold(f"http://127.0.0.1:{port}")
+        self.held.append(other)
+        return port
 
     def taken_state(self) -> str:
         held = StateFolder(self.folder)
@@ -143,6 +152,7 @@ WAYS: dict[str, tuple[Arguments, str, str]] = {
     "wrong value": (lambda place: ["--set", "sampler.max_loras=many"], "--set sampler.max_loras", "valid integer"),
     "another option's setting": (lambda place: ["--set", "trainer.ranks=3"], "--set", "set trainer.ranks with --ranks"),
     "level": (lambda place: ["--log-level", "LOUD"], "--log-level", "'LOUD' is not a log level"),
+    "port of another fovea": (lambda place: ["--port", place.port_of_fovea()], "--port", "is in use by the Fovea in"),
     "unknown option": (lambda place: ["--modle", "x"], "--modle", "No such option"),
     "no number": (lambda place: ["--port", "http"], "--port", "valid integer"),
 }
@@ -165,3 +175,27 @@ def test_a_start_that_cannot_work_is_refused_in_one_line(way: str, place: Place)
     (line,) = result.stderr.splitlines()
     assert flag in line
     assert words in line
+    assert not (place.folder / "state").is_dir()  # commands in this folder would look there for a Fovea
+
+
+def test_a_start_holds_its_folder_while_the_tiny_model_is_built(tmp_path: pathlib.Path) -> None:
+    recipe, cache, state = default_recipe("qwen3_vl", 0), tmp_path / "cache", tmp_path / "state"
+    cache.mkdir()
+    fovea = str(pathlib.Path(sys.executable).with_name("fovea"))
+    command = [fovea, "up", "--state-dir", str(state), "--port", "0", "--grpc-port", "0"]
+    environment = os.environ | {"FOVEA_CACHE": str(cache)}
+    with locked(cache / f"tiny-{recipe.kind}-{fingerprint(recipe)}.lock"):  # as if another process built the model
+        first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            while StateFolder(state).holder() is None:
+                assert first.poll() is None
+                time.sleep(0.1)
+            second = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            logs = [fovea, "logs", "--state-dir", str(state)]
+            read = subprocess.run(logs, capture_output=True, text=True, check=False)
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)
+            first.wait()
+    assert second.returncode == 2
+    assert f"another `fovea up` runs in {state} (process {first.pid})" in second.stderr
+    assert "has no log; its services have not begun" in read.stderr

@@ -193,6 +193,7 @@ def test_a_key_of_ones_own_is_not_shown_and_the_state_is_its_users_alone(tmp_pat
         supervisor._show_table(1.0)
         supervisor._write_state(1.0)
     assert "TINKER_API_KEY=tml-local" in shown.getvalue()
+    assert "Live page: http://127.0.0.1:" in shown.getvalue()
     assert "TINKER_API_KEY=YOUR_KEY" in shown.getvalue()
     assert "tml-secret" not in shown.getvalue() + (tmp_path / "up.json").read_text()
     assert stat.filemode((tmp_path / "up.json").stat().st_mode) == "-rw-------"

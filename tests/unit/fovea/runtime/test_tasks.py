@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from fovea.runtime.tasks import BackgroundTasks, Backoff, SingleFlight, repeat, run_to_end
+from fovea.runtime.tasks import BackgroundTasks, Backoff, Members, SingleFlight, repeat, run_to_end
 
 
 async def test_a_background_failure_is_logged_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,3 +207,17 @@ async def test_no_pause_goes_beyond_the_deadline() -> None:
 def test_a_deadline_in_the_past() -> None:
     backoff = Backoff(deadline_s=-1.0)
     assert (backoff.is_over, backoff.left_s) == (True, 0.0)
+
+
+async def test_those_who_wait_go_on_once_the_last_member_has_left() -> None:
+    members = Members[str]()
+    await members.wait_empty()
+    with members.joined("a"):
+        waiting = asyncio.create_task(members.wait_empty())
+        with members.joined("b"):
+            assert list(members) == ["a", "b"]
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert members
+    await waiting
+    assert not members

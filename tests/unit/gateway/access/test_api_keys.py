@@ -1,13 +1,16 @@
-"""Which keys the settings may give, and who is let in without any."""
+"""The keys that settings give, the published key, and reads of keys and owners that overlap."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from fovea.wire.errors import InvalidInput, PermissionDenied
-from fovea_gateway.access.api_keys import GivenKey, KeyRing, parse_given
-from fovea_gateway.database.database import Database
+from fovea_gateway.access.api_keys import GivenKey, KeyRing, Scope, parse_given
+from fovea_gateway.access.owners import Owner, Owners
+from fovea_gateway.database.database import Database, Job
 from fovea_gateway.settings import GatewaySettings
 
 OTHERS = {"model_name": "n", "model": "/m", "renderer": ["r:1"], "sampler": ["s:1"], "trainer": "t:1"}
@@ -97,4 +100,41 @@ async def test_the_published_key_works_under_loopback_names_alone(
     else:
         with pytest.raises(PermissionDenied, match="allowed_host"):
             ring.identify("tml-local", addresses)
+    await database.close()
+
+
+class SlowDatabase(Database):
+    """A database of which one read returns late, with the rows as they were when it began."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.held: asyncio.Event | None = None
+        self.has_read = asyncio.Event()
+
+    async def read(self, job: Job[Any]) -> Any:
+        held, self.held = self.held, None
+        rows = await super().read(job)
+        if held is not None:
+            self.has_read.set()
+            await held.wait()
+        return rows
+
+
+async def test_a_read_that_returns_late_does_not_undo_a_change(database_url: str) -> None:
+    database = SlowDatabase(database_url)
+    await database.open()
+    ring, owners = KeyRing(database, [], "127.0.0.1"), Owners(database)
+    await ring.load()
+    _, key = await ring.create("carol", "", Scope.TRAIN, None)
+    for read, change in ((ring._read, ring.revoke(key.key_id)), (owners.read, owners.put(Owner("carol", weight=3)))):
+        held = database.held = asyncio.Event()
+        database.has_read.clear()
+        late = asyncio.create_task(read())
+        await database.has_read.wait()
+        changing = asyncio.create_task(change)
+        await asyncio.wait([changing], timeout=0.5)
+        held.set()
+        await asyncio.gather(late, changing)
+    assert not ring.is_valid(key.key_id)
+    assert owners.weight("carol") == 3
     await database.close()

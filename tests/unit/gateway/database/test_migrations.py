@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
@@ -14,6 +15,7 @@ from fovea_gateway.access.api_keys import all_keys
 from fovea_gateway.database import migrations, schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import make_engine, parse_url
+from tests.postgresql import Server
 
 _BACK = {
     4: [
@@ -46,6 +48,11 @@ _BACK = {
 }
 """What makes the tables of a version that gateways from before alembic knew, out of the next version's."""
 _OWNED = {"owner": "key-012345678901", "key_hash": f"{12345678901:064d}", "created_at": 7.0}
+
+
+_FUTURE = sa.insert(schema.futures).values(
+    future_id="f", kind="sample", owner="o", session_id="s", scope="s", seq_id=1, state="queued", created_at=1.0
+)
 
 
 def run(url: str, work: Callable[[sa.Connection], object]) -> None:
@@ -162,11 +169,7 @@ def fill_in(connection: sa.Connection) -> None:
                 scope=scope,
             )
         )
-    connection.execute(
-        sa.insert(schema.futures).values(
-            future_id="f", kind="sample", owner="o", session_id="s", scope="s", seq_id=1, state="queued", created_at=1.0
-        )
-    )
+    connection.execute(_FUTURE)
 
 
 async def test_the_way_back_leads_to_the_tables_of_then_and_forth_again(database_url: str) -> None:
@@ -198,6 +201,45 @@ async def test_the_way_back_leads_to_the_tables_of_then_and_forth_again(database
     await database.open()
     assert await database.read(differences) == []
     await database.close()
+
+
+async def test_the_way_back_leads_through_all_shards(postgresql: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    url = postgresql.new_url()
+    schemas = [base := url.rpartition("%3D")[2], f"{base}_shard_1", f"{base}_shard_2"]
+
+    async def start() -> list[Database]:
+        databases = [Database(url, shard_count=3) for _ in schemas]
+        for each in databases:
+            await each.open()
+        return databases
+
+    def found(column: str, table: str) -> list[object]:
+        return [postgresql.execute(f"SELECT {column} FROM {each}.{table}") for each in schemas]
+
+    first, *others = await start()
+    await first.write(fill_in)
+    for each in others:
+        await each.write(lambda connection: connection.execute(_FUTURE))
+    await first.close()
+    await others[0].close()
+    with pytest.raises(FailedPrecondition, match="stop all gateways"):
+        migrations.downgrade_database(url, 4)  # the gateway of the last shard still runs
+    assert found("version_num", "alembic_version") == [[(schema.REVISION,)]] * 3
+    await others[1].close()
+    migrations.downgrade_database(url, 4)
+    assert "those of 2 other shards stay" in capsys.readouterr().out
+    assert found("version_num", "alembic_version") == [[("4",)]] * 3
+    assert found("version", "schema_version") == [[(4,)]] * 3
+    for each in schemas:
+        with pytest.raises(psycopg.errors.UndefinedColumn):
+            postgresql.execute(f"SELECT key_id FROM {each}.futures")
+    assert found("future_id", "futures") == [[("f",)]] * 3
+
+    for database in await start():
+        assert await database.read(differences) == []
+        await database.close()
+    assert found("version_num", "alembic_version") == [[(schema.REVISION,)]] * 3
+    assert found("key_id", "futures") == [[("",)]] * 3
 
 
 def test_every_version_knows_the_way_back() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from fovea_gateway.http.endpoint import BurstLimiter, Json, ReadyMiddleware, accepted_encoding
+from fovea_gateway.http.endpoint import SHARD, BurstLimiter, Json, Readiness, ReadyMiddleware, accepted_encoding
 
 
 async def test_a_crowd_goes_in_order_and_lets_others_through_in_between() -> None:
@@ -54,6 +54,15 @@ def test_encodings_are_chosen_from_what_a_client_reads() -> None:
     [("/base/api/v1/healthz", 200), ("/base/api/v1/models/healthz", 503), ("/healthz", 503), ("/base/x", 503)],
 )
 async def test_only_health_checks_pass_before_the_gateway_is_ready(path: str, status: int) -> None:
-    app = ReadyMiddleware(Json({}), asyncio.Event(), "/base")
+    app = ReadyMiddleware(Json({}), Readiness(), "/base")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         assert (await client.get(path)).status_code == status
+
+
+async def test_a_request_passes_unless_it_names_another_shard() -> None:
+    ready = Readiness()
+    ready.shard = 1
+    app = ReadyMiddleware(Json({}), ready, "")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        answers = [await client.get("/x", headers=headers) for headers in ({}, {SHARD: "1"}, {SHARD: "0"})]
+    assert [answer.status_code for answer in answers] == [200, 200, 503]

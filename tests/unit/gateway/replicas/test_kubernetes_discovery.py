@@ -10,8 +10,7 @@ import pytest
 from kubernetes.aio import client
 
 from fovea.wire.errors import InvalidInput
-from fovea_gateway.replicas.discovery import Addresses
-from fovea_gateway.replicas.kubernetes_discovery import KubernetesDiscovery
+from fovea_gateway.replicas.discovery import Addresses, KubernetesDiscovery
 from tests.unit.gateway.replicas.api_server import NAMESPACE, ApiServer, endpoint, kubeconfig, serving
 from tests.waiting import eventually
 

@@ -1,6 +1,7 @@
 """How far a sampler is behind: by model, by what was asked for, and not for models that it does not have."""
 
-from fovea_gateway.replicas.snapshot_pushes import Versions, id_of_export, id_of_snapshot, version_of
+from fovea_gateway.replicas.samplers import version_of
+from fovea_gateway.replicas.snapshot_pushes import Versions, id_of_export, id_of_snapshot
 
 
 def test_a_sampler_that_has_what_was_asked_for_does_not_lag() -> None:

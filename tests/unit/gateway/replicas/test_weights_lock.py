@@ -16,7 +16,7 @@ class Place:
         self.lock = WeightsLock(self._change)
 
     async def _change(self, wanted: str) -> None:
-        assert self.lock.inside == 0
+        assert self.lock.inside == self.lock._following
         self.put.append(wanted)
         await asyncio.sleep(0.001)
         if self.fail:
@@ -110,3 +110,41 @@ async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None
         assert [str(result) for result in results] == ["it leaves"] * 2
         assert place.lock.inside == 1
     assert (entered, place.put, place.lock.inside) == ([], [], 0)
+
+
+async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
+    """They do not go under one that wants exactly its own, and neither older ones nor another model's under any."""
+    place, entered = Place(), []  # type: tuple[Place, list[str]]
+    lock = place.lock
+    async with lock.hold("m@1", follows=True):
+        assert lock.is_followed_by("m@2")
+        assert not any(map(lock.is_followed_by, ("m@1", "m@0", "n@2", "")))
+        async with lock.hold("m@2", follows=True):
+            assert place.put == ["m@1", "m@2"]
+            async with lock.hold("m@2"):
+                held = lock.hold("m@3", follows=True)
+                newest = asyncio.create_task(held.__aenter__())
+                await asyncio.sleep(0.01)
+                assert not newest.done(), "one inside wants m@2"
+            await newest
+            assert (lock.resident, lock.inside) == ("m@3", 3)
+        others = [asyncio.create_task(place.use(name, entered)) for name in ("m@4", "n@9", "")]
+        await asyncio.sleep(0.01)
+        assert not entered
+    await held.__aexit__(None, None, None)
+    await asyncio.gather(*others)
+    assert entered == ["m@4", "n@9", ""]
+    assert place.put == ["m@1", "m@2", "m@3", "m@4", "n@9", ""]
+
+
+async def test_those_who_follow_go_on_after_a_failed_change_and_it_is_tried_anew() -> None:
+    place = Place()
+    async with place.lock.hold("m@1", follows=True):
+        place.fail = RuntimeError("broken")
+        with pytest.raises(RuntimeError, match="broken"):
+            await place.lock.hold("m@2", follows=True).__aenter__()
+        assert place.lock.resident is None
+        place.fail = None
+        async with place.lock.hold("m@2", follows=True):
+            assert place.lock.inside == 2
+    assert place.lock.inside == place.lock._following == 0

@@ -18,7 +18,7 @@ from fovea_gateway.sampling.sample_routes import loadable_name
         ("mine/qwen", "Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"),
         ("./qwen", "/data/models/qwen", "/data/models/qwen"),
         ("mine", "/data/models/qwen", "/data/models/qwen"),
-        ("/models/foo", "/models/foo", "//models/foo"),
+        ("/models/foo", "/models/foo", "/models/foo/"),
         ("/foo", "/foo", "/foo"),
         ("org/model/variant", "org/model", "org/model"),
     ],

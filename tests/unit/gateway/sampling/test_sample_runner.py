@@ -7,7 +7,8 @@ from fovea.api.v1 import gateway_pb2, sampler_pb2
 from fovea.wire import tensors
 from fovea.wire.errors import ContextOverflow, Internal, InvalidInput
 from fovea_gateway.sampling import sample_wire as targets
-from fovea_gateway.sampling.sample_runner import check_context, check_limits, gather
+from fovea_gateway.sampling.sample_runner import check_context, check_limits
+from fovea_gateway.sampling.sample_wire import gather
 
 
 def delta(index: int, ids: list[int], finish: int = 0, top: int = 0) -> sampler_pb2.SampleResponse:
@@ -30,6 +31,18 @@ def test_interleaved_deltas_come_back_in_order() -> None:
     assert [record.delta.finish_reason for record in rest] == [1, 2]
     assert tensors.decode(rest[1].delta.top_logprobs.token_ids).shape == (3, 2)
     assert not rest[0].delta.HasField("top_logprobs")
+
+
+def test_the_joined_sequence_says_which_snapshots_made_which_tokens() -> None:
+    events = [delta(0, [1, 2]), delta(0, [3]), delta(0, [4, 5, 6]), delta(0, [7], 1)]
+    for event, name in zip(events, ("m@1", "m@1", "m@2", "m@3"), strict=True):
+        event.delta.snapshot_id = name
+    _, record = gather(events, gateway_pb2.SampleTokensRequest(sample_count=1), None)
+    made = [(one.snapshot_id, one.token_count) for one in record.delta.snapshots]
+    assert made == [("m@1", 3), ("m@2", 3), ("m@3", 1)]
+    assert record.delta.snapshot_id == "m@3"
+    _, record = gather([delta(0, [1]), delta(0, [2], 1)], gateway_pb2.SampleTokensRequest(sample_count=1), None)
+    assert not record.delta.snapshots
 
 
 def test_supports_of_a_sequence_are_joined() -> None:

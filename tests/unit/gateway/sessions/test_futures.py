@@ -10,12 +10,12 @@ import sqlalchemy as sa
 
 from fovea.runtime.durable import ExpiryClock
 from fovea.wire.errors import Cancelled, Expired, FoveaError, InvalidInput, NotFound
+from fovea_gateway.access.kept_rows import ResultRoom
 from fovea_gateway.access.owners import Owners, Quota
 from fovea_gateway.database.database import Database
 from fovea_gateway.sessions import future_rows as rows
 from fovea_gateway.sessions.future import Kind, Outcome, Pending, State, Submission
 from fovea_gateway.sessions.futures import Futures
-from fovea_gateway.sessions.result_room import ResultRoom
 
 
 def submission(

@@ -44,7 +44,8 @@ GIB = 2**30
 
 
 def test_activations_are_those_measured_and_a_quarter_more() -> None:
-    measured_bytes = 32.3 * GIB / 8192  # Qwen3-VL-4B's sizes, rank 32, one H200
+    streams_bytes = 36 * 2 * 2 * 2560  # the norms' inputs have become float32 since: two bytes more for each number
+    measured_bytes = 32.3 * GIB / 8192 + streams_bytes  # Qwen3-VL-4B's sizes, rank 32, one H200
     assert 1.1 < activation_bytes(CONFIG, torch.bfloat16) / measured_bytes < 1.4
 
 
@@ -63,7 +64,7 @@ def test_no_family_keeps_more_than_is_counted(name: str) -> None:
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     module.hf.get_decoder().register_forward_pre_hook(_want_gradients, with_kwargs=True)
     per_token = (_retained_bytes(module, own, 512) - _retained_bytes(module, own, 256)) / 256
-    assert 1.0 < activation_bytes(module.hf.config, torch.bfloat16) / per_token < 1.6
+    assert 1.0 < activation_bytes(module.hf.config, torch.bfloat16) / per_token < 1.7
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])

@@ -1,6 +1,5 @@
 """The connections between rank 0 and the others, over real sockets; who dies is tested with real ranks."""
 
-import os
 import queue
 import struct
 import time
@@ -31,7 +30,7 @@ class Ranks:
         return self._threads.submit(
             PeerMonitor,
             self._store,
-            RankEnvironment(rank, self._world_size, rank % 2, rank // 2, self._meeting, os.getpid()),
+            RankEnvironment(rank, self._world_size, rank % 2, rank // 2, self._meeting),
             b"secret",
             lambda peer: self.lost.put((rank, peer)),
             lambda peer: self.stops.put((rank, peer)),

@@ -1,0 +1,90 @@
+"""The sampler keeps the stream of those families in float32 for which the trainer does, whatever vLLM's class."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from fovea.runtime.hosts import interface_of
+from fovea.runtime.model_files import LLAMA_LIKE
+from fovea_sampler.engine.vllm_launch import register_eagerly
+from fovea_sampler.vllm_patches import float32_residual
+from fovea_tinyvlm.families import ensure_family
+
+EPSILON = 1e-6
+
+
+@contextmanager
+def _one_worker(config: VllmConfig, folder: Path) -> Iterator[None]:
+    """vLLM's parallel state for a single worker, which its layers ask for."""
+    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
+        patch.setenv("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/meet", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        yield
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def _config(directory: Path, dtype: str) -> VllmConfig:
+    for architecture in AutoConfig.from_pretrained(directory).architectures:
+        register_eagerly(architecture)
+    arguments: Any = {"model": str(directory), "dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True}
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    float32_residual.configure(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral", "mixtral", "qwen2_5", "qwen2_vl", "qwen3_moe", "qwen3_vl_moe", "idefics3", "gemma3_text"],
+)
+def test_a_model_in_bfloat16_has_the_stream_that_the_trainer_gives_it(name: str, tmp_path: Path) -> None:
+    directory = ensure_family(name)
+    config = _config(directory, "bfloat16")
+    text = AutoConfig.from_pretrained(directory).get_text_config()
+    is_wide = text.model_type in LLAMA_LIKE
+    assert config.additional_config == ({"fovea_float32_residual": True} if is_wide else {})
+    with _one_worker(config, tmp_path), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+        model = initialize_model(config)
+    if is_wide:
+        float32_residual.widen(model, text.num_hidden_layers)
+    else:
+        with pytest.raises(RuntimeError, match="norms between its"):
+            float32_residual.widen(model, text.num_hidden_layers)
+
+
+def test_a_model_in_float32_keeps_vllms_code() -> None:
+    assert _config(ensure_family("llama"), "float32").additional_config == {}
+
+
+def test_a_norm_adds_in_float32_and_rounds_its_result_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, embedding = torch.randn(2, 8, 64, generator=generator).bfloat16()
+    stream, weight = torch.randn(8, 64, generator=generator), torch.randn(64, generator=generator).bfloat16()
+    with set_current_vllm_config(VllmConfig()):
+        norm = RMSNorm(64, eps=EPSILON, dtype=torch.bfloat16)
+    norm.weight.data.copy_(weight)
+    for residual in (embedding, stream):
+        found = float32_residual._norm(norm, x.clone(), residual.clone())
+        assert torch.equal(found[1], x.float() + residual)
+        _check(found[0], x.double() + residual, weight)
+    alone = float32_residual._norm(norm, x.clone())
+    assert isinstance(alone, torch.Tensor)
+    _check(alone, x.double(), weight)
+
+
+def _check(found: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> None:
+    exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPSILON) * weight
+    assert found.dtype == torch.bfloat16
+    assert (found.double() / exact - 1).abs().max() < 1.01 * 2**-8
