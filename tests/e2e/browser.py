@@ -35,6 +35,7 @@ _TOO_WIDE = """
         .map((one) => `${one.tagName} ${one.className}`);
 """
 _PATIENCE_S = 60.0
+_SETTLED_S = 20.0
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
@@ -141,8 +142,15 @@ class Browser:
                 self.screenshot(folder / f"{name}-{width}-{scheme}.png", most_height)
 
     def too_wide(self, allowed: str = ".scroll") -> list[str]:
-        """What reaches past the right edge of the window, but for what is within the elements that may."""
-        return [str(one) for one in self.run(_TOO_WIDE, allowed)]
+        """Elements that reach past the right edge of the window, except those within the `allowed` elements.
+
+        Charts are drawn again some frames after the window has changed its width, so this waits until none reaches past it,
+        and returns those that still do after 20 s.
+        """
+        deadline = time.monotonic() + _SETTLED_S
+        while (found := self.run(_TOO_WIDE, allowed)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [str(one) for one in found]
 
     def complaints(self) -> list[str]:
         """What the console says of errors since the last time: scripts that failed, what the policy has stopped."""
