@@ -166,7 +166,13 @@ async def measure(server: Server, fakes: Sequence[str], gateways: int, options: 
         for _, process in clients:
             await asyncio.to_thread(process.join)
     count = options.clients * options.samples
-    return Found(count / whole, max(seconds) / min(seconds), 1000 * spent / count)
+    found = Found(count / whole, max(seconds) / min(seconds), 1000 * spent / count)
+    print(
+        f"{gateways} gateways: {found.samples:.0f} samples/s, {found.cpu:.1f} ms of CPU each",
+        file=sys.stderr,
+        flush=True,
+    )
+    return found
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:

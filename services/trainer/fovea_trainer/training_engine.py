@@ -148,7 +148,8 @@ class TrainingEngine:
         """Executes a command. A FoveaError is raised on all ranks; any other exception ends the trainer."""
         if uri := getattr(command, "uri", ""):
             self._control.agree(lambda: self.roots.check(uri))
-        self._residence.use(self._models_of(command))
+        if models := self._models_of(command):
+            self._control.agree(lambda: self._residence.use(models))
         match command:
             case command_queue.CreateModel():
                 return self._create(command)

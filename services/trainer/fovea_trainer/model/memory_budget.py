@@ -74,22 +74,21 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The memory of the GPU in bytes; 0 on a CPU."""
-        return 0 if self.device.type == "cpu" else int(torch.cuda.get_device_properties(self.device).total_memory)
-
-    def set_aside(self, size_bytes: int) -> None:
-        """Counts memory that recorded passes keep."""
-        self.set_aside_bytes += max(size_bytes, 0)
+        """The memory of the GPU that this rank may use, in bytes; 0 on a CPU."""
+        if self.device.type == "cpu":
+            return 0
+        of_device = int(torch.cuda.get_device_properties(self.device).total_memory)
+        return min(of_device, self._limit_bytes) if self._limit_bytes else of_device
 
     def free_bytes(self) -> int:
         """Returns the free memory in bytes.
 
-        On a GPU this includes memory that torch has reserved in this process but does not use.
+        On a GPU this includes memory that torch has reserved but does not use, except that of recorded passes.
         """
         if self.device.type == "cpu":
             return self._limit_bytes - _resident_bytes() if self._limit_bytes else UNLIMITED
-        used_bytes = torch.cuda.memory_allocated(self.device)
-        unused_bytes = torch.cuda.memory_reserved(self.device) - used_bytes - self.set_aside_bytes
+        used_bytes = torch.cuda.memory_allocated(self.device) + self.set_aside_bytes
+        unused_bytes = torch.cuda.memory_reserved(self.device) - used_bytes
         free_bytes = int(torch.cuda.mem_get_info(self.device)[0] + unused_bytes)
         return min(free_bytes, self._limit_bytes - used_bytes) if self._limit_bytes else free_bytes
 
@@ -148,20 +147,14 @@ def budgets_within(size_bytes: int, config: PretrainedConfig, dtype: torch.dtype
 
 
 def pass_bytes(config: PretrainedConfig, dtype: torch.dtype, logit_chunk_bytes: int, tokens: int, patches: int) -> int:
-    """Returns the bytes that a micro-batch needs.
-
-    They are its activations, its logits with their gradient and float32 copy, and those of a trained tower's patches.
-    """
+    """Returns the bytes of a micro-batch: activations, logits with gradient and float32 copy, patches of the tower."""
     logit_bytes = min(logit_chunk_bytes, tokens * config.get_text_config().vocab_size * dtype.itemsize)
     tower_bytes = patches * patch_bytes(config, dtype) if patches else 0
     return int(tokens * activation_bytes(config, dtype) + 4 * logit_bytes + tower_bytes)
 
 
 def activation_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes that all layers retain per token for the backward pass.
-
-    The estimate is a quarter above measured values.
-    """
+    """Returns the bytes that all layers retain per token for the backward pass, a quarter above measured values."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     delta_nets, experts = kinds.count("linear_attention"), mixture_sizes(text.to_dict())
@@ -335,9 +328,13 @@ class MemoryBudget:
         most_bytes = _SHARED_PART * self._memory.total_bytes
         return size_bytes <= most_bytes and self._memory.free_bytes() > size_bytes + _WORKING_BYTES
 
-    def set_aside(self, size_bytes: int) -> None:
-        """Counts memory that a recorded pass has allocated and keeps. Not collective."""
-        self._memory.set_aside(size_bytes)
+    def set_aside(self, pool: tuple[int, int]) -> None:
+        """Counts the unused memory that a pool of CUDA graphs keeps. Call it after each recording. Not collective.
+
+        The growth of `torch.cuda.memory_reserved` can be less: on a full GPU torch gives a pool other unused memory.
+        """
+        segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool)]
+        self._memory.set_aside_bytes = sum(one["total_size"] - one["allocated_size"] for one in segments)
 
     def check_fits(self, token_count: int, budgets: Budgets, ranks: int = 1) -> None:
         """Checks that a micro-batch above the token budget fits. Not collective.

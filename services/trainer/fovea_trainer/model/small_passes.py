@@ -96,7 +96,7 @@ class _StandIn:
     @staticmethod
     def size_bytes(like: LoraWeights, slots: int) -> int:
         """Returns the memory of a stand-in."""
-        return slots * sum(tensor.numel() * tensor.element_size() for tensor in (like.cast_weights, like.flat_grad))
+        return slots * sum(one.numel() * one.element_size() for one in (like.cast_weights, like.flat_grad))
 
     def pairs(self, size: _Size) -> dict[str, LoraPair]:
         """Returns the pairs over the buffers for passes of a size."""
@@ -202,7 +202,7 @@ class SmallPasses:
         records: True if passes may be recorded.
         has_room: Returns True if a pass of a given number of tokens may keep its memory permanently.
         fits: Returns True if buffers of a given number of bytes may be kept for shared passes.
-        set_aside: Called with the bytes that a recorded pass has allocated and keeps.
+        set_aside: Called with the pool of all recordings after each.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class SmallPasses:
         records: bool,
         has_room: Callable[[int], bool],
         fits: Callable[[int], bool],
-        set_aside: Callable[[int], None],
+        set_aside: Callable[[Any], None],
     ) -> None:
         self._module, self._injector, self._most_tokens = module, injector, most_tokens
         self._has_room, self._fits, self._set_aside = has_room, fits, set_aside
@@ -349,10 +349,9 @@ class SmallPasses:
 
     def _stand_in(self, weights: LoraWeights, slots: int) -> _StandIn:
         """Returns the buffers for a pass of `slots` slots. All passes of several slots share one stand-in."""
-        kept = MOST_SLOTS if slots > 1 else 1
-        key = (weights.layout, kept)
+        key = weights.layout, MOST_SLOTS if slots > 1 else 1
         if key not in self._stand_ins:
-            self._stand_ins[key] = _StandIn(weights, kept)
+            self._stand_ins[key] = _StandIn(weights, key[1])
         return self._stand_ins[key]
 
     def _pass(self, stand_in: _StandIn, size: _Size, rows: int, device: torch.device) -> _Pass:
@@ -377,9 +376,10 @@ class SmallPasses:
     def _record(self, one: _Pass) -> None:
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        reserved = torch.cuda.memory_reserved()
-        one.record(self._pool, self._stream)
-        self._set_aside(torch.cuda.memory_reserved() - reserved)
+        try:
+            one.record(self._pool, self._stream)
+        finally:
+            self._set_aside(self._pool)
 
 
 class _SmallPass(torch.autograd.Function):

@@ -157,7 +157,10 @@ class ModelResidence:
         self._returned: dict[str, torch.cuda.Event | None] = {}
 
     def use(self, models: Iterable[TrainedModel]) -> None:
-        """Brings the models of the next command to the device. They stay there until the next call."""
+        """Brings the models of the next command to the device. They stay there until the next call.
+
+        Raises torch.OutOfMemoryError if one does not fit beside the others. It then stays on the host, unchanged.
+        """
         adapters = {model.model_id: model for model in models if isinstance(model, AdapterModel)}
         self._busy = set(adapters)
         for model_id, model in adapters.items():
@@ -184,7 +187,10 @@ class ModelResidence:
         """Starts to bring models of waiting commands, as far as there is room, while the device computes."""
         for model_id in [] if self._limit_bytes else [model.model_id for model in models]:
             if model_id in self._away and self._free_bytes() > 2 * _bytes_of(self._used[model_id]):
-                self._bring(model_id, self._used[model_id])
+                try:
+                    self._bring(model_id, self._used[model_id])
+                except torch.OutOfMemoryError:
+                    return  # The command brings its models itself, and may move others away for them.
 
     def leave(self, wanted_bytes: int) -> bool:
         """Moves adapters that the current command does not use to the host, until enough memory is free.
@@ -204,8 +210,13 @@ class ModelResidence:
                     logger.warning("idle adapters stay on the device, because the host has no room for more of them")
                 self._is_host_full = True
                 break
+            try:
+                self._away[model_id] = self._take_away(self._used[model_id])
+            except RuntimeError as error:  # the driver refuses to pin more memory
+                logger.warning("adapter %s stays on the device, because its copy failed: %s", model_id, error)
+                self._is_host_full = True
+                break
             self._is_host_full = False
-            self._away[model_id] = self._take_away(self._used[model_id])
             wanted_bytes -= size_bytes
         trainer_metrics.AWAY.set(len(self._away))
         return len(self._away) > count
@@ -241,8 +252,13 @@ class ModelResidence:
 
     def _bring(self, model_id: str, model: AdapterModel) -> None:
         self.leave(_bytes_of(model) - self._free_bytes())
-        for tensor in _tensors_of(model):
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        try:
+            for tensor in _tensors_of(model):
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        except torch.OutOfMemoryError:
+            for tensor in _tensors_of(model):
+                tensor.untyped_storage().resize_(0)
+            raise
         model.weights.flat_grad.zero_()
         away = self._away.pop(model_id)
         trainer_metrics.AWAY.set(len(self._away))
