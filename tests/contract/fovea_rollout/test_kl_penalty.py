@@ -1,4 +1,4 @@
-"""What scoring by the base model asks of a server."""
+"""The requests with which the KL penalty scores tokens by the base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop tells the live page arrives beside the samples that it is of; who cannot be told costs nothing."""
+"""A loop's live reports arrive with the samples that they belong to. A server without the route causes no error."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 
 def played(conversation: str, sequence_id: str, reward: float) -> Trajectory:
-    """A rollout of one turn that a server has sampled under this name."""
+    """A one-turn rollout that a server has sampled under this name."""
     found = turn([1, 2, 3], [4, 5, 6, 7], [-0.25] * 4, reward)
     named = replace(found, sampled=replace(found.sampled, sequence_id=sequence_id))
     return rollout(named, conversation=conversation)

@@ -1,4 +1,6 @@
-"""What policies send, over the real gateway: pictures once, one question a size, cancelling that reaches the engine."""
+"""Requests of policies over a real gateway: each picture is sent once, requests of one size share one call, and a
+cancellation reaches the engine.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,7 @@ async def test_what_the_server_refuses_is_raised(stand: Stand, exits: AsyncExitS
 
 
 class Uploads(GatewayClient):
-    """Counts uploads; the first ones may get lost, as if the gateway had dropped them."""
+    """Counts uploads. The first ones may be lost, as if the gateway had dropped them."""
 
     made = 0
     lost = 0

@@ -1,4 +1,4 @@
-"""Large results: announced by size, compressed for those who read it, encoded without holding up anybody."""
+"""Large results: their size is announced, they are compressed on request, and encoding does not block other clients."""
 
 import gzip
 
