@@ -1,4 +1,4 @@
-"""The images do their work: what a file list cannot show, a missing template, compiler or library, shows here."""
+"""The images work: these tests detect a missing template, compiler or library, which a list of files does not show."""
 
 import json
 
@@ -43,7 +43,9 @@ def test_services_run_as_nobody_in_particular_and_write_nothing_to_their_image(r
 
 @pytest.mark.parametrize("service", ["sampler", "trainer"])
 def test_kernels_are_compiled_and_loaded(running: Running, service: str) -> None:
-    """As triton does it for a GPU: a C compiler, Python's headers, a folder that code may be loaded from."""
+    """Compiles as triton does for a GPU: needs a C compiler, Python's headers, and a folder that
+    allows loading code.
+    """
     made = podman("exec", running.container(service), "python", "-c", _COMPILED).stdout
     assert made.strip() == "42"
 

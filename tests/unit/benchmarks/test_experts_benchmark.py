@@ -1,4 +1,4 @@
-"""The benchmark of a layer's experts runs where there is no GPU, and sees differences."""
+"""The benchmark of a layer's experts runs without a GPU and detects differences."""
 
 import json
 import sys

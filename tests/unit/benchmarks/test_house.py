@@ -1,4 +1,4 @@
-"""The figures of a small house whose flaws are known."""
+"""The figures of a small house with known flaws."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""The English of code and documents: patterns that make it hard to read, which may only become fewer."""
+"""The English of code, documents and tests: patterns that make it hard to read, whose counts may only fall."""
 
 import json
 from pathlib import Path

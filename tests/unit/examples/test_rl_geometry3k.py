@@ -1,4 +1,4 @@
-"""The drawn problems: rows of the recipe's shape, right answers, and a player that sees but guesses."""
+"""The drawn problems: rows in the recipe's format, correct answers, and a player that sees but guesses."""
 
 import io
 import pathlib

@@ -1,4 +1,4 @@
-"""The puzzle with the zoom tool: what its pictures show, and what players who know more or less of it get."""
+"""The puzzle with the zoom tool: its pictures, and the scores of players with more or less information."""
 
 import io
 
@@ -12,7 +12,7 @@ from fovea_rollout.messages import Picture
 
 
 def shown(picture: Picture) -> set[tuple[int, ...]]:
-    """Its colours."""
+    """Returns the colours of a picture."""
     with Image.open(io.BytesIO(picture.data)) as image:
         return {tuple(int(value) for value in pixel) for pixel in np.asarray(image).reshape(-1, 3)}
 

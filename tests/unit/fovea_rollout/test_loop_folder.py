@@ -1,4 +1,4 @@
-"""Figures that a loop's folder keeps; how it goes on with one is in tests/e2e/fovea_rollout/test_resumed_loop.py."""
+"""Figures in a loop's folder; tests/e2e/fovea_rollout/test_resumed_loop.py tests the resumption."""
 
 from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.loop.loop_folder import figures_of

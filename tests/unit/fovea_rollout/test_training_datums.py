@@ -32,7 +32,7 @@ async def test_targets_are_shifted_and_the_mask_is_what_was_sampled() -> None:
     chunks = made.datum.model_input.chunks
     kinds = [list(chunk.tokens) if chunk.type == "encoded_text" else chunk.expected_tokens for chunk in chunks]
     assert kinds == [[1, 2], 4, [3], [4, 5], [6], 4, [7], [8]]
-    assert chunks[1].data is RED.data, "pictures go by reference"
+    assert chunks[1].data is RED.data, "pictures must be sent by reference"
     inputs = {name: column.to_numpy() for name, column in made.datum.loss_fn_inputs.items()}
     assert made.datum.model_input.length == len(inputs["target_tokens"]) == 2 * PICTURE_TOKENS + 8
     targets = [0, *[0] * 4, 0, 4, 5, 0, *[0] * 4, 0, 8, 9]
@@ -46,7 +46,7 @@ async def test_targets_are_shifted_and_the_mask_is_what_was_sampled() -> None:
 
 
 def resumed(ids: tuple[int, ...], *portions: tuple[int, int, str]) -> Sampled:
-    """A turn of several requests, each with its number of tokens, its version and its sequence."""
+    """Returns a turn of several requests, each with its number of tokens, its version and its sequence."""
     made = tuple(Portion(count, WeightVersions(version, version), name) for count, version, name in portions)
     bounds = WeightVersions(portions[0][1], portions[-1][1])
     return Sampled(ids, (-1.0,) * len(ids), "stop", bounds, resumed=made)

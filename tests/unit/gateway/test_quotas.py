@@ -1,4 +1,4 @@
-"""What one owner may have of what all share."""
+"""Limits of one owner on shared resources."""
 
 from contextlib import suppress
 
@@ -9,7 +9,7 @@ from fovea_gateway.access.owners import Quota
 
 
 def fill(quota: Quota, owner: str) -> int:
-    """Takes until refused; returns how many."""
+    """Takes until refused; returns the number."""
     taken = 0
     with suppress(ResourceExhausted):
         while True:
@@ -26,7 +26,7 @@ def test_nobody_gets_it_all_and_newcomers_find_room() -> None:
     assert [fill(quota, owner) for owner in "abcd"] == [512, 256, 128, 64]
     for _ in range(512):
         quota.give("a")
-    assert fill(quota, "e") == 288, "what one gives back is everybody's"
+    assert fill(quota, "e") == 288, "a returned share must be free for all owners"
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 6, 7])

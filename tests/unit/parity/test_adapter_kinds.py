@@ -1,4 +1,4 @@
-"""An adapter of one kind of module that a sampler leaves out is seen."""
+"""The check detects a sampler that ignores an adapter of one kind of module."""
 
 import numpy as np
 import pytest

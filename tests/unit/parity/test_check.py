@@ -1,4 +1,4 @@
-"""What `fovea models check` does with checkpoints that work, that do not, and that end the process."""
+"""`fovea models check` on checkpoints that work, that fail, and that crash the process."""
 
 import json
 import shutil

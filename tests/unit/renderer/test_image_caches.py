@@ -1,4 +1,4 @@
-"""One image is processed once, whoever asks, and whoever gives up."""
+"""One image is processed once, for any number of callers and cancellations."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -20,7 +20,7 @@ def processed(size_bytes: int = 100) -> ProcessedImage:
 
 
 class Work:
-    """Processing that waits until it is let go, and counts."""
+    """Processing that waits until it is released, and counts its calls."""
 
     def __init__(self, outcome: ProcessedImage | Exception) -> None:
         self.outcome, self.started, self.cancelled = outcome, 0, 0

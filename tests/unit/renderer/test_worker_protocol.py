@@ -1,4 +1,4 @@
-"""Tensors cross between two processes and stay what they were."""
+"""Tensors cross between two processes unchanged."""
 
 import os
 

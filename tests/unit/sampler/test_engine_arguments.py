@@ -1,4 +1,4 @@
-"""What of vLLM's engine arguments a sampler takes, and how it says no to the others."""
+"""vLLM engine arguments that a sampler accepts, and its errors for the others."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cache: one build a recipe, names that follow the recipe, nothing half-built in sight."""
+"""The cache: one build per recipe, names that follow the recipe, and no visible partial build."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_two_processes_ask_for_is_built_once(tmp_path: Path, monkeypatch: p
     assert first == second
     assert [str(path) for path in tmp_path.iterdir() if path.is_dir()] == [first]
     modified = Path(first, "model.safetensors").stat().st_mtime_ns
-    assert _ensure(RECIPE) == first, "nor does a later call build"
+    assert _ensure(RECIPE) == first, "a later call must not build either"
     assert Path(first, "model.safetensors").stat().st_mtime_ns == modified
 
 

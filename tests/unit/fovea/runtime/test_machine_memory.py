@@ -1,4 +1,4 @@
-"""GPU memory is asked for at every scrape; a process without the driver's library goes on without it."""
+"""GPU memory is queried at every scrape; a process without the driver's library continues without it."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""A child that was told to ends with its parent, however that ends; what it imports is not collected."""
+"""A child can be tied to its parent and ends with it in any case; its imports are excluded from garbage collection."""
 
 import gc
 import signal
@@ -30,7 +30,7 @@ def test_a_child_dies_with_a_parent_that_is_killed() -> None:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"up\n"
         parent.send_signal(signal.SIGKILL)
-        # The child holds the other end of the pipe: it ends when the child does.
+        # The child holds the other end of the pipe, which closes when the child ends.
         assert parent.stdout.read() == b""
 
 
@@ -41,7 +41,7 @@ def test_a_child_whose_parent_has_died_already_ends_at_once() -> None:
 
 
 def test_nothing_is_collected_while_importing() -> None:
-    """Nor is what was imported looked at later."""
+    """Later collections skip the imported objects, too."""
     before = gc.get_freeze_count()
     with suppress(ImportError), importing():
         assert not gc.isenabled()

@@ -1,4 +1,4 @@
-"""Background tasks, calls shared by many, work that is not stopped in the middle, and pauses between attempts."""
+"""Background tasks, shared calls, uninterruptible work, and backoff."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ async def test_join_waits_for_what_is_started_meanwhile() -> None:
 
 
 class _Source:
-    """Answers with how often it was called, once it is let."""
+    """Returns the number of its calls, once its gate is open."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -199,7 +199,7 @@ def test_chance_shortens_pauses_by_no_more_than_its_share() -> None:
 async def test_no_pause_goes_beyond_the_deadline() -> None:
     backoff = Backoff(deadline_s=0.01, first_s=3600.0, longest_s=3600.0)
     await backoff.pause()
-    while not backoff.is_over:  # a timer may fire a clock's tick early
+    while not backoff.is_over:  # a timer may fire one clock tick early
         await backoff.pause()
     assert backoff.left_s == 0.0
 

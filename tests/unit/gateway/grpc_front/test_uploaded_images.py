@@ -1,4 +1,4 @@
-"""The shelf of uploaded images."""
+"""The cache of uploaded images."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""A few at a time, in order, and others in between."""
+"""Handles a few requests at a time, in order, with other tasks in between."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ async def test_a_crowd_goes_in_order_and_lets_others_through_in_between() -> Non
 
     crowd = [asyncio.create_task(one(number)) for number in range(100)]
     seen = await asyncio.create_task(other())
-    assert seen <= 8, "an unrelated task waits for a few of the crowd, not for all"
+    assert seen <= 8, "an unrelated task must wait for a few requests, not for all"
     await asyncio.gather(*crowd)
     assert order == list(range(100))
     await asyncio.wait_for(limiter.enter(), 5)

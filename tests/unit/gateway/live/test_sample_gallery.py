@@ -1,4 +1,4 @@
-"""The gallery keeps the newest samples within its bytes, tells each owner of its own alone, and lets pictures go."""
+"""The gallery keeps the newest samples within its bytes, isolates owners, and drops pictures."""
 
 from itertools import pairwise
 
@@ -96,4 +96,4 @@ def test_a_sequence_waits_for_the_trainers_values_only_while_it_is_kept() -> Non
     known = {one.sequence_id: one.trained.tolist() for one in group.drawn if len(one.trained)}
     assert known == {"38:0": [-1, -2, -3], "39:0": [-1, -2, -3]}
     gallery.note_losses("alice", "model", {bytes([number]): values for number in range(40)})
-    assert not gallery.awaits_losses("alice", "model"), "those that are no longer kept are forgotten"
+    assert not gallery.awaits_losses("alice", "model"), "samples that are dropped must be forgotten"

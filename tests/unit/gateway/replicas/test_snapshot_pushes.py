@@ -1,4 +1,4 @@
-"""How far a sampler is behind: by model, by what was asked for, and not for models that it does not have."""
+"""The lag of a sampler: by model, by the requested weights, and not for models that it does not have."""
 
 from fovea_gateway.replicas.samplers import version_of
 from fovea_gateway.replicas.snapshot_pushes import Versions, id_of_export, id_of_snapshot

@@ -1,4 +1,4 @@
-"""One set of full weights at a time, and nobody starves."""
+"""The lock admits one set of full weights at a time without starvation."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from fovea_gateway.replicas.samplers import WeightsLock
 
 
 class Place:
-    """A lock with what it was asked to put."""
+    """A lock with the list of requested weights."""
 
     def __init__(self) -> None:
         self.put: list[str] = []
@@ -71,7 +71,9 @@ async def test_a_failed_change_fails_those_who_wanted_it_and_is_tried_anew() -> 
     assert place.lock.resident is None
     place.fail = None
     await place.use("", entered)
-    assert place.put == ["a", ""], "what is in place is unknown after a failure: even the base is put again"
+    assert place.put == ["a", ""], (
+        "the present weights are unknown after a failure, so even the base must be loaded again"
+    )
 
 
 async def test_cancelled_waiters_leave_no_trace() -> None:
@@ -113,7 +115,9 @@ async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None
 
 
 async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
-    """They do not go under one that wants exactly its own, and neither older ones nor another model's under any."""
+    """They do not replace a version that a request names exactly, and neither older weights nor another model's replace
+    any.
+    """
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     lock = place.lock
     async with lock.hold("m@1", follows=True):
@@ -125,7 +129,7 @@ async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
                 held = lock.hold("m@3", follows=True)
                 newest = asyncio.create_task(held.__aenter__())
                 await asyncio.sleep(0.01)
-                assert not newest.done(), "one inside wants m@2"
+                assert not newest.done(), "one request needs m@2"
             await newest
             assert (lock.resident, lock.inside) == ("m@3", 3)
         others = [asyncio.create_task(place.use(name, entered)) for name in ("m@4", "n@9", "")]

@@ -1,4 +1,4 @@
-"""Deltas put together."""
+"""Concatenation of deltas."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rows of futures, many at once."""
+"""Batched rows of futures."""
 
 import asyncio
 from collections.abc import AsyncIterator

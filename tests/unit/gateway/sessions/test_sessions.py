@@ -26,7 +26,7 @@ class Failing(Database):
 
 
 async def _forget(model_id: str) -> None:
-    """No checkpoints here."""
+    """Does nothing, because there are no checkpoints."""
 
 
 @pytest.fixture

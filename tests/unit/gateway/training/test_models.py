@@ -1,4 +1,4 @@
-"""Which sessions are freed by the next gateway, if one ended before it had freed them."""
+"""Sessions that the next gateway frees if the previous one ended before it had freed them."""
 
 import pytest
 import sqlalchemy as sa
@@ -10,7 +10,7 @@ OVER, OPEN = 2.0, None
 
 
 def rows_of(session_id: str) -> dict[str, tuple[sa.Table, dict[str, object]]]:
-    """What a session may own, by what it is."""
+    """Returns one row of each kind that a session may own."""
     model_id = f"{session_id}:train:0"
     model = {
         "model_id": model_id, "session_id": session_id, "owner": "o", "base_model": "b", "lora": b"",

@@ -1,4 +1,4 @@
-"""Images come from a renderer that holds few of them at once; its gRPC server is real."""
+"""Images come from a renderer with a small cache; its gRPC server is real."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ COUNT, HELD = 7, 2
 
 
 class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
-    """Holds the last `HELD` images that were rendered."""
+    """Holds the last `HELD` rendered images."""
 
     def __init__(self) -> None:
         self.held: OrderedDict[str, FeatureTensors] = OrderedDict()
@@ -123,7 +123,7 @@ def test_what_waits_for_a_call_that_never_comes_is_freed_after_a_while(renderer:
 
 
 def feature(datum: Datum) -> model_input_pb2.VisionFeature:
-    """Of its one image."""
+    """Returns the feature of its one image."""
     return datum.spans[0].feature
 
 
@@ -135,7 +135,7 @@ async def test_what_was_fetched_ahead_is_there_when_it_is_needed(renderer: Small
     cache.fetch_ahead(map(feature, datums))
     await eventually(lambda: bool(renderer.asked))
     call = asyncio.create_task(asyncio.to_thread(cache.tensors_of, "m", datums, {}))
-    await asyncio.sleep(0.1)  # for it to wait for what is on its way
+    await asyncio.sleep(0.1)  # so that it waits for the fetch in progress
     renderer.open.set()
     found = await call
     renderer.held.clear()

@@ -1,4 +1,4 @@
-"""Layers that carry a state, on packed documents, against their own forward pass of one document at a time."""
+"""Stateful layers on packed documents against their own forward pass of one document at a time."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from fovea_trainer.model import linear_attention
 
 HIDDEN = 24
 LENGTHS = [1, 64, 65, 3, 130, 1, 64, 2, 200, 17]
-"""Shorter and longer than the convolution's taps and a chunk of the delta rule, equal ones apart."""
+"""Shorter and longer than the convolution's taps and a chunk of the delta rule; equal ones are not adjacent."""
 
 
 def _delta_net() -> nn.Module:
@@ -34,7 +34,7 @@ LAYERS = {
 
 
 def _layer(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Packed, and as transformers has it, with the same weights."""
+    """Returns the packed layer and transformers' layer with the same weights."""
     torch.manual_seed(1)
     layer, own = LAYERS[name](), LAYERS[name]()
     own.load_state_dict(layer.state_dict())

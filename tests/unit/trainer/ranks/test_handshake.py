@@ -1,4 +1,4 @@
-"""Who does not know the secret is turned away, and holds up nobody who does."""
+"""Peers without the secret are refused, and do not delay those that have it."""
 
 import socket
 import threading
@@ -29,7 +29,7 @@ def test_another_secret_is_turned_away(listener: AuthenticatedListener) -> None:
 
 
 def test_who_took_the_place_of_node_0_is_left() -> None:
-    """It repeats what it hears, which proves nothing."""
+    """An impostor of node 0 echoes each message, which proves nothing."""
 
     def echo(listener: socket.socket) -> None:
         connection, _ = listener.accept()
