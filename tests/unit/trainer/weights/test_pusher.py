@@ -1,4 +1,4 @@
-"""Who waits for whom."""
+"""Order of pushes and commands at the shared lock."""
 
 import asyncio
 

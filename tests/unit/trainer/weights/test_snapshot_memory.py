@@ -1,4 +1,4 @@
-"""Snapshots in memory: what is kept, what goes, and what a digest covers."""
+"""Snapshots in memory: retention, eviction, and the content of a digest."""
 
 import torch
 
