@@ -1,4 +1,4 @@
-"""OpenID Connect providers for tests: Dex, which is real, and a fake whose tokens may be faulty in any way."""
+"""OpenID Connect providers for tests: Dex, which is real, and a fake that can issue any faulty token."""
 
 import json
 import subprocess

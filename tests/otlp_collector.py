@@ -9,7 +9,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """A context manager whose `spans` are in order of arrival."""
+    """A context manager; `spans` are in order of arrival."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

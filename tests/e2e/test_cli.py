@@ -46,7 +46,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompt]:
 
 @pytest.fixture(scope="module")
 def saved(stack: Stack, prompts: dict[str, Prompt]) -> Trained:
-    """A checkpoint whose session has ended."""
+    """A checkpoint from a session that has ended."""
     with stack.service_client() as service:
         training = service.create_lora_training_client(
             base_model=stack.model_name, rank=8, user_metadata={"renderer_name": "qwen3_vl"}

@@ -63,7 +63,7 @@ def pictured(tokenizer: PreTrainedTokenizerBase) -> tinker.ModelInput:
 
 
 def ask(client: openai.OpenAI, model: str, messages: list[Any], **given: Any) -> ChatCompletion:
-    """Requests a chat whose answer includes its token ids."""
+    """Requests a chat with the token ids of its answer."""
     extra = {"return_token_ids": True, **given.pop("extra_body", {})}
     options: dict[str, Any] = {"max_completion_tokens": 12, "temperature": 0.0, **given}
     answer: ChatCompletion = client.chat.completions.create(model=model, messages=messages, extra_body=extra, **options)

@@ -1,4 +1,4 @@
-"""Router replay: sampler and trainer agree on tokens whose experts they would choose differently.
+"""Router replay: sampler and trainer agree on tokens for which they would choose different experts.
 
 In each router, groups of four experts have almost the same row, so their choice depends on the last bits, as it does
 for any experts in bfloat16 on a GPU. The trainer's rows differ from the sampler's in those bits: with the same experts
@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def replaying(models: tuple[Path, Path]) -> Iterator[Stack]:
-    """A Fovea with the sampler's model: prompts in several chunks, and a batch whose requests change."""
+    """A Fovea with the sampler's model: prompts in several chunks, and changing requests in a batch."""
     variables = {"FOVEA_SAMPLER_MAX_BATCHED_TOKENS": "256", "FOVEA_SAMPLER_MAX_SEQUENCES": "6"}
     with mock.patch.dict(os.environ, variables), running_stack(models[0]) as stack:
         yield stack

@@ -104,7 +104,7 @@ def test_openais_client_gets_the_ids_with_an_option(stack: Stack) -> None:
 
 
 def test_the_official_sdk_sends_a_sparse_tensor(stack: Stack) -> None:
-    """Log-probabilities and a step with a CSR tensor, whose rows are the ids."""
+    """Log-probabilities and a step with a CSR tensor that has the ids as rows."""
     with stack.service_client() as service:
         training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
         tokens = np.arange(20, 40)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def datum(client: int, step: int) -> types.Datum:
-    """Returns a datum whose tokens depend on client and step."""
+    """Returns a datum with tokens that depend on client and step."""
     tokens = [1 + (7 * client + 3 * step + position) % 90 for position in range(12)]
     inputs = {
         "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[11]),

@@ -46,7 +46,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text_stack(mistral: Path) -> Iterator[Stack]:
-    """A Fovea whose model folder has two slashes, such as /tmp/model."""
+    """A Fovea with a model folder that has two slashes, such as /tmp/model."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         for file in mistral.iterdir():
             (Path(folder) / file.name).symlink_to(file)

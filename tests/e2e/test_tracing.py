@@ -24,7 +24,7 @@ _ARRIVAL_S = 30.0
 
 @pytest.fixture
 def traced(stack: Stack) -> Iterator[tinker.ServiceClient]:
-    """A client whose calls all continue the caller's own trace."""
+    """A client with calls that all continue the caller's own trace."""
     headers = {HEADER: f"00-{TRACE}-{CALLER}-01"}
     with tinker.ServiceClient(base_url=stack.base_url, api_key=API_KEY, default_headers_overrides=headers) as client:
         yield client

@@ -39,7 +39,7 @@ def scores(sampler: Any, data: list[tinker.Datum]) -> npt.NDArray[np.float64]:
 
 
 def text_differences(one: tinker.Datum, output: Any, sampled: list[float | None]) -> npt.NDArray[np.float64]:
-    """Returns trainer minus sampler at positions whose target is not an image token."""
+    """Returns trainer minus sampler at positions with a text token as target."""
     targets = np.asarray(one.loss_fn_inputs["target_tokens"].data)[:-1]
     trained = np.asarray(output["logprobs"].data, np.float64)[:-1]
     difference: npt.NDArray[np.float64] = trained - np.array(sampled[1:], np.float64)

@@ -42,7 +42,7 @@ async def test_it_survives_a_restart_of_the_api_server(cluster: Cluster, namespa
 
 
 def _discovery(cluster: Cluster, namespace: str, port: str) -> KubernetesDiscovery:
-    """Returns a discovery whose service account may only read EndpointSlices here."""
+    """Returns a discovery with a service account that may only read EndpointSlices here."""
     if "watcher" not in cluster.kubectl("get", "serviceaccounts", "-n", namespace):
         cluster.kubectl("create", "serviceaccount", "watcher", "-n", namespace)
         cluster.kubectl("create", "role", "watcher", *_ROLE, "-n", namespace)

@@ -34,7 +34,7 @@ _STEPS = 5
 
 @dataclass(frozen=True)
 class Installed:
-    """A release whose gateway this host can reach.
+    """A release with a gateway that this host can reach.
 
     Attributes:
         release: All four services.
@@ -88,7 +88,7 @@ def service(installed: Installed) -> tinker.ServiceClient:
 
 @pytest.fixture(scope="module")
 def sampling(service: tinker.ServiceClient, prompts: list[Prompt]) -> tinker.SamplingClient:
-    """Samples from an adapter whose answers differ from the base model's."""
+    """Samples from an adapter with other answers than the base model."""
     training = service.create_lora_training_client(base_model=_MODEL, rank=8).result()
     for _ in range(_STEPS):
         output = take_step(training, [prompt.datum() for prompt in prompts], 1e-2)

@@ -48,7 +48,7 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def sampling(fleet: Fleet, prompts: list[Prompt]) -> Iterator[tinker.SamplingClient]:
-    """Samples from an adapter whose answers differ from the base model's."""
+    """Samples from an adapter with other answers than the base model."""
     with tinker.ServiceClient(base_url=fleet.base_url, api_key=API_KEY) as service:
         training = service.create_lora_training_client(base_model=MODEL_NAME, rank=8).result()
         for _ in range(_STEPS):

@@ -260,7 +260,7 @@ def _blocks(offset: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path, prefix: str = "") -> None:
-    """Writes the files whose paths have a prefix below a folder, at the same paths."""
+    """Writes the files that have a prefix below a folder, at the same paths."""
     for path, data in files.items():
         if path.startswith(prefix):
             place = folder / path

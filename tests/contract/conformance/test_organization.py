@@ -43,7 +43,7 @@ WRONG: dict[str, dict[str, Wrong]] = {
 
 @pytest.fixture(scope="module")
 async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
-    """A gateway with fake services, whose trainer writes files."""
+    """A gateway with fake services; its trainer writes files."""
     folder = tmp_path_factory.mktemp("organization")
     with one_certificate(folder):
         stand = Stand(Path(folder))

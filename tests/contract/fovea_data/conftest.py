@@ -14,7 +14,7 @@ __all__ = ["certificates"]
 
 @pytest.fixture
 async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
-    """A running stand with a model whose tokenizer the client can load."""
+    """A running stand; the client can load the tokenizer of its model."""
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
     monkeypatch.setattr(fakes, "IMAGE_TOKENS", 192)
     async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure())) as stand:

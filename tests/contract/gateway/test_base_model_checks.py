@@ -95,7 +95,7 @@ WRONG: dict[str, dict[str, Wrong]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A byte tokenizer whose ids are all in the vocabulary of the fake services."""
+    """A byte tokenizer with ids in the vocabulary of the fake services."""
     alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()

@@ -18,7 +18,7 @@ TEACHER, OTHER = "fovea/teacher", "fovea/other-student"
 
 
 class School:
-    """A stand whose gateway also serves a sampling-only teacher and a second student."""
+    """A stand with a gateway that also serves a sampling-only teacher and a second student."""
 
     def __init__(self, state_dir: Path) -> None:
         self.stand = Stand(state_dir)

@@ -21,7 +21,7 @@ LONG_AGO = 1.0
 
 @pytest.fixture
 async def stand(tmp_path: pathlib.Path, database_url: str) -> AsyncIterator[Stand]:
-    """A stand with two callers, whose trainer writes real files."""
+    """A stand with two callers; its trainer writes real files."""
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
     async with running(stand, database_url=database_url, api_key=[KEY, OTHER_KEY]):

@@ -29,7 +29,7 @@ OTHER_KEY = "tml-other"
 
 @pytest.fixture(params=["local", "memory", "s3"])
 async def keeping(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> AsyncIterator[Stand]:
-    """A stand whose trainer writes real files, to a local folder or another fsspec file system."""
+    """A stand with a trainer that writes real files, to a local folder or another fsspec file system."""
     if request.param == "local":
         root = str(tmp_path / "kept")
     else:

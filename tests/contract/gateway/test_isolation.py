@@ -206,7 +206,7 @@ class World:
 
 @pytest.fixture
 async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
-    """A stand whose trainer writes real files, for exports."""
+    """A stand with a trainer that writes real files, for exports."""
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
     async with running(stand, database_url=database_url):

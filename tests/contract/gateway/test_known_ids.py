@@ -29,7 +29,7 @@ THEIRS = (("x-api-key", OTHER_KEY),)
 
 @pytest.fixture
 async def stand(tmp_path: pathlib.Path, database_url: str) -> AsyncIterator[Stand]:
-    """A stand with two owners, whose trainer writes real files."""
+    """A stand with two owners; its trainer writes real files."""
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
     async with running(stand, database_url=database_url, api_key=[KEY, OTHER_KEY]):

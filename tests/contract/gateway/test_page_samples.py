@@ -50,7 +50,7 @@ async def groups_of(http: httpx.AsyncClient, source: str, **query: Any) -> list[
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer whose token 7 is the word `w7`."""
+    """Writes a tokenizer in which token 7 is the word `w7`."""
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0"))
     tokenizer.save(str(folder / "tokenizer.json"))
 

@@ -32,7 +32,7 @@ from tests.waiting import eventually
 
 
 class RecoveringStand(Stand):
-    """A stand whose trainer has recovery."""
+    """A stand that has a trainer with recovery."""
 
     def __init__(self, state_dir: Path) -> None:
         super().__init__(state_dir)
@@ -635,8 +635,8 @@ async def test_parked_sessions_end_above_their_bytes_and_by_hand(stand: Recoveri
 
 
 async def ending_at(stand: RecoveringStand, monkeypatch: pytest.MonkeyPatch, length: int) -> list[str]:
-    """Makes the trainer end at each batch whose first datum has `length` tokens; returns the models of those batches in
-    order.
+    """Makes the trainer end at each batch that starts with a datum of `length` tokens; returns
+    their models in order.
     """
     deaths: list[str] = []
     note = stand.trainer.note

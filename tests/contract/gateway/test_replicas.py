@@ -21,7 +21,7 @@ _WORKERS = 6
 
 
 class Cluster:
-    """A stand whose gateway discovers renderers and samplers by their services."""
+    """A stand with a gateway that discovers renderers and samplers by their services."""
 
     def __init__(self, stand: Stand, api: ApiServer, rest: Rest) -> None:
         self.stand, self.api, self.rest = stand, api, rest

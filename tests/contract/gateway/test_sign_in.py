@@ -1,6 +1,4 @@
-"""Sign-in with a provider whose tokens may be faulty: accepted tokens, refused ones with the reason, and the end of a
-sign-in.
-"""
+"""Sign-in with a provider that may issue faulty tokens: accepted and refused tokens, and the end of a sign-in."""
 
 import base64
 import hashlib

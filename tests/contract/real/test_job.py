@@ -17,7 +17,7 @@ __all__ = ["certificates"]
 
 @pytest.fixture
 async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
-    """A running stand with a text-only model whose tokenizer the client can load."""
+    """A running stand with a text-only model; the client can load its tokenizer."""
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
     async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure("qwen3"))) as stand:
         yield stand

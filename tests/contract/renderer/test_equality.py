@@ -177,7 +177,7 @@ async def test_vision_start_and_end_are_plain_text(qwen3_vl: Served) -> None:
 
 
 def turned(width: int, height: int) -> bytes:
-    """Returns a JPEG whose EXIF orientation is a quarter turn."""
+    """Returns a JPEG with the EXIF orientation of a quarter turn."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return encoded(picture(width, height), "JPEG", exif=exif)

@@ -138,7 +138,7 @@ def silent_waiting() -> Wrong:
 
 
 def empty_400() -> Wrong:
-    """A server whose refusals have no message."""
+    """A server that refuses requests without a message."""
     return Wrong(after=lambda one: Response(b"", 400) if one.status == 400 else None)
 
 

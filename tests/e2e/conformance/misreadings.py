@@ -90,7 +90,7 @@ def no_penalty(message: Any) -> None:
 
 
 def no_text(message: Any) -> None:
-    """Drops settings whose values are text."""
+    """Drops settings with text values."""
     config = message.loss_fn_config_v2
     for name in [name for name in config if config[name].WhichOneof("value") == "text"]:
         del config[name]

@@ -1,4 +1,4 @@
-"""Samplers forked from a process that has imported vLLM, whose import takes ten seconds of processor time.
+"""Samplers forked from a process that has imported vLLM, which takes ten seconds of processor time.
 
 Use them in tests of a sampler's results. Other folders start samplers with `fovea up`, without a fork. `python -m
 tests.e2e.sampler.copies FD OPTIONS` forks a sampler for each request on the socket FD and reports when it ends. It has

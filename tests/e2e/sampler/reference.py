@@ -36,7 +36,7 @@ class Reference:
             self.module.tie_weights()
 
     def parameters(self) -> StateDict:
-        """Returns all parameters by name, tied ones once."""
+        """Returns a dict of all parameters, with tied ones once."""
         return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
 
     def merge(self, adapter: Mapping[str, torch.Tensor], rank: int) -> "Reference":

@@ -1,4 +1,4 @@
-"""Families whose images go through their own Hugging Face processor: renderer and sampler against transformers.
+"""Families with images for their own Hugging Face processor: renderer and sampler against transformers.
 
 The renderer's ids and tensors equal the processor's; vLLM's log-probabilities equal transformers' own forward.
 """

@@ -63,7 +63,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text_sampler(hybrid: Path) -> Iterator[SamplerProcess]:
-    """A sampler whose step holds two blocks of the smallest size, so a prompt is computed in three parts."""
+    """A sampler with steps of two blocks of the smallest size, so a prompt is computed in three parts."""
     with running_sampler(hybrid, "--max-batched-tokens", "128", is_copy=True) as sampler:
         yield sampler
 

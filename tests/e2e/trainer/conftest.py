@@ -85,8 +85,8 @@ class Bench:
         return found
 
     async def descend(self, model_id: str) -> dict[str, torch.Tensor]:
-        """Returns minus the accumulated gradients, by a step whose huge eps turns AdamW into gradient descent of rate
-        1.
+        """Returns minus the accumulated gradients, by a step with a huge eps, which turns AdamW into gradient descent
+        of rate 1.
         """
         before = await self.weights(model_id)
         await self.client.optim_step(model_id, adam(learning_rate=1e10, eps=1e10))

@@ -18,7 +18,7 @@ KINDS = ["text", "image", "mixed"]
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_forward_equals_transformers(vlm: Bench, kind: str) -> None:
-    """With a frozen tower, too, whose outputs are cached: the second call reads them from the cache."""
+    """Includes a frozen tower with cached outputs: the second call reads them from the cache."""
     datums = datums_of(vlm.images, kind)
     trained, frozen = await vlm.adapter(vision=True), await vlm.adapter()
     for model_id in (trained, frozen, frozen):

@@ -31,7 +31,7 @@ RANKS = {"logprobs": 1, "sampled": 1, "advantages": 1}
 
 
 async def _policy_datums(bench: Bench, model_id: str) -> list[trainer_pb2.Datum]:
-    """Returns datums whose sampler log-probabilities differ from the model's by some noise."""
+    """Returns datums with the model's log-probabilities plus some noise as the sampler's."""
     rendered = [bench.images.render(chunks) for chunks in chunk_lists("text")]
     plain = [datum(one, seed) for seed, one in enumerate(rendered)]
     scored = await bench.client.forward_backward(header(model_id, len(plain), backward=False), plain)

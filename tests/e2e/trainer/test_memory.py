@@ -22,7 +22,7 @@ LORA = weights_pb2.LoraConfig(rank=8, seed=1, train_attention=True, train_mlp=Tr
 
 
 class Cramped:
-    """A trainer on two ranks whose memory a test can limit."""
+    """A trainer on two ranks with memory that a test can limit."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         model_dir = fovea_tinyvlm.ensure("qwen3")

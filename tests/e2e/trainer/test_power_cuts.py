@@ -235,7 +235,7 @@ def problems(recorded: Recorded, scratch: Path, unsynced: str = "-") -> Iterator
     """Yields the faults after cuts at random moments.
 
     Args:
-        unsynced: Prefix of paths whose syncs are ignored.
+        unsynced: Prefix of paths; their syncs are ignored.
     """
     ignored = {event.inode for event in recorded.events if event.path.startswith(unsynced)}
     chance = random.Random(16)

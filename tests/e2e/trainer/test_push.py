@@ -185,7 +185,7 @@ async def test_a_sampler_that_does_not_come_keeps_nobody_elses_push_waiting(
 
 
 async def test_a_full_snapshot_stays_until_its_push_is_over(qwen3: Bench, sampler: ReceivingSampler) -> None:
-    """A second snapshot is taken after the first was described and before its broadcast, with memory for one."""
+    """The second snapshot follows the first one's description and precedes its broadcast, with memory for one."""
     model_id = await qwen3.create(None)
     await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
     sampler.may_join.clear()

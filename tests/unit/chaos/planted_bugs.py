@@ -114,7 +114,7 @@ def main(names: list[str]) -> int:
         template = make_template(folder / "template.db")
         for name in names:
             if not (child := os.fork()):
-                status = 2  # for an exception, whose traceback is printed
+                status = 2  # for an exception; its traceback is printed
                 try:
                     status = 0 if is_found(name, template) else 1
                 except BaseException:

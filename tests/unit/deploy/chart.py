@@ -79,7 +79,7 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    """Returns manifests of a kind by name."""
+    """Returns a dict of the manifests of a kind."""
     return {item["metadata"]["name"]: item for item in manifests if item["kind"] == kind}
 
 

@@ -39,7 +39,7 @@ NAME = re.compile(r"\b(?:fovea_|vllm:)[a-z_]+")
 
 
 def shown_by(module: ModuleType) -> dict[str, set[str]]:
-    """Returns the labels of each series of a module by name."""
+    """Returns the labels of each series of a module."""
     series = {}
     for metric in vars(module).values():
         if isinstance(metric, MetricWrapperBase):

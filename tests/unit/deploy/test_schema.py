@@ -19,7 +19,7 @@ def test_the_file_is_what_the_settings_say() -> None:
 
 
 def test_every_object_is_closed() -> None:
-    """Except maps, whose values have a type, and fields that only the API server knows."""
+    """Except typed maps, and fields that only the API server knows."""
 
     def objects(node: Any) -> list[dict[str, Any]]:
         if isinstance(node, list):

@@ -216,7 +216,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
 
 
 def processed(model_type: str) -> VisionFamily:
-    """A family whose own processor handles images."""
+    """A family that handles images with its own processor."""
     bound = vision.bind({"model_type": model_type} | PROCESSED[model_type], ADDED_TOKENS)
     assert bound is not None
     return bound

@@ -1,4 +1,4 @@
-"""Datasets of every source: lengths, order, splits, and rows that are named when they are broken."""
+"""Datasets of every source: lengths, order, splits, and errors that name the broken row."""
 
 import io
 import json
@@ -196,7 +196,7 @@ def test_a_picture_that_an_object_loads_later_is_named_by_row() -> None:
 
 
 class Undecodable:
-    """A list whose rows raise when they are read, as a column of Hugging Face `datasets` does."""
+    """A list that raises an error when a row is read, like a column of Hugging Face `datasets`."""
 
     def __len__(self) -> int:
         return 1

@@ -11,7 +11,7 @@ PICTURE_TOKENS = 4
 
 
 class FourTokenPictures:
-    """A policy whose pictures take four tokens; it never samples."""
+    """A policy with pictures of four tokens; it never samples."""
 
     async def sample(self, prompt: object, settings: SamplingSettings, stop_ids: object, conversation: str) -> Sampled:
         raise NotImplementedError

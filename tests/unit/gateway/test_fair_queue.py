@@ -12,7 +12,7 @@ from fovea_gateway.access.fair_queue import FairQueue, Turn
 
 
 class Line:
-    """A queue whose work lasts until the test ends it, and the admitted turns in order."""
+    """A queue with work that lasts until the test ends it, and the admitted turns in order."""
 
     def __init__(self, places: int = 1, alone: int = 0, beside: int = 0, **weights: float) -> None:
         self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0), alone, beside)
@@ -305,7 +305,7 @@ async def test_a_flood_has_all_places_alone_and_few_beside_somebody_who_sends_a_
     assert line.inside_of("a") == 20
     (turn,) = await line.send("b", 1)
     await line.end()
-    assert line.begun[-1] is turn, "the next place must be its own, although more than 8 are taken"
+    assert line.begun[-1] is turn, "the next place must be its own, although more than 8 are in use"
     for _ in range(60):
         await line.end_of("a")
     assert (line.inside_of("a"), line.inside_of("b")) == (7, 1)
@@ -440,7 +440,7 @@ async def test_work_of_many_places_begins_with_one_and_gives_them_back_one_by_on
     for _ in range(6):
         line.queue.free(first, 1)
     await asyncio.sleep(0)
-    assert line.begun == [first, second], "ten places are taken"
+    assert line.begun == [first, second], "ten places are in use"
     line.queue.free(first, 1)
     await asyncio.sleep(0)
     assert line.begun == [first, second, turn]

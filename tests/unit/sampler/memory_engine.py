@@ -48,12 +48,12 @@ class MemoryEngine:
         self.full = "base"
         self.running = 0
         self.pinned = 0
-        """Running sequences whose weights must not change."""
+        """Running sequences that need their present weights."""
         self.fail_loading = False
         self.stop_at: int | None = None
         """The token before which `step` is cleared, once."""
         self.overflowing: set[str] = set()
-        """Digests of adapters whose log-probabilities are NaN after the first token."""
+        """Digests of adapters with NaN log-probabilities after the first token."""
         self.step = asyncio.Event()
         self.step.set()
         self.arrived = asyncio.Event()

@@ -22,8 +22,8 @@ def test_a_step_is_cut_where_images_begin_and_end() -> None:
 
 
 def test_what_earlier_steps_computed_is_left_out() -> None:
-    """A request whose image is cached except for its last token, one that decodes after an image,
-    one without images.
+    """A request with an image that is cached except for its last token, one that decodes after an image, one without
+    images.
     """
     found = list(segments([0, 4, 5, 8], [10, 21, 3], {0: [(0, 2), (3, 6)], 1: [(4, 9)]}))
     assert found == [

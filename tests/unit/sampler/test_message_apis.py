@@ -13,7 +13,7 @@ PARAMETERS = {"type": "object", "properties": {"way": {"enum": ["left", "right"]
 
 
 class Unguarded:
-    """A renderer whose tokenizer has no control tokens."""
+    """A renderer with a tokenizer that has no control tokens."""
 
     async def guard(self, messages: Any) -> Any:
         return messages

@@ -50,7 +50,7 @@ def test_a_field_that_asks_for_nothing_is_taken(name: str, idle: Any, asking: An
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose tokens are bytes, as characters."""
+    """Returns a tokenizer with bytes as tokens, written as characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

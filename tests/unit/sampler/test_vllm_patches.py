@@ -515,7 +515,7 @@ def test_vllm_still_needs_fresh_blocks(dtype: torch.dtype, new_tokens: int) -> N
 
 
 def test_new_blocks_of_all_layers_with_attention_are_zeroed_and_no_others() -> None:
-    """This includes layers with windows, whose blocks vLLM does not clear, and blocks that the kernel reads as two."""
+    """This includes layers with windows, which vLLM does not clear, and blocks that the kernel reads as two."""
     shared, alone = torch.full((4, 2, 64, 8), math.nan), torch.full((8, 2, 32, 8), math.nan).bfloat16()
     states = torch.full((4, 8), math.nan)
     layers = {

@@ -24,7 +24,7 @@ def make(program: str) -> tuple[Service, list[str], list[str]]:
 
 
 def ignore() -> None:
-    """A start whose progress is ignored."""
+    """A start without a reader of its progress."""
 
 
 async def wait_for(lines: list[str], count: int) -> None:

@@ -228,7 +228,7 @@ async def test_a_second_one_in_the_same_folder_is_refused_and_takes_nothing(tmp_
 def supervisor_of(
     specs: list[ServiceSpec], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Supervisor, io.StringIO]:
-    """Returns a supervisor of these services, a gateway and a trainer by name, and its output."""
+    """Returns a supervisor of these services, which are named gateway and trainer, and its output."""
     shown = io.StringIO()
     monkeypatch.setattr(supervisor_module, "service_specs", lambda options: specs)
     monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))

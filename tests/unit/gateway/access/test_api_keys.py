@@ -104,7 +104,7 @@ async def test_the_published_key_works_under_loopback_names_alone(
 
 
 class SlowDatabase(Database):
-    """A database whose one read returns late, with the rows from its start."""
+    """A database with one read that returns late, with the rows from its start."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

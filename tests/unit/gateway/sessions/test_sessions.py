@@ -14,7 +14,7 @@ from fovea_gateway.sessions.sessions import Sessions
 
 
 class Failing(Database):
-    """A database whose next write can be refused."""
+    """A database that can refuse the next write."""
 
     refuses = False
 

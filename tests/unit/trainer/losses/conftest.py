@@ -1,4 +1,4 @@
-"""One process that evaluates traced losses, for files whose losses may take memory."""
+"""One process that evaluates traced losses, for files with losses that may take memory."""
 
 from collections.abc import Iterator
 

@@ -44,7 +44,7 @@ def ref(name: str) -> dict[str, str]:
 
 
 def output(loss: str, **metrics: str) -> dict[str, Any]:
-    """Returns the output node; metrics by name, each a sum."""
+    """Returns the output node; each metric is a sum."""
     listed = {f"custom/{key}:sum": ref(value) for key, value in metrics.items()}
     return node("output", "output", "output", {"tuple": [ref(loss), {"dict": listed}]})
 

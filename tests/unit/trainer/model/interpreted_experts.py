@@ -68,7 +68,7 @@ def layer(dtype: torch.dtype) -> None:
 def _case(
     dtype: torch.dtype, rank: int, needing: Sequence[bool], chosen_TK: Tensor, generator: torch.Generator
 ) -> Callable[[], dict[str, Tensor]]:
-    """Computes a layer forward and backward; returns the outputs and each gradient by name."""
+    """Computes a layer forward and backward; returns a dict of the outputs and each gradient."""
     experts: Any = random_experts(dtype, INNER)
     target = LoraTarget("experts", experts.requires_grad_(not rank), Role.MLP, False)
     injector = LoraInjector([target])

@@ -34,7 +34,7 @@ def _reference(
 
 
 def _pair(given: dict[str, torch.Tensor]) -> LoraPair:
-    """Returns a pair whose gradients accumulate in its leaves."""
+    """Returns a pair that accumulates gradients in its leaves."""
     a, b = given["a"], given["b"]
     a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
     return LoraPair(a, b, a.detach(), b.detach(), a.grad, b.grad, SCALE)

@@ -210,7 +210,7 @@ def test_gradients_of_all_parameters(name: str, recompute: bool) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_adapters_of_every_linear_module(name: str) -> None:
-    """Compares with merged weights, whose gradient d W gives those of A and B: s B' dW and s dW A'."""
+    """Compares with merged weights; their gradient d W gives those of A and B: s B' dW and s dW A'."""
     module, targets, injector = _packed(name)
     parts = dict(module.hf.named_modules())
     left = ("expert_gate", "kv_b_proj")

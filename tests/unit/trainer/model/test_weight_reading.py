@@ -100,7 +100,7 @@ def _sharded_experts(directory: Path, mesh: Any) -> Any:
 
 
 def _save_with_experts(config: PretrainedConfig, directory: Path) -> Path:
-    """Saves in the hub's layout: one matrix per expert, or Qwen3-VL's, whose last dimensions are swapped."""
+    """Saves in the hub's layout: one matrix per expert, or Qwen3-VL's with swapped last dimensions."""
     torch.manual_seed(3)
     _reference(config).from_config(config).save_pretrained(directory, max_shard_size="100KB")
     if config.model_type == "qwen3_vl_moe":

@@ -49,7 +49,7 @@ class Call:
 
 
 def attacks(target: Path) -> dict[str, Any]:
-    """Returns objects, by refused name, whose pickles create `target` or obtain a function that could."""
+    """Returns objects, by refused name, with pickles that create `target` or obtain a function that could."""
     return {
         "posix.system": Call(os.system, f"touch {target}"),
         "builtins.eval": Call(eval, f"open({str(target)!r}, 'w')"),

@@ -44,7 +44,7 @@ class CountingFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
 
 def sparse(folder: Path, shapes: dict[str, list[int]], surplus: int = 0) -> Folder:
-    """Writes a sparse file whose header names float32 tensors; all bytes are zero and use no disk space."""
+    """Writes a sparse file with float32 tensors in its header; all bytes are zero and use no disk space."""
     header, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + 4 * int(torch.Size(shape).numel())
