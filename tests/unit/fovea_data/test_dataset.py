@@ -234,7 +234,7 @@ def test_rows_that_come_in_one_order_only_are_refused() -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield chat(0)
 
-    with pytest.raises(InvalidInput, match="rows is a generator, which has its rows in one order only: write it to"):
+    with pytest.raises(InvalidInput, match="rows is a generator, which can only be read in order: write it to"):
         load_chats(rows())  # type: ignore[arg-type]
 
 

@@ -56,7 +56,7 @@ def test_a_checkpoint_with_experts_is_cut_in_the_layout_that_was_published(tmp_p
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "evil.Model"}}))
-    with pytest.raises(ValueError, match="needs code of its own"):
+    with pytest.raises(ValueError, match="needs custom code"):
         cut(tmp_path, tmp_path / "cut")
 
 

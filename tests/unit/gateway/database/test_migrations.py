@@ -259,5 +259,5 @@ async def test_no_further_back_than_is_known(database_url: str) -> None:
     await database.open()
     await database.close()
     for revision in (3, int(schema.REVISION)):
-        with pytest.raises(FailedPrecondition, match=f"cannot become {revision}"):
+        with pytest.raises(FailedPrecondition, match=f"cannot be downgraded to {revision}"):
             migrations.downgrade_database(database_url, revision)
