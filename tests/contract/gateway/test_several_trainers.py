@@ -1,4 +1,4 @@
-"""Two trainers of one base model: models are placed, drained and lost trainers hand them over, and clients see only a
+"""Two trainers of one base model: models are placed; drained and lost trainers hand theirs over; clients see only a
 pause.
 """
 
