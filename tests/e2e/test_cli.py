@@ -96,7 +96,7 @@ def assert_same_model(stack: Stack, folder: pathlib.Path, prompts: dict[str, Pro
         assert max_difference(saved.sampled[name][1:], scores) <= TOLERANCE, name
 
 
-def test_what_it_shows(stack: Stack, saved: Trained) -> None:
+def test_commands_that_show_runs_and_checkpoints(stack: Stack, saved: Trained) -> None:
     runs = json.loads(run(stack, "--format", "json", "run", "list"))["runs"]
     assert saved.run_id in [entry["training_run_id"] for entry in runs]
     info = json.loads(run(stack, "--format", "json", "run", "info", saved.run_id))
@@ -112,7 +112,7 @@ def test_what_it_shows(stack: Stack, saved: Trained) -> None:
     assert "1 training run" in run(stack, "run", "list", "--limit", "1")
 
 
-def test_what_it_changes(stack: Stack, saved: Trained) -> None:
+def test_commands_that_change_checkpoints(stack: Stack, saved: Trained) -> None:
     run(stack, "checkpoint", "set-ttl", saved.state, "--ttl", "7200")
     assert listed(stack)[saved.state].expires_at is not None
     run(stack, "checkpoint", "set-ttl", saved.state, "--remove")

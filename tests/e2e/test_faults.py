@@ -87,7 +87,7 @@ def train(stack: Stack, seed: int, rounds: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["renderer", "sampler", "trainer"])
-def test_nobody_talks_to_a_service_without_a_certificate(fragile: Stack, name: str) -> None:
+def test_services_refuse_callers_without_a_certificate(fragile: Stack, name: str) -> None:
     authority = (pathlib.Path(fragile.state["tls_dir"]) / "ca.crt").read_bytes()
     request = health_pb2.HealthCheckRequest()
     for channel in (

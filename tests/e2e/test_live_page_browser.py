@@ -137,7 +137,7 @@ def test_what_happens_appears_without_a_reload(
     rest.close()
 
 
-def test_a_wrong_key_is_told_in_a_line_and_the_right_one_opens_the_page(stack: Stack, browser: Browser) -> None:
+def test_a_wrong_key_shows_one_line_and_the_right_one_opens_the_page(stack: Stack, browser: Browser) -> None:
     browser.open(f"{stack.base_url}/")
     browser.wait_text("#link", "live")
     browser.click("#forget")

@@ -78,7 +78,7 @@ def test_adapters_of_several_ranks_keep_apart(bench: Bench) -> None:
             assert kl(text_differences(one, output, future.result(600))) <= LARGEST_KL
 
 
-def test_what_sample_returns_at_another_temperature_is_the_trainers(bench: Bench) -> None:
+def test_sampled_logprobs_at_another_temperature_are_the_trainers(bench: Bench) -> None:
     training = bench.training(32)
     losses(training, image_data(bench), 4, 1e-3)
     assert_agree(bench, training, temperature=0.7)

@@ -68,7 +68,7 @@ def shared_gpu(request: pytest.FixtureRequest) -> Iterator[Stack]:
         yield stack
 
 
-def test_adapters_until_memory_is_full_cost_nobody_a_model(shared_gpu: Stack) -> None:
+def test_adapters_until_memory_is_full_lose_no_model(shared_gpu: Stack) -> None:
     """Creates 200 adapters of rank 128, takes one large step in the remaining memory, then a step of every created
     model.
     """

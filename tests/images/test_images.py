@@ -30,7 +30,7 @@ def test_the_grpc_example_streams_an_answer(running: Running) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_services_run_as_nobody_in_particular_and_write_nothing_to_their_image(running: Running, service: str) -> None:
+def test_services_run_unprivileged_and_write_nothing_to_their_image(running: Running, service: str) -> None:
     status = podman("exec", running.container(service), "cat", "/proc/1/status").stdout
     facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert facts["Uid"].split() == ["10001"] * 4

@@ -157,7 +157,7 @@ def test_only_the_gateway_is_reached_from_outside(network: Network) -> None:
     network.comes_to(_connections(lambda *_: True))
 
 
-def test_values_name_who_reaches_the_gateway_and_who_reads_metrics(network: Network) -> None:
+def test_values_select_clients_of_the_gateway_and_readers_of_metrics(network: Network) -> None:
     """By labels, address or namespace, as in the peers of a policy."""
     clients = [{"podSelector": {"matchLabels": {"app": "client"}}}, {"ipBlock": {"cidr": f"{HOST_ADDRESS}/32"}}]
     place = {"kubernetes.io/metadata.name": network.namespaces["elsewhere"]}

@@ -48,7 +48,7 @@ def test_upgrade_and_rollback_roll_only_what_changed(release: Release) -> None:
         assert release.pods(component) == pods[component], component
 
 
-def test_scaling_samplers_touches_nobody_else(release: Release) -> None:
+def test_scaling_samplers_changes_no_other_pod(release: Release) -> None:
     """One more sampler is one more pod."""
     pods = {component: release.pods(component) for component in COMPONENTS}
     release.upgrade("--set", "sampler.replicas=5")

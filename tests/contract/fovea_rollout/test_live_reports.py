@@ -64,7 +64,7 @@ async def test_rewards_kl_and_right_answers_arrive_beside_their_samples(stand: S
     assert (group["truth"], group["drawn"][0]["reward"]) == ("seven", 1.0)
 
 
-async def test_the_distance_of_the_base_model_is_told_where_it_is_known(stand: Stand, rest: Rest) -> None:
+async def test_the_distance_of_the_base_model_is_reported_if_known(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await LiveReports(f"{stand.url}/", KEY, model_id).send(report(kl=0.25), {})
     assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["kl"]["mean"] == [0.25]

@@ -82,7 +82,7 @@ POLICIES = [grpc_policy, tinker_policy]
 
 
 @pytest.mark.parametrize("make", POLICIES)
-async def test_what_is_asked_and_what_comes_back(stand: Stand, exits: AsyncExitStack, make: Any) -> None:
+async def test_the_request_and_the_response_of_a_sample(stand: Stand, exits: AsyncExitStack, make: Any) -> None:
     policy = await make(stand, exits)
     sampled = await policy.sample(PROMPT, SETTINGS, (7, 9), "c")
     (request,) = stand.sampler.of("Sample")

@@ -85,7 +85,7 @@ async def test_the_sdk_samples_and_scores_each_by_its_own_services(school: Schoo
     assert "PushSnapshot" not in school.stand.trainer.names() + school.other_trainer.names()
 
 
-async def test_what_is_only_sampled_is_not_trained_and_says_so(school: School) -> None:
+async def test_a_sampling_only_model_refuses_training(school: School) -> None:
     def use(client: tinker.ServiceClient) -> Any:
         with pytest.raises(tinker.BadRequestError, match="for sampling only; train 'fovea/fake-vl' or 'fovea/other"):
             client.create_lora_training_client(base_model=TEACHER, rank=8).result()

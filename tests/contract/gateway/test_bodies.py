@@ -117,7 +117,7 @@ async def test_a_number_of_any_length_costs_ten_bytes(rest: Rest, made: Bodies, 
 
 
 @pytest.mark.parametrize("seq_id", [b"\xff" * 9 + b"\x01", b"\xff" * 12 + b"\x01"])
-async def test_a_loss_whose_seq_id_is_beyond_64_bits_is_refused(rest: Rest, made: Bodies, seq_id: bytes) -> None:
+async def test_a_loss_with_a_seq_id_beyond_64_bits_is_refused(rest: Rest, made: Bodies, seq_id: bytes) -> None:
     head = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id).SerializeToString()
     response = await rest.send(head + b"\x10" + seq_id + b"\x1a\xff")
     assert (response.status_code, response.json()["reason"]) == (400, "INVALID_INPUT")
@@ -166,7 +166,7 @@ TOKENS = b'{"type":"encoded_text","tokens":[%b]}'
 
 
 @pytest.mark.parametrize("wrong", [b"1.5", b"null", b"[]"])
-async def test_of_many_wrong_tokens_one_is_told(rest: Rest, made: Bodies, wrong: bytes) -> None:
+async def test_one_of_many_wrong_tokens_is_reported(rest: Rest, made: Bodies, wrong: bytes) -> None:
     """Only the first invalid token is reported: a million errors blocked the event loop for eight seconds."""
     many = TOKENS % b",".join([wrong] * 2**18)
     response = await rest.http.post("asample", content=PROMPT % (made.sampling_id.encode(), many))

@@ -55,7 +55,7 @@ async def none_open(stand: Stand) -> None:
     ],
     ids=["nothing", "lines", "half a head", "half of a second head", "half a body"],
 )
-async def test_who_sends_half_is_not_kept(stand: Stand, data: bytes) -> None:
+async def test_a_connection_with_half_a_request_is_closed(stand: Stand, data: bytes) -> None:
     await stand.stop()
     await stand.start(request_timeout_s=0.3)
     await ending(await connect(stand, data))
@@ -75,7 +75,7 @@ async def test_a_head_has_an_end(stand: Stand, data: bytes) -> None:
     assert b"200 OK" not in await ending(await connect(stand, data))
 
 
-def test_what_strangers_cause_is_said_once_a_second_each() -> None:
+def test_warnings_caused_by_strangers_are_limited_to_one_per_second_each() -> None:
     seldom, said = Seldom(), []
     for created, level, text in [
         (7.0, logging.WARNING, "closed because %s"),
@@ -161,7 +161,7 @@ async def test_one_address_with_slow_bodies_in_all_places_leaves_room_for_others
         writer.close()
 
 
-async def test_who_has_most_idle_connections_makes_room_first(stand: Stand) -> None:
+async def test_the_address_with_most_idle_connections_loses_some_first(stand: Stand) -> None:
     await stand.stop()
     await stand.start(max_connections=20)
     early = [await connect_from(stand, "127.0.0.2", CAPABILITIES) for _ in range(3)]

@@ -64,7 +64,7 @@ async def test_on_a_nearly_full_disk_nothing_new_begins_and_promised_outcomes_ar
         assert "metrics" in await rest.result((await rest.optim_step(model_id, 2))["request_id"])
 
 
-async def test_what_the_gateway_keeps_itself_says_that_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
+async def test_writes_of_the_gateway_report_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     root = small_disk / "kept"
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)

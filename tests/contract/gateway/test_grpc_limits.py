@@ -62,7 +62,7 @@ async def raised(call: Any) -> FoveaError:
 
 
 @pytest.mark.parametrize("data", [b"", PREFACE], ids=["nothing", "half a handshake"])
-async def test_who_does_not_shake_hands_is_not_kept(stand: Stand, data: bytes) -> None:
+async def test_a_connection_without_a_handshake_is_closed(stand: Stand, data: bytes) -> None:
     async with limited(stand, request_timeout_s=0.3):
         await ending(await connect(stand, data))
 
@@ -230,7 +230,7 @@ async def test_a_message_is_counted_and_read_off_the_loop(stand: Stand, monkeypa
     assert threading.main_thread() not in threads
 
 
-async def test_what_many_small_messages_take_in_memory_is_counted(stand: Stand) -> None:
+async def test_the_memory_of_many_small_messages_is_counted(stand: Stand) -> None:
     async with limited(stand, max_body_bytes=8 * _MIB) as stub:
         _, model_id = await create(stub)
         tiny = [model_input_pb2.Chunk()] * 10_000

@@ -105,7 +105,7 @@ async def test_one_owner_fills_its_share_of_rows_alone_and_what_is_over_makes_ro
     assert "error" not in await save(alice, model_id, 2, "b"), "another owner's rows must stay"
 
 
-async def test_what_is_over_is_forgotten_after_its_time_unless_it_has_a_checkpoint(stand: Stand, alice: Rest) -> None:
+async def test_ended_objects_expire_unless_they_have_a_checkpoint(stand: Stand, alice: Rest) -> None:
     assert stand.gateway is not None
     kept = await alice.create_model()
     path = (await save(alice, kept, 1, "a"))["path"]

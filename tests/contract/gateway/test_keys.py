@@ -148,7 +148,7 @@ async def test_only_hashes_are_kept(tmp_path: Path) -> None:
         assert created.encode() not in content
 
 
-async def test_what_lies_on_the_disk_is_its_users_alone(tmp_path: Path) -> None:
+async def test_files_on_disk_are_readable_by_their_user_only(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     state_dir.mkdir()  # created by another program before the gateway
     old = state_dir / "gateway.db"

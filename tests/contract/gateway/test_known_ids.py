@@ -129,7 +129,7 @@ def asked(stand: Stand) -> list[str]:
     return [name for name, _ in calls if not name.startswith("Get")]
 
 
-async def test_over_rest_an_id_of_another_owner_is_one_that_nobody_has(stand: Stand, rest: Rest, other: Rest) -> None:
+async def test_over_rest_an_id_of_another_owner_looks_unknown(stand: Stand, rest: Rest, other: Rest) -> None:
     owned = await Owned(rest).make()
     model = await other.create_model()
     numbers = {True: 1, False: 1}  # command numbers of a model have no gaps

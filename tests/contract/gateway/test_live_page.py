@@ -120,7 +120,7 @@ async def test_a_step_a_sample_and_an_error_come_down_the_stream(stand: Stand, r
     assert group["drawn"][0]["logprobs"] == [-0.25] * 4
 
 
-async def test_what_a_client_tells_is_shown_beside_what_it_is_of(stand: Stand, rest: Rest) -> None:
+async def test_reports_of_a_client_are_shown_beside_their_samples(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await _step(rest, model_id, 1)
     sampling_id = await rest.snapshot(model_id, 3)

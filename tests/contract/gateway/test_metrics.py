@@ -65,7 +65,7 @@ async def test_samples_are_queued_under_the_model_that_they_sample(stand: Stand,
     await rest.result(answer.json()["request_id"])
 
 
-async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> None:
+async def test_metrics_show_requests_that_wait_for_a_replica(tmp_path: Path) -> None:
     stand = Stand(tmp_path)
     waiting, tokens = "fovea_gateway_replica_waiting", "fovea_gateway_replica_tokens"
     async with running(stand, sampler_concurrency=1) as stand, stand.http() as http:

@@ -185,7 +185,7 @@ async def test_leaving_frees_the_engine(stand: Stand, http: httpx.AsyncClient) -
     assert sampler.cancelled == 2
 
 
-async def test_what_is_sampled_counts_as_usage(stand: Stand, http: httpx.AsyncClient, rest: Rest) -> None:
+async def test_sampled_tokens_count_as_usage(stand: Stand, http: httpx.AsyncClient, rest: Rest) -> None:
     before = await _sampled_tokens(rest)
     await http.post("chat/completions", json={**CHAT, "n": 2, "max_tokens": 5})
 

@@ -296,7 +296,7 @@ async def test_a_server_that_restarts_under_load_costs_no_future(cluster: Cluste
     assert sorted(cluster.stand.sampler.completed) == sorted(load.samples)
 
 
-async def test_a_wrong_password_is_told_and_not_shown(cluster: Cluster, postgresql: Server) -> None:
+async def test_a_wrong_password_is_reported_and_not_shown(cluster: Cluster, postgresql: Server) -> None:
     gateway = Process(cluster.stand)
     process = await gateway.start(database_url="postgresql://fovea:s3cret@127.0.0.1:nowhere/postgres")
     assert process.stderr is not None

@@ -152,7 +152,7 @@ async def test_commands_in_flight_and_behind_wait_for_the_trainer(stand: Recover
     assert await answers(rest, ids) == expected
 
 
-async def test_a_step_whose_answer_was_lost_is_not_taken_twice(stand: RecoveringStand, rest: Rest) -> None:
+async def test_a_step_with_a_lost_answer_runs_once(stand: RecoveringStand, rest: Rest) -> None:
     expected = await undisturbed(stand)
     model_id = await rest.create_model()
     stand.trainer.answers_lost = 1
@@ -242,7 +242,7 @@ async def test_models_are_replayed_side_by_side_and_snapshots_with_them(stand: R
         assert "sequences" in await rest.result(sampled.json()["request_id"]), "no request needed the models meanwhile"
 
 
-async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: Rest) -> None:
+async def test_durable_commands_leave_the_journal(stand: RecoveringStand, rest: Rest) -> None:
     gateway = stand.gateway
     assert gateway is not None
     journal = gateway.components.journal
@@ -548,7 +548,7 @@ async def test_a_trainer_with_another_model_is_refused_by_name(stand: Recovering
     assert "error" not in await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
 
 
-async def test_a_session_that_ends_takes_along_who_waits(stand: RecoveringStand, rest: Rest) -> None:
+async def test_the_end_of_a_session_ends_its_waiting_commands(stand: RecoveringStand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await stand.trainer.stop()
     ids = await submit(rest, model_id, 1, 1)
@@ -702,7 +702,7 @@ async def test_a_healthy_command_beside_a_deadly_one_is_not_blamed(
     assert deaths == [deadly, deadly]
 
 
-async def test_a_model_whose_return_ends_the_trainer_is_given_up_by_name(
+async def test_a_model_that_kills_the_trainer_at_its_restore_is_given_up(
     stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await undisturbed(stand)

@@ -216,7 +216,7 @@ async def test_kill_one_of_three_under_load(cluster: Cluster) -> None:
     assert cluster.sampled >= 100
 
 
-async def test_who_waits_for_a_sampler_that_leaves_goes_elsewhere_and_who_is_inside_ends_there(
+async def test_waiting_requests_of_a_leaving_sampler_move_and_running_ones_finish(
     cluster: Cluster,
 ) -> None:
     first, second, _ = cluster.stand.samplers
@@ -238,7 +238,7 @@ async def test_who_waits_for_a_sampler_that_leaves_goes_elsewhere_and_who_is_ins
     assert retries() == before
 
 
-async def test_who_comes_back_is_sent_nothing_before_it_has_ended_what_ran(cluster: Cluster) -> None:
+async def test_a_returning_sampler_gets_nothing_before_its_running_requests_end(cluster: Cluster) -> None:
     first = cluster.stand.sampler
     sampling_id = await cluster.rest.snapshot(await cluster.rest.create_model(), 1)
     first.open.clear()
@@ -289,7 +289,7 @@ async def test_pictures_return_to_the_renderer_that_has_them_and_move_when_it_di
         await other.stop()
 
 
-async def test_each_renderer_takes_so_many_at_once_and_who_waits_for_one_that_dies_goes_elsewhere(
+async def test_each_renderer_has_a_limit_and_requests_waiting_for_a_dead_one_go_elsewhere(
     cluster: Cluster,
 ) -> None:
     gateway, dead, alive = cluster.stand.gateway, cluster.stand.renderer, FakeRenderer()

@@ -87,7 +87,9 @@ async def test_bad_samples_fail_by_name_and_the_next_one_works(stand: Stand, res
     assert (await rest.post("asample", num_samples=1)).status_code == 400
 
 
-async def test_snapshot_is_pushed_once_for_all_who_need_it_and_again_after_eviction(stand: Stand, rest: Rest) -> None:
+async def test_a_snapshot_is_pushed_once_for_all_waiting_requests_and_again_after_eviction(
+    stand: Stand, rest: Rest
+) -> None:
     sampling_id = await rest.snapshot(await rest.create_model(), 1)
     stand.trainer.push_delay_s = 0.05
     responses = await asyncio.gather(*(rest.sample(sampling_id, seq_id) for seq_id in range(20)))
@@ -101,7 +103,7 @@ async def test_snapshot_is_pushed_once_for_all_who_need_it_and_again_after_evict
     assert len(stand.trainer.of("PushSnapshot")) == 2
 
 
-async def test_a_snapshot_that_overflows_is_told_to_its_caller_at_once(stand: Stand, rest: Rest) -> None:
+async def test_an_overflowing_snapshot_fails_at_once(stand: Stand, rest: Rest) -> None:
     sampling_id, base = await rest.snapshot(await rest.create_model(), 1), await base_session(rest, 7)
     stand.sampler.failures["Sample"].append(NotFinite("snapshot 'm@1' cannot be sampled: train with a lower rate"))
     answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])

@@ -92,9 +92,7 @@ async def told(call: Any) -> FoveaError:
     return from_rpc_error(caught.value)
 
 
-async def test_an_image_of_another_owner_is_like_one_that_nobody_uploaded(
-    stand: Stand, alice: Rest, bob: Rest, stub: Any
-) -> None:
+async def test_an_image_of_another_owner_looks_unknown(stand: Stand, alice: Rest, bob: Rest, stub: Any) -> None:
     sha256 = hashlib.sha256(PNG).hexdigest()
 
     async def pieces() -> AsyncIterator[pb.UploadImageRequest]:
@@ -131,7 +129,7 @@ async def test_cached_prompts_are_an_owners_own(stand: Stand, alice: Rest, bob: 
     assert not any(key in salt for salt in salts for key in (ALICE, BOB))
 
 
-async def test_commands_held_for_one_that_never_comes_stop_nobody_else(alice: Rest, bob: Rest) -> None:
+async def test_commands_behind_a_missing_one_stop_no_other_model(alice: Rest, bob: Rest) -> None:
     model_id = await alice.create_model()
     adam = {"adam_params": {}, "type": "optim_step"}
     answers = [await alice.post("optim_step", model_id=model_id, seq_id=seq_id, **adam) for seq_id in range(2, 42)]
@@ -193,7 +191,7 @@ async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) 
 
 
 @pytest.mark.parametrize(("settings", "requests"), [({}, 2), ({"sampler_beside": 6}, 3)])
-async def test_a_sampler_gets_a_quarter_of_its_batch_beside_an_owner_who_sends_a_little(
+async def test_a_sampler_gets_a_quarter_of_its_batch_beside_an_interactive_owner(
     stand: Stand, alice: Rest, bob: Rest, settings: dict[str, int], requests: int
 ) -> None:
     stand.sampler.max_sequences = 16
@@ -213,7 +211,7 @@ async def test_a_sampler_gets_a_quarter_of_its_batch_beside_an_owner_who_sends_a
         assert len((await alice.result(request_id))["sequences"]) == 2
 
 
-async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bob: Rest) -> None:
+async def test_a_request_that_waits_for_a_sampler_gets_the_reason(stand: Stand, alice: Rest, bob: Rest) -> None:
     await stand.stop()
     await stand.start(poll_hold_s=0.01)
     stand.sampler.open.clear()
@@ -340,7 +338,7 @@ async def test_saves_delay_no_step(stand: Stand, alice: Rest, bob: Rest, kind: s
     assert "path" in await alice.result(saved["request_id"])
 
 
-async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand: Stand, alice: Rest) -> None:
+async def test_requests_of_a_killed_client_yield_and_wait_for_its_return(stand: Stand, alice: Rest) -> None:
     await stand.stop()
     await stand.start(max_pending=100, quiet_s=600, poll_hold_s=0.05, trainer_concurrency=1)
     models = [await alice.create_model(number) for number in range(6)]
@@ -406,7 +404,7 @@ async def test_an_owner_has_as_many_models_as_it_may(stand: Stand, alice: Rest, 
     await alice.create_model()
 
 
-async def test_what_one_has_rendered_ahead_is_not_counted_for_another(stand: Stand, alice: Rest, bob: Rest) -> None:
+async def test_batches_rendered_ahead_count_per_owner(stand: Stand, alice: Rest, bob: Rest) -> None:
     async def hold(rest: Rest, count: int) -> None:
         model_id, before = await rest.create_model(), len(stand.renderer.of("Render"))
         for seq_id in range(2, 2 + count):  # the first request never arrives

@@ -91,7 +91,7 @@ async def test_trainer_that_comes_back_with_its_models_goes_on(stand: Stand, res
     assert "error" not in answer
 
 
-async def test_a_step_whose_connection_breaks_is_taken_once(stand: Stand, rest: Rest) -> None:
+async def test_a_step_with_a_broken_connection_runs_once(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await rest.forward_backward(model_id, 1)
     trainer = stand.trainer
@@ -106,7 +106,7 @@ async def test_a_step_whose_connection_breaks_is_taken_once(stand: Stand, rest: 
     assert len(trainer.of("OptimStep")) == 1
 
 
-async def test_a_step_of_which_nobody_learns_what_it_did_takes_its_model_along(stand: Stand, rest: Rest) -> None:
+async def test_a_step_with_an_unknown_outcome_loses_its_model(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     saved = await rest.result((await rest.ok("save_weights", model_id=model_id, seq_id=1, path="a"))["request_id"])
     trainer = stand.trainer

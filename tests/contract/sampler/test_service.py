@@ -322,7 +322,7 @@ async def test_tokens_of_an_answer_that_is_written_here_are_not_sent(served: Ser
         assert [tensors.decode_tokens(one.delta.tokens).tolist() for one in deltas] == [[10], [20], [10]]
 
 
-async def test_a_snapshot_whose_numbers_overflow_fails_by_name_and_the_base_model_goes_on(served: Served) -> None:
+async def test_an_overflowing_snapshot_fails_and_the_base_model_continues(served: Served) -> None:
     await push(served, "m@1", "large")
     served.engine.overflowing.add("large")
     for sample_count in (2, 1):
@@ -334,7 +334,7 @@ async def test_a_snapshot_whose_numbers_overflow_fails_by_name_and_the_base_mode
     assert len(await events(served, request())) == 4
 
 
-async def test_a_request_that_follows_its_model_says_who_made_each_token(served: Served) -> None:
+async def test_a_request_that_follows_its_model_names_the_weights_of_each_token(served: Served) -> None:
     """A failed load ends the request with a distinct error, so that the gateway sends it again."""
     full = weights_pb2.SNAPSHOT_KIND_FULL
     await push(served, "m@1", "d", full)

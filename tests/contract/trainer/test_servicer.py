@@ -205,7 +205,7 @@ async def test_optim_step_carries_every_field(trainer: Trainer) -> None:
     assert command == command_queue.ClearGradients("m")
 
 
-async def test_what_adam_leaves_out_is_the_documented_default(trainer: Trainer) -> None:
+async def test_missing_adam_parameters_have_the_documented_defaults(trainer: Trainer) -> None:
     answer: tuple[dict[str, float], int] = ({}, 1)
     _, command = await trainer.asked(trainer.client.optim_step("m", trainer_pb2.AdamParams(learning_rate=0.1)), answer)
     assert command == command_queue.OptimStep("m", Adam(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
@@ -246,7 +246,7 @@ async def test_saves_occupy_the_ranks_only_while_they_are_copied(trainer: Traine
     assert await second == identity
 
 
-async def test_an_error_of_storage_reaches_who_saves(trainer: Trainer) -> None:
+async def test_an_error_of_storage_reaches_the_caller_that_saves(trainer: Trainer) -> None:
     failed: Future[int] = Future()
     failed.set_exception(DiskFull("the disk of /x is full", place="/x"))
     trainer.rank.answers[:] = [PendingSave(failed, 3)]
@@ -270,7 +270,7 @@ def written(size_bytes: int) -> "Future[int]":
         lambda client: client.take_snapshot("m", ""),
     ],
 )
-async def test_what_is_wrong_never_reaches_the_ranks(trainer: Trainer, call: Callable[[TrainerClient], Any]) -> None:
+async def test_invalid_requests_never_reach_the_ranks(trainer: Trainer, call: Callable[[TrainerClient], Any]) -> None:
     with pytest.raises(InvalidInput):
         await call(trainer.client)
     assert not trainer.rank.commands

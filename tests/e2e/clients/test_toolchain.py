@@ -51,7 +51,7 @@ def test_what_a_client_prints_is_read() -> None:
 
 
 @pytest.mark.parametrize("printed", ["", "5 -0.5\n", "5 -0.5\n2 tokens, FINISH_REASON_STOP\n", "5\n1 tokens, X\n"])
-def test_what_is_no_answer_is_refused(printed: str) -> None:
+def test_invalid_output_is_refused(printed: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  Python's own words
         Answer.parse(printed)
 

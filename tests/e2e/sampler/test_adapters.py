@@ -86,7 +86,7 @@ async def test_adapters_of_other_shapes_take_over_each_others_slots(
         await client.drop_snapshot(name)
 
 
-async def test_an_adapter_whose_numbers_overflow_fails_alone_and_leaves_no_trace(
+async def test_an_overflowing_adapter_fails_alone_and_leaves_no_trace(
     client: SamplerClient, prompts: PromptMaker, reference: Reference
 ) -> None:
     """Its requests fill blocks with NaN. Then the base model gets those blocks, and a valid adapter its slot."""

@@ -257,7 +257,7 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_it_is_refused_and_harms_nobody(
+async def test_it_is_refused_and_the_next_request_works(
     client: SamplerClient, prompts: PromptMaker, renderer: TinyRenderer, case: str
 ) -> None:
     spoil, error, message = CASES[case]

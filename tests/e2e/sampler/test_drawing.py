@@ -38,7 +38,7 @@ async def test_a_sequence_depends_on_its_seed_and_number_alone(client: SamplerCl
 
 
 @pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": True, "alt_token_count": 2}])
-async def test_what_nobody_reads_along_comes_at_once_and_is_the_same(
+async def test_an_unstreamed_sample_arrives_whole_and_equal(
     client: SamplerClient, prompts: PromptMaker, scored: dict[str, int]
 ) -> None:
     wire = prompts.make("Once ", picture(5), " more").wire

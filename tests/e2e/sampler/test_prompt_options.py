@@ -248,7 +248,7 @@ async def test_only_the_last_n_are_scored(
     assert answer.alt_ids.shape == (length - 1, 1)
 
 
-async def test_what_is_not_asked_for_is_absent(client: SamplerClient, prompts: PromptMaker) -> None:
+async def test_results_that_were_not_requested_are_absent(client: SamplerClient, prompts: PromptMaker) -> None:
     answer = await ask(client, request_for(image_prompt(prompts).wire, max_tokens=2))
     assert answer.prompt_logprobs is not None
     assert answer.target_logprobs is not None
@@ -272,7 +272,7 @@ async def test_a_prompt_of_one_token(client: SamplerClient) -> None:
     assert len(answer.sequences[0].tokens) == 2
 
 
-async def test_a_cancelled_scoring_harms_nobody(
+async def test_a_cancelled_scoring_does_not_affect_others(
     client: SamplerClient, sampler: SamplerProcess, prompts: PromptMaker
 ) -> None:
     tokens = prompts.make("Cancelled in the middle of its prompt. " * 1200).tokens[:8000].tolist()

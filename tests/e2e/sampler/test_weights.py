@@ -208,7 +208,7 @@ async def test_a_sender_that_cancels(client: SamplerClient, prompts: PromptMaker
     await scored(client, prompts.make("After a cancelled push"))
 
 
-async def test_a_group_that_nobody_else_joins(client: SamplerClient, prompts: PromptMaker) -> None:
+async def test_a_group_without_other_members(client: SamplerClient, prompts: PromptMaker) -> None:
     request = sampler_pb2.JoinTransferGroupRequest(
         group_id="lonely", master_address="127.0.0.1", master_port=9, rank_offset=1, world_size=2, timeout_s=1.5
     )

@@ -223,7 +223,7 @@ async def test_a_traced_loss_that_takes_too_much_costs_its_own_call(qwen3: Bench
     assert good.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
-async def test_nobody_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
+async def test_no_call_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
     """The trainer's first traced loss imports torch. Other calls do not wait while rank 1 is not ready, or if that
     fails.
     """

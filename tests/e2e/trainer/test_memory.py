@@ -71,7 +71,7 @@ async def cramped(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
         started.process.kill()
 
 
-async def test_running_out_of_memory_costs_one_call_and_nobody_a_model(cramped: Cramped) -> None:
+async def test_running_out_of_memory_costs_one_call_and_no_model(cramped: Cramped) -> None:
     """The neighbour and the model itself continue, with the gradients of earlier calls."""
     for name in ("neighbour", "m", "alike"):
         await cramped.client.create_model(name, LORA)

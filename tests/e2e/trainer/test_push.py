@@ -168,7 +168,7 @@ async def test_sampler_that_was_restarted_joins_anew(qwen3: Bench, sampler: Rece
     assert len(sampler.joined) == 2
 
 
-async def test_a_sampler_that_does_not_come_keeps_nobody_elses_push_waiting(
+async def test_an_absent_sampler_delays_no_other_push(
     qwen3: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler
 ) -> None:
     model_id = await qwen3.adapter()

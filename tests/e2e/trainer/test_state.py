@@ -98,7 +98,7 @@ async def test_snapshots_kept_in_a_bucket_are_whole(qwen3: Bench, kind: str, new
 
 @pytest.mark.parametrize("place", ["disk", "s3"])
 @pytest.mark.parametrize("kind", ["adapter", "full"])
-async def test_what_storage_refuses_is_said_and_costs_nothing(qwen3: Bench, kind: str, place: str) -> None:
+async def test_a_refusal_of_storage_is_reported_and_costs_nothing(qwen3: Bench, kind: str, place: str) -> None:
     (qwen3.scratch / "file").touch()
     url, said = (f"{qwen3.scratch}/file/below", "NotADirectoryError") if place == "disk" else ("s3://none/b", "bucket")
     model_id = await (qwen3.adapter() if kind == "adapter" else qwen3.create(None))

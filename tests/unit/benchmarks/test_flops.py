@@ -61,7 +61,7 @@ def test_a_window_bounds_what_attention_costs() -> None:
     assert windowed.flops([80], 0, False) == whole.flops([80], 0, False)
 
 
-def test_of_a_mixture_the_active_parameters_count() -> None:
+def test_only_active_parameters_of_a_mixture_count() -> None:
     """Qwen3-VL-30B-A3B: attention, router and 8 of 128 experts in each of 48 layers, and the head."""
     size = size_of("qwen3_vl-30b-a3b")
     layer = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128 + 8 * 3 * 2048 * 768

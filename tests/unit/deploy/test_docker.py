@@ -112,7 +112,7 @@ def test_every_module_of_ours_that_is_imported_is_in_the_image(service: str) -> 
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_images_run_as_nobody_in_particular(service: str) -> None:
+def test_images_run_as_an_unprivileged_user(service: str) -> None:
     users = [rest for name, rest in instructions(service) if name == "USER"]
     assert users == ["10001:10001"]
 

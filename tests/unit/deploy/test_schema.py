@@ -36,7 +36,7 @@ def test_every_object_is_closed() -> None:
 
 
 @pytest.mark.parametrize("service", schema.SETTINGS)
-def test_what_the_chart_sets_itself_are_settings(service: str) -> None:
+def test_values_that_the_chart_sets_itself_are_settings(service: str) -> None:
     own = {*schema.OWN[service].split(), *schema.OWN_OF_ALL.split()}
     assert own <= set(schema.SETTINGS[service].model_fields)
 

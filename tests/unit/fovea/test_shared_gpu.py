@@ -53,7 +53,7 @@ def test_every_receiver_gets_all_of_what_is_larger_than_the_memory(
 
 
 @pytest.mark.parametrize("leaver", range(MEMBERS))
-def test_who_leaves_ends_the_wait_of_the_others(
+def test_a_leaving_member_ends_the_wait_of_the_others(
     groups: list[SharedGpuGroup], threads: ThreadPoolExecutor, leaver: int
 ) -> None:
     """Two thirds of the members have started, and the leaving one itself may be in the middle."""
@@ -70,9 +70,7 @@ def test_who_leaves_ends_the_wait_of_the_others(
             work.result(20)
 
 
-def test_who_waits_in_a_broadcast_can_be_told_to_leave(
-    groups: list[SharedGpuGroup], threads: ThreadPoolExecutor
-) -> None:
+def test_a_waiting_broadcast_can_be_aborted(groups: list[SharedGpuGroup], threads: ThreadPoolExecutor) -> None:
     waiting = threads.submit(groups[1].broadcast, [torch.zeros(8, dtype=torch.uint8)], options(60))
     groups[1].abort()
     with pytest.raises(RuntimeError, match="a member left it"):

@@ -47,7 +47,7 @@ def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tower: str) 
 
 
 @pytest.mark.parametrize(("model_type", "piece"), vision.MISSING_PIECES.items())
-def test_a_family_that_is_refused_is_told_the_missing_piece(model_type: str, piece: str) -> None:
+def test_a_refused_family_names_the_missing_piece(model_type: str, piece: str) -> None:
     tower: dict[str, Any] = {} if model_type in ("gpt_oss", "nemotron_h") else {"vision_config": {}}
     with pytest.raises(ValueError, match=f"'{model_type}' .*: {re.escape(piece)}; supported are "):
         check_supported({"model_type": model_type, **tower})
@@ -223,7 +223,7 @@ def processed(model_type: str) -> VisionFamily:
 
 
 @pytest.mark.parametrize("model_type", PROCESSED)
-def test_what_a_processor_made_is_checked(model_type: str) -> None:
+def test_the_output_of_a_processor_is_checked(model_type: str) -> None:
     bound = processed(model_type)
     tensors = bound.blank_image()
     assert not bound.tensors_problem(tensors)
@@ -300,7 +300,7 @@ def test_places_and_sizes_are_checked() -> None:
         assert "the tower makes 0 embeddings" in bound.tensors_problem(tensors)
 
 
-def test_of_llava_only_a_pixtral_tower_is_taken() -> None:
+def test_llava_is_supported_only_with_a_pixtral_tower() -> None:
     with pytest.raises(ValueError, match="'clip_vision_model'; for LLaVA, Fovea supports only pixtral towers"):
         vision.bind(
             {"model_type": "llava", "image_token_index": 1, "vision_config": {"model_type": "clip_vision_model"}}, {}

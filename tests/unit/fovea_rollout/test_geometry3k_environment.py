@@ -53,7 +53,7 @@ def test_a_right_call_ends_it() -> None:
     assert (step.reward, step.is_done, step.metrics) == (1.0, True, {"right": 1.0, "is_called": 1.0})
 
 
-def test_a_wrong_call_is_told_so_and_the_last_turn_wants_the_answer_alone() -> None:
+def test_a_wrong_call_gets_an_error_and_the_last_turn_asks_for_the_answer_only() -> None:
     first, second, last = played(made(), call(4), call("5"), "It is \\boxed{\\sqrt{18}}, I think.")
     assert "The score is 0.0" in said(first)
     assert "only the final answer" not in said(first)

@@ -152,7 +152,7 @@ async def test_closing_cancels_and_waits() -> None:
     assert stage.cancelled == [0, 1, 2]
 
 
-async def test_what_playing_raises_is_raised() -> None:
+async def test_an_exception_during_play_is_raised() -> None:
     stage = Stage(20, buggy=13)
     stage.fill(0, 15)
     stage.end(13)

@@ -70,7 +70,7 @@ async def test_no_reward_is_none_of_it() -> None:
     assert trajectory.reward == 0.0
 
 
-async def test_what_is_over_before_it_began_is_a_failure_and_is_closed() -> None:
+async def test_an_episode_that_is_done_at_reset_fails_and_is_closed() -> None:
     client = Countdown()
     trajectory = await play(client, "down|", start=0)
     assert trajectory.failure is not None

@@ -48,7 +48,7 @@ async def penalised(groups: list[list[Trajectory]], base: Any) -> TrainingBatch:
 
 
 @pytest.mark.parametrize("last", [REFUSED, None, math.nan, -math.inf])
-async def test_what_the_base_cannot_score_is_left_out_alone(last: float | Exception | None) -> None:
+async def test_a_rollout_that_the_base_cannot_score_is_left_out_alone(last: float | Exception | None) -> None:
     groups = played()
     batch = await penalised(groups, Base(0, last))
     assert [datum.conversation for datum in batch.data] == ["group-0/7", "group-0/8"]

@@ -173,7 +173,7 @@ async def test_a_machine_without_a_further_thread_fails_the_rollout(monkeypatch:
     assert (trajectory.failure.stage, trajectory.end) == ("make", "failed")
 
 
-async def test_who_cannot_be_made_is_recorded() -> None:
+async def test_an_environment_that_cannot_be_created_is_recorded() -> None:
     def factory() -> Any:
         raise OSError("no display")
 

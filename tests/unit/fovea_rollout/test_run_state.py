@@ -49,7 +49,7 @@ def test_a_file_that_no_run_wrote_is_refused_by_name(text: str, tmp_path: pathli
         RunState.begin_or_resume(path, IDENTITY)
 
 
-def test_what_is_known_later_is_confirmed(tmp_path: pathlib.Path) -> None:
+def test_entries_that_are_known_later_are_confirmed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "state.json"
     state = RunState.begin_or_resume(path, IDENTITY, later=("rows",))
     state.confirm(path, {"rows": "3 rows, a"})

@@ -180,7 +180,7 @@ def test_tokens_that_no_tokenizer_would_choose_survive(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", chat.NAMES)
-def test_what_appends_is_told_by_a_probe(name: str) -> None:
+def test_a_probe_detects_append_only_templates(name: str) -> None:
     assert ChatTemplate(tokenizer(name)).is_append_only == (name in APPEND_ONLY)
 
 
@@ -224,7 +224,7 @@ def test_thinking_stays_until_the_next_question(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["released/qwen3", THINKING])
-def test_what_follows_stripped_thinking_keeps_its_tokens(name: str) -> None:
+def test_tokens_after_stripped_thinking_stay_unchanged(name: str) -> None:
     encode = tokenizer(name).encode
     letters = [token for letter in "Seven" for token in encode(letter)]
     assert letters != encode("Seven")

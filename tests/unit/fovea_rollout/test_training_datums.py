@@ -113,7 +113,7 @@ async def test_a_segment_each_where_the_history_was_rewritten() -> None:
     assert second.versions == WeightVersions(1, 1)
 
 
-async def test_what_was_not_sampled_is_cut_off_the_end() -> None:
+async def test_unsampled_tokens_at_the_end_are_cut_off() -> None:
     rollout = trajectory(((Tokens((1,)),), (2,)), ((Tokens((1, 2, 7)), RED), ()))
     (made,) = await training_datums(rollout, [1.0, 1.0], POLICY)
     assert [list(c.tokens) for c in made.datum.model_input.chunks] == [[1]]

@@ -92,7 +92,7 @@ async def test_tokens_are_shared_by_weight_whatever_the_requests_cost(weight: fl
         task.cancel()
 
 
-async def test_what_was_not_used_is_given_back() -> None:
+async def test_unused_cost_is_refunded() -> None:
     line = Line()
     await line.send("a", 500, cost=1000, used=10)
     await line.send("b", 500, cost=10, used=10)
@@ -102,7 +102,7 @@ async def test_what_was_not_used_is_given_back() -> None:
         task.cancel()
 
 
-async def test_who_was_away_neither_saves_up_a_share_nor_owes_one() -> None:
+async def test_an_absent_owner_neither_saves_a_share_nor_owes_one() -> None:
     line = Line()
     await line.send("a", 100)
     await line.end(50)
@@ -119,7 +119,7 @@ async def test_who_was_away_neither_saves_up_a_share_nor_owes_one() -> None:
         task.cancel()
 
 
-async def test_requests_of_one_owner_go_in_their_order_and_those_who_give_up_take_no_place_along() -> None:
+async def test_requests_of_one_owner_run_in_order_and_cancelled_ones_keep_no_place() -> None:
     line = Line()
     first, second, third, fourth = await line.send("a", 4)
     line.tasks[1].cancel()  # while it waits
@@ -275,7 +275,7 @@ async def test_a_step_waits_for_one_batch_of_a_flood_however_many_were_taken_bef
         task.cancel()
 
 
-async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> None:
+async def test_an_owner_of_sequential_requests_has_half_beside_a_flood() -> None:
     line = Line()
     line.steady = "b"
     await line.send("a", 100)
@@ -294,7 +294,7 @@ async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> No
         task.cancel()
 
 
-async def test_a_flood_has_all_places_alone_and_few_beside_somebody_who_sends_a_little(
+async def test_a_flood_has_all_places_alone_and_few_beside_another_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, now = asyncio.get_running_loop(), 100.0
@@ -323,7 +323,7 @@ async def test_a_flood_has_all_places_alone_and_few_beside_somebody_who_sends_a_
         task.cancel()
 
 
-def test_a_flood_gets_all_places_when_nobody_is_expected_back_though_nothing_has_ended() -> None:
+def test_a_flood_gets_all_places_if_no_owner_is_expected_back() -> None:
     async def flood() -> None:
         line = Line(places=20, beside=8)
         await line.send("b", 1)
@@ -398,7 +398,7 @@ async def test_a_long_call_of_all_slots_does_not_begin_beside_a_short_one_of_an_
     assert begun == ["flood", *["other"] * 6, *["flood"] * 3]
 
 
-async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> None:
+async def test_owners_with_enough_requests_get_all_places() -> None:
     line = Line(places=20, beside=8)
     await line.send("b", 1)
     await line.send("a", 400)
@@ -410,7 +410,7 @@ async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> N
         task.cancel()
 
 
-async def test_of_few_places_everybody_has_an_equal_part_whatever_the_others_have() -> None:
+async def test_few_places_are_divided_equally_among_owners() -> None:
     line = Line(places=20, beside=9)
     await line.send("c", 1)
     await line.send("b", 12)

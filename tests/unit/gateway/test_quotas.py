@@ -21,7 +21,7 @@ def fill(quota: Quota, owner: str) -> int:
     return taken
 
 
-def test_nobody_gets_it_all_and_newcomers_find_room() -> None:
+def test_no_owner_gets_everything_and_newcomers_find_room() -> None:
     quota = Quota("max_things", 1024, "things")
     assert [fill(quota, owner) for owner in "abcd"] == [512, 256, 128, 64]
     for _ in range(512):
@@ -34,7 +34,7 @@ def test_one_owner_takes_half_but_never_nothing(capacity: int) -> None:
     assert fill(Quota("max_things", capacity, "things"), "a") == (capacity + 1) // 2
 
 
-def test_what_must_be_taken_counts() -> None:
+def test_forced_takes_count() -> None:
     quota = Quota("max_things", 4, "things")
     for _ in range(5):
         quota.take("a")

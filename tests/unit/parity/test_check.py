@@ -39,7 +39,7 @@ def test_a_checkpoint_is_cut_with_its_tokenizer(tmp_path: Path, has_weights: boo
     assert AutoConfig.from_pretrained(tmp_path / "cut").num_hidden_layers == 2
 
 
-def test_a_checkpoint_whose_layers_differ_is_cut(tmp_path: Path) -> None:
+def test_a_checkpoint_with_different_layers_is_truncated(tmp_path: Path) -> None:
     assert cut(ensure_family("gemma4_e2b"), tmp_path / "cut") == 3
     text = AutoConfig.from_pretrained(tmp_path / "cut").get_text_config()
     sizes = [text.per_layer_config[index].head_dim for index in range(3)]

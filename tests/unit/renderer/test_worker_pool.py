@@ -47,7 +47,7 @@ async def test_a_failing_job_is_answered_and_the_next_one_works(
     assert processed.tensors["pixel_values"].tobytes() == b"good"
 
 
-async def test_a_job_whose_worker_dies_is_tried_on_another(pool: WorkerPool) -> None:
+async def test_a_job_moves_to_another_worker_if_its_own_dies(pool: WorkerPool) -> None:
     processed = await pool.process(header(odd_worker.DIES_ONCE), b"unlucky")
     assert processed.tensors["pixel_values"].tobytes() == b"unlucky"
 

@@ -171,7 +171,7 @@ def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> N
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_experts_whose_kernel_takes_no_adapters_are_left_alone(takes: bool) -> None:
+def test_experts_with_a_kernel_without_adapters_stay_unchanged(takes: bool) -> None:
     assert "supports_lora" not in source("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.can_replace_layer")
     runner = MoERunner.__new__(MoERunner)
     torch.nn.Module.__init__(runner)

@@ -189,7 +189,7 @@ def test_names_are_never_used_twice() -> None:
     assert all(name.lora_id > 0 for name in names)
 
 
-async def test_dropping_waits_until_nobody_uses_it() -> None:
+async def test_dropping_waits_until_no_request_uses_it() -> None:
     sampler = Sampler()
     await sampler.push("a@1")
     async with sampler.weights.use("a@1") as name:
@@ -207,7 +207,7 @@ async def test_dropping_waits_until_nobody_uses_it() -> None:
     await sampler.weights.drop("nobody@1")
 
 
-async def test_a_drop_whose_caller_leaves_still_happens() -> None:
+async def test_a_drop_completes_after_its_caller_leaves() -> None:
     sampler = Sampler()
     await sampler.push("a@1")
     async with sampler.weights.use("a@1"):

@@ -35,7 +35,7 @@ def _ensure(recipe: Recipe) -> str:
 
 
 @pytest.mark.slow
-def test_what_two_processes_ask_for_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_build_a_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         first, second = pool.map(_ensure, [RECIPE, RECIPE])

@@ -122,7 +122,7 @@ def test_an_image_above_the_budget() -> None:
         checked(given, replace(LIMITS, max_image_tokens=3))
 
 
-def test_whether_positions_are_needed() -> None:
+def test_positions_are_required_if_the_limits_need_them() -> None:
     given = rendered()
     with pytest.raises(InvalidInput, match=r"prompt.positions is missing: .* int32 \[3, 7\]"):
         checked(given, replace(LIMITS, needs_positions=True))

@@ -95,7 +95,7 @@ async def test_writes_and_reads_wait_for_a_server_that_restarts(postgresql: Serv
     await database.close()
 
 
-async def test_a_commit_whose_answer_is_lost_is_not_made_twice(postgresql: Server) -> None:
+async def test_a_commit_with_a_lost_answer_is_not_repeated(postgresql: Server) -> None:
     database = Database(postgresql.new_url())
     breaks: list[str] = []
 
@@ -115,7 +115,7 @@ async def test_a_commit_whose_answer_is_lost_is_not_made_twice(postgresql: Serve
     await database.close()
 
 
-async def test_whoever_was_superseded_writes_nothing(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_superseded_gateway_writes_nothing(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
     url = postgresql.new_url()
     gone = asyncio.Event()
     first, second = Database(url, on_superseded=gone.set), Database(url)
@@ -147,7 +147,7 @@ async def test_closing_does_not_wait_for_a_server_that_is_away(postgresql: Serve
     postgresql.start()
 
 
-async def test_what_cannot_be_kept_is_the_clients_mistake(postgresql: Server) -> None:
+async def test_a_value_that_cannot_be_stored_is_the_clients_error(postgresql: Server) -> None:
     database = await opened(postgresql.new_url())
     with pytest.raises(InvalidInput, match="NUL"):
         await database.write(keep("a\0b"))  # type: ignore[arg-type]

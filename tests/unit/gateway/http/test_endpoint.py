@@ -27,7 +27,7 @@ async def test_a_crowd_goes_in_order_and_lets_others_through_in_between() -> Non
     await asyncio.wait_for(limiter.enter(), 5)
 
 
-async def test_who_goes_away_while_waiting_holds_up_nobody() -> None:
+async def test_a_cancelled_waiter_blocks_no_other() -> None:
     limiter, passed = BurstLimiter(1), []
 
     async def one(number: int) -> None:

@@ -74,7 +74,7 @@ def test_metrics_are_bounded_by_number() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), NUMBERS), min_size=1, max_size=60))
-def test_what_is_kept_is_what_is_read_again(values: list[tuple[int, float]]) -> None:
+def test_stored_curves_are_read_back_unchanged(values: list[tuple[int, float]]) -> None:
     curves = StepCurves()
     for step, value in values:
         curves.add(step, {"loss": value, "reward": -value})
@@ -84,7 +84,7 @@ def test_what_is_kept_is_what_is_read_again(values: list[tuple[int, float]]) -> 
     assert (again.last, again.last_step, again.stride) == (curves.last, curves.last_step, curves.stride)
 
 
-def test_a_loss_is_told_for_each_token_where_calls_say_of_how_many_it_is() -> None:
+def test_a_loss_is_per_token_if_calls_report_token_counts() -> None:
     parts = [{"loss:sum": 6.0, "weights:sum": 2.0, "tokens:sum": 9.0}, {"loss:sum": 4.0, "weights:sum": 3.0}]
     assert summed(parts) == {"loss_per_token": 2.0, "tokens": 9.0}
     assert summed([{"loss:sum": 6.0, "ratio:max": 1.5}, {"loss:sum": 1.0, "ratio:max": 1.1}]) == {
@@ -93,7 +93,7 @@ def test_a_loss_is_told_for_each_token_where_calls_say_of_how_many_it_is() -> No
     }
 
 
-def test_numbers_whose_sum_would_overflow_are_not_drawn() -> None:
+def test_numbers_that_would_overflow_a_sum_are_left_out() -> None:
     curves = StepCurves()
     for value in (1e308, 1e308, -1e308, 1e200, 2.0):
         curves.add(0, {"reward": value})

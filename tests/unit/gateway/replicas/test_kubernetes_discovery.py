@@ -167,7 +167,7 @@ async def test_a_refusal_names_the_rule_that_is_missing_and_is_asked_again(
     assert 'User "x" cannot list' in text
 
 
-async def test_what_is_known_holds_while_the_server_fails(server: ApiServer) -> None:
+async def test_known_addresses_stay_while_the_api_server_fails(server: ApiServer) -> None:
     await server.put("s-1", [endpoint("10.0.0.1")])
     async with watching(server) as seen:
         await seen.becomes("10.0.0.1:50052")

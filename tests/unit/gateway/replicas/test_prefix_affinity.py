@@ -46,7 +46,7 @@ def test_the_longest_match_wins() -> None:
     assert affinity.longest([]) == set()
 
 
-def test_what_was_not_seen_for_longest_is_forgotten_from_its_end() -> None:
+def test_the_oldest_prompt_is_forgotten_from_its_end() -> None:
     old, new = prefix_keys("o", "s", prompt(128)), prefix_keys("o", "s", prompt(128, first=500))
     affinity, other = Affinity(capacity=6), Affinity(capacity=6)
     for one in (affinity, other):

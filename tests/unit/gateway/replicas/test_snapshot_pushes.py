@@ -22,7 +22,7 @@ def test_the_model_that_is_furthest_behind_counts() -> None:
     assert versions.lag(["a:train:0@4", "c:train:0@2"]) == 1
 
 
-def test_what_is_held_beyond_what_was_asked_for_is_no_lag_elsewhere() -> None:
+def test_a_newer_version_than_requested_is_no_lag() -> None:
     versions = Versions()
     versions.want("m@2")
     assert versions.lag(["m@4"]) <= 0

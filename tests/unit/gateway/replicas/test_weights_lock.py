@@ -39,7 +39,7 @@ async def test_base_needs_no_change_and_runs_side_by_side() -> None:
     assert place.put == []
 
 
-async def test_those_who_wait_for_the_same_set_enter_together_and_both_sides_progress() -> None:
+async def test_requests_for_the_same_set_enter_together_and_both_sets_progress() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     wanted = ["a", "b"] * 20
     await asyncio.wait_for(asyncio.gather(*(place.use(name, entered) for name in wanted)), 10)
@@ -63,7 +63,7 @@ async def test_a_steady_stream_for_one_set_does_not_starve_the_other() -> None:
     await asyncio.gather(*stream)
 
 
-async def test_a_failed_change_fails_those_who_wanted_it_and_is_tried_anew() -> None:
+async def test_a_failed_change_fails_its_waiters_and_is_retried() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     place.fail = RuntimeError("broken")
     results = await asyncio.gather(*(place.use("a", entered) for _ in range(3)), return_exceptions=True)
@@ -102,7 +102,7 @@ async def test_a_restart_is_noticed() -> None:
     assert place.lock.inside == 0
 
 
-async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None:
+async def test_waiting_requests_can_be_dismissed_and_running_ones_stay() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     async with place.lock.hold(""):
         waiters = [asyncio.create_task(place.use(name, entered)) for name in ("a", "b")]
@@ -114,7 +114,7 @@ async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None
     assert (entered, place.put, place.lock.inside) == ([], [], 0)
 
 
-async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
+async def test_newer_weights_of_a_model_replace_those_of_requests_that_follow_it() -> None:
     """They do not replace a version that a request names exactly, and neither older weights nor another model's replace
     any.
     """
@@ -141,7 +141,7 @@ async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
     assert place.put == ["m@1", "m@2", "m@3", "m@4", "n@9", ""]
 
 
-async def test_those_who_follow_go_on_after_a_failed_change_and_it_is_tried_anew() -> None:
+async def test_followers_continue_after_a_failed_change_which_is_retried() -> None:
     place = Place()
     async with place.lock.hold("m@1", follows=True):
         place.fail = RuntimeError("broken")

@@ -158,7 +158,7 @@ async def test_release_answers_every_poll_now(store: Store) -> None:
     assert await futures.wait("m:1", "owner", 60) is work
 
 
-async def test_what_is_kept_is_begun_although_its_client_went_away(store: Store) -> None:
+async def test_a_stored_submission_starts_although_its_client_disconnected(store: Store) -> None:
     futures = await store.open()
     gate = threading.Event()
     blocking = asyncio.create_task(store.database.write(lambda connection: gate.wait(20)))
@@ -173,7 +173,7 @@ async def test_what_is_kept_is_begun_although_its_client_went_away(store: Store)
     assert list(store.started) == ["m:1"]
 
 
-async def test_what_cannot_be_kept_is_refused_to_its_repeats_too(store: Store) -> None:
+async def test_a_submission_that_cannot_be_stored_is_refused_to_its_repeats_too(store: Store) -> None:
     futures = await store.open()
     too_large = 2**70  # for a 64-bit column
     answers = await asyncio.gather(

@@ -40,7 +40,7 @@ def rows_of(session_id: str) -> dict[str, tuple[sa.Table, dict[str, object]]]:
         ("a command in the journal", OPEN, False),
     ],
 )
-def test_what_a_session_that_is_over_owns_still(what: str, ended_at: float | None, is_found: bool) -> None:
+def test_unfreed_objects_of_an_ended_session_are_found(what: str, ended_at: float | None, is_found: bool) -> None:
     session = {"session_id": "s", "owner": "o", "tags": [], "user_metadata": {}, "created_at": 1.0, "heartbeat_at": 1.0}
     table, row = rows_of("s")[what]
     engine = sa.create_engine("sqlite://")

@@ -136,7 +136,7 @@ class Told(Progress):
         super().wait_on(reason, queue_state)
 
 
-async def test_what_waits_is_not_gone_through_for_each_command() -> None:
+async def test_waiting_commands_are_not_rescanned_for_each_command() -> None:
     record, count = Record(), 1000
     pendings = [Pending(command(seq_id), b"", progress=Told()) for seq_id in range(1, count + 1)]
     for pending in reversed(pendings):

@@ -100,7 +100,7 @@ def test_memory_is_refused_by_name(sandbox: Sandbox) -> None:
     assert_it_goes_on(sandbox)
 
 
-def test_what_a_worker_cannot_even_read_is_refused(sandbox: Sandbox) -> None:
+def test_a_request_too_large_for_the_worker_is_refused(sandbox: Sandbox) -> None:
     with pytest.raises(InvalidInput, match="ended its process: a loss may use 64 MiB"):
         each(custom(square_loss(), sandbox), [torch.zeros(2**25, requires_grad=True)])
     assert_it_goes_on(sandbox)
@@ -108,7 +108,7 @@ def test_what_a_worker_cannot_even_read_is_refused(sandbox: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["worker", "its parent"])
-def test_a_worker_that_somebody_else_ends_costs_nothing(sandbox: Sandbox, which: str) -> None:
+def test_a_worker_killed_from_outside_costs_nothing(sandbox: Sandbox, which: str) -> None:
     assert_it_goes_on(sandbox)
     worker = worker_of(sandbox)
     parent = worker.parent()

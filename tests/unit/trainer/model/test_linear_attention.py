@@ -111,7 +111,7 @@ def test_what_is_not_known_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_kept_is_what_was_measured_and_a_quarter_more(dtype: torch.dtype) -> None:
+def test_the_counted_bytes_exceed_the_measured_ones_by_at_most_two_fifths(dtype: torch.dtype) -> None:
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
     config = Qwen3_5TextConfig(hidden_size=128, linear_value_head_dim=64, **sizes)
     layer = Qwen3_5GatedDeltaNet(config, 0).to(dtype).requires_grad_(False)

@@ -149,7 +149,7 @@ def test_delta_nets_are_counted_by_their_own_sizes() -> None:
     assert one == retained_bytes(linear, torch.bfloat16) - 2 * 4 * 128 * (32 + 8)
 
 
-def test_what_is_kept_for_computing_holds_the_smallest_micro_batches() -> None:
+def test_the_reserve_for_computing_fits_the_smallest_micro_batches() -> None:
     found = budgets_within(0, VL_CONFIG, torch.bfloat16, True)
     reserve_bytes = pass_bytes(VL_CONFIG, torch.bfloat16, 512 * 2**20, found.tokens, found.patches)
     text = found.tokens * activation_bytes(VL_CONFIG, torch.bfloat16)

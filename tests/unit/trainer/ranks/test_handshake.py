@@ -28,7 +28,7 @@ def test_another_secret_is_turned_away(listener: AuthenticatedListener) -> None:
         connect(listener.address, b"other", 30.0)
 
 
-def test_who_took_the_place_of_node_0_is_left() -> None:
+def test_an_impostor_of_node_0_is_rejected() -> None:
     """An impostor of node 0 echoes each message, which proves nothing."""
 
     def echo(listener: socket.socket) -> None:
@@ -43,7 +43,7 @@ def test_who_took_the_place_of_node_0_is_left() -> None:
             connect(listener.getsockname(), b"secret", 30.0)
 
 
-def test_the_silent_hold_up_nobody(listener: AuthenticatedListener) -> None:
+def test_silent_connections_delay_no_other(listener: AuthenticatedListener) -> None:
     silent = [socket.create_connection(listener.address) for _ in range(8)]
     with connect(listener.address, b"secret", 30.0), listener.accept(time.monotonic() + 30.0):
         pass

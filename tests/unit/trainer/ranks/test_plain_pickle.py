@@ -139,7 +139,7 @@ def test_torchs_collectives_of_objects_refuse_it_too(tmp_path: Path, install: No
     ],
     ids=lambda said: type(said).__name__,
 )
-def test_what_ranks_say_arrives(said: Any, install: None) -> None:
+def test_messages_between_ranks_arrive(said: Any, install: None) -> None:
     tensor, size = distributed_c10d._object_to_tensor(said, torch.device("cpu"), None)
     heard = distributed_c10d._tensor_to_object(tensor, int(size), None)
     assert repr(heard) == repr(said)

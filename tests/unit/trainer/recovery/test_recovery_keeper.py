@@ -166,7 +166,7 @@ async def test_snapshots_come_before_states_and_what_changed_first_comes_first(t
     assert trainer.copied == [("b", 1, ["b@1"]), ("a", 3, ["b@1", "a@1"])]
 
 
-async def test_what_changes_while_storage_is_busy_is_written_once_and_keeps_nobody_waiting(trainer: Trainer) -> None:
+async def test_changes_while_storage_is_busy_are_written_once_and_delay_no_caller(trainer: Trainer) -> None:
     await eventually(lambda: not trainer.copied)
     slow = trainer.hold()
     trainer.change("a", 1)
@@ -185,7 +185,7 @@ async def test_what_changes_while_storage_is_busy_is_written_once_and_keeps_nobo
 
 
 @pytest.mark.parametrize("trainer", [(3600.0,)], indirect=True)
-async def test_a_lag_puts_points_off_but_for_who_waits(trainer: Trainer) -> None:
+async def test_a_lag_delays_points_unless_a_caller_waits(trainer: Trainer) -> None:
     trainer.change("a", 1)
     await eventually(lambda: trainer.durable(a=1))
     trainer.change("a", 2)
@@ -211,7 +211,7 @@ async def test_storage_that_fails_costs_nothing_but_time(trainer: Trainer, tmp_p
     assert trainer.copied == [("a", 1, ["a@1"])]
 
 
-async def test_what_waits_of_a_model_that_is_freed_is_not_written(trainer: Trainer) -> None:
+async def test_pending_writes_of_a_freed_model_are_dropped(trainer: Trainer) -> None:
     slow = trainer.hold()
     trainer.change("b", 1)
     await eventually(lambda: len(trainer.copied) == 1)
@@ -375,7 +375,7 @@ async def test_a_state_that_has_outgrown_a_snapshot_comes_after_it(trainer: Trai
     assert trainer.copied[1:] == [("a", 2, ["a@1"])]
 
 
-async def test_a_model_whose_state_is_durable_waits_while_too_much_is_owed(trainer: Trainer) -> None:
+async def test_a_durable_model_waits_while_storage_is_behind(trainer: Trainer) -> None:
     state = trainer.engine.models["a"].state_bytes
     trainer.create("c")
     trainer.keeper._speed.most_lag_s = 2.5 * state / 6e7  # until storage is measured, the keeper assumes 100 MB/s

@@ -69,7 +69,7 @@ async def test_commands_without_a_number_always_run() -> None:
     assert [await journal.once("m", 0, work.run) for _ in range(2)] == [1, 2]
 
 
-async def test_of_large_answers_the_latest_are_kept() -> None:
+async def test_the_latest_large_answers_are_kept() -> None:
     journal = ReplyCache(max_bytes=100)
 
     def answer(size_bytes: int) -> Coroutine[Any, Any, int]:

@@ -77,7 +77,7 @@ def test_four_gibibytes_that_do_not_fit_are_refused_by_their_header_alone(tmp_pa
     assert folder.files.read_bytes < 2**14
 
 
-def test_what_fits_is_taken_together_or_apart_whole_or_some_modules_of_it(tmp_path: Path) -> None:
+def test_fitting_adapters_are_accepted_stacked_or_separate_whole_or_partial(tmp_path: Path) -> None:
     for shapes in (apart(), {name: list(target.shape) for name, target in TARGETS.items()}):
         weight_files.check_shapes(shapes, TARGETS, "u", is_foreign=True)
     some = {name: shape for name, shape in apart().items() if "experts" not in name}
