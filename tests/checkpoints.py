@@ -1,4 +1,4 @@
-"""Checkpoints as others save them."""
+"""Checkpoints in the file formats of other programs."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, PretrainedConfig, 
 
 
 def save_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """A language model in float32 with random weights, of a scale at which norms and biases speak too."""
+    """Saves a float32 language model with random weights, large enough that norms and biases matter."""
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -19,7 +19,7 @@ def save_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, di
 
 
 def with_one_processor_file(model: Path, folder: Path) -> Path:
-    """A copy, below `folder`, whose processor is saved as transformers 5 does: one file in the place of three."""
+    """Copies a checkpoint below `folder`, with its processor in one file, as transformers 5 stores it."""
     copy = folder / model.name
     shutil.copytree(model, copy)
     AutoProcessor.from_pretrained(model).save_pretrained(copy)

@@ -1,4 +1,4 @@
-"""What all tests may ask for, which of them run on both databases (those of what the gateway keeps), and their logs."""
+"""Fixtures and hooks of all tests: database parametrisation, seeds, skip reports and logs of child processes."""
 
 import asyncio
 import gc
@@ -40,19 +40,20 @@ _ON_BOTH = ("tests.unit.gateway.", *(f"tests.contract.gateway.test_{name}" for n
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs a test twice if it is one of those and has a database."""
+    """Parametrises each test that stores gateway state with both databases."""
     if "database_url" in metafunc.fixturenames and metafunc.module.__name__.startswith(_ON_BOTH):
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
-gc.disable()  # a third of the collection of tests went into collections of garbage, of which it makes none
+gc.disable()  # garbage collections took a third of the collection time and freed nothing
 if "sklearn" not in sys.modules:
-    # Transformers imports it, for a second, where it finds it. Tests that need it import it when they run.
+    # Transformers imports scikit-learn if it is installed, which takes a second. Tests that need it import it at run
+    # time.
     sys.modules["sklearn"] = cast(ModuleType, None)
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is collected, of what tests make alone, and scikit-learn is there."""
+    """Restores garbage collection, limited to objects that tests create, and makes scikit-learn importable again."""
     gc.freeze()
     gc.enable()
     if sys.modules["sklearn"] is None:
@@ -61,13 +62,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """What a test draws is the same in every run, whichever tests run before it."""
+    """Seeds the random generators per test, so that results do not depend on which tests ran before."""
     _seed(request.node.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None]:
-    """What a fixture draws that several tests share does not depend on which of them comes first either."""
+    """Seeds the random generators per shared fixture: its values must not depend on the test that uses it first."""
     if fixturedef.scope != "function":
         _seed(f"{request.node.nodeid} {fixturedef.argname}")
     return (yield)
@@ -76,15 +77,17 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
 def _seed(name: str) -> None:
     seed = zlib.crc32(name.encode())
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):  # most tests have neither numpy nor torch
+    if numpy := sys.modules.get("numpy"):  # most tests import neither numpy nor torch
         numpy.random.seed(seed)
     if torch := sys.modules.get("torch"):
-        # `torch.manual_seed` writes its caller's stack down for each kind of device that is not there: a millisecond.
+        # `torch.manual_seed` formats its caller's stack for each missing device type, which takes a millisecond.
         (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(seed)
 
 
 MUST_RUN = "FOVEA_MUST_RUN"
-"""Words, split by commas: a test skipped for a reason with one of them fails the run. CI names what it installed."""
+"""Comma-separated words. A test skipped for a reason that contains one of them fails the run. CI lists the tools that
+it installed.
+"""
 
 
 def _skipped(reporter: pytest.TerminalReporter) -> Counter[tuple[str, str]]:
@@ -101,7 +104,7 @@ def _must_have_run(reason: str) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-    """The last lines name what was skipped, and why."""
+    """Prints the skipped tests with their reasons at the end of the run."""
     yield
     for (file, reason), count in sorted(_skipped(terminalreporter).items()):
         failed = _must_have_run(reason)
@@ -111,7 +114,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run that skipped what must run."""
+    """Fails the run if a test was skipped that must run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if isinstance(reporter, pytest.TerminalReporter) and any(_must_have_run(why) for _, why in _skipped(reporter)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -119,7 +122,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`make test` has two processes. (xdist 3.8 has marks for that, which do nothing under pytest 9.2.)"""
+    """Chooses the scheduler for the two processes of `make test`. xdist 3.8 has marks for this, which have no effect
+    under pytest 9.2.
+    """
     from tests.lanes import Lanes
 
     return Lanes(config, log)
@@ -127,7 +132,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds what others printed to what is printed of a failure, and to a timeout what the event loop waits for."""
+    """Adds the output of child processes to the report of a failure, and the pending tasks of the event loop to a
+    timeout.
+    """
     report = yield
     if report.failed:
         report.sections += [(name, _text(read)) for name, read in item.session.stash.get(OTHER_LOGS, {}).items()]
@@ -137,17 +144,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _pending_tasks() -> str:
-    """Where each stands: the stacks of threads, which pytest-timeout prints, show the loop's select alone."""
+    """Returns the stack of each pending task. The thread stacks of pytest-timeout only show the loop's select."""
     text = io.StringIO()
     for found in gc.get_objects():
-        if issubclass(type(found), asyncio.Task) and not found.done():  # isinstance asks some objects what warns
-            with suppress(TypeError):  # of a frame of compiled code, which has no line
+        if issubclass(type(found), asyncio.Task) and not found.done():  # isinstance triggers warnings on some objects
+            with suppress(TypeError):  # a frame of compiled code has no line
                 found.print_stack(file=text)
     return text.getvalue()
 
 
 def _text(read: Callable[[], str]) -> str:
-    """What others printed; logs that cannot be read must not end the run, and with it the report of every test."""
+    """Returns the output of a child process, or the error if its log cannot be read: an exception here would end the
+    run without any report.
+    """
     try:
         return read()
     except Exception as error:
@@ -155,7 +164,9 @@ def _text(read: Callable[[], str]) -> str:
 
 
 def _is_no_missed_heartbeat(record: logging.LogRecord) -> bool:
-    """Clients outlive the Fovea of their test: each beat that then fails is logged and buries a failure's own words."""
+    """Drops log records of missed heartbeats. Clients outlive the Fovea of their test, and these records would bury the
+    failure message.
+    """
     return "Session heartbeat failed" not in record.getMessage()
 
 

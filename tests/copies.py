@@ -1,4 +1,4 @@
-"""Programs of a test, each run by a copy of one process that has imported what they share: half a second for each."""
+"""Runs programs in forks of one process that has imported their shared modules, which takes 0.5 s each."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended, what it wrote, and the packages and modules that its process had loaded."""
+    """The exit status and output of a program, and the modules that its process loaded."""
 
     returncode: int
     stdout: str
@@ -19,8 +19,8 @@ class Ended:
     loaded: frozenset[str]
 
 
-# A copy runs its program as `python -m` does, and ends as a program does: the interpreter turns what it raises into an
-# exit status and words on stderr.
+# A copy runs its program as `python -m` does and ends as a program does: the interpreter turns an exception into an
+# exit status and a message on stderr.
 _BEGIN = """
 import importlib, json, os, runpy, sys
 shared, programs, folder = json.loads(sys.argv[1])
@@ -45,11 +45,11 @@ print(json.dumps(ends))
 
 
 def run_copies(shared: str, *programs: Sequence[str]) -> list[Ended]:
-    """Runs modules with arguments, one after another, as `python -m MODULE ARGUMENTS` would.
+    """Runs modules with arguments one after another, as `python -m MODULE ARGUMENTS` would.
 
     Args:
-        shared: A module that all of them import, by which no threads are started.
-        programs: The name of a module and its arguments, each.
+        shared: A module that all of them import. Its import must not start threads.
+        programs: The name of each module with its arguments.
     """
     with tempfile.TemporaryDirectory(prefix="copies-") as name:
         command = [sys.executable, "-c", _BEGIN, json.dumps([shared, programs, name])]

@@ -1,4 +1,4 @@
-"""The tiny families, all built by the first test that wants one: each alone takes eight seconds, most of it imports."""
+"""Builds all tiny families for the first test that needs one: a single build takes eight seconds, mostly imports."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from fovea_tinyvlm.recipe import KINDS
 
 
 def ensure_family(name: str) -> Path:
-    """As `fovea_tinyvlm.families.ensure_family`."""
+    """Returns a family's folder, like `fovea_tinyvlm.families.ensure_family`."""
     return ensure(name) if name in KINDS else ensure_families([*FAMILIES])[name]

@@ -1,4 +1,4 @@
-"""OpenID Connect providers for tests: Dex, a real one, and one whose tokens may be wrong in any way."""
+"""OpenID Connect providers for tests: Dex, which is real, and a fake that can issue any faulty token."""
 
 import json
 import subprocess
@@ -27,13 +27,13 @@ DEX = BIN / "dex"
 
 
 def why_no_dex() -> str:
-    """Why tests with Dex cannot run here; empty if they can."""
+    """Returns why tests with Dex cannot run here; empty if they can."""
     return "" if DEX.exists() else f"no {DEX}: python -m deploy.cluster build dex makes it, with Go"
 
 
 @contextmanager
 def running_dex(folder: Path, redirect_uri: str) -> Iterator[str]:
-    """Dex with a few people who sign in by `PASSWORD`. Yields its issuer."""
+    """Runs Dex with a few users with the password `PASSWORD`. Yields its issuer."""
     (port,) = free_ports(1)
     issuer = f"http://127.0.0.1:{port}/dex"
     people = [("alice", ["ml-team"]), ("boss", ["ml-team", "admins"]), ("guest", ["visitors"])]
@@ -68,7 +68,7 @@ def running_dex(folder: Path, redirect_uri: str) -> Iterator[str]:
 
 
 def id_token(issuer: str, name: str) -> str:
-    """A person's ID token, by Dex's password grant."""
+    """Returns a user's ID token by Dex's password grant."""
     form = {
         "grant_type": "password", "username": f"{name}@example.com", "password": PASSWORD,
         "scope": "openid email profile groups",
@@ -86,7 +86,7 @@ def _answers(issuer: str) -> bool:
 
 @dataclass
 class Issuer:
-    """A provider of this process. Tests change its keys and what it answers."""
+    """A provider in this process. Tests change its keys and answers."""
 
     url: str = ""
     keys: dict[str, rsa.RSAPrivateKey] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Issuer:
 
 @contextmanager
 def running_issuer() -> Iterator[Issuer]:
-    """A provider with one key, `first`."""
+    """Runs a provider with one key, `first`."""
     issuer = Issuer()
 
     class Handler(BaseHTTPRequestHandler):
@@ -142,7 +142,7 @@ def running_issuer() -> Iterator[Issuer]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     issuer.url = f"http://127.0.0.1:{server.server_port}"

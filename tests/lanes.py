@@ -1,15 +1,15 @@
-"""Which tests a process of `make test` runs together, in order: those that share what takes long to start."""
+"""Groups and orders the tests for the processes of `make test`: tests that share a slow start run together."""
 
 from pathlib import PurePosixPath
 
 from xdist.scheduler import LoadScopeScheduling
 
 _APART = ("conformance", "sampler", "trainer")
-"""Folders of tests/e2e that start what they need themselves; all others use one Fovea."""
+"""Folders of tests/e2e that start their own services; all others share one Fovea."""
 
 
 class Lanes(LoadScopeScheduling):
-    """A process is given a folder at a time; of unit tests a file, so that at the end none waits long for another."""
+    """Gives a process one folder at a time, or one file of unit tests, so that no process waits long at the end."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]

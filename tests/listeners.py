@@ -1,4 +1,4 @@
-"""Which addresses processes listen on, as the kernel tells it."""
+"""The listening addresses of processes, from the kernel."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,9 @@ from fovea.runtime.hosts import is_loopback
 
 
 def listeners(processes: Iterable[psutil.Process]) -> dict[str, str]:
-    """host:port of every listening TCP socket of `processes`, and the command line of a process that has it.
+    """Returns host:port of every listening TCP socket of `processes`, with a command line that owns it.
 
-    IPv4 addresses of sockets that speak IPv6 too, as gRPC's, are given as IPv4 addresses.
+    IPv4 addresses of IPv6 sockets, such as gRPC's, are returned as IPv4 addresses.
     """
     return {
         f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}": " ".join(process.cmdline())
@@ -21,9 +21,9 @@ def listeners(processes: Iterable[psutil.Process]) -> dict[str, str]:
 
 
 def unasked(processes: Iterable[psutil.Process], asked: Iterable[str]) -> dict[str, str]:
-    """Those of `listeners` that nobody asked for.
+    """Returns the `listeners` that are not expected.
 
-    Ranks of a trainer and workers of a sampler exchange tensors over gloo: at loopback they may listen, nowhere else.
+    Ranks of a trainer and workers of a sampler exchange tensors over gloo and may listen at loopback only.
     """
     return {
         address: command

@@ -1,4 +1,4 @@
-"""An S3 server for tests: moto's, a process that keeps what it is given in memory."""
+"""An S3 server for tests: moto in its own process, with storage in memory."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ _START_S = 60
 
 @pytest.fixture(scope="session")
 def new_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
-    """Makes buckets and returns their URLs. Processes that are started while it lasts reach them too."""
+    """Creates buckets and returns their URLs. Processes that are started meanwhile reach them, too."""
     (port,) = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
     access = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}

@@ -1,4 +1,4 @@
-"""Logs of what serves a whole session, such as a cluster: the report of every failure then ends with them."""
+"""Logs of resources of the whole session, such as a cluster, which the report of every failure includes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ OTHER_LOGS = pytest.StashKey[dict[str, Callable[[], str]]]()
 
 @contextmanager
 def logs_with_failures(session: pytest.Session, name: str, read: Callable[[], str]) -> Iterator[None]:
-    """While it lasts, `read()` is part of what is printed of tests that fail."""
+    """Adds `read()` to the report of tests that fail in this context."""
     logs = session.stash.setdefault(OTHER_LOGS, {})
     logs[name] = read
     try:

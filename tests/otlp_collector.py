@@ -1,4 +1,4 @@
-"""An OTLP collector behind a real gRPC server in this process, which keeps the spans that it is sent."""
+"""An OTLP collector behind a real gRPC server in this process, which stores received spans."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,7 +9,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Use as `with`. `spans` holds what came, in order."""
+    """A context manager; `spans` are in order of arrival."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -31,7 +31,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server.stop(0).wait()
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802 - gRPC names it
-        """Keeps spans."""
+        """Stores spans."""
         for resource in request.resource_spans:
             names = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
             self.services.update(names)
@@ -40,15 +40,15 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def named(self, name: str) -> list[Span]:
-        """The spans of a name."""
+        """Returns the spans with a name."""
         return [span for span in self.spans if span.name == name]
 
     def one(self, name: str) -> Span:
-        """The only span of a name."""
+        """Returns the only span with a name."""
         (span,) = self.named(name)
         return span
 
 
 def attributes(span: Span) -> dict[str, str | int | bool]:
-    """What a span says."""
+    """Returns the attributes of a span."""
     return {each.key: getattr(each.value, each.value.WhichOneof("value") or "string_value") for each in span.attributes}

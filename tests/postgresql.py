@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests, out of Debian's packages. Tests that want one are skipped where there is none."""
+"""A real PostgreSQL server for tests, from Debian's packages. Tests that need one are skipped without it."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ _SETTINGS = {"fsync": "off", "full_page_writes": "off", "max_connections": "60",
 
 
 class Server:
-    """One cluster in a folder of its own, on a free port of 127.0.0.1."""
+    """One cluster in its own folder, on a free port of 127.0.0.1."""
 
     def __init__(self, programs: Path) -> None:
         self._programs = programs
@@ -33,10 +33,10 @@ class Server:
         self.port = free_ports(1)[0]
 
     def create(self) -> None:
-        """Makes the cluster."""
+        """Creates the cluster."""
         password = self._folder / "password"
         password.write_text(PASSWORD)
-        if os.geteuid() == 0:  # which PostgreSQL refuses to run as
+        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
             for path in (self._folder, password):
                 shutil.chown(path, "postgres", "postgres")
         arguments = ["--username", USER, "--pwfile", str(password), "--auth", "scram-sha-256", "--no-sync"]
@@ -45,7 +45,7 @@ class Server:
         assert made.returncode == 0, made.stderr
 
     def start(self) -> None:
-        """Starts it and waits until it answers."""
+        """Starts the server and waits until it answers."""
         settings = [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
         command = [str(self._programs / "postgres"), "-D", str(self._data), "-p", str(self.port), *settings]
         with (self._folder / "log").open("ab") as log:
@@ -64,7 +64,7 @@ class Server:
             time.sleep(0.1)
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> None:
-        """Stops it: SIGINT breaks off what runs, SIGQUIT is like a crash."""
+        """Stops the server: SIGINT aborts running statements, SIGQUIT acts like a crash."""
         assert self._process is not None
         self._process.send_signal(number)
         self._process.wait(60)
@@ -74,20 +74,20 @@ class Server:
         shutil.rmtree(self._folder)
 
     def execute(self, statement: str) -> list[tuple[object, ...]]:
-        """Runs one statement by itself."""
+        """Runs one statement outside a transaction."""
         with psycopg.connect(self.url(), autocommit=True) as connection:
             cursor = connection.execute(statement)  # type: ignore[call-overload]
             return cursor.fetchall() if cursor.description else []
 
     def url(self, port: int | None = None) -> str:
-        """Of the database that is always there."""
+        """Returns the URL of the default database."""
         return f"postgresql://{USER}:{_QUOTED}@127.0.0.1:{port or self.port}/postgres"
 
     def new_url(self, port: int | None = None) -> str:
-        """Of an empty place: a schema of its own, which is much cheaper than a database.
+        """Creates an empty schema, which is much cheaper than a database; returns its URL.
 
         Args:
-            port: Of something that passes on to this server.
+            port: Port of a proxy in front of this server.
         """
         name = f"t{next(self._numbers)}"
         self.execute(f"CREATE SCHEMA {name}")
@@ -103,13 +103,13 @@ class Server:
 
 
 def _memory() -> Path | None:
-    """Where files are in memory, if there is room: each test makes forty, in half the time. fsync is off anyway."""
+    """Returns a folder in memory if there is room, which halves the time of each test. fsync is off anyway."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free >= 2 * 2**30 else None
 
 
 def find_programs() -> Path | None:
-    """The folder of the server's programs: Debian keeps them out of the PATH."""
+    """Returns the folder of the server's programs, which Debian keeps out of the PATH."""
     if found := shutil.which("initdb"):
         return Path(found).resolve().parent
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
@@ -127,7 +127,7 @@ def why_no_postgresql() -> str:
 
 @contextmanager
 def running_postgresql() -> Iterator[Server]:
-    """Runs a new server, for tests and for programs. Raises SystemExit with the reason if none can run here."""
+    """Runs a new server for tests and programs. Raises SystemExit with the reason if it cannot."""
     programs = find_programs()
     if programs is None or why_no_postgresql():
         raise SystemExit(why_no_postgresql())
@@ -145,7 +145,7 @@ def running_postgresql() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[Server]:
-    """A server that all tests share; a test that stops it starts it again."""
+    """A server that all tests share; a test that stops it must start it again."""
     if why := why_no_postgresql():
         pytest.skip(why)
     with running_postgresql() as server:
@@ -154,7 +154,7 @@ def postgresql() -> Iterator[Server]:
 
 @pytest.fixture
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database: SQLite, or what the test is told in tests/conftest.py."""
+    """An empty database: SQLite, or the one that tests/conftest.py selects."""
     if getattr(request, "param", "sqlite") == "sqlite":
         return f"sqlite:///{tmp_path / 'gateway.db'}"
     server: Server = request.getfixturevalue("postgresql")

@@ -1,4 +1,4 @@
-"""Looks at processes from outside."""
+"""Inspects processes from outside."""
 
 import time
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ import psutil
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether a process has ended; a zombie that nobody reaped has."""
+    """Returns whether a process has ended, including zombies."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -15,7 +15,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def survivors(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended after `timeout_s`."""
+    """Returns the processes that have not ended after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     alive = list(processes)
     while (alive := [process for process in alive if not is_gone(process)]) and time.monotonic() < deadline:

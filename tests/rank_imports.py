@@ -1,4 +1,4 @@
-"""What ranks of tests have imported when they begin, without what the trainer's own ranks do without."""
+"""Imports the modules of test ranks, without those that the trainer's own ranks do not need."""
 
 from fovea.runtime.processes import UNUSED, importing
 

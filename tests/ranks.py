@@ -1,4 +1,4 @@
-"""Ranks of a test: processes that begin as copies of one which has imported the trainer, and meet on the loopback."""
+"""Ranks of a test: forks of a process that has imported the trainer, which meet on the loopback."""
 
 import multiprocessing
 import os
@@ -10,13 +10,13 @@ from torch import multiprocessing as processes
 from fovea.runtime.hosts import interface_of
 
 PRELOADED = ["pytest", "tests.rank_imports"]
-"""What they have imported when they begin."""
+"""The module that ranks have imported at their start."""
 
 
 def run_ranks(rank: Callable[..., None], count: int, *arguments: Any) -> None:
-    """Calls `rank(number, *arguments)` in `count` processes. Raises with the trace of the first that failed.
+    """Calls `rank(number, *arguments)` in `count` processes. Raises an error with the traceback of the first failure.
 
-    Each would import torch and transformers for six seconds.
+    Forks save six seconds of importing torch and transformers in each process.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     processes.start_processes(_begin, (rank, arguments), count, start_method="forkserver")  # type: ignore[no-untyped-call]

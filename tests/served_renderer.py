@@ -1,4 +1,4 @@
-"""A renderer of a model directory behind a real gRPC server, in this process."""
+"""A renderer of a model directory behind a real gRPC server in this process."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from fovea_renderer.settings import RendererSettings
 
 @dataclass(frozen=True)
 class Served:
-    """A renderer that listens: its client, what is behind it, and the model directory."""
+    """A serving renderer: its client, its parts, and the model directory."""
 
     client: RendererClient
     renderer: Renderer
@@ -27,7 +27,7 @@ class Served:
 
     @property
     def family(self) -> VisionFamily:
-        """Of the vision-language model that is served."""
+        """The served vision-language family."""
         assert self.renderer.model.image_support is not None
         return self.renderer.model.image_support.family
 

@@ -1,4 +1,4 @@
-"""One of Fovea's services as a process of its own, for tests that need more of them than `fovea up` starts."""
+"""A Fovea service in its own process, for tests that need more services than `fovea up` starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServiceProcess:
     Attributes:
         service: Its gRPC service, such as SamplerService.
         address: host:port of its gRPC server.
-        log: What it prints.
+        log: Its output.
     """
 
     popen: subprocess.Popen[bytes]
@@ -44,7 +44,9 @@ class ServiceProcess:
     log: Path
 
     def wait_serving(self) -> None:
-        """Returns once its health says so. Raises AssertionError with the end of its log if it ends or takes long."""
+        """Waits for its health check. Raises AssertionError with the end of its log if it exits or
+        exceeds the limit.
+        """
         deadline = time.monotonic() + _START_S
         while not asyncio.run(self._is_serving()):
             assert self.popen.poll() is None, self.log.read_text()[-3000:]
@@ -52,12 +54,12 @@ class ServiceProcess:
             time.sleep(0.5)
 
     def tree(self) -> list[psutil.Process]:
-        """It and what it has started, such as an engine."""
+        """Returns its process and descendants, such as an engine."""
         own = psutil.Process(self.popen.pid)
         return [own, *own.children(recursive=True)]
 
     def kill(self) -> None:
-        """SIGKILL, its children too."""
+        """Kills it and its children with SIGKILL."""
         for process in reversed(self.tree()):
             process.kill()
 
@@ -70,7 +72,7 @@ class ServiceProcess:
 def service_process(
     log: Path, service: str, address: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[ServiceProcess]:
-    """Starts `service` with `arguments`, which make it listen at `address`; ends it, and nothing may be left."""
+    """Starts `service` with `arguments`, which make it listen at `address`. Ends it; no process may remain."""
     command = [sys.executable, "-m", _MODULES[service], *arguments]
     with log.open("wb") as output:
         popen = subprocess.Popen(

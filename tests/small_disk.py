@@ -1,4 +1,4 @@
-"""A file system of its own, small enough to be filled. Tests that want one are skipped where none can be mounted."""
+"""A small file system that tests can fill. Tests that need one are skipped if it cannot be mounted."""
 
 import subprocess
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=64m", "fovea-test", str(place)]
     if subprocess.run(mounting, check=False, capture_output=True).returncode:
-        pytest.skip("a file system can be mounted by root alone")
+        pytest.skip("only root can mount a file system")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def fill(file: Path, spare_bytes: int = 0) -> None:
-    """Takes all the room that is left, but for `spare_bytes`."""
+    """Fills the file system, except for `spare_bytes`."""
     spare = file.with_suffix(".spare")
     spare.write_bytes(bytes(spare_bytes))
     with file.open("wb", buffering=0) as junk:

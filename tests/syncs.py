@@ -1,4 +1,4 @@
-"""What a process has had the disk keep: real calls of fsync, remembered by inode."""
+"""Records the real fsync calls of this process by inode."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 
 class Syncs:
-    """Watches `os.fsync` and `os.rename` of this process; both do what they do.
+    """Watches `os.fsync` and `os.rename` of this process, which keep their effect.
 
     Attributes:
-        moved: Of each rename of a folder: where to, and what was below it that no fsync had been called for.
+        moved: The target of each renamed folder, and its files that had not been synced.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ class Syncs:
         monkeypatch.setattr(os, "rename", watch_rename)
 
     def missing(self, folder: Path) -> list[Path]:
-        """The folder and all below it that have changed since they were last synced."""
+        """Returns the folder and its files that have changed since their last sync."""
         return [path for path in (folder, *folder.rglob("*")) if _state(path.stat()) not in self._kept]
 
 

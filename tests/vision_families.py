@@ -1,4 +1,4 @@
-"""A vision-language family with small patches, for tests of what is checked rather than computed."""
+"""A vision-language family with small patches, for tests of validation rather than computation."""
 
 from fovea import vision
 from fovea.vision.vision_family import VisionFamily

@@ -1,11 +1,11 @@
-"""Waiting for what other tasks and processes do."""
+"""Waiting for other tasks and processes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 
 async def eventually(holds: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    """Waits until a condition holds. Raises TimeoutError if it does not within a time that no good test takes."""
+    """Waits until a condition holds. Raises TimeoutError after a limit that is far above any expected time."""
     async with asyncio.timeout(timeout_s):
         while True:
             answer = holds()

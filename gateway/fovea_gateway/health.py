@@ -27,8 +27,8 @@ _LATELY_S = 10.0
 class Shares:
     """The division of samplers and owners' limits among the gateways of all shards.
 
-    An owner with work in several shards has an equal part of its weight and of its limits in each. A gateway gets the
-    part of the places in samplers that its owners' weights have in the weights of all owners with work.
+    An owner with work in several shards has an equal part of its weight and of its limits in each. A gateway's part of
+    the sampler slots is the weight of its owners divided by the weight of all owners with work.
 
     Args:
         shards: The shards, and the one of this gateway.
@@ -50,7 +50,7 @@ class Shares:
         return list(self._worked_at)
 
     def note_reports(self, reports: Iterable[ShardOwner]) -> None:
-        """Records the reports of all gateways. Those of gateways that report no more do not count."""
+        """Records the reports of all gateways, and ignores outdated ones."""
         now = time.time()
         self._others = [
             one for one in reports if one.shard != self._shards.number and abs(now - one.updated_at) < _LATELY_S
@@ -69,7 +69,7 @@ class Shares:
         return sum(int(other.report.get("models", {}).get(owner, 0)) for other in self._others)
 
     def part(self) -> float:
-        """Returns this gateway's part of the places in samplers, above 0 and at most 1."""
+        """Returns this gateway's part of the sampler slots, above 0 and at most 1."""
         if self._shards.count == 1:
             return 1.0
         working = [self._own, *(set(other.report.get("owners", ())) for other in self._others)]
@@ -127,7 +127,7 @@ class Health:
         return missing
 
     def report(self, models: dict[str, int]) -> dict[str, Any]:
-        """Returns the figures by which gateways with shards divide what they share, and routers place new sessions.
+        """Returns this gateway's load, by which shards divide shared resources and routers place new sessions.
 
         Args:
             models: The number of models in trainers by owner.

@@ -101,7 +101,7 @@ def _links_of_sampler(
     key = api_key or os.environ.get("TINKER_API_KEY")
     if not server or not key:
         raise FailedPrecondition(
-            "no server is named: give base_url and api_key, or set TINKER_BASE_URL and TINKER_API_KEY"
+            "no server address: give base_url and api_key, or set TINKER_BASE_URL and TINKER_API_KEY"
         )
     run, checkpoint = quote(parsed.training_run_id, safe=":"), quote(parsed.checkpoint_id)
     url = f"{server.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/external_weights_urls"
@@ -124,7 +124,7 @@ def _links_of_sampler(
 def _place(folder: pathlib.Path, name: str) -> pathlib.Path:
     place = (folder / name).resolve()
     if not place.is_relative_to(folder.resolve()):
-        raise Internal(f"the server's name of a file leads out of the folder: {name!r}")
+        raise Internal(f"the server sent the name of a file outside the folder: {name!r}")
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
 

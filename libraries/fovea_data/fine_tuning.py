@@ -312,7 +312,7 @@ class _Run:
         return _Submitted(number, names, _weight(data), rate, skipped, start, backward, training.optim_step(adam))
 
     def _encoded(self, rows: Dataset, indices: Iterable[int]) -> list[tuple[Conversation, list[tinker.Datum]]]:
-        """Returns rows with their datums. A row that was right before the first step may be broken now."""
+        """Returns rows with their datums. A row that was valid before the first step may be broken now."""
         found = []
         for index in indices:
             try:
@@ -320,7 +320,7 @@ class _Run:
             except InvalidInput as error:
                 if self._settings.broken_rows == "refuse":
                     raise
-                logger.warning("skipped a row that was right before the first step: %s", error.message)
+                logger.warning("skipped a row that was valid before the first step: %s", error.message)
         return found
 
     def _finish(self, step: _Submitted | None, shown: FineTuneProgress) -> None:

@@ -124,7 +124,7 @@ class Listed(Rows):
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             raise InvalidInput(
-                f"{name} is a {type(rows).__name__}, which has its rows in one order only: write it to a .jsonl or"
+                f"{name} is a {type(rows).__name__}, which can only be read in order: write it to a .jsonl or"
                 " .parquet file, from which rows are read in any order",
                 field=name,
             )

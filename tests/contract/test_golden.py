@@ -1,6 +1,6 @@
-"""Bytes on the wire stay what they were: one message a service against a file written once.
+"""Wire bytes stay stable: compares one message of each service with a golden file.
 
-After a change that is meant, write the files anew: `python -m tests.contract.test_golden`.
+After an intended change, regenerate the files: `python -m tests.contract.test_golden`.
 """
 
 import pathlib

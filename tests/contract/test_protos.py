@@ -1,4 +1,4 @@
-"""The committed stubs are what `make protos` writes, and the protos pass buf's lint."""
+"""The committed stubs equal the output of `make protos`, and the protos pass buf's lint."""
 
 import pathlib
 import subprocess

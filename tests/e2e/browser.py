@@ -1,7 +1,7 @@
-"""A real browser for tests: Debian's Chromium, driven by its chromedriver over the W3C WebDriver protocol, JSON over
-HTTP. It loads pages of this machine alone.
+"""A real browser for tests: Debian's Chromium, driven by chromedriver with the W3C WebDriver protocol.
 
-`python -m tests.e2e.browser PAGE.html[#PLACE] docs/pictures/NAME [HEIGHT]` takes the pictures of a page for the docs.
+It loads only pages of this machine. `python -m tests.e2e.browser PAGE.html[#PLACE] docs/pictures/NAME [HEIGHT]` takes
+the screenshots of a page for the docs.
 """
 
 import asyncio
@@ -40,27 +40,27 @@ _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
 def why_no_browser() -> str:
-    """Why tests with a browser cannot run here; empty if they can."""
+    """Returns why tests with a browser cannot run here; empty if they can."""
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"no {' and no '.join(missing)}: apt-get install chromium chromium-driver" if missing else ""
 
 
 class Browser:
-    """One window. What is looked for is waited for, as long as anybody would."""
+    """One browser window. Methods wait for the requested element until it appears or a generous limit has passed."""
 
     def __init__(self, http: httpx.Client, session: str) -> None:
         self._http, self._session = http, session
 
     def open(self, url: str) -> None:
-        """Goes to an address."""
+        """Opens a URL."""
         self._call("POST", "url", url=url)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a function's body returns."""
+        """Runs the body of a JavaScript function; returns its result."""
         return self._call("POST", "execute/sync", script=script, args=list(arguments))
 
     def wait(self, script: str, *arguments: Any) -> Any:
-        """The first result of a function's body that is something. Fails with what the page shows."""
+        """Returns the first truthy result of a function's body. Fails with the page's text after the limit."""
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline:
             if found := self.run(script, *arguments):
@@ -69,11 +69,11 @@ class Browser:
         raise AssertionError(f"it did not come: {script}\nthe page shows:\n{self.text('body')}")
 
     def text(self, selector: str) -> str:
-        """The text that an element shows; empty without one."""
+        """Returns the visible text of an element; empty if there is none."""
         return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
 
     def wait_text(self, selector: str, *words: str) -> str:
-        """The text of an element, once it has all these words."""
+        """Returns the text of an element once it contains all these words."""
         script = """
             const text = document.querySelector(arguments[0])?.innerText ?? "";
             return arguments[1].every((one) => text.includes(one)) && (text || " ");
@@ -81,8 +81,8 @@ class Browser:
         return str(self.wait(script, selector, list(words)))
 
     def click(self, selector: str, text: str = "") -> None:
-        """Clicks as a hand does on the element that matches, and has this text, once it is there; again if the page has
-        drawn it anew meanwhile.
+        """Clicks the element that matches the selector and has this text, once it is visible. Repeats the click if the
+        page has redrawn the element.
         """
         script = """
             return [...document.querySelectorAll(arguments[0])].find(
@@ -97,25 +97,25 @@ class Browser:
             except AssertionError as error:
                 if time.monotonic() > deadline or not ("stale element" in str(error) or "intercepted" in str(error)):
                     raise
-            # The bar at the top may be over it.
+            # The bar at the top may cover it.
             self.run("document.querySelector(arguments[0])?.scrollIntoView({ block: 'center' })", selector)
 
     def type(self, selector: str, text: str) -> None:
-        """Types into an element, and Enter after it."""
+        """Types into an element and presses Enter."""
         found = self.wait("return document.querySelector(arguments[0])", selector)
         self._call("POST", f"element/{found[_ELEMENT]}/value", text=f"{text}\ue007")
 
     def press(self, key: str) -> None:
-        """Presses and releases a key, wherever the focus is; its code is WebDriver's."""
+        """Presses and releases a key, given by its WebDriver code, on the focused element."""
         steps = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
         self._call("POST", "actions", actions=[{"type": "key", "id": "keyboard", "actions": steps}])
 
     def command(self, name: str, **parameters: Any) -> Any:
-        """A command of Chromium's own protocol."""
+        """Sends a command of Chromium's DevTools protocol."""
         return self._call("POST", "goog/cdp/execute", cmd=name, params=parameters)
 
     def show(self, width: int, dark: bool) -> None:
-        """Makes the window as wide as a screen, in light or dark."""
+        """Sets the window's width and the colour scheme, light or dark."""
         height = 900 if width > 600 else 844
         self.command(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
@@ -124,16 +124,16 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
     def screenshot(self, path: Path, most_height: int = 4000) -> None:
-        """A picture of the whole page, down to a height."""
+        """Takes a screenshot of the whole page, limited to a height."""
         size = self.command("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most_height), "scale": 1}
         found = self.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        # Chromium packs its pictures quickly, not well; pages have few colours.
+        # Chromium compresses screenshots poorly, and pages have few colours.
         picture = Image.open(io.BytesIO(base64.b64decode(found["data"]))).convert("RGB")
         _in_few_colours(picture).save(path, optimize=True)
 
     def pictures(self, folder: Path, name: str, most_height: int = 2400) -> None:
-        """Four of them: on a wide screen and on a phone, in light and dark."""
+        """Takes four screenshots: desktop and phone width, in light and dark."""
         folder.mkdir(parents=True, exist_ok=True)
         for width in (1280, 390):
             for scheme in ("light", "dark"):
@@ -142,10 +142,9 @@ class Browser:
                 self.screenshot(folder / f"{name}-{width}-{scheme}.png", most_height)
 
     def too_wide(self, allowed: str = ".scroll") -> list[str]:
-        """Elements that reach past the right edge of the window, except those within the `allowed` elements.
+        """Returns elements that exceed the right edge of the window, except those inside `allowed` elements.
 
-        Charts are drawn again some frames after the window has changed its width, so this waits until none reaches past it,
-        and returns those that still do after 20 s.
+        Charts are redrawn some frames after a change of width, so this waits up to 20 s until there are none.
         """
         deadline = time.monotonic() + _SETTLED_S
         while (found := self.run(_TOO_WIDE, allowed)) and time.monotonic() < deadline:
@@ -153,7 +152,7 @@ class Browser:
         return [str(one) for one in found]
 
     def complaints(self) -> list[str]:
-        """What the console says of errors since the last time: scripts that failed, what the policy has stopped."""
+        """Returns errors on the console since the last call: failed scripts and requests that the policy blocked."""
         entries = self._call("POST", "se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
@@ -172,7 +171,7 @@ async def see(look: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Starts a browser with an empty profile, and ends it."""
+    """Starts a browser with an empty profile and ends it."""
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="fovea-browser-", ignore_cleanup_errors=True) as folder:
         driver = subprocess.Popen(
@@ -199,13 +198,15 @@ def running_browser() -> Iterator[Browser]:
 
 
 def _in_few_colours(picture: Image.Image) -> Image.Image:
-    """With 256: its commonest as they are, and some spread over the rest, so that a rare one keeps its hue."""
+    """Reduces an image to 256 colours: the most common ones exactly, plus some spread over the rest, so that a rare
+    colour keeps its hue.
+    """
     colours, places, counts = np.unique(
         np.asarray(picture).reshape(-1, 3), axis=0, return_inverse=True, return_counts=True
     )
     others = picture.quantize(64, Image.Quantize.MAXCOVERAGE).getpalette() or []
     palette = np.concatenate([colours[np.argsort(-counts)[:192]], np.reshape(others, (-1, 3))]).astype(np.int64)
-    # Pillow's own choice from a palette is rough: white becomes nearly white.
+    # Pillow's own choice from a palette is inexact: white becomes nearly white.
     nearest = [np.argmin(((palette - colour) ** 2).sum(1)) for colour in colours.astype(np.int64)]
     drawn = Image.fromarray(np.asarray(nearest, np.uint8)[places].reshape(picture.height, picture.width), "P")
     drawn.putpalette(palette.astype(np.uint8).tobytes())

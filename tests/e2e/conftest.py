@@ -1,4 +1,4 @@
-"""One Fovea for all of this folder: vLLM starts once. It ends with it, for later tests want its memory."""
+"""One Fovea for the whole folder, because vLLM starts slowly. It stops after the folder to free its memory."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.otlp_collector import Collector
 
 @pytest.fixture(scope="package")
 def collector() -> Iterator[Collector]:
-    """Where the traces of the folder's Fovea arrive: of those requests that name one to go on from."""
+    """Collects the spans of this Fovea for requests that carry a trace."""
     with Collector() as collector:
         yield collector
 
@@ -27,7 +27,7 @@ def stack(collector: Collector) -> Iterator[Stack]:
     """Fovea with the tiny Qwen3-VL."""
     with ExitStack() as exit_stack:
         tracing = {TRACE_VARIABLE: collector.url, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
-        with mock.patch.dict(os.environ, tracing):  # its own alone: unit tests of the same session follow
+        with mock.patch.dict(os.environ, tracing):  # clear only its own; unit tests of the same session follow
             stack = exit_stack.enter_context(running_stack(fovea_tinyvlm.ensure()))
         yield stack
 
@@ -40,7 +40,7 @@ def tokenizer(stack: Stack) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
-    """The official SDK. Its session, and with it every model, ends with the test."""
+    """The official SDK. Its session ends with the test, which frees every model."""
     with stack.service_client() as client:
         yield client
 

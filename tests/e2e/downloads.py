@@ -1,4 +1,4 @@
-"""Downloaded weights through plain transformers and PEFT: what somebody else's program makes of them."""
+"""Loads downloaded weights with plain transformers and PEFT, as another program would."""
 
 import io
 import pathlib
@@ -14,7 +14,7 @@ from tests.e2e.prompts import Prompt
 
 
 class Downloaded:
-    """A model as its user loads it: a PEFT adapter on the base, or a checkpoint of its own."""
+    """A model as its user loads it: a PEFT adapter on the base, or a full checkpoint."""
 
     def __init__(self, base: pathlib.Path, folder: pathlib.Path) -> None:
         is_adapter = (folder / "adapter_config.json").exists()
@@ -26,7 +26,7 @@ class Downloaded:
 
     @torch.no_grad()
     def logprobs(self, prompt: Prompt) -> list[float]:
-        """Of the prompt's own tokens from the second on."""
+        """Returns the log-probabilities of the prompt's tokens from the second on."""
         ids = torch.tensor([prompt.ids])
         chunks = [chunk for chunk in prompt.model_input.chunks if isinstance(chunk, ImageChunk)]
         vision: dict[str, Any] = {}

@@ -13,7 +13,7 @@ PATCH_PAIR = 32  # patch 16, merged 2 x 2
 
 
 def picture(width: int, height: int, seed: int = 0, image_format: str = "png", color: str | None = None) -> bytes:
-    """An encoded picture: smooth noise from `seed`, or one plain colour."""
+    """Returns an encoded picture: smooth noise from `seed`, or one plain colour."""
     if color:
         image = Image.new("RGB", (width, height), color)
     else:
@@ -25,7 +25,7 @@ def picture(width: int, height: int, seed: int = 0, image_format: str = "png", c
 
 
 def image_chunk(data: bytes, image_format: str = "png", expected: int | None = None) -> tinker.types.ImageChunk:
-    """The SDK's chunk."""
+    """Returns the SDK's image chunk."""
     return tinker.types.ImageChunk(data=data, format=image_format, expected_tokens=expected)
 
 
@@ -34,15 +34,17 @@ class Prompt:
     """A prompt and its token ids after rendering.
 
     Attributes:
-        model_input: What the client sends.
-        ids: What the model reads, placeholders included.
+        model_input: The client's input.
+        ids: The model's input, including placeholders.
     """
 
     model_input: tinker.ModelInput
     ids: list[int]
 
     def datum(self) -> tinker.Datum:
-        """Scores every position: the target of position i is token i + 1, the last target is token 0."""
+        """Returns a datum that scores every position: the target of position i is token i + 1, the last target is token
+        0.
+        """
         targets = [*self.ids[1:], 0]
         return tinker.Datum(
             model_input=self.model_input,
@@ -61,7 +63,7 @@ class PromptBuilder:
         self._pad: int = tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
     def build(self, *parts: str | tuple[bytes, int]) -> Prompt:
-        """From texts, and pictures each with the number of placeholder tokens it must take."""
+        """Builds a prompt from texts and from pictures with their expected number of placeholder tokens."""
         chunks: list[tinker.EncodedTextChunk | tinker.types.ImageChunk] = []
         ids: list[int] = []
         for part in parts:
@@ -75,7 +77,7 @@ class PromptBuilder:
         return Prompt(tinker.ModelInput(chunks=chunks), ids)
 
     def catalogue(self) -> dict[str, Prompt]:
-        """Every shape of prompt that sampler and trainer must agree on."""
+        """Returns prompts of every shape on which sampler and trainer must agree."""
         small, wide = (picture(224, 224, 1), 64), (picture(150, 224, 2), 70)
         start, end = "<|im_start|>user\n<|vision_start|>", "<|vision_end|>What is this?<|im_end|>\n"
         return {
@@ -90,6 +92,6 @@ class PromptBuilder:
 
 
 def max_difference(first: Sequence[float | None], second: Sequence[float]) -> float:
-    """Largest difference between two scores of the same positions; lengths must be equal."""
+    """Returns the largest difference between two scores of the same positions; lengths must be equal."""
     assert len(first) == len(second), (len(first), len(second))
     return max(abs(a - b) for a, b in zip(first, second, strict=True) if a is not None)

@@ -1,4 +1,4 @@
-"""A running Fovea for tests: the state that `fovea up` wrote, and clients that point at it."""
+"""A running Fovea for tests: the state file of `fovea up`, and clients of its services."""
 
 import os
 import pathlib
@@ -20,12 +20,12 @@ API_KEY = "tml-local"
 
 @dataclass(frozen=True)
 class Stack:
-    """What `up.json` says.
+    """The contents of `up.json`.
 
     Attributes:
-        state: Its contents.
+        state: The parsed file.
         model: The model's directory.
-        log: Everything that the services printed.
+        log: The output of all services.
     """
 
     state: dict[str, Any]
@@ -34,17 +34,17 @@ class Stack:
 
     @property
     def base_url(self) -> str:
-        """Of the REST shim."""
+        """Base URL of the REST API."""
         return str(self.state["base_url"])
 
     @property
     def model_name(self) -> str:
-        """To be used as `base_model`."""
+        """The value for `base_model`."""
         return str(self.state["model_name"])
 
     @property
     def secret(self) -> str:
-        """What its services share."""
+        """The secret that its services share."""
         return str(self.state["service_secret"])
 
     def address(self, service: str) -> str:
@@ -52,7 +52,7 @@ class Stack:
         return str(self.state["services"][service]["address"])
 
     def processes(self, service: str) -> list[psutil.Process]:
-        """A service's process and everything below it."""
+        """Returns a service's process and its descendants."""
         for child in psutil.Process(self.state["pid"]).children():
             with suppress(psutil.NoSuchProcess):  # killed a moment ago
                 if {f"fovea_{service}"} & set(child.cmdline()):
@@ -60,14 +60,14 @@ class Stack:
         return []
 
     def rank(self, number: int) -> psutil.Process | None:
-        """A rank of the trainer that runs, or the launcher of all (-1)."""
+        """Returns the process of a running rank of the trainer, or the launcher (-1)."""
         found = self.processes("trainer")
         if number < 0:
             return found[0] if found else None
         return next((one for one in found if one.name() == f"trainer-rank{number}"), None)
 
     def kill(self, victim: str) -> None:
-        """Ends the gateway, a rank or the launcher (-1) as it is now, once it is there."""
+        """Kills the gateway, a rank or the launcher (-1), once it is running."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             found = self.processes("gateway")[:1] if victim == "gateway" else [self.rank(int(victim))]
@@ -78,13 +78,13 @@ class Stack:
         raise AssertionError(f"{victim} did not come back")
 
     def service_client(self) -> tinker.ServiceClient:
-        """The official SDK, pointed here; close it to free its models."""
+        """Creates a client of the official SDK; close it to free its models."""
         return tinker.ServiceClient(base_url=self.base_url, api_key=API_KEY)
 
 
 @contextmanager
 def running_stack(model: pathlib.Path, *arguments: str) -> Iterator[Stack]:
-    """Starts `fovea up` on free ports with a fresh state folder; Ctrl-C ends it, and no process may be left."""
+    """Starts `fovea up` on free ports with a fresh state folder. Ctrl-C ends it, and no process may remain."""
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory(prefix="fovea-e2e-") as folder:
         path = pathlib.Path(folder)

@@ -1,4 +1,4 @@
-"""Sampler and trainer say the same: log-probabilities of the same tokens under the same weights, float32, CPU."""
+"""Sampler and trainer agree on log-probabilities of the same tokens under the same weights (float32, CPU)."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.e2e.stack import Stack
 
 TOLERANCE = 1e-3
 UNMOVED = 1e-4
-"""Of scores of the same weights in other batches, whatever kernels run; steps of training change scores by 0.05."""
+"""Tolerance between scores of the same weights in different batches; a training step changes scores by 0.05."""
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def check_model(
     take_steps(training, prompts, 3, rate)
     trained = trainer_logprobs(training, prompts)
     for name in prompts:
-        assert max_difference(fresh[name], trained[name]) > 0.05, f"{name}: training changed nothing"
+        assert max_difference(fresh[name], trained[name]) > 0.05, f"{name}: training must change the scores"
     new = training.save_weights_and_get_sampling_client().result()
     new_scores = sampler_logprobs(new, prompts)
     assert_agree(new_scores, trained)
 
-    # Snapshots do not move, whatever was pushed after them.
+    # Snapshots do not change with later pushes.
     assert_unmoved(sampler_logprobs(old, prompts), old_scores)
     take_steps(training, prompts, 1, rate)
     newest = training.save_weights_and_get_sampling_client().result()
@@ -93,7 +93,7 @@ def test_full_parameters(stack: Stack, service: tinker.ServiceClient, prompts: d
 def test_sampled_logprobs_are_the_trainers(
     stack: Stack, service: tinker.ServiceClient, prompts: dict[str, Prompt], temperature: float
 ) -> None:
-    """What `sample` itself returns, at its own temperature."""
+    """The log-probabilities that `sample` itself returns, at its own temperature."""
     training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
     take_steps(training, prompts, 2, 5e-3)
     sampling = training.save_weights_and_get_sampling_client().result()

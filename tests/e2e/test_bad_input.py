@@ -1,4 +1,6 @@
-"""Bad input gets a clear error, and the next good request works. Sampling and training, through the official SDK."""
+"""Invalid input gets a clear error, and the next valid request works: sampling and training,
+through the official SDK.
+"""
 
 import struct
 import zlib
@@ -21,7 +23,7 @@ def text(*ids: int) -> tinker.EncodedTextChunk:
 
 
 def pixel_bomb() -> bytes:
-    """A valid PNG of 30,000 x 30,000 black pixels in about 110 KB."""
+    """Returns a valid PNG of 30,000 x 30,000 black pixels in about 110 KB."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -189,7 +191,7 @@ def test_a_body_of_200_mb_is_refused(stack: Stack) -> None:
     try:
         answer = httpx.post(f"{stack.base_url}/api/v1/forward_backward", content=body(), headers=headers, timeout=60)
     except httpx.WriteError:
-        # The server may close the connection before all of the body was sent, which is the point.
+        # The server may close the connection before the whole body is sent, as intended.
         return
     assert answer.status_code == 413
     assert "bytes" in answer.text

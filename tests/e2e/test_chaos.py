@@ -1,4 +1,4 @@
-"""Faults while clients train and sample, with one gateway and with two: nothing is lost, differs or stays behind."""
+"""Faults while clients train and sample, with one gateway and with two: nothing is lost, changed or left behind."""
 
 import os
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from tests.postgresql import Server
 
 @pytest.fixture(scope="module")
 def portal() -> Iterator[BlockingPortal]:
-    """An event loop in a thread of its own, in which the links between parts pass on what the tests cause."""
+    """An event loop in its own thread, which runs the proxies between the services."""
     with start_blocking_portal() as portal:
         yield portal
 
 
 @contextmanager
 def disturbed(portal: BlockingPortal, folder: Path, database_url: str = "") -> Iterator[chaos.stack.Stack]:
-    """A Fovea of its own, to be broken: its parts, which talk over mutual TLS, and the links between them."""
+    """A separate Fovea to be disturbed: its services, which use mutual TLS, and the proxies between them."""
     os.environ["TINKER_TELEMETRY"] = "0"
     running = chaos.stack.running(folder, fovea_tinyvlm.ensure(), database_url=database_url)
     with portal.wrap_async_context_manager(running) as stack:
@@ -37,9 +37,9 @@ def disturbed(portal: BlockingPortal, folder: Path, database_url: str = "") -> I
         assert left == []
 
 
-@pytest.mark.timeout(600)  # beside another lane on two cores it took 177 s
+@pytest.mark.timeout(600)  # with another test process on two cores it took 177 s
 def test_twenty_faults(portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    """The brief form of `make chaos`."""
+    """The short form of `make chaos`."""
     with disturbed(portal, tmp_path_factory.mktemp("chaos")) as stack:
         cards = brief_deck(disk=stack.disk is not None)
         faults = plan(16, len(cards), cards, mean_gap_s=1.0)
@@ -53,7 +53,7 @@ def test_twenty_faults(portal: BlockingPortal, tmp_path_factory: pytest.TempPath
 def test_faults_of_two_gateways(
     portal: BlockingPortal, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, postgresql: Server
 ) -> None:
-    """The brief form of `python -m chaos --shards`: two gateways with a shard each, behind a router."""
+    """The short form of `python -m chaos --shards`: two gateways with one shard each, behind a router."""
     with disturbed(portal, tmp_path_factory.mktemp("shards"), postgresql.new_url()) as stack:
         cards = shards_deck()
         faults = plan(3, len(cards), cards, mean_gap_s=1.0)

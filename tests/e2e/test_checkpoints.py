@@ -1,4 +1,4 @@
-"""What was saved comes back: training goes on as if never interrupted, and saved weights sample elsewhere."""
+"""Saved state is restored: training continues as if uninterrupted, and saved weights sample elsewhere."""
 
 import httpx
 import pytest
@@ -39,7 +39,7 @@ def test_resumed_training_equals_uninterrupted_training(
         forgetful = service.create_training_client_from_state(path).result()
         take_steps(forgetful, prompts, 2, rate)
         fresh_optimizer = trainer_logprobs(forgetful, prompts)
-    # A fresh optimizer has no moments, so its steps differ: the moments above were really restored.
+    # A fresh optimizer has no moments and its steps differ, so the moments above were really restored.
     assert max(max_difference(uninterrupted[name], fresh_optimizer[name]) for name in prompts) > 1e-3
 
 
@@ -81,7 +81,7 @@ def test_a_state_loads_into_a_model_at_once_and_later(stack: Stack, prompts: dic
 
 
 def upload(stack: Stack, files: dict[str, bytes], rank: int) -> str:
-    """What SDK 0.39 does; 0.38 does not."""
+    """Uploads as SDK 0.39 does, which 0.38 cannot."""
     api = httpx.Client(base_url=f"{stack.base_url}/api/v1/", headers={"X-API-Key": API_KEY}, timeout=60)
     body = {"base_model": stack.model_name, "lora_config": {"rank": rank}}
     begun = api.post("external_weights_upload_start", json=body).raise_for_status().json()
@@ -92,7 +92,9 @@ def upload(stack: Stack, files: dict[str, bytes], rank: int) -> str:
 
 
 def test_an_adapter_from_elsewhere_is_trained_on(stack: Stack, prompts: dict[str, Prompt]) -> None:
-    """Its own export, uploaded, is the same model; one of some modules, in half precision, leaves the others alone."""
+    """An uploaded export is the same model. An adapter of some modules, in half precision, leaves
+    the others unchanged.
+    """
     with stack.service_client() as service:
         training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
         take_steps(training, prompts, 2, 5e-3)
@@ -141,7 +143,7 @@ def test_an_adapter_from_elsewhere_is_trained_on(stack: Stack, prompts: dict[str
 
 
 def test_copies_live_without_their_source(stack: Stack, prompts: dict[str, Prompt]) -> None:
-    """Through bare HTTP: the SDK's own copy_weights knows only projects."""
+    """Through bare HTTP, because the SDK's own copy_weights only knows projects."""
     with stack.service_client() as service:
         training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
         take_steps(training, prompts, 2, 5e-3)

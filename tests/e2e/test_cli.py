@@ -1,4 +1,4 @@
-"""The SDK's own command line, and the cookbook's download, against Fovea: what they print, fetch and leave behind."""
+"""The SDK's command line and the cookbook's download against Fovea: their output, downloads and leftovers."""
 
 import json
 import os
@@ -25,11 +25,11 @@ COOKBOOK = pathlib.Path(__file__).parents[2] / ".cookbook" / "0.6.1" / "bin" / "
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that was trained and saved.
+    """A trained and saved model.
 
     Attributes:
         trained: The trainer's log-probabilities.
-        sampled: The sampler's.
+        sampled: The sampler's log-probabilities.
     """
 
     run_id: str
@@ -46,7 +46,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompt]:
 
 @pytest.fixture(scope="module")
 def saved(stack: Stack, prompts: dict[str, Prompt]) -> Trained:
-    """A checkpoint whose session is over."""
+    """A checkpoint from a session that has ended."""
     with stack.service_client() as service:
         training = service.create_lora_training_client(
             base_model=stack.model_name, rank=8, user_metadata={"renderer_name": "qwen3_vl"}
@@ -60,7 +60,7 @@ def saved(stack: Stack, prompts: dict[str, Prompt]) -> Trained:
 
 
 def run(stack: Stack, *arguments: str) -> str:
-    """Runs `tinker` in this process, which has imported the SDK; returns what it prints.
+    """Runs `tinker` in this process, which has imported the SDK; returns its output.
 
     Check C113 of the conformance suite runs most of these commands as processes.
     """
@@ -70,7 +70,7 @@ def run(stack: Stack, *arguments: str) -> str:
 
 
 def call(stack: Stack, *command: str) -> str:
-    """Runs a program that finds Fovea in its environment; it must succeed."""
+    """Runs a program with Fovea's address in its environment; it must succeed."""
     told = os.environ | environment(stack)
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=told)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
@@ -78,12 +78,12 @@ def call(stack: Stack, *command: str) -> str:
 
 
 def environment(stack: Stack) -> dict[str, str]:
-    """Where the SDK finds Fovea."""
+    """Environment variables that point the SDK at Fovea."""
     return {"TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
 
 
 def listed(stack: Stack) -> dict[str, tinker.types.Checkpoint]:
-    """The caller's checkpoints by path, without a process of its own."""
+    """Returns the caller's checkpoints by path, without a new process."""
     api = tinker.RestClient(base_url=stack.base_url, api_key=API_KEY)
     return {entry.tinker_path: entry for entry in api.list_user_checkpoints(limit=1000).result().checkpoints}
 
@@ -96,7 +96,7 @@ def assert_same_model(stack: Stack, folder: pathlib.Path, prompts: dict[str, Pro
         assert max_difference(saved.sampled[name][1:], scores) <= TOLERANCE, name
 
 
-def test_what_it_shows(stack: Stack, saved: Trained) -> None:
+def test_commands_that_show_runs_and_checkpoints(stack: Stack, saved: Trained) -> None:
     runs = json.loads(run(stack, "--format", "json", "run", "list"))["runs"]
     assert saved.run_id in [entry["training_run_id"] for entry in runs]
     info = json.loads(run(stack, "--format", "json", "run", "info", saved.run_id))
@@ -112,7 +112,7 @@ def test_what_it_shows(stack: Stack, saved: Trained) -> None:
     assert "1 training run" in run(stack, "run", "list", "--limit", "1")
 
 
-def test_what_it_changes(stack: Stack, saved: Trained) -> None:
+def test_commands_that_change_checkpoints(stack: Stack, saved: Trained) -> None:
     run(stack, "checkpoint", "set-ttl", saved.state, "--ttl", "7200")
     assert listed(stack)[saved.state].expires_at is not None
     run(stack, "checkpoint", "set-ttl", saved.state, "--remove")
@@ -133,7 +133,7 @@ def test_a_downloaded_adapter_is_the_model(
     run(stack, "checkpoint", "download", saved.state, "--output", str(tmp_path))
     (folder,) = tmp_path.iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert set(listed(stack)) == before, "the temporary export is gone"
+    assert set(listed(stack)) == before, "the temporary export must be gone"
     assert_same_model(stack, folder, prompts, saved)
 
 
@@ -161,7 +161,7 @@ def test_exports_of_all_parameters_and_encrypted_ones(
         run(stack, "checkpoint", "delete", "--yes", path)
 
 
-@pytest.mark.skipif(not COOKBOOK.exists(), reason="make cookbook makes the environment of tinker-cookbook 0.6.1")
+@pytest.mark.skipif(not COOKBOOK.exists(), reason="make cookbook creates the environment of tinker-cookbook 0.6.1")
 def test_the_cookbook_downloads_and_decrypts(
     stack: Stack, saved: Trained, prompts: dict[str, Prompt], tmp_path: pathlib.Path
 ) -> None:
@@ -169,5 +169,5 @@ def test_the_cookbook_downloads_and_decrypts(
     download = "weights.download(tinker_path=sys.argv[1], output_dir=sys.argv[2])"
     code = f"import sys; from tinker_cookbook import weights; {download}"
     call(stack, str(COOKBOOK), "-c", code, saved.state, str(tmp_path / "adapter"))
-    assert set(listed(stack)) == before, "the temporary export is gone"
+    assert set(listed(stack)) == before, "the temporary export must be gone"
     assert_same_model(stack, tmp_path / "adapter", prompts, saved)

@@ -1,4 +1,4 @@
-"""Commands that look at a running Fovea, its log when all is well, and one that only trains."""
+"""Commands that inspect a running Fovea, its log after an undisturbed run, and a training-only Fovea."""
 
 import json
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def fovea(stack: Stack, *arguments: str) -> str:
-    """A command in the stack's state folder, run in this process; it must succeed."""
+    """Runs a command in the stack's state folder, in this process; it must succeed."""
     done = CliRunner().invoke(app, [*arguments, "--state-dir", str(stack.log.parent)])
     assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
     return done.stdout

@@ -1,4 +1,4 @@
-"""The real tinker-cookbook, in its own environments, against a Fovea of its own; `FOVEA_COOKBOOK=1` asks for it."""
+"""The real tinker-cookbook in its own environments, against a separate Fovea; set `FOVEA_COOKBOOK=1` to run it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
-        os.environ.get("FOVEA_COOKBOOK") != "1", reason="builds two client environments; FOVEA_COOKBOOK=1 asks for it"
+        os.environ.get("FOVEA_COOKBOOK") != "1", reason="builds two client environments; set FOVEA_COOKBOOK=1 to run it"
     ),
 ]
 

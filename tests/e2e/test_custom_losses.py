@@ -1,4 +1,4 @@
-"""A loss that the client wrote gives the same on server and client: loss, metrics, and weights after a step."""
+"""A client's own loss gives the same result on server and client: loss, metrics, and weights after a step."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,13 +20,13 @@ STEP = tinker.AdamParams(learning_rate=5e-3)
 
 
 def squared(logprobs: Any, weights: Any) -> Any:
-    """The example of the hosted documentation, weighted."""
+    """The weighted example of the hosted documentation."""
     loss = (weights * logprobs**2).sum()
     return loss, {"custom/squared:sum": loss}
 
 
 def clipped(logprobs: Any, sampled: Any, advantages: Any) -> Any:
-    """A mean over the datum, a ratio, a bound, and metrics of both kinds."""
+    """A loss with a mean over the datum, a ratio, a bound, and metrics of both kinds."""
     ratio = torch.exp(logprobs - sampled)
     objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     clip = (ratio != ratio.clamp(0.8, 1.2)).float()
@@ -41,7 +41,7 @@ RANKS = {squared: {"logprobs": 1, "weights": 1}, clipped: {"logprobs": 1, "sampl
 
 @pytest.fixture
 def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
-    """A client with the flag on, and chunks of two datums."""
+    """A client with traced losses enabled and chunks of two datums."""
     with stack.service_client() as client:
         flags = {"custom_loss_server_side": True, "fwdbwd_max_chunk_len": 2}
         client.holder._client_config = client.holder.get_client_config().model_copy(update=flags)
@@ -72,7 +72,7 @@ def _data(prompts: dict[str, Prompt]) -> list[tinker.Datum]:
 def test_the_server_and_the_client_agree(
     stack: Stack, service: tinker.ServiceClient, prompts: dict[str, Prompt], function: Any
 ) -> None:
-    """C92, also for several chunks, and datums with images."""
+    """C92, including several chunks and datums with images."""
     uploaded = service.create_custom_loss(function, RANKS[function]).result()
     assert uploaded.loss_id
     data = _data(prompts)
@@ -94,7 +94,7 @@ def test_the_server_and_the_client_agree(
         base = fresh.create_lora_training_client(base_model=stack.model_name, rank=8, seed=5).result()
         before = trainer_logprobs(base, prompts)
     for name in prompts:
-        # AdamW's first step is the sign of the gradient: where that is all but zero, rounding decides it.
+        # AdamW's first step is the sign of the gradient; where that is nearly zero, rounding decides it.
         assert max_difference(scores[0][name], scores[1][name]) < 2e-2, name
         assert max_difference(scores[0][name], before[name]) > 0.2, name
 

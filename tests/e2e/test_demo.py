@@ -1,4 +1,4 @@
-"""The main job: held-out accuracy by sampling through vLLM, before and after fine-tuning through the official SDK."""
+"""The demo: held-out accuracy by sampling through vLLM, before and after fine-tuning through the official SDK."""
 
 import json
 import pathlib
@@ -14,7 +14,9 @@ from tests.e2e.stack import Stack
 @pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "least"), [(1, 0.6), pytest.param(3, 0.9, marks=pytest.mark.long)])
 def test_the_demo_learns_to_read_digits(epochs: int, least: float, stack: Stack, tmp_path: pathlib.Path) -> None:
-    """Its three passes, and one; fovea_data/test_export.py reads nine of ten digits after passes over fewer of them."""
+    """Runs three passes, and one. fovea_data/test_export.py reads nine of ten digits after passes
+    over fewer of them.
+    """
     server = ["--base-url", stack.base_url, "--base-model", stack.model_name]
     command = [sys.executable, "-m", "fovea_demo", "--epochs", str(epochs), "--out", str(tmp_path), *server]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)

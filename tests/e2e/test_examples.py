@@ -1,4 +1,4 @@
-"""The examples that the README names run unchanged."""
+"""The examples that the README lists run unchanged."""
 
 import json
 import os
@@ -81,7 +81,7 @@ async def run(names):
         exec(source, names)
 asyncio.run(run({}))
 """
-"""Runs what it is given in an event loop that runs already, as Jupyter does."""
+"""Runs its input inside a running event loop, as Jupyter does."""
 
 
 def test_the_notebook_runs(stack: Stack, tmp_path: pathlib.Path) -> None:

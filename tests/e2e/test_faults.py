@@ -1,8 +1,8 @@
-"""A trainer rank, a gateway or all of Fovea dies: nothing hangs, nothing is lost in silence, nothing stays behind.
+"""A trainer rank, a gateway or all of Fovea dies: nothing hangs, is lost silently or remains.
 
-The Fovea that dies serves another family than that of the other tests: Qwen2.5-VL, with window attention and patches of
-14 pixels. Its checkpoint is as transformers 5 saves one today: weights in shards, embeddings tied, one file for the
-processor. While nothing has happened yet, sampler and trainer agree on it.
+This Fovea serves another family than other tests: Qwen2.5-VL, with window attention and patches of 14 pixels. Its
+checkpoint has the files of transformers 5: sharded weights, tied embeddings, one file for the processor. Before any
+fault, sampler and trainer agree on it.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from tests.waiting import eventually
 START, END = "<|im_start|>user\n<|vision_start|>", "<|vision_end|>What is this?<|im_end|>\n"
 CREATED = "fovea_gateway.training.commands: create_model of"
 RETURNED = "is restored after"
-"""What the gateway logs of each model that it has made, and brought back to the trainer."""
+"""Log lines of the gateway for a created model and for a restored one."""
 
 
 @pytest.fixture(scope="module")
 def saved_again(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The tiny model, loaded and saved."""
+    """The tiny model, loaded and saved again."""
     directory = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
     built = fovea_tinyvlm.ensure("qwen2_5_vl")
     model = AutoModelForImageTextToText.from_pretrained(built)
@@ -57,9 +57,9 @@ def saved_again(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def fragile(saved_again: pathlib.Path) -> Iterator[Stack]:
-    """A Fovea of its own, to be broken; its services talk over mutual TLS, and do so again after each start.
+    """A separate Fovea to be broken. Its services use mutual TLS, also after each restart.
 
-    A client that is silent for longer than the SDK's heartbeats are apart, which is 10 s, is parked.
+    It suspends the models of a client that is silent for longer than the SDK's heartbeat interval of 10 s.
     """
     silence = mock.patch.dict(os.environ, {"FOVEA_GATEWAY_SESSION_TTL_S": "15"})
     with silence, running_stack(saved_again, "--tls") as stack:
@@ -67,7 +67,7 @@ def fragile(saved_again: pathlib.Path) -> Iterator[Stack]:
 
 
 def train(stack: Stack, seed: int, rounds: int) -> list[float]:
-    """The losses of a model of its own, each call sent before the one before it has ended; then what it scores."""
+    """Trains a new model with pipelined calls; returns its losses and final scores."""
     builder = PromptBuilder(AutoTokenizer.from_pretrained(stack.model))
     prompts = [builder.build(f"sentence {number} of client {seed}, to be learned") for number in range(3)]
     prompts.append(builder.build("<|vision_start|>", (picture(224, 224), 64), f"<|vision_end|>as {seed} sees it"))
@@ -87,7 +87,7 @@ def train(stack: Stack, seed: int, rounds: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["renderer", "sampler", "trainer"])
-def test_nobody_talks_to_a_service_without_a_certificate(fragile: Stack, name: str) -> None:
+def test_services_refuse_callers_without_a_certificate(fragile: Stack, name: str) -> None:
     authority = (pathlib.Path(fragile.state["tls_dir"]) / "ca.crt").read_bytes()
     request = health_pb2.HealthCheckRequest()
     for channel in (
@@ -119,9 +119,9 @@ def test_sampler_and_trainer_agree_on_another_family(fragile: Stack) -> None:
         assert_agree(sampler_logprobs(tuned, prompts), trainer_logprobs(training, prompts))
 
 
-@pytest.mark.long  # test_chaos.py kills gateway, rank and launcher too, and compares all numbers to the bit
+@pytest.mark.long  # test_chaos.py also kills gateway, rank and launcher, and compares all numbers bit for bit
 def test_gateway_and_trainer_killed_again_and_again(fragile: Stack) -> None:
-    """Clients of the plain SDK see a pause: no command is lost or done twice, all numbers are the same to the bit."""
+    """Clients of the plain SDK only see a pause: no command is lost or repeated, and all numbers are bit-identical."""
     seeds, rounds, chance = (1, 2, 3), 30, random.Random(12)
     with ThreadPoolExecutor() as pool:
         undisturbed = list(pool.map(lambda seed: train(fragile, seed, rounds), seeds))
@@ -138,13 +138,13 @@ def test_gateway_and_trainer_killed_again_and_again(fragile: Stack) -> None:
                 returned += len(seeds)
                 asyncio.run(eventually(lambda: fragile.log.read_text().count(RETURNED) >= returned, 120))  # noqa: B023
                 print(f"{victims} killed: the trainer has all models again after {time.monotonic() - killed:.1f} s")
-        assert not any(each.done() for each in running), "the last kill met no work"
+        assert not any(each.done() for each in running), "the last kill must interrupt work"
         assert [each.result() for each in running] == undisturbed
     assert "gave another answer" not in fragile.log.read_text()
 
 
 def train_in_halves(stack: Stack, told: "Queue[list[float]]", go_on: Event) -> None:
-    """Trains and samples, waits, and does so again with the same model and the same unnamed weights."""
+    """Trains and samples, waits, and repeats it with the same model and the same unnamed weights."""
     builder = PromptBuilder(AutoTokenizer.from_pretrained(stack.model))
     prompt = builder.build("a notebook whose machine was taken away")
     greedy = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
@@ -153,7 +153,7 @@ def train_in_halves(stack: Stack, told: "Queue[list[float]]", go_on: Event) -> N
         sampling = None
         for half in range(2):
             loss = training.forward_backward([prompt.datum()], "cross_entropy").result().metrics["loss:sum"]
-            if half:  # the first half's gradients are not in a step yet
+            if half:  # no step has applied the first half's gradients yet
                 training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
             sampling = sampling or training.save_weights_and_get_sampling_client().result()
             sampled = sampling.sample(prompt.model_input, num_samples=1, sampling_params=greedy).result()
@@ -163,7 +163,7 @@ def train_in_halves(stack: Stack, told: "Queue[list[float]]", go_on: Event) -> N
 
 
 def test_a_client_that_was_stopped_for_long_goes_on(fragile: Stack) -> None:
-    """Its session is parked, its trainer killed meanwhile: it notices neither."""
+    """Its session is suspended and its trainer killed meanwhile; the client sees neither."""
     context = multiprocessing.get_context("spawn")
     metrics = fragile.state["services"]["gateway"]["metrics"]
     told, go_on = [context.Queue() for _ in range(2)], [context.Event() for _ in range(2)]
@@ -173,7 +173,7 @@ def test_a_client_that_was_stopped_for_long_goes_on(fragile: Stack) -> None:
     halves = [[each.get(timeout=120)] for each in told]
     stopped = psutil.Process(clients[1].pid)
     stopped.suspend()
-    go_on[0].set()  # the other client is not disturbed
+    go_on[0].set()  # the other client must not be affected
     halves[0].append(told[0].get(timeout=120))
     clients[0].join(60)
     asyncio.run(eventually(lambda: metric_total(metrics, "fovea_gateway_parked_sessions") >= 1, 120))
@@ -186,7 +186,9 @@ def test_a_client_that_was_stopped_for_long_goes_on(fragile: Stack) -> None:
 
 
 def test_a_killed_supervisor_leaves_no_process_behind(fragile: Stack) -> None:
-    """Nor does the trainer's launcher, which the kernel kills with it, nor Ctrl-C: `running_stack` looks at that."""
+    """This includes the trainer's launcher, which the kernel kills with it; `running_stack` checks the same after
+    Ctrl-C.
+    """
     supervisor = psutil.Process(fragile.state["pid"])
     children = supervisor.children(recursive=True)
     assert len(children) >= 6  # renderer, sampler, engine, launcher, two ranks, gateway

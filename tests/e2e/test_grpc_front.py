@@ -1,4 +1,4 @@
-"""The main path over gRPC, without the Tinker SDK: a model learns a picture, and its snapshot says so."""
+"""The main path over gRPC, without the Tinker SDK: a model learns a picture, and its snapshot describes it."""
 
 import asyncio
 import pathlib
@@ -45,7 +45,7 @@ async def test_a_model_learns_a_picture(stack: Stack) -> None:
         assert served.supports_images
         session = await client.create_session()
         model = await client.create_model(session, 0, served.name, LORA)
-        # Two megabytes of noise, so that the image must travel apart from the request.
+        # Two megabytes of noise, so that the image must be sent separately from the request.
         big = noise_png()
         question, answer = "<|vision_end|>Who?<|im_end|>", "<|im_end|>"
         prompt = image_input(stack.model, big, "<|vision_start|>", question)

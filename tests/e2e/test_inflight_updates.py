@@ -16,12 +16,12 @@ ENOUGH = 6
 
 
 def has(count: int, answer: Answer) -> bool:
-    """Returns whether an answer has tokens of so many versions, and enough of the last one."""
+    """Returns whether an answer has tokens of enough versions, and enough tokens of the last one."""
     return len(set(answer.makers)) >= count and answer.makers.count(answer.makers[-1]) >= ENOUGH
 
 
 async def test_every_token_of_answers_in_flight_has_its_version(stack: Stack) -> None:
-    """Each version scores all answers afterwards; a client of the SDK, which reads whole answers, loses none either."""
+    """Each version scores all answers afterwards. A client of the SDK, which reads whole answers, loses none either."""
     async with GatewayClient(stack.address("gateway"), API_KEY) as client:
         run = await Run.create(client, rate=5e-3)
         async with run.alive():
@@ -47,7 +47,7 @@ async def test_every_token_of_answers_in_flight_has_its_version(stack: Stack) ->
 
 
 def test_whole_answers_of_the_sdk_survive_pushes(stack: Stack, service: tinker.ServiceClient) -> None:
-    """They are sampled as futures, in one piece; a version that the client still has scores the first tokens."""
+    """They are sampled as futures. A version that the client still has scores the first tokens."""
     training = service.create_lora_training_client(base_model=stack.model_name, rank=0).result()
     prompt = tinker.ModelInput.from_ints([20, 30, 40])
     data = [

@@ -1,4 +1,4 @@
-"""A running Fovea listens where it was told to, and nowhere else."""
+"""A running Fovea listens only at the configured addresses."""
 
 import psutil
 import tinker

@@ -1,4 +1,4 @@
-"""The live page in a real browser: a model is trained through the SDK, and what happens appears without a reload."""
+"""The live page in a real browser: a model is trained through the SDK, and the page updates without a reload."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
-"""A folder for pictures of the page: then the training is longer, so that there is something to see."""
+"""A folder for screenshots of the page. If it is set, the training is longer, so that the curves show something."""
 STEPS = 138 if PICTURES else 6
 _BATCH = 32
 _SLIDE = (
@@ -35,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
 
 class _Training:
-    """Steps on scans of digits; now and then it is sampled from, and judged."""
+    """Trains on scans of digits, with occasional samples and evaluations."""
 
     def __init__(self, service: tinker.ServiceClient, training: tinker.TrainingClient, rest: httpx.Client) -> None:
         self._service, self._training, self._rest = service, training, rest
@@ -73,7 +73,7 @@ class _Training:
         assert answer.json() == {"step": step + 1, "samples_kept": len(samples)}, answer.text
 
     def _gap(self, base: tinker.SamplingClient, scan: Scan, tokens: list[int], logprobs: list[float]) -> float:
-        """How much likelier the tokens are than to the base model, in nats per token: on average its KL."""
+        """Returns the mean log-ratio of the tokens to the base model in nats per token, an estimate of the KL."""
         whole = [*self.prompter.prompt(scan).chunks, tinker.EncodedTextChunk(tokens=tokens)]
         scores = base.compute_logprobs(tinker.ModelInput(chunks=whole)).result()[-len(tokens) :]
         return sum(own - (other or 0.0) for own, other in zip(logprobs, scores, strict=True)) / len(tokens)
@@ -85,7 +85,7 @@ def test_what_happens_appears_without_a_reload(
     rest = httpx.Client(base_url=f"{stack.base_url}/api/v1/", headers={"X-API-Key": API_KEY}, timeout=60)
     browser.show(1280, dark=False)
     browser.open(f"{stack.base_url}/")
-    browser.wait_text("#link", "live")  # on this machine the published key is tried by itself
+    browser.wait_text("#link", "live")  # the page tries the published key by itself on this machine
     browser.run("window.isTheSame = true")
 
     name = "digits" if PICTURES else f"digits {HOSTILE}"
@@ -118,11 +118,11 @@ def test_what_happens_appears_without_a_reload(
     browser.wait_text("#pushes", "pushes of weights")
     browser.wait_text("#usage", "Trained", "Sampled")
     if PICTURES:
-        browser.run(_SLIDE, 2)  # to the third of the steps that were sampled, where it is not sure yet
+        browser.run(_SLIDE, 2)  # to the third of the sampled steps, where its answers still vary
         browser.wait_text("#step-shown", "18")
         browser.pictures(Path(PICTURES), "page", most_height=6000)
     browser.show(390, dark=True)
-    # Charts follow the width a moment later.
+    # Charts follow the width with a delay.
     asyncio.run(eventually(lambda: browser.too_wide("#usage .scroll, #queue .scroll, .models, svg") == [], 60))
     browser.show(1280, dark=False)
 
@@ -137,7 +137,7 @@ def test_what_happens_appears_without_a_reload(
     rest.close()
 
 
-def test_a_wrong_key_is_told_in_a_line_and_the_right_one_opens_the_page(stack: Stack, browser: Browser) -> None:
+def test_a_wrong_key_shows_one_line_and_the_right_one_opens_the_page(stack: Stack, browser: Browser) -> None:
     browser.open(f"{stack.base_url}/")
     browser.wait_text("#link", "live")
     browser.click("#forget")

@@ -45,7 +45,7 @@ def _policy_data(training: tinker.TrainingClient, prompts: list[Prompt], name: s
 
 
 def _sampled_datum(prompt: Prompt, sequence: tinker.SampledSequence) -> tinker.Datum:
-    """What was sampled after a prompt, with its log-probabilities and advantages of 1."""
+    """Returns a datum of a sample, with its log-probabilities and advantages of 1."""
     assert sequence.logprobs is not None
     before = len(prompt.ids) - 1
     own = np.array([0.0] * before + [1.0] * len(sequence.tokens), np.float32)
@@ -82,7 +82,7 @@ def test_policy_losses(service: tinker.ServiceClient, stack: Stack, prompts: lis
 def test_a_loss_at_the_temperature_of_sampling(
     service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]
 ) -> None:
-    """Of tokens just sampled, all ratios are 1 at their temperature, and not at another."""
+    """Ratios of fresh samples are 1 at the sampling temperature, and not at another."""
     training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
     sampler = training.save_weights_and_get_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=24, temperature=0.5, seed=7)
@@ -101,7 +101,7 @@ def test_a_loss_at_the_temperature_of_sampling(
 def test_settings_and_names_that_no_loss_has(
     service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]
 ) -> None:
-    """C83, C97: refused as a user error that names the field; the client goes on."""
+    """C83, C97: refused as a user error that names the field; the client can continue."""
     training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
     data = _policy_data(training, prompts[:1], "ppo")
     cases: list[tuple[str, dict[str, float | str], str]] = [
@@ -124,7 +124,7 @@ def test_settings_and_names_that_no_loss_has(
 def test_sparse_targets_with_token_zero_equal_dense_ones(
     service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]
 ) -> None:
-    """[N, K] targets: shape of the answer, and token id 0, which a sparse tensor leaves out (C84, C85)."""
+    """[N, K] targets: the shape of the answer, and token id 0, which a sparse tensor omits (C84, C85)."""
     training = service.create_lora_training_client(base_model=stack.model_name, rank=4).result()
     random = np.random.default_rng(3)
     count = len(prompts[0].ids)

@@ -1,4 +1,6 @@
-"""OpenAI's Responses API and Anthropic's Messages API through the official clients: they sample what a chat samples."""
+"""OpenAI's Responses API and Anthropic's Messages API through the official clients: they give the same sample as a
+chat.
+"""
 
 import base64
 from collections.abc import Iterator
@@ -41,7 +43,7 @@ def whole_chat(gpt: openai.OpenAI, model: str, messages: list[Any]) -> ChatCompl
 
 
 def chatted(gpt: openai.OpenAI, model: str, messages: list[Any]) -> str:
-    """The text of a chat completion."""
+    """Returns the text of a chat completion."""
     return whole_chat(gpt, model, messages).choices[0].message.content or ""
 
 

@@ -1,4 +1,6 @@
-"""OpenAI's API through the official client: chats with pictures, streams, tools, schemas, trained weights, refusals."""
+"""OpenAI's API through the official client: chats with pictures, streams, tools, schemas, trained
+weights and refusals.
+"""
 
 import base64
 import json
@@ -41,7 +43,7 @@ def data_url(data: bytes, kind: str = "png") -> str:
 
 
 def asking(url: str | None = None, text: str = QUESTION) -> list[Any]:
-    """A user's message: a picture, then a text."""
+    """Returns a user's message with a picture and a text."""
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}}] if url else []
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
@@ -54,14 +56,14 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def pictured(tokenizer: PreTrainedTokenizerBase) -> tinker.ModelInput:
-    """What `asking` is in the Tinker API."""
+    """Returns the input of `asking` in the Tinker API."""
     builder = PromptBuilder(tokenizer)
     before, after = "<|im_start|>user\n<|vision_start|>", f"<|vision_end|>{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     return builder.build(before, (PICTURE, 70), after).model_input
 
 
 def ask(client: openai.OpenAI, model: str, messages: list[Any], **given: Any) -> ChatCompletion:
-    """A chat whose answer says its token ids too."""
+    """Requests a chat with the token ids of its answer."""
     extra = {"return_token_ids": True, **given.pop("extra_body", {})}
     options: dict[str, Any] = {"max_completion_tokens": 12, "temperature": 0.0, **given}
     answer: ChatCompletion = client.chat.completions.create(model=model, messages=messages, extra_body=extra, **options)
@@ -158,7 +160,9 @@ def test_seeds_samples_and_logprobs_are_those_of_tinker(
 
 def test_stops_end_an_answer_and_are_left_out(client: openai.OpenAI, stack: Stack) -> None:
     given: dict[str, Any] = {"max_completion_tokens": 40, "temperature": 1.0, "seed": 6}
-    letters = {"structured_outputs": {"regex": "[a-z]{300}"}}  # left to itself the tiny model says special tokens alone
+    letters = {
+        "structured_outputs": {"regex": "[a-z]{300}"}
+    }  # without a grammar, the tiny model only samples special tokens
     free = ask(client, stack.model_name, asking(), logprobs=True, extra_body=letters, **given)
     text = free.choices[0].message.content or ""
     assert free.choices[0].finish_reason == "length"
@@ -168,7 +172,7 @@ def test_stops_end_an_answer_and_are_left_out(client: openai.OpenAI, stack: Stac
     halted = ask(client, stack.model_name, asking(), stop=[stop], extra_body=letters, **given)
     assert halted.choices[0].message.content == text[: text.index(stop)]
     assert (halted.choices[0].finish_reason, halted.choices[0].stop_reason) == ("stop", stop)  # type: ignore[attr-defined]
-    # Not within letters: a grammar lets no token that stops be said before its end.
+    # No letters in it: a grammar forbids stop tokens before its end.
     (ids,) = ids_of(ask(client, stack.model_name, asking(), extra_body={"ignore_eos": True}, **given))
     extra = {"ignore_eos": True, "stop_token_ids": [ids[4]]}
     by_id = ask(client, stack.model_name, asking(), extra_body=extra, **given)
@@ -238,7 +242,7 @@ def test_completions_take_texts_and_ids(
 def test_penalties_change_what_is_sampled(client: openai.OpenAI, stack: Stack) -> None:
     given: dict[str, Any] = {"max_completion_tokens": 60, "extra_body": {"ignore_eos": True}}
     free = ids_of(ask(client, stack.model_name, asking(), **given))[0]
-    assert len(set(free)) < len(free), "the model repeats itself"
+    assert len(set(free)) < len(free), "the model must repeat itself"
     held = ids_of(ask(client, stack.model_name, asking(), presence_penalty=2.0, frequency_penalty=2.0, **given))[0]
     assert len(set(held)) > len(set(free))
 

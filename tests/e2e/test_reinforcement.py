@@ -1,4 +1,4 @@
-"""importance_sampling on what the sampler drew: on-policy, ratios are one and the loss is minus the advantages."""
+"""importance_sampling on fresh samples: on-policy, ratios are 1 and the loss is minus the advantages."""
 
 import pytest
 import tinker

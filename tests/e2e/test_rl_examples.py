@@ -1,4 +1,4 @@
-"""The reinforcement-learning examples, two small steps each, given nothing but an address and a key."""
+"""Runs the reinforcement-learning examples for two small steps each, with only an address and a key."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.e2e.stack import API_KEY, Stack
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_DIFFERENT = {"rl_digits", "rl_visgym_reasoned"}
-"""One turn, and many turns of tickets with thoughts; `make long` runs all."""
+"""Two examples: one turn, and many turns of tickets with thoughts. `make long` runs all."""
 
 
 @pytest.mark.timeout(660)

@@ -1,8 +1,8 @@
-"""Router replay: sampler and trainer agree on tokens whose experts they would choose otherwise.
+"""Router replay: sampler and trainer agree on tokens for which they would choose different experts.
 
-Experts of equal rank: of each router, groups of four have all but the same row, so that which two of a group a token
-takes hangs on the last bits, as in bfloat16 on a GPU it does of any. The trainer's rows differ from the sampler's in
-those bits: what it computes of the same experts is the same, of its own choice far off.
+In each router, groups of four experts have almost the same row, so their choice depends on the last bits, as it does
+for any experts in bfloat16 on a GPU. The trainer's rows differ from the sampler's in those bits: with the same experts
+its numbers agree, with its own choice they do not.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sequence: ids of the prompt and of the completion, the latter's logprobs [C], and the experts [N, L, k]."""
+    """One sequence: ids of prompt and completion, the completion's logprobs [C], and the experts [N, L, k]."""
 
     prompt: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
@@ -57,14 +57,14 @@ class Sampled:
     experts: npt.NDArray[np.uint8]
 
     def datum(self, index: int, replays: bool) -> Datum:
-        """What the trainer scores: each token predicts the next."""
+        """Returns the trainer's datum: each token predicts the next."""
         whole = np.concatenate([self.prompt, self.tokens])
         experts = self.experts.astype(np.int16) if replays else None
         return Datum(index, whole[:-1], None, (), 0, whole[1:, None], {}, True, experts)
 
 
 def with_twins(model: Path, directory: Path, seed: int) -> Path:
-    """A copy whose routers' rows are, by fours, the same but for noise of this seed."""
+    """Copies a model and makes the rows of its routers equal in groups of four, except for noise from this seed."""
     shutil.copytree(model, directory)
     generator = torch.Generator().manual_seed(seed)
     (file,) = directory.glob("*.safetensors")
@@ -79,7 +79,7 @@ def with_twins(model: Path, directory: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The sampler's and the trainer's."""
+    """The sampler's model and the trainer's."""
     folder, model = tmp_path_factory.mktemp("twins"), ensure_family("qwen3_moe")
     assert json.loads((model / "config.json").read_text())["num_experts_per_tok"] == TOP
     return with_twins(model, folder / "sampler", 1), with_twins(model, folder / "trainer", 2)
@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def replaying(models: tuple[Path, Path]) -> Iterator[Stack]:
-    """Fovea with the sampler's model: prompts in several chunks, and a batch whose requests come and go."""
+    """A Fovea with the sampler's model: prompts in several chunks, and changing requests in a batch."""
     variables = {"FOVEA_SAMPLER_MAX_BATCHED_TOKENS": "256", "FOVEA_SAMPLER_MAX_SEQUENCES": "6"}
     with mock.patch.dict(os.environ, variables), running_stack(models[0]) as stack:
         yield stack
@@ -95,7 +95,7 @@ def replaying(models: tuple[Path, Path]) -> Iterator[Stack]:
 
 @pytest.fixture
 async def client(replaying: Stack) -> AsyncIterator[SamplerClient]:
-    """Of its sampler alone."""
+    """A client of its sampler only."""
     with mock.patch.dict(os.environ, {SECRET_VARIABLE: replaying.secret}):
         client = SamplerClient(replaying.address("sampler"))
     async with client:
@@ -103,7 +103,7 @@ async def client(replaying: Stack) -> AsyncIterator[SamplerClient]:
 
 
 def load(directory: Path) -> PackedModel:
-    """The trainer's model."""
+    """Loads the trainer's model."""
     settings = TrainerSettings(model=str(directory), device="cpu", dtype="float32", checkpoints=["unused"])
     family, _, model = load_model(settings, directory, CPU)
     LoraInjector(family.lora_targets(model.hf))
@@ -116,7 +116,7 @@ def trainer(models: tuple[Path, Path]) -> PackedModel:
 
 
 async def draw(client: SamplerClient, count: int) -> list[Sampled]:
-    """Sequences of prompts of all lengths, all asked at once; every prompt twice."""
+    """Samples prompts of all lengths concurrently; every prompt twice."""
     lengths = np.random.default_rng(0).integers(1, 600, count)
     prompts = [np.random.default_rng(seed // 2).integers(0, 1000, lengths[seed // 2]) for seed in range(count)]
     return list(await asyncio.gather(*(draw_one(client, prompt) for prompt in prompts)))
@@ -135,7 +135,7 @@ async def draw_one(client: SamplerClient, prompt: npt.NDArray[np.int64]) -> Samp
 
 @torch.no_grad()
 def gap(trainer: PackedModel, sampled: list[Sampled], replays: bool) -> float:
-    """The largest difference of a sampled token's logprob, packed into one micro-batch."""
+    """Returns the largest difference of a sampled token's logprob, with all sequences in one micro-batch."""
     datums = [one.datum(index, replays) for index, one in enumerate(sampled)]
     batch = BatchLayout(None, CPU).pack(datums, {}, False, None)
     parts = batch.split_logprobs(trainer(batch, None, None))
@@ -153,13 +153,13 @@ async def test_the_trainer_agrees_if_it_follows(client: SamplerClient, trainer: 
     replayed, own = gap(trainer, sampled, True), gap(trainer, sampled, False)
     print(f"largest difference with replay {replayed:.1e} nat, without {own:.1e}")
     assert replayed <= 1e-3
-    assert own > 0.1, "the routers agree by themselves: this shows nothing"
+    assert own > 0.1, "the routers agree without replay, so this test shows nothing"
 
 
 async def test_gradients_are_those_of_the_experts_that_are_followed(
     client: SamplerClient, trainer: PackedModel
 ) -> None:
-    """With a router trained: it learns the weights of the experts that it is given."""
+    """With a trainable router, which learns the weights of the given experts."""
     (one,) = await draw(client, 1)
     batch = BatchLayout(None, CPU).pack([one.datum(0, True)], {}, False, None)
     gate = trainer.hf.get_decoder().layers[1].mlp.gate.weight
@@ -184,7 +184,7 @@ async def test_what_does_not_fit_is_refused_and_the_next_request_works(client: S
 
 
 def test_the_official_sdk_replays(replaying: Stack) -> None:
-    """An adapter of experts, trained on two ranks, sampled from, and scored with the experts that its samples had."""
+    """An adapter of experts, trained on two ranks, sampled, and scored with the experts of its samples."""
     headers = {"X-Fovea-Routed-Experts": "1"}
     with tinker.ServiceClient(
         base_url=replaying.base_url, api_key=API_KEY, default_headers_overrides=headers
@@ -237,7 +237,7 @@ def test_the_official_sdk_replays(replaying: Stack) -> None:
 
 
 def test_a_vision_model_follows_what_documents_with_images_were_given() -> None:
-    """Packed with text, and computed again in the backward pass: its own choice given back changes nothing."""
+    """Packed with text and recomputed in the backward pass: replaying its own choice changes nothing."""
     directory = ensure_family("qwen3_vl_moe")
     model, maker = load(directory), DocumentMaker(directory)
     contents: list[list[Content]] = [
@@ -263,7 +263,7 @@ def test_a_vision_model_follows_what_documents_with_images_were_given() -> None:
     own = [replace(datum, experts=experts[start:end]) for datum, (start, end) in zip(datums, spans, strict=True)]
     assert torch.equal(run(own).detach(), free)
     others = [replace(datum, experts=np.sort((datum.experts + 1) % 8, -1)) for datum in own]
-    # The second document alone is given other experts: the first and the third stay as they were.
+    # Only the second document gets other experts; the first and the third must not change.
     mixed = run([own[0], others[1], datums[2]], recompute=1.0)
     changed = (mixed.detach() - free).abs().amax(-1) > 1e-3
     assert changed[slice(*spans[1])].any()

@@ -1,4 +1,4 @@
-"""Sampled support: sampler and trainer agree on the truncated distribution that a token was drawn from."""
+"""Sampled support: sampler and trainer agree on the truncated distribution from which a token was drawn."""
 
 import asyncio
 from dataclasses import replace
@@ -22,7 +22,7 @@ VOCABULARY = 1000
 
 
 async def gap(model: Model, drawn: list[Drawn], temperature: float, replays: bool) -> float:
-    """The largest difference of a sampled token's log-probability in nats."""
+    """Returns the largest difference of a sampled token's log-probability in nats."""
     return float(np.abs(await model.differences(drawn, temperature, replays)).max())
 
 
@@ -45,11 +45,11 @@ async def test_sampler_and_trainer_agree_on_what_was_left(stack: Stack) -> None:
                 f"{name:10} replay {followed:.1e} nat, without {without:.2f}; {ids:.0f} ids, {size:.0f} bytes a token"
             )
             assert followed <= 1e-3
-            assert without > 0.02, "nothing was cut off: this shows nothing"
+            assert without > 0.02, "the sampler truncated nothing, so this test shows nothing"
 
 
 async def test_only_requests_that_ask_get_the_truncated_distribution(stack: Stack) -> None:
-    """The same seed in one batch: one asks, one does not, one draws nothing, one cuts nothing off."""
+    """The same seed in one batch: one request asks for it, one does not, one draws nothing, one truncates nothing."""
     async with GatewayClient(stack.address("gateway"), API_KEY) as client:
         model = await Model.create(client, 2, 5e-3)
         session, cuts = await model.save(), {"top_p": 0.8, "min_p": 0.2}
@@ -104,7 +104,7 @@ def test_openais_client_gets_the_ids_with_an_option(stack: Stack) -> None:
 
 
 def test_the_official_sdk_sends_a_sparse_tensor(stack: Stack) -> None:
-    """Log-probabilities and a step with a CSR tensor, whose rows are the ids."""
+    """Log-probabilities and a step with a CSR tensor that has the ids as rows."""
     with stack.service_client() as service:
         training = service.create_lora_training_client(base_model=stack.model_name, rank=8).result()
         tokens = np.arange(20, 40)

@@ -1,4 +1,4 @@
-"""What an operator expects of every service: health, reflection, metrics, and a log one can read."""
+"""Operator's view of every service: health, reflection, metrics, and a readable log."""
 
 import grpc
 import httpx
@@ -35,7 +35,7 @@ def test_health_and_reflection_answer(stack: Stack, name: str) -> None:
 
 @pytest.mark.parametrize("metadata", [(), ((SECRET_KEY, "a guess of the secret"),)])
 def test_strangers_are_refused(stack: Stack, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Who reaches a service's port but does not know the secret, such as another user of this machine."""
+    """Callers that reach a service's port without its secret, such as another user of this machine, are refused."""
     calls = (
         ("renderer", renderer_pb2_grpc.RendererServiceStub, "GetRendererInfo", renderer_pb2.GetRendererInfoRequest()),
         ("sampler", sampler_pb2_grpc.SamplerServiceStub, "GetSamplerInfo", sampler_pb2.GetSamplerInfoRequest()),
@@ -77,7 +77,9 @@ def test_the_log_names_every_service(stack: Stack) -> None:
 
 
 def test_the_launcher_of_ranks_has_one_thread(stack: Stack) -> None:
-    """It forks them after all imports: a thread that holds a lock meanwhile would hold it in the ranks for ever."""
+    """It forks the ranks after all imports. A lock held by another thread at that moment would stay locked in the
+    ranks.
+    """
     launcher = stack.rank(-1)
     assert launcher is not None
     assert launcher.num_threads() == 1

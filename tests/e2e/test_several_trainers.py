@@ -1,7 +1,7 @@
 """Two real trainers behind one gateway: one is drained, killed or stopped while many clients train, and none notices.
 
-Every loss is compared with that of a run that nothing disturbs, bit for bit. Calls of several models therefore share no
-passes: the place of a call in a pass decides its last bits.
+Every loss equals that of an undisturbed run, bit for bit. Calls of several models therefore share no passes, because
+the position of a call in a pass changes its last bits.
 """
 
 import signal
@@ -24,12 +24,12 @@ from tests.e2e.stack import Stack, running_stack
 
 CLIENTS = 8
 STEPS = 60
-"""Enough that `fovea drain`, which starts in seconds, and the loss of a trainer fall in the middle of the training."""
+"""Enough that `fovea drain`, which takes seconds to start, and the loss of a trainer fall within the training."""
 pytestmark = pytest.mark.slow
 
 
 def datum(client: int, step: int) -> types.Datum:
-    """Some tokens that differ by client and step."""
+    """Returns a datum with tokens that depend on client and step."""
     tokens = [1 + (7 * client + 3 * step + position) % 90 for position in range(12)]
     inputs = {
         "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[11]),
@@ -54,7 +54,7 @@ def train(
 
 
 def train_all(stack: Stack, disturb: Callable[[], None] | None = None, at: int = 8) -> list[list[Any]]:
-    """All clients train at once. When half of them have made `at` steps, `disturb` is called."""
+    """Trains all clients concurrently. Calls `disturb` when half of them have made `at` steps."""
     counts, due = [0] * CLIENTS, threading.Event()
 
     def note(number: int, step: int) -> None:
@@ -83,7 +83,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def expected(stack: Stack) -> list[list[Any]]:
-    """The losses of a run that nothing disturbs."""
+    """The losses of an undisturbed run."""
     return train_all(stack)
 
 
@@ -97,7 +97,7 @@ def trainer_process(stack: Stack, name: str) -> psutil.Process:
 
 
 def models_of(stack: Stack) -> dict[str, int]:
-    """The number of models in each trainer, from its metrics page."""
+    """Returns the number of models in each trainer, from its metrics."""
     found = {}
     for name in ("trainer", "trainer2"):
         with urllib.request.urlopen(stack.state["services"][name]["metrics"]) as answer:

@@ -1,4 +1,4 @@
-"""What the client sends is what the model reads."""
+"""The model reads exactly the client's input."""
 
 import tinker
 from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,8 @@
-"""A Fovea whose sampler is two workers: what a trainer pushes reaches both, and the numbers are the trainer's.
+"""A Fovea with a sampler of two workers: pushes reach both, and the numbers equal the trainer's.
 
-So are those of the base, though its checkpoint has no bytes: trainer and sampler draw the same weights. Dense models
-over two workers are in tests/e2e/sampler/test_tensor_parallel.py, experts from files in test_experts.py beside it.
+So do those of the base, although its checkpoint has no weights: trainer and sampler generate the same ones.
+tests/e2e/sampler/test_tensor_parallel.py covers dense models over two workers, test_experts.py beside it experts from
+files.
 """
 
 import os
@@ -22,7 +23,7 @@ _VARIABLES = {"FOVEA_SAMPLER_TENSOR_PARALLEL": "2", "FOVEA_SAMPLER_EXPERT_PARALL
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Fovea with two trainer ranks and a sampler of two workers, each with half of the experts whole."""
+    """Fovea with two trainer ranks and a sampler of two workers, each with half of the experts unsharded."""
     model = tmp_path_factory.mktemp("random") / "model"
     random_checkpoint.copy(ensure_family("qwen3_vl_moe"), model, seed=7)
     (file,) = model.glob("*.safetensors")
@@ -33,7 +34,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def pictured(split: Stack) -> dict[str, Prompt]:
-    """Prompts of text and images; all others are scored in test_agreement.py."""
+    """Prompts of text and images; test_agreement.py scores all others."""
     catalogue = PromptBuilder(AutoTokenizer.from_pretrained(split.model)).catalogue()
     return {name: catalogue[name] for name in ("text", "two images")}
 

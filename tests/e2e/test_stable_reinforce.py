@@ -1,4 +1,4 @@
-"""stable_reinforce on recorded samples, through the official SDK: what is trained on is what the sampler recorded."""
+"""stable_reinforce on recorded samples through the official SDK: it trains on the sampler's record."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,9 +32,9 @@ def _floats(values: Any) -> tinker.TensorData:
 def datum_of(
     prompt: Prompt, sequence: tinker.SampledSequence, advantage: float = 1.0, first: int | None = None
 ) -> tinker.Datum:
-    """A datum as the cookbook's rl_loop makes it, but for the client's log-probabilities, which are wrong.
+    """Returns a datum as the cookbook's rl_loop makes it, but with wrong log-probabilities of the client.
 
-    With `first`, it says that another token was sampled first.
+    With `first`, it claims another first sampled token.
     """
     tokens = list(sequence.tokens) if first is None else [first, *sequence.tokens[1:]]
     before, count = len(prompt.ids) - 1, len(tokens)
@@ -72,7 +72,7 @@ def _sample(sampler: tinker.SamplingClient, prompt: Prompt, count: int = 1) -> l
 def test_what_the_sampler_recorded_is_trained_on(
     service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]
 ) -> None:
-    """At the sampling temperature every ratio is 1 until a step is made; afterwards the loss follows its formula."""
+    """At the sampling temperature every ratio is 1 until a step; afterwards the loss follows its formula."""
     training = _trained(service, stack)
     sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
     sampled = [sequence for prompt in prompts for sequence in _sample(sampler, prompt, 2)]
@@ -119,7 +119,7 @@ def test_truncated_samples_are_trained_over_their_support(
 
 
 def test_turns_of_one_conversation(service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]) -> None:
-    """A datum may hold several sequences, and text between them that came as a later request's prompt."""
+    """A datum may hold several sequences, with text between them that a later request had in its prompt."""
     training = _trained(service, stack)
     sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
     (one,) = _sample(sampler, prompts[1])
@@ -143,7 +143,7 @@ def test_turns_of_one_conversation(service: tinker.ServiceClient, stack: Stack, 
             "advantages": _floats(sampled),
         },
     )
-    # An image's slots are 0 in the cookbook's targets; here they are the placeholders' ids, which prompts may not be.
+    # The cookbook's targets are 0 in image slots. Here they are placeholder ids, which prompts may not contain.
     targets[: start - 1] = [0] * (start - 1)
     datum = replace(datum, model_input_spans=spans, loss_fn_input_spans=ends)
     datum.loss_fn_inputs["target_tokens"] = tinker.TensorData(data=targets, dtype="int64", shape=[len(targets)])
@@ -163,7 +163,7 @@ def _with_spans(datum: tinker.Datum, change: Callable[[Any], Any]) -> tinker.Dat
 
 
 def test_refusals(service: tinker.ServiceClient, stack: Stack, prompts: list[Prompt]) -> None:
-    """Each as a user error that names the datum; the client goes on."""
+    """Each is a user error that names the datum; the client can continue."""
     training = _trained(service, stack)
     recording = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
     plain = training.save_weights_and_get_sampling_client().result()

@@ -1,6 +1,6 @@
-"""Pages that are files, in a real browser: the demo's report, the rollouts' viewer, the conformance suite's verdicts.
+"""Static pages in a real browser: the demo's report, the viewer of rollouts, the conformance suite's verdicts.
 
-Each is read on a phone and in the dark; it loads nothing and complains of nothing. No Fovea runs.
+Each is read at phone width and in dark mode; it loads nothing and logs no errors. No Fovea runs.
 """
 
 import json
@@ -40,7 +40,7 @@ _CONTRAST = """
         return (high + 0.05) / (low + 0.05);
     }).reduce((least, one) => Math.min(least, one), 21);
 """
-"""Least contrast of texts before what is behind them; WCAG 2 wants 4.5 of small ones."""
+"""Lowest contrast of text against its background; WCAG 2 requires 4.5 for small text."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def browser() -> Iterator[Browser]:
 
 
 def read_everywhere(browser: Browser, page: Path, texts: str) -> None:
-    """Opens it; on a phone nothing is cut off, in light and dark its texts can be told from the ground."""
+    """Opens a page; checks at phone width that nothing is cut off, and that texts have contrast in light and dark."""
     browser.open(page.as_uri())
     for width, dark in ((1280, False), (1280, True), (390, True), (390, False)):
         browser.show(width, dark)

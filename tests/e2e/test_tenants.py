@@ -1,4 +1,4 @@
-"""Two owners on one Fovea: a key made while it runs, and caches that tell nobody what others ask."""
+"""Two owners on one Fovea: a key created while it runs, and caches that do not reveal other owners' prompts."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def other(stack: Stack) -> Iterator[tinker.ServiceClient]:
     deadline = time.monotonic() + 60
     headers = {"X-API-Key": key}
     while httpx.get(f"{stack.base_url}/api/v1/sessions", headers=headers, timeout=60).status_code != 200:
-        assert time.monotonic() < deadline, "the new key is not let in"
+        assert time.monotonic() < deadline, "the new key must be accepted"
         time.sleep(0.1)
     with tinker.ServiceClient(base_url=stack.base_url, api_key=key) as client:
         yield client
@@ -41,7 +41,7 @@ def other(stack: Stack) -> Iterator[tinker.ServiceClient]:
 
 
 def hits(sampler: tinker.SamplingClient, tokens: list[int]) -> int:
-    """Tokens of a prompt that the server says it had cached."""
+    """Returns the number of a prompt's tokens that the server reports as cached."""
     response = sampler.sample(tinker.ModelInput.from_ints(tokens), 1, PARAMS).result()
     return int(response.prompt_cache_hit_tokens)
 
@@ -52,8 +52,8 @@ def test_a_guess_of_anothers_prompt_is_not_confirmed(
     secret, another = ([700 + (i * step) % 211 for i in range(LENGTH + 1)] for step in (37, 41))
     for prompt in (secret, another):
         assert hits(base_sampler, prompt) == 0
-        assert hits(base_sampler, prompt) > LENGTH // 2, "an owner's own prompts are cached"
+        assert hits(base_sampler, prompt) > LENGTH // 2, "an owner's own prompts must be cached"
     guesser = other.create_sampling_client(base_model=stack.model_name).result()
     assert hits(guesser, secret) == 0
     assert hits(guesser, another[: LENGTH // 2 + 1]) == 0
-    assert hits(guesser, secret) > LENGTH // 2, "but what it asked itself is"
+    assert hits(guesser, secret) > LENGTH // 2, "its own prompt must be"

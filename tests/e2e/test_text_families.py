@@ -1,6 +1,6 @@
-"""A text-only family that goes by rule through all services: Mistral, with a window that is shorter than the prompts.
+"""A generic text-only family through all services: Mistral, with a window that is shorter than the prompts.
 
-No renderer is called, and images are refused by name.
+No renderer is called, and images are refused with a reason.
 """
 
 import os
@@ -35,7 +35,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM's CPU attention has a kernel for
+        head_dim=32,  # the smallest that vLLM's CPU attention supports
         max_position_embeddings=1024,
         sliding_window=16,
         eos_token_id=tokenizer.eos_token_id,
@@ -46,7 +46,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text_stack(mistral: Path) -> Iterator[Stack]:
-    """A Fovea with a model folder of two slashes, such as /tmp/model."""
+    """A Fovea with a model folder that has two slashes, such as /tmp/model."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         for file in mistral.iterdir():
             (Path(folder) / file.name).symlink_to(file)
@@ -64,7 +64,7 @@ def test_sampler_and_trainer_agree(text_stack: Stack, rank: int, rate: float) ->
 
 
 def test_the_sdk_finds_the_tokenizer_of_a_folder_of_two_slashes(text_stack: Stack) -> None:
-    """The SDK 0.38 would cut /tmp/model to /tmp."""
+    """SDK 0.38 would cut /tmp/model to /tmp."""
     assert text_stack.model_name == f"{text_stack.model}/"
     with text_stack.service_client() as service:
         tokenizer = service.create_sampling_client(base_model=text_stack.model_name).result().get_tokenizer()

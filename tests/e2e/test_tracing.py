@@ -1,4 +1,6 @@
-"""One id from the SDK's call to the picture's decoder, vLLM's engine and the trainer's queue, across real processes."""
+"""One trace id from the SDK's call to the picture's decoder, vLLM's engine and the trainer's queue, across real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _ARRIVAL_S = 30.0
 
 @pytest.fixture
 def traced(stack: Stack) -> Iterator[tinker.ServiceClient]:
-    """Every call goes on from the caller's own trace."""
+    """A client with calls that all continue the caller's own trace."""
     headers = {HEADER: f"00-{TRACE}-{CALLER}-01"}
     with tinker.ServiceClient(base_url=stack.base_url, api_key=API_KEY, default_headers_overrides=headers) as client:
         yield client
@@ -30,12 +32,14 @@ def traced(stack: Stack) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture
 def prompt(tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """With a picture that no other test has rendered."""
+    """A prompt with a picture that no other test has rendered."""
     return PromptBuilder(tokenizer).build("Look: <|vision_start|>", (picture(224, 224, 77), 64), "<|vision_end|>")
 
 
 def tree(collector: Collector, *wanted: str) -> dict[str, list[str]]:
-    """Of the wanted spans: the names of those around them, from the inside. Services send when they like."""
+    """Returns the names of the enclosing spans of each wanted span, innermost first. Services export spans with a
+    delay.
+    """
     deadline = time.monotonic() + _ARRIVAL_S
     while True:
         spans = [span for span in list(collector.spans) if span.trace_id.hex() == TRACE]
@@ -48,7 +52,7 @@ def tree(collector: Collector, *wanted: str) -> dict[str, list[str]]:
 
 
 def _ancestry(name: str, spans: Sequence[Span]) -> list[str] | None:
-    """None while the span, or one around it, has not arrived."""
+    """Returns None while the span, or one around it, has not arrived."""
     by_id = {span.span_id: span for span in spans}
     span = next((span for span in spans if span.name == name), None)
     names = []

@@ -1,4 +1,4 @@
-"""Uploads where most adapters come from: experts in bfloat16, over two ranks; one is killed while it loads."""
+"""Uploads of typical adapters: experts in bfloat16, over two ranks; a rank is killed during the load."""
 
 import os
 import time
@@ -24,7 +24,7 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def experts() -> Iterator[Stack]:
-    """Fovea that trains a vision model of experts in bfloat16, and samples nothing."""
+    """A training-only Fovea with a vision model of experts in bfloat16."""
     in_bfloat16 = mock.patch.dict(os.environ, {"FOVEA_TRAINER_DTYPE": "bfloat16"})
     with in_bfloat16, running_stack(ensure_family("qwen3_vl_moe"), "--samplers", "0", "--ranks", "2") as stack:
         yield stack
@@ -57,7 +57,7 @@ def test_an_upload_is_the_same_model_and_survives_a_kill_while_it_loads(experts:
             try:
                 loading = again.load_state(path)
                 time.sleep(1.0)
-                assert not loading.future().done(), "it loads still"
+                assert not loading.future().done(), "it must still be loading"
                 experts.kill(victim)
             finally:
                 with suppress(psutil.NoSuchProcess):

@@ -1,1 +1,1 @@
-"""What comes from outside, mutated: no process may die of it, and no answer blame us."""
+"""Mutated external input: no process may crash, and no answer may be a server error."""

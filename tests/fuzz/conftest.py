@@ -1,4 +1,4 @@
-"""Says how many inputs there were, and how long they took."""
+"""Reports the number of inputs and their total time."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Inputs that are nearly right: mutated bytes, JSON values and messages, each made of one number, which replays it."""
+"""Almost valid inputs: mutated bytes, JSON values and messages, each generated from one number that reproduces it."""
 
 import os
 import random
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.contract.gateway.nasty import JSON_VALUES, mutants, places, with_value
 
 INPUTS = int(os.environ.get("FOVEA_FUZZ_INPUTS", "400"))
-"""How many inputs all targets get together; `make fuzz` asks for 100,000."""
+"""Number of inputs for all targets together; `make fuzz` uses 100,000."""
 BATCH = 20
 
 Case = TypeVar("Case", bound=Callable[..., None])
@@ -33,7 +33,7 @@ _MOST_EDITS = 6
 
 
 def fuzzed(share: float) -> Callable[[Case], Case]:
-    """Runs a test with batches of seeds, `seeds`, which are in all `share` of the inputs.
+    """Runs a test with batches of seeds (`seeds`), which are `share` of all inputs.
 
     Without FOVEA_FUZZ_INPUTS the seeds are the same in every run.
     """
@@ -52,7 +52,7 @@ def fuzzed(share: float) -> Callable[[Case], Case]:
 
 
 def mutated_bytes(rng: random.Random, right: Sequence[bytes]) -> bytes:
-    """One of some right inputs, with a few bytes changed, cut out, repeated, put in, or another's end."""
+    """Returns a valid input with a few bytes changed, deleted, repeated or inserted, or with another input's end."""
     data = bytearray(rng.choice(right))
     for _ in range(rng.randint(1, _MOST_EDITS)):
         place = rng.randrange(len(data) + 1)
@@ -76,7 +76,7 @@ def mutated_bytes(rng: random.Random, right: Sequence[bytes]) -> bytes:
 
 
 def mutated_json(rng: random.Random, right: Any) -> Any:
-    """A JSON value with one or two of its members replaced by values that no field should be given."""
+    """Returns a JSON value with one or two members replaced by invalid values."""
     value = right
     for _ in range(rng.randint(1, 2)):
         everywhere = list(places(value))
@@ -87,7 +87,7 @@ def mutated_json(rng: random.Random, right: Any) -> Any:
 
 
 class Messages:
-    """Mutants of right messages; those with one nasty value are made once."""
+    """Mutants of valid messages; mutants with one invalid value are generated once."""
 
     def __init__(self, right: Sequence[Message]) -> None:
         self.of_kind = {
@@ -100,7 +100,7 @@ class Messages:
         }
 
     def encoded(self, rng: random.Random, kind: str) -> bytes:
-        """Bytes of a message with a nasty value, or with mutated bytes, or with both."""
+        """Returns the bytes of a message with an invalid value, mutated bytes, or both."""
         how = rng.randrange(3)
         right = [rng.choice(self.of_kind[kind]).SerializeToString()] if how else self._right[kind]
         return right[0] if how == 1 else mutated_bytes(rng, right)

@@ -1,5 +1,7 @@
-"""What trainer, sampler and renderer decode: refused by name, or fit to compute on. Images and losses meet their real
-processes, which must not die of them."""
+"""Decoders of trainer, sampler and renderer refuse an input with a reason or return valid data.
+
+Images and losses run in their real processes, which must not crash.
+"""
 
 import json
 import random
@@ -36,7 +38,7 @@ _LOGPROBS = [torch.full((length,), -1.0, requires_grad=True) for length in (4, 7
 
 
 def rendered() -> model_input_pb2.RenderedInput:
-    """Text around an image of four tokens."""
+    """Returns text around an image of four tokens."""
     prompt = model_input_pb2.RenderedInput(tokens=tensors.encode_tokens([1, 2, *[IMAGE] * 4, 3]))
     feature = model_input_pb2.VisionFeature(digest=SHA, token_count=4, tensors_sha256=SHA)
     prompt.spans.add(offset=2, length=4, feature=feature)
@@ -45,7 +47,7 @@ def rendered() -> model_input_pb2.RenderedInput:
 
 
 def decoded(kind: Any, data: bytes) -> Any:
-    """A message, or None for bytes that are none, which gRPC refuses."""
+    """Returns the parsed message, or None for bytes that gRPC itself refuses."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -130,7 +132,7 @@ IMAGES = {
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
-    """A worker as a renderer starts it."""
+    """A worker process as a renderer starts it."""
     limits = WorkerSettings(
         fovea_tinyvlm.ensure("qwen3_vl"), memory_bytes=4 * 2**30, job_timeout_s=20, start_timeout_s=120
     )
@@ -142,14 +144,14 @@ def worker() -> Iterator[WorkerProcess]:
 
 @fuzzed(0.1)
 def test_images(worker: WorkerProcess, seeds: list[int]) -> None:
-    """WorkerDied would fail it, and a worker without an answer."""
+    """A WorkerDied error or a worker without an answer fails this test."""
     for seed in seeds:
         rng = random.Random(seed)
         declared: Any = rng.choice(["PNG", "JPEG"])
         data = mutated_bytes(rng, IMAGES[declared])
         try:
             header = image_header.read(data, declared)
-            if header.width * header.height <= 2**20:  # larger ones are right too, and take their time
+            if header.width * header.height <= 2**20:  # larger ones are valid but slow
                 worker.process(Job(header, data, rng.choice([0, 16])))
         except InvalidChunk:
             continue
@@ -159,7 +161,7 @@ def test_images(worker: WorkerProcess, seeds: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    """Where losses are evaluated, in a process with limits."""
+    """The process with limits that evaluates losses."""
     made = Sandbox(timeout_s=5.0, memory_mib=64)
     yield made
     made.close()
@@ -196,7 +198,7 @@ TARGETS = (
 
 
 def graph_bytes(rng: random.Random) -> bytes:
-    """A graph with other bytes, values or operations."""
+    """Returns a graph with changed bytes, values or operations."""
     how = rng.randrange(3)
     if not how:
         return mutated_bytes(rng, GRAPH_BYTES)
@@ -209,7 +211,7 @@ def graph_bytes(rng: random.Random) -> bytes:
 
 
 def loss_fuzz(sandbox: Sandbox, seed: int) -> None:
-    """Parses one loss, and evaluates it if it may be."""
+    """Parses one loss, and evaluates it if it is accepted."""
     loss = message("fuzzed", {"logprobs": 1}, graph_bytes(random.Random(seed)))
     try:
         custom_loss.parse(loss)

@@ -1,4 +1,4 @@
-"""A real gateway process before fake services: whatever comes over REST and gRPC, it lives, and serves the next one."""
+"""A real gateway process with fake services survives any REST and gRPC input and serves the next request."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ _OURS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
 class Target:
-    """The process, the loop in which its fakes and clients run, and what is known of it."""
+    """The gateway process, the event loop of its fakes and clients, and the ids of existing objects."""
 
     def __init__(self, folder: Path) -> None:
         self._loop = asyncio.new_event_loop()
@@ -46,7 +46,7 @@ class Target:
         self.before = self.process.memory_info().rss
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Runs it in the loop, and waits."""
+        """Runs a coroutine in the loop and waits for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     async def _start(self) -> None:
@@ -93,7 +93,7 @@ class Target:
         self._thread.join()
 
     def check(self) -> None:
-        """It lives, within its memory, blames itself for nothing, and serves a good request."""
+        """Checks that the process is alive, within its memory and without server errors, and serves a valid request."""
         assert self.wrong == []
         assert self.started.returncode is None
         assert self.run(self._answers())
@@ -120,7 +120,7 @@ class Target:
             self.wrong.append(f"seed {seed}: {route}: {response.status_code} {response.text:.300}")
 
     async def grpc(self, seed: int) -> None:
-        """Sends one message over gRPC, as the only one of its call."""
+        """Sends one message over gRPC as the only message of its call."""
         rng = random.Random(seed)
         kind = rng.choice(list(self.messages.of_kind))
         body = self.messages.encoded(rng, kind)

@@ -1,5 +1,6 @@
-"""One Fovea a layout of GPUs, in bfloat16. `FOVEA_GPU_SHAPE` takes another size from benchmarks/shapes.py, `FOVEA_GPUS`
-other devices than 0,1.
+"""One Fovea per layout of GPUs, in bfloat16.
+
+`FOVEA_GPU_SHAPE` chooses another size from benchmarks/shapes.py, `FOVEA_GPUS` other devices than 0,1.
 """
 
 import os
@@ -55,7 +56,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
 
 @contextmanager
 def second_node(model: pathlib.Path) -> Iterator[None]:
-    """A trainer's node of one rank on the second GPU; a Fovea that starts meanwhile has the first node."""
+    """A trainer's node of one rank on the second GPU, for a Fovea that starts later with the first node."""
     meeting, port = free_ports(2)
     both = {
         "FOVEA_TRAINER_NODES": "2",
@@ -65,7 +66,7 @@ def second_node(model: pathlib.Path) -> Iterator[None]:
     }
     own = {"FOVEA_TRAINER_NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": SECOND}
     log, address = model.with_name("second-node.log"), f"127.0.0.1:{port}"
-    # The state folder of the Fovea that is still to start.
+    # The state folder of the Fovea that starts later.
     kept = ("--checkpoints", tempfile.gettempdir())
     arguments = ("--model", str(model), "--ranks", "1", "--port", str(port), *kept)
     with (
@@ -77,6 +78,6 @@ def second_node(model: pathlib.Path) -> Iterator[None]:
 
 @pytest.fixture
 def bench(stack: Stack) -> Iterator[Bench]:
-    """The official SDK, pointed at it; its models end with the test."""
+    """The official SDK for this Fovea; its models are freed with the test."""
     with Bench.open(stack.base_url) as bench:
         yield bench

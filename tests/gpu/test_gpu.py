@@ -1,4 +1,4 @@
-"""Training with images, live pushes and the agreement of sampler and trainer on real GPUs, in bfloat16."""
+"""Training with images, live pushes, and agreement of sampler and trainer on real GPUs in bfloat16."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from benchmarks.client import Bench, datum, take_step
 from fovea_trainer.model.memory_budget import MAX_TOKENS
 
 LARGEST_KL = 1e-3
-"""nat a token; bfloat16 leaves differences of some hundredths at single tokens."""
+"""In nats per token; bfloat16 causes differences of some hundredths at single tokens."""
 
 
 def image_data(bench: Bench) -> list[tinker.Datum]:
@@ -25,7 +25,7 @@ def losses(training: tinker.TrainingClient, data: list[tinker.Datum], steps: int
 
 
 def assert_agree(bench: Bench, training: tinker.TrainingClient, temperature: float) -> None:
-    """Of text, and after pictures."""
+    """Checks agreement on text and after pictures."""
     sampler = training.save_weights_and_get_sampling_client().result(600)
     for side in (0, 256):
         for found in score(training, draw(sampler, random_prompts(bench, 4, side, 3), temperature, 3)()):
@@ -33,13 +33,13 @@ def assert_agree(bench: Bench, training: tinker.TrainingClient, temperature: flo
 
 
 def scores(sampler: Any, data: list[tinker.Datum]) -> npt.NDArray[np.float64]:
-    """The sampler's log-probabilities of all prompt tokens."""
+    """Returns the sampler's log-probabilities of all prompt tokens."""
     pending = [sampler.compute_logprobs(one.model_input) for one in data]
     return np.array([value for future in pending for value in future.result(600)[1:]], np.float64)
 
 
 def text_differences(one: tinker.Datum, output: Any, sampled: list[float | None]) -> npt.NDArray[np.float64]:
-    """Trainer minus sampler at the positions whose target is no piece of an image."""
+    """Returns trainer minus sampler at positions with a text token as target."""
     targets = np.asarray(one.loss_fn_inputs["target_tokens"].data)[:-1]
     trained = np.asarray(output["logprobs"].data, np.float64)[:-1]
     difference: npt.NDArray[np.float64] = trained - np.array(sampled[1:], np.float64)
@@ -58,10 +58,10 @@ def test_images_are_learnt_and_what_is_pushed_is_what_is_sampled(bench: Bench, r
     found = losses(training, data, 20, rate)
     assert found[-1] < 0.8 * found[0], found
     after = scores(training.save_weights_and_get_sampling_client().result(600), data)
-    assert np.abs(after - before).max() > 0.1, "the push changed nothing"
+    assert np.abs(after - before).max() > 0.1, "the push must change the scores"
     assert_agree(bench, training, temperature=1.0)
     training.save_weights_and_get_sampling_client().result(600)
-    # The base comes back exactly, over an adapter as over other full weights.
+    # The base is restored exactly, after an adapter and after other full weights.
     np.testing.assert_array_equal(base_scores(bench, data), before)
 
 
@@ -78,7 +78,7 @@ def test_adapters_of_several_ranks_keep_apart(bench: Bench) -> None:
             assert kl(text_differences(one, output, future.result(600))) <= LARGEST_KL
 
 
-def test_what_sample_returns_at_another_temperature_is_the_trainers(bench: Bench) -> None:
+def test_sampled_logprobs_at_another_temperature_are_the_trainers(bench: Bench) -> None:
     training = bench.training(32)
     losses(training, image_data(bench), 4, 1e-3)
     assert_agree(bench, training, temperature=0.7)

@@ -1,4 +1,4 @@
-"""Snapshots for which the GPU has no room wait in pinned memory."""
+"""Snapshots that do not fit on the GPU wait in pinned memory."""
 
 import pytest
 import torch

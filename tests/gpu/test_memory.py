@@ -1,6 +1,6 @@
-"""What sampler and trainer say of their GPUs' memory, against what CUDA says of the same device; and a full trainer.
+"""Reported GPU memory of sampler and trainer against CUDA's figures, and a trainer with full memory.
 
-The full trainer takes a realistic shape to mean something: `FOVEA_GPU_SHAPE=4b`, five minutes on one H200.
+The second test needs a realistic shape: `FOVEA_GPU_SHAPE=4b`, five minutes on one H200.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.e2e.stack import Stack, running_stack
 from tests.gpu.conftest import FIRST
 
 _OTHERS_BYTES = 4 * 2**30
-"""Room for what the two readings may differ by: they are moments apart, and the driver keeps some for itself."""
+"""Tolerance between the two readings: they are moments apart, and the driver reserves some memory."""
 
 
 @pytest.mark.parametrize("service", ["sampler", "trainer"])
@@ -41,7 +41,7 @@ def test_memory_of_the_gpus_is_in_the_metrics(stack: Stack, service: str) -> Non
 
 
 def _index(device: str) -> int:
-    """The number by which this process knows a device of the driver's."""
+    """Returns this process's index of a device of the driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(device) if visible else int(device)
 
@@ -68,8 +68,10 @@ def shared_gpu(request: pytest.FixtureRequest) -> Iterator[Stack]:
         yield stack
 
 
-def test_adapters_until_memory_is_full_cost_nobody_a_model(shared_gpu: Stack) -> None:
-    """200 creates of rank 128, one large step in what is left, then a step of every model that was made."""
+def test_adapters_until_memory_is_full_lose_no_model(shared_gpu: Stack) -> None:
+    """Creates 200 adapters of rank 128, takes one large step in the remaining memory, then a step of every created
+    model.
+    """
     with Bench.open(shared_gpu.base_url) as bench:
         made, refused = _create(bench, CREATES, 128)
         assert len(made) >= 2
@@ -82,7 +84,7 @@ def test_adapters_until_memory_is_full_cost_nobody_a_model(shared_gpu: Stack) ->
 
 
 def test_tenants_that_have_all_sampled_lose_nothing_in_a_large_step(shared_gpu: Stack) -> None:
-    """64 models, each with a snapshot; one large step; then a step and a sample of every model."""
+    """Trains 64 models with a snapshot each, takes one large step, then a step and a sample of every model."""
     with Bench.open(shared_gpu.base_url) as bench:
         made, refused = _create(bench, SAMPLERS, 32)
         assert not refused
@@ -104,7 +106,7 @@ def _create(bench: Bench, count: int, rank: int) -> tuple[list[tinker.TrainingCl
 
 
 def _large_step(bench: Bench, training: tinker.TrainingClient) -> str:
-    """Sixteen datums of 8,192 tokens and one of 30,000: taken, or refused by name."""
+    """Sends sixteen datums of 8,192 tokens and one of 30,000; returns the result or the reason for the refusal."""
     rng = np.random.default_rng(2)
     data = [datum(bench.prompt(rng, 64), bench.tokens(rng, count - 63)) for count in (*[8192] * 16, 30_000)]
     started = time.monotonic()
@@ -122,7 +124,7 @@ def _large_step(bench: Bench, training: tinker.TrainingClient) -> str:
 
 
 def _lost(bench: Bench, made: list[tinker.TrainingClient], sample: bool) -> list[str]:
-    """Why models could not take a small step, and be sampled; empty if all did."""
+    """Returns the reasons that models could not take a small step and be sampled; empty if all did."""
     rng = np.random.default_rng(3)
     data = [datum(bench.prompt(rng, 16), bench.tokens(rng, 16))]
     pending: list[tuple[Any, Any]] = [

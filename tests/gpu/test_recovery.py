@@ -1,4 +1,4 @@
-"""A trainer killed in the middle of a step, on a real GPU in bfloat16: a pause, and the same numbers."""
+"""A trainer killed in the middle of a step, on a real GPU in bfloat16: clients see a pause and the same numbers."""
 
 import asyncio
 import time
@@ -14,17 +14,17 @@ from tests.waiting import eventually
 
 ROUNDS = 12
 SPREAD = 1e-3
-"""Of a loss, relative: the same steps twice on one card differ by what its kernels add in another order."""
+"""Relative tolerance of a loss: repeated steps on one card differ in the order of float sums."""
 
 
 def train(bench: Bench, answered: list[float]) -> None:
-    """Appends the loss of each step as it is answered; all are submitted before the first is."""
+    """Appends the loss of each step when it arrives; submits all steps before the first answer."""
     data, training = image_data(bench), bench.training(32)
     pending = []
     for _ in range(ROUNDS):
         pending.append(training.forward_backward(data, "cross_entropy"))
         training.optim_step(tinker.AdamParams(learning_rate=2e-4))
-    for each in pending:  # one by one: another thread looks how far it is
+    for each in pending:  # one by one, because another thread reads the progress
         answered.append(each.result(600).metrics["loss:sum"])  # noqa: PERF401
 
 
@@ -42,7 +42,7 @@ def test_a_killed_trainer_is_a_pause(stack: Stack, bench: Bench) -> None:
         asyncio.run(eventually(lambda: stack.log.read_text().count("is restored after") > back, 300))
         print(f"killed after {met} of {ROUNDS} steps; its models are back {time.monotonic() - killed:.1f} s later")
         running.result()
-    assert met < ROUNDS, "the kill met no work"
+    assert met < ROUNDS, "the kill must interrupt work"
     print("losses, twice undisturbed and once disturbed:", *undisturbed, disturbed, sep="\n  ")
     assert undisturbed[1] == pytest.approx(undisturbed[0], rel=SPREAD)
     assert disturbed == pytest.approx(undisturbed[0], rel=SPREAD)

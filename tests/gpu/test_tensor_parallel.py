@@ -1,4 +1,4 @@
-"""A sampler over two cards gives what one card gives: base, an adapter of every layer, full weights."""
+"""A sampler over two cards equals one on a single card: base, an adapter of every layer, full weights."""
 
 import os
 import pathlib
@@ -29,7 +29,7 @@ ARGUMENTS = ("--transfer", "gloo", "--eager", "--gpu-memory-fraction", "0.3")
 
 @pytest.fixture
 async def pair(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[SamplerClient]]:
-    """Clients of a sampler on one card and of one over two, beside each other."""
+    """Clients of a sampler on one card and of another over two cards."""
     for name in [name for name in os.environ if name.startswith("FOVEA_SAMPLER_")]:
         monkeypatch.delenv(name)
     async with AsyncExitStack() as stack:
@@ -43,7 +43,7 @@ async def pair(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 
 async def scores(client: SamplerClient, model: pathlib.Path, snapshot_id: str) -> npt.NDArray[np.float64]:
-    """Of 200 tokens of chance."""
+    """Returns the scores of 200 random tokens."""
     text = AutoConfig.from_pretrained(model).get_text_config()
     ids = np.random.default_rng(5).integers(10, text.vocab_size // 2, 200).tolist()
     answer = await ask(client, request_for(rendered([ids]), snapshot_id, prompt_logprobs=True, max_tokens=1))
@@ -64,4 +64,4 @@ async def test_two_cards_are_one(pair: list[SamplerClient], model: pathlib.Path)
             assert loaded.digest == manifest_of(name, tensors, rank).snapshot.digest
         one, two = [await scores(client, model, name) for client in pair]
         assert kl(two - one) <= LARGEST_KL
-        assert np.abs(two - before[1]).max() > 0.1, "the push changed nothing"
+        assert np.abs(two - before[1]).max() > 0.1, "the push must change the scores"

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml as it stands, run by podman-compose from images that were built before."""
+"""The unmodified deploy/compose.yaml, run by podman-compose from existing images."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ class Running:
 
     Attributes:
         variables: The environment of compose.
-        rest, grpc: Where the gateway listens on this machine, 127.0.0.1:port.
+        rest, grpc: The gateway's addresses on this machine, 127.0.0.1:port.
     """
 
     variables: dict[str, str]
@@ -38,11 +38,11 @@ class Running:
     grpc: str
 
     def container(self, service: str) -> str:
-        """The name of a service's container."""
+        """Returns the name of a service's container."""
         return f"{_PROJECT}_{service}_1"
 
     def logs(self) -> str:
-        """What all services printed."""
+        """Returns the logs of all services."""
         return compose(_PROJECT, self.variables, "logs").stdout
 
     def models(self) -> Path:
@@ -50,10 +50,10 @@ class Running:
         return Path(podman("volume", "inspect", "--format={{.Mountpoint}}", f"{_PROJECT}_models").stdout.strip())
 
     def wait(self) -> None:
-        """Until the gateway's health says that every service has answered.
+        """Waits until the gateway's health check says that every service has answered.
 
         Raises:
-            TimeoutError: it did not.
+            TimeoutError: A service has not answered.
         """
         deadline = time.monotonic() + _LOADED_MACHINE_S / 2
         while time.monotonic() < deadline:
@@ -66,7 +66,7 @@ class Running:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compose waits by itself: pytest's limit comes last."""
+    """Raises pytest's time limit, because compose has its own."""
     for item in items:
         if _FOLDER in item.path.parents:
             item.add_marker(pytest.mark.timeout(_LOADED_MACHINE_S))
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """All services, ready; their volumes are gone afterwards."""
+    """All services, ready; their volumes are removed afterwards."""
     if reason := missing():
         pytest.skip(f"no images: {reason}")
     if absent := [image for image in images() if not exists(image)]:
@@ -94,7 +94,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 
 def client(running: Running, example: str) -> str:
-    """What an example of the README prints; the model's volume is mounted where it looks for the tokenizer."""
+    """Runs an example of the README with the model's volume mounted for its tokenizer; returns its output."""
     root, place = _FOLDER.parents[1], Path("/models")
     is_ours = not place.exists()
     mounted = f'mount --bind {running.models()} {place} && exec "$@"'

@@ -1,4 +1,4 @@
-"""The images do their work: what a file list cannot show, a missing template, compiler or library, shows here."""
+"""The images work: these tests detect a missing template, compiler or library, which a list of files does not show."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_the_grpc_example_streams_an_answer(running: Running) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_services_run_as_nobody_in_particular_and_write_nothing_to_their_image(running: Running, service: str) -> None:
+def test_services_run_unprivileged_and_write_nothing_to_their_image(running: Running, service: str) -> None:
     status = podman("exec", running.container(service), "cat", "/proc/1/status").stdout
     facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert facts["Uid"].split() == ["10001"] * 4
@@ -43,7 +43,9 @@ def test_services_run_as_nobody_in_particular_and_write_nothing_to_their_image(r
 
 @pytest.mark.parametrize("service", ["sampler", "trainer"])
 def test_kernels_are_compiled_and_loaded(running: Running, service: str) -> None:
-    """As triton does it for a GPU: a C compiler, Python's headers, a folder that code may be loaded from."""
+    """Compiles as triton does for a GPU: needs a C compiler, Python's headers, and a folder that
+    allows loading code.
+    """
     made = podman("exec", running.container(service), "python", "-c", _COMPILED).stdout
     assert made.strip() == "42"
 

@@ -1,1 +1,1 @@
-"""The chart and the gateway's discovery on a real API server, whose nodes are simulated."""
+"""The chart and the gateway's discovery on a real API server with simulated nodes."""

@@ -1,4 +1,4 @@
-"""What tests ask of a cluster, and one release of the chart."""
+"""Helpers for a cluster, and one release of the chart."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from deploy.cluster.cluster import Cluster
 
 CHART = Path(os.environ.get("FOVEA_CHART", Path(__file__).parents[2] / "deploy" / "helm" / "fovea"))
 WAIT_S = 240
-"""How long a loaded machine may take for what an idle one does in seconds."""
+"""Time limit for actions that an idle machine completes in seconds."""
 
 COMPONENTS = ("gateway", "renderer", "sampler", "trainer")
 
@@ -23,7 +23,7 @@ Object = dict[str, Any]
 
 @contextmanager
 def fresh_namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace of its own, deleted afterwards without waiting for it."""
+    """Creates a namespace and deletes it afterwards without waiting."""
     name = f"test-{uuid4().hex[:8]}"
     cluster.kubectl("create", "namespace", name)
     wait_for(
@@ -37,13 +37,13 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
 
 
 def get(cluster: Cluster, namespace: str, kinds: str, selector: str = "") -> list[Object]:
-    """Objects of one or several kinds, as in "pods,services"."""
+    """Returns objects of one or several kinds, as in "pods,services"."""
     items = json.loads(cluster.kubectl("get", kinds, "-n", namespace, "-l", selector, "-o", "json"))["items"]
     return list(items)
 
 
 def wait_for(what: str, holds: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Returns once `holds()`; raises AssertionError with `what` if it never does."""
+    """Waits until `holds()` is true; raises AssertionError with `what` after the time limit."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"after {timeout_s:.0f} s still not: {what}"
@@ -52,14 +52,14 @@ def wait_for(what: str, holds: Callable[[], bool], timeout_s: float = WAIT_S) ->
 
 @dataclass(frozen=True)
 class Release:
-    """One installation of the chart, with one of its value sets.
+    """One installation of the chart with one of its value sets.
 
     Attributes:
-        cluster: Where.
-        namespace: Its own.
-        name: Of the release.
-        values: Arguments that every install and upgrade gets.
-        patience_s: For Helm.
+        cluster: The cluster.
+        namespace: The release's own namespace.
+        name: The name of the release.
+        values: Arguments of every install and upgrade.
+        patience_s: Time limit for Helm.
     """
 
     cluster: Cluster
@@ -77,15 +77,15 @@ class Release:
         self._helm("upgrade", str(CHART), *self.values, "--wait", *arguments)
 
     def rollback(self, revision: int) -> None:
-        """Goes back to a revision and waits."""
+        """Rolls back to a revision and waits."""
         self._helm("rollback", str(revision), "--wait")
 
     def uninstall(self) -> None:
-        """Takes everything away but what the chart keeps."""
+        """Uninstalls the release; the chart keeps some objects."""
         self._helm("uninstall", "--wait")
 
     def get(self, kinds: str, component: str = "") -> list[Object]:
-        """Objects of the release, or of one of its components."""
+        """Returns objects of the release, or of one of its components."""
         selector = f"app.kubernetes.io/instance={self.name}"
         return get(
             self.cluster,
@@ -96,11 +96,11 @@ class Release:
 
     @property
     def fullname(self) -> str:
-        """What the names of the release's objects begin with."""
+        """Prefix of the names of the release's objects."""
         return self.name if "fovea" in self.name else f"{self.name}-fovea"
 
     def pods(self, component: str) -> set[str]:
-        """Unique ids of a component's pods."""
+        """Returns the unique ids of a component's pods."""
         return {pod["metadata"]["uid"] for pod in self.get("pods", component)}
 
     def _helm(self, verb: str, *arguments: str) -> str:
@@ -108,7 +108,7 @@ class Release:
 
 
 def ready_addresses(cluster: Cluster, namespace: str, service: str) -> set[str]:
-    """Ready endpoints in a service's EndpointSlices."""
+    """Returns the ready endpoints in a service's EndpointSlices."""
     slices = get(cluster, namespace, "endpointslices", f"kubernetes.io/service-name={service}")
     endpoints = [endpoint for found in slices for endpoint in found.get("endpoints") or []]
     return {endpoint["addresses"][0] for endpoint in endpoints if endpoint["conditions"].get("ready")}

@@ -1,4 +1,4 @@
-"""One cluster for the whole session; its logs are shown with every test that failed on it."""
+"""One cluster for the whole session; failed tests print its logs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ _LOADED_MACHINE_S = 1200
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Helm waits by itself, with its own limits: pytest's come last."""
+    """Raises pytest's time limit, because Helm has its own."""
     for item in items:
         if _FOLDER in item.path.parents:
             item.add_marker(pytest.mark.timeout(_LOADED_MACHINE_S))
@@ -40,7 +40,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A cluster of its own with one real node; skipped where this host cannot carry one."""
+    """A separate cluster with one real node; the test is skipped if this host cannot run it."""
     if missing(node=True):
         pytest.skip("no Kubernetes tools: python -m deploy.cluster build makes them, with Go")
     with ExitStack() as stack:
@@ -54,6 +54,6 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace of the test's own."""
+    """A namespace for the test."""
     with fresh_namespace(cluster) as name:
         yield name

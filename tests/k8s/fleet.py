@@ -1,4 +1,4 @@
-"""Real services on this machine's own address, whose samplers a Kubernetes API server names to the gateway."""
+"""Real services on this machine's own address; the gateway discovers samplers through a Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Fleet:
     """A renderer, a trainer, a gateway that watches EndpointSlices, and samplers that join and leave them.
 
     Attributes:
-        base_url: Of the gateway's REST API.
+        base_url: URL of the gateway's REST API.
         metrics: URL of the gateway's metrics.
-        samplers: All of them, started whether endpoints or not.
+        samplers: All started samplers, including those that are not endpoints.
     """
 
     def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
@@ -37,7 +37,7 @@ class Fleet:
 
     @contextmanager
     def running(self, samplers: int) -> Iterator[Fleet]:
-        """Starts everything at once, returns when all serve, and stops it; the first sampler alone is an endpoint."""
+        """Starts all processes, yields once they serve, and stops them. Only the first sampler is an endpoint."""
         model = ("--model", str(fovea_tinyvlm.ensure()))
         with ExitStack() as stack:
             renderer = stack.enter_context(self._service("RendererService", *model))
@@ -52,16 +52,16 @@ class Fleet:
             yield self
 
     def join(self, *processes: ServiceProcess) -> None:
-        """Makes them endpoints of their service, each in a slice of its own, because they differ in their ports."""
+        """Adds samplers as endpoints of their service, each in its own slice because their ports differ."""
         self._cluster.apply(*(self._slice(process) for process in processes))
 
     def leave(self, *processes: ServiceProcess) -> None:
-        """Takes them out of their service; the processes go on."""
+        """Removes samplers from their service; the processes keep running."""
         names = [_slice_name(process) for process in processes]
         self._cluster.kubectl("delete", "endpointslices", *names, "-n", self._namespace)
 
     def metrics_of(self, sampler: ServiceProcess) -> str:
-        """URL of a sampler's metrics."""
+        """Returns the URL of a sampler's metrics."""
         return self._metrics[sampler.address]
 
     @contextmanager
@@ -101,10 +101,12 @@ class Fleet:
 
 
 def own_address() -> str:
-    """An IPv4 address of this machine that is not a loopback one, which the API server refuses in slices; or ""."""
+    """Returns an IPv4 address of this machine that is not a loopback one (the API server refuses those in slices), or
+    "".
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # of documentation's range; nothing is sent
+            probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
         except OSError:
             return ""
         address = str(probe.getsockname()[0])

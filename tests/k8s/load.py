@@ -1,4 +1,4 @@
-"""Samples images without a pause, from several sides, and remembers every answer and every failure."""
+"""Samples images continuously from several clients, and records every answer and failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.prompts import Prompt, PromptBuilder, picture
 from tests.k8s.cluster import WAIT_S, wait_for
 
 _WORKERS = 18
-"""Enough that prompts leave the sampler that knows them: it is preferred while it is not much busier than others."""
+"""Enough load that prompts leave the sampler that has them cached, which the gateway prefers while it is not busier."""
 _PATIENCE_S = 300.0
 
 Tokens = tuple[int, ...]
@@ -28,7 +28,7 @@ class Load:
 
     Attributes:
         answers: The prompt's number and the tokens of every answer.
-        failures: What was raised instead of an answer.
+        failures: The exceptions of requests without an answer.
     """
 
     def __init__(self, client: tinker.SamplingClient, prompts: Sequence[tinker.ModelInput]) -> None:
@@ -40,7 +40,7 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator[Load]:
-        """Leaving waits for the answers that are under way."""
+        """Runs the load; waits for the answers in progress at the end."""
         workers = [threading.Thread(target=self._work, daemon=True) for _ in range(_WORKERS)]
         for worker in workers:
             worker.start()
@@ -53,7 +53,7 @@ class Load:
         assert not any(worker.is_alive() for worker in workers), "a request hangs"
 
     def wait(self, count: int) -> None:
-        """Returns after so many further answers."""
+        """Waits for a number of further answers."""
         until = len(self.answers) + count
         deadline = time.monotonic() + _PATIENCE_S
         while len(self.answers) < until:
@@ -72,7 +72,7 @@ class Load:
 
 
 def image_prompts(count: int) -> list[Prompt]:
-    """With an image each, unlike from their first words on: no cached prefix binds them to one sampler."""
+    """Returns prompts with one image each. They share no prefix, so that no cache binds them to one sampler."""
     builder = PromptBuilder(AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure()))
     return [
         builder.build(f"{number}. <|vision_start|>", (picture(224, 224, number), 64), "<|vision_end|>What is this? ")
@@ -81,7 +81,7 @@ def image_prompts(count: int) -> list[Prompt]:
 
 
 def wait_for_samplers(count: int, gateway_metrics: str, timeout_s: float = WAIT_S) -> None:
-    """Returns once the gateway, by its metrics' URL, sends requests to so many samplers and knows of no other."""
+    """Waits until the gateway's metrics show exactly this number of samplers."""
 
     def replicas(state: str) -> float:
         return metric_total(gateway_metrics, "fovea_gateway_replicas", service="sampler", state=state)
@@ -90,6 +90,6 @@ def wait_for_samplers(count: int, gateway_metrics: str, timeout_s: float = WAIT_
 
 
 def greedy(client: tinker.SamplingClient, prompt: tinker.ModelInput) -> Tokens:
-    """A short answer at temperature 0."""
+    """Returns a short answer at temperature 0."""
     parameters = tinker.SamplingParams(max_tokens=5, temperature=0.0)
     return tuple(client.sample(prompt, 1, parameters).result().sequences[0].tokens)

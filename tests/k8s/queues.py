@@ -1,4 +1,4 @@
-"""Objects of Kueue that an administrator makes: a quota, and a queue of a namespace that draws on it."""
+"""Kueue objects of an administrator: a quota, and a queue of a namespace that draws on it."""
 
 from tests.k8s.cluster import Object
 
@@ -6,12 +6,12 @@ _VERSION = "kueue.x-k8s.io/v1beta2"
 
 
 def queue(namespace: str, name: str, gpus: int) -> list[Object]:
-    """A LocalQueue of a namespace with a ClusterQueue of its own.
+    """Creates a LocalQueue of a namespace with its own ClusterQueue.
 
     Args:
-        namespace: Of the queue. It is part of the names of the objects that have no namespace.
-        name: Of the queue.
-        gpus: The quota. That of processors and memory is never reached.
+        namespace: The namespace, which is part of the names of cluster-wide objects.
+        name: The name of the queue.
+        gpus: The quota of GPUs. The quota of processors and memory is never reached.
     """
     shared = f"{namespace}-{name}"
     quotas = {"cpu": "1000", "memory": "100Ti", "nvidia.com/gpu": str(gpus)}

@@ -1,4 +1,4 @@
-"""Kubernetes' own autoscaler scales samplers by the gateway's metric, which an adapter serves as a cluster's would."""
+"""Kubernetes' own autoscaler scales samplers by the gateway's metric, which an adapter serves as in a real cluster."""
 
 import json
 import ssl
@@ -28,7 +28,7 @@ class Adapter:
 
     Attributes:
         tokens: Value of the metric.
-        asked: Selectors that the autoscaler asked for, with the namespace.
+        asked: Selectors that the autoscaler requested, with the namespace.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Adapter:
         self.asked: set[tuple[str, str]] = set()
 
     def answer(self, url: str) -> dict[str, Any] | None:
-        """Answers a request of the API server; None if there is nothing at the URL."""
+        """Answers a request of the API server; None for an unknown URL."""
         head = {"apiVersion": f"{_GROUP}/{_VERSION}"}
         below = urlsplit(url).path.removeprefix(f"/apis/{_GROUP}/{_VERSION}").strip("/")
         if not below:
@@ -58,7 +58,7 @@ class Adapter:
 
 @contextmanager
 def _served(adapter: Adapter, folder: Path) -> Iterator[int]:
-    """The port of an HTTPS server for an adapter."""
+    """Serves an adapter over HTTPS; returns its port."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
@@ -92,7 +92,7 @@ def _served(adapter: Adapter, folder: Path) -> Iterator[int]:
 
 @pytest.fixture
 def adapter(cluster: Cluster, tmp_path: Path, namespace: str) -> Iterator[Adapter]:
-    """An adapter that the API server passes requests on to."""
+    """An adapter to which the API server forwards requests."""
     adapter = Adapter()
     with _served(adapter, tmp_path) as port:
         place = {"name": "adapter", "namespace": namespace}
@@ -124,7 +124,7 @@ def test_samplers_follow_the_tokens(cluster: Cluster, namespace: str, adapter: A
     wait_for("four samplers", lambda: count() == 4)
     first = release.pods("sampler")
     release.upgrade("--set", "gateway.settings.max_pending=1234")
-    assert release.pods("sampler") == first, "an upgrade does not undo the scaling"
+    assert release.pods("sampler") == first, "an upgrade must not undo the scaling"
     adapter.tokens = 100
     wait_for("one sampler again", lambda: count() == 1)
     assert release.pods("sampler") < first

@@ -1,4 +1,4 @@
-"""GPUs by dynamic resource allocation: the scheduler allocates devices that a driver would publish."""
+"""GPUs by dynamic resource allocation: the scheduler allocates devices, which a driver would publish."""
 
 from deploy.cluster.cluster import Cluster
 from tests.k8s.cluster import Object, Release, get, wait_for
@@ -29,7 +29,7 @@ def _devices(node: str, count: int) -> list[Object]:
 
 
 def test_pods_claim_devices_of_a_class(cluster: Cluster, namespace: str) -> None:
-    """A trainer with four devices and a sampler with two, all different and of the node that has them."""
+    """A trainer with four devices and a sampler with two, all distinct and on the node that has them."""
     cluster.apply(*_devices("cpu-0", 6))
     values = ("--set", f"gpuDeviceClass={_CLASS},trainer.gpus=4,sampler.gpus=2,sampler.replicas=1")
     release = Release(cluster, namespace, "vision", values)

@@ -12,7 +12,7 @@ _ROLE = "--verb=get,list,watch", "--resource=endpointslices.discovery.k8s.io"
 
 
 async def test_pods_join_and_leave(cluster: Cluster, namespace: str) -> None:
-    """1 to 3 to 1 replicas: discovery sees what the EndpointSlices say, by the port's name and by its number."""
+    """1 to 3 to 1 replicas: discovery follows the EndpointSlices, with the port's name and with its number."""
     cluster.apply(*workers(namespace, replicas=1))
     for port in ("grpc", str(PORT)):
         async with watching(_discovery(cluster, namespace, port)) as seen:
@@ -23,7 +23,7 @@ async def test_pods_join_and_leave(cluster: Cluster, namespace: str) -> None:
 
 
 async def test_a_full_slice_is_read(cluster: Cluster, namespace: str) -> None:
-    """A hundred replicas are one line of the watch, longer than a stream reader's usual buffer."""
+    """A hundred replicas are one line of the watch, which is longer than the default buffer of a stream reader."""
     cluster.apply(*workers(namespace, replicas=1))
     async with watching(_discovery(cluster, namespace, "grpc")) as seen:
         _scale(cluster, namespace, 100)
@@ -31,7 +31,7 @@ async def test_a_full_slice_is_read(cluster: Cluster, namespace: str) -> None:
 
 
 async def test_it_survives_a_restart_of_the_api_server(cluster: Cluster, namespace: str) -> None:
-    """While the server is away what is known holds; what changed meanwhile is seen once it is back."""
+    """Discovery keeps its replicas while the server is down, and sees the changes once it is back."""
     cluster.apply(*workers(namespace, replicas=2))
     async with watching(_discovery(cluster, namespace, "grpc")) as seen:
         await seen.until(lambda addresses: len(addresses) == 2)
@@ -42,7 +42,7 @@ async def test_it_survives_a_restart_of_the_api_server(cluster: Cluster, namespa
 
 
 def _discovery(cluster: Cluster, namespace: str, port: str) -> KubernetesDiscovery:
-    """As a service account that may read EndpointSlices here, and nothing else."""
+    """Returns a discovery with a service account that may only read EndpointSlices here."""
     if "watcher" not in cluster.kubectl("get", "serviceaccounts", "-n", namespace):
         cluster.kubectl("create", "serviceaccount", "watcher", "-n", namespace)
         cluster.kubectl("create", "role", "watcher", *_ROLE, "-n", namespace)

@@ -1,4 +1,4 @@
-"""LeaderWorkerSet and Kueue, by their own controllers: groups restart as a whole, and quotas hold pods back."""
+"""LeaderWorkerSet and Kueue with their real controllers: groups restart as a whole, and quotas hold pods back."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def _trainers(release: Release) -> dict[str, Object]:
 
 
 def _names(release: Release) -> list[str]:
-    """Pods of two nodes."""
+    """Returns the names of the pods of two nodes."""
     return [f"{release.fullname}-trainers-{suffix}" for suffix in ("0", "0-1")]
 
 
@@ -38,7 +38,7 @@ def _environment(pod: Object) -> list[str]:
 
 
 def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> None:
-    """Two pods that know each other. One is deleted, and both are replaced; an upgrade replaces both, too."""
+    """A group of two pods: the deletion of one replaces both, and so does an upgrade."""
     release = Release(cluster, namespace, "vision", (*_SMALL, *_GROUP))
     release.install()
     leader, worker = _names(release)
@@ -48,7 +48,9 @@ def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> No
         assert pods[name]["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] == str(index)
         assert (pods[name]["spec"]["hostname"], pods[name]["spec"]["subdomain"]) == (name, leader.removesuffix("-0"))
         names = _environment(pods[name])
-        assert names.index("LWS_LEADER_ADDRESS") < names.index("FOVEA_TRAINER_MASTER_ADDR"), "it refers to it"
+        assert names.index("LWS_LEADER_ADDRESS") < names.index("FOVEA_TRAINER_MASTER_ADDR"), (
+            "the second variable refers to the first"
+        )
     address = {item["name"]: item.get("value") for item in pods[worker]["spec"]["containers"][0]["env"]}
     assert address["LWS_LEADER_ADDRESS"] == f"{leader}.{release.fullname}-trainers.{namespace}"
 
@@ -65,7 +67,7 @@ def test_a_group_is_made_anew_as_a_whole(cluster: Cluster, namespace: str) -> No
 
 
 def test_one_host_becomes_two_and_back(cluster: Cluster, namespace: str) -> None:
-    """A StatefulSet makes way for a LeaderWorkerSet, and returns."""
+    """A StatefulSet is replaced by a LeaderWorkerSet, and returns."""
     release = Release(cluster, namespace, "vision", _SMALL)
     release.install()
     single = {f"{release.fullname}-trainer-0"}
@@ -78,7 +80,7 @@ def test_one_host_becomes_two_and_back(cluster: Cluster, namespace: str) -> None
 
 
 def test_a_quota_holds_a_second_trainer_back(cluster: Cluster, namespace: str) -> None:
-    """Eight GPUs: a group of two pods with four each has them. The next trainer waits and starts once they are free."""
+    """Eight GPUs: a group of two pods with four each uses them. The next trainer starts once they are free."""
     cluster.apply(*queue(namespace, "gpus", gpus=8))
     values = (*_SMALL, "--set", "kueue.queue=gpus")
     first = Release(cluster, namespace, "first", (*values, *_GROUP))
@@ -94,14 +96,14 @@ def test_a_quota_holds_a_second_trainer_back(cluster: Cluster, namespace: str) -
 
     first.uninstall()
     wait_for("the second trainer runs", lambda: len(_running(second)) == 1)
-    assert _is_held_back(third), "half of the group fits, which is not enough"
+    assert _is_held_back(third), "half of the group would fit, which is not enough"
     second.uninstall()
     wait_for("the third trainer runs", lambda: len(_running(third)) == 2)
     third.uninstall()
 
 
 def test_samplers_of_a_queue_scale_one_by_one(cluster: Cluster, namespace: str) -> None:
-    """With GPUs for the trainer and two samplers, the third sampler waits, and the others serve."""
+    """With GPUs for the trainer and two samplers, the third sampler waits and the others serve."""
     cluster.apply(*queue(namespace, "gpus", gpus=3))
     release = Release(cluster, namespace, "vision", ("--set", "kueue.queue=gpus,sampler.replicas=1"))
     release.install()
@@ -117,7 +119,7 @@ def test_samplers_of_a_queue_scale_one_by_one(cluster: Cluster, namespace: str) 
 
 
 def test_a_group_without_its_controller_is_refused_by_its_definition(cluster: Cluster, namespace: str) -> None:
-    """The API server knows the fields: a typo in the chart would not pass."""
+    """The API server knows the fields, so that a typo in the chart fails."""
     text = cluster.helm("template", "vision", str(CHART), *_GROUP, "--show-only=templates/trainer.yaml")
     with pytest.raises(CommandFailed, match=r"unknown field .*restartPolicies"):
         cluster.kubectl(

@@ -22,13 +22,15 @@ _OPTIONAL = (
 
 
 def test_there_are_value_sets() -> None:
-    """Else the tests below would pass on a chart that is not there."""
+    """Otherwise the tests below would pass without a chart."""
     assert VALUE_SETS
 
 
 @pytest.mark.parametrize("values", VALUE_SETS, ids=lambda path: path.stem)
 def test_a_value_set_installs_and_leaves(cluster: Cluster, namespace: str, values: Path) -> None:
-    """All objects are accepted, all pods run and are endpoints; afterwards nothing is left but what the chart keeps."""
+    """All objects are accepted, and all pods run and are endpoints; afterwards only the objects that the chart keeps
+    remain.
+    """
     prepare(cluster, namespace)
     before = _names(cluster, namespace)
     release = Release(cluster, namespace, "vision", ("--values", str(values)))
@@ -48,7 +50,7 @@ def test_a_value_set_installs_and_leaves(cluster: Cluster, namespace: str, value
     release.install()
     assert {claim["metadata"]["uid"] for claim in get(cluster, namespace, "pvc")} == {
         claim["metadata"]["uid"] for claim in claims
-    }, "a second install makes new claims instead of taking up the old ones"
+    }, "a second install must reuse the old claims"
     release.uninstall()
 
 
@@ -62,7 +64,7 @@ def test_optional_objects_are_accepted(cluster: Cluster, namespace: str) -> None
 
 
 def test_a_typo_is_refused_by_name(cluster: Cluster, namespace: str) -> None:
-    """Before anything is created."""
+    """The refusal names the typo, before anything is created."""
     before = _names(cluster, namespace)
     with pytest.raises(CommandFailed, match="replcas"):
         Release(cluster, namespace, "vision", ("--set", "sampler.replcas=2")).install()
@@ -70,7 +72,7 @@ def test_a_typo_is_refused_by_name(cluster: Cluster, namespace: str) -> None:
 
 
 def prepare(cluster: Cluster, namespace: str) -> None:
-    """Makes what the value sets ask their user to make first: secrets, and a queue."""
+    """Creates the objects that the value sets require first: secrets and a queue."""
     secrets = {
         "fovea-database": "url=postgresql+psycopg://fovea:secret@db/fovea",
         "fovea-bucket": "AWS_ACCESS_KEY_ID=none",
@@ -83,7 +85,7 @@ def prepare(cluster: Cluster, namespace: str) -> None:
 
 
 def _serves(release: Release, component: str) -> bool:
-    """Returns whether a component has pods that all run and are ready. Helm does not wait for a LeaderWorkerSet."""
+    """Returns whether all pods of a component run and are ready. Helm does not wait for a LeaderWorkerSet."""
     pods = release.get("pods", component)
     if not pods or any(pod["status"]["phase"] != "Running" for pod in pods):
         return False
@@ -92,7 +94,7 @@ def _serves(release: Release, component: str) -> bool:
 
 
 def _names(cluster: Cluster, namespace: str) -> set[str]:
-    """Kind and name of everything in a namespace but what controllers write about it."""
+    """Returns kind and name of all objects in a namespace, except those that controllers create."""
     kinds = cluster.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").split()
     wanted = [kind for kind in kinds if not kind.startswith("events") and not kind.endswith("metrics.k8s.io")]
     found = get(cluster, namespace, ",".join(wanted))

@@ -1,4 +1,4 @@
-"""That nothing of a node's machine outlives it. Comes before the tests that keep one: only one runs at a time."""
+"""No process of a node's machine outlives it. Runs before the tests that keep a machine, because only one can run."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +13,7 @@ _PANICS = Path("/proc/sys/kernel/panic_on_oops")
 
 
 def test_it_is_apart(tmp_path: Path) -> None:
-    """Its own network, processes and settings of the kernel; then a failure ends it with all that runs in it."""
+    """It has its own network, processes and kernel settings; a failure ends it with all its processes."""
     panics = _PANICS.read_text()
     with ExitStack() as stack:
         try:

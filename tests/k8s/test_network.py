@@ -1,4 +1,6 @@
-"""The chart's network policies, enforced by Cilium: who reaches whom on which port. Pods of busybox bear its labels."""
+"""The chart's network policies, enforced by Cilium: allowed connections by source, target and port. Pods of busybox
+have its labels.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.unit.deploy.chart import pods
 
 _METRICS, _CHOSEN = 9090, 40961
 _PORTS = (8000, 50050, 50051, 50052, 50053, _METRICS, _CHOSEN)
-"""Those of the chart, and one such as NCCL chooses. Every pod listens on all of them."""
+"""The chart's ports, and one such as NCCL chooses. Every pod listens on all of them."""
 
 _NAME = "vision"
 _COMPONENTS = {
@@ -32,7 +34,7 @@ _COMPONENTS = {
     "trainer": "trainers",
     "trainer-worker": "trainers",
 }
-"""Pods of the release, and how the name of the workload ends whose pods they are."""
+"""Pods of the release, with the suffix of the name of their workload."""
 
 _ENGINES = {"sampler", "sampler-1", "trainer", "trainer-worker"}
 _OTHERS = {"client", "other-release", "elsewhere"}
@@ -40,17 +42,17 @@ _PODS = {*_COMPONENTS, *_OTHERS}
 _SERVE = f"for port in {' '.join(map(str, _PORTS))}; do httpd -p $port -h /tmp; done; exec tail -f /dev/null"
 
 Connection = tuple[str, str, int]
-"""From, to, port."""
+"""Source, target, port."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Pods that listen, and everybody who tries to reach them.
+    """Listening pods, and the sources that try to reach them.
 
     Attributes:
-        node: That runs them.
-        namespaces: Of each pod.
-        addresses: Of each pod.
+        node: The node that runs them.
+        namespaces: The namespace of each pod.
+        addresses: The address of each pod.
     """
 
     node: Node
@@ -59,7 +61,7 @@ class Network:
 
     @contextmanager
     def policies(self, *values: str) -> Iterator[None]:
-        """The chart's, with `values` as arguments of Helm."""
+        """Applies the chart's policies, with `values` as arguments of Helm."""
         namespace = self.namespaces["gateway"]
         rendered = [item for item in _rendered(self.node, *values) if item["kind"] == "NetworkPolicy"]
         self.node.cluster.apply(*(_placed(policy, namespace) for policy in rendered))
@@ -69,7 +71,7 @@ class Network:
             self.node.cluster.kubectl("delete", "networkpolicies", "--all", "-n", namespace)
 
     def run(self, source: str, script: str) -> str:
-        """The output of a shell script in a pod, on the node, or outside of it, on this machine."""
+        """Runs a shell script in a pod, on the node, or outside of it on this machine; returns its output."""
         shell = ("sh", "-c", script)
         if source == "outside":
             return subprocess.check_output(shell, text=True)
@@ -78,30 +80,30 @@ class Network:
         return self.node.cluster.kubectl("exec", source, "-n", self.namespaces[source], "--", *shell)
 
     def comes_to(self, expected: Set[Connection]) -> None:
-        """Returns once exactly these connections are made, which is a moment after policies change.
+        """Waits until exactly these connections succeed, which takes a moment after policies change.
 
-        Those of one pod all change at once, so what is to be made is tried after all else has been refused.
+        All policies of one pod change at once, so allowed connections are tried after all others are refused.
         """
         refused = _connections(lambda *_: True) - expected
         missing = expected
         deadline = time.monotonic() + WAIT_S
         while (made := self._made(refused)) and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert made == set(), "these are made, and should be refused"
+        assert made == set(), "these succeed but should be refused"
         while (missing := missing - self._made(missing)) and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert missing == set(), "these should be made"
+        assert missing == set(), "these should succeed"
         assert self._made(refused) == set()
 
     def all_ready(self) -> bool:
-        """Whether the kubelet's last probe of every pod succeeded."""
+        """Returns whether the kubelet's last probe of every pod succeeded."""
         pods = [pod for namespace in {*self.namespaces.values()} for pod in get(self.node.cluster, namespace, "pods")]
         conditions = [condition for pod in pods for condition in pod["status"].get("conditions", [])]
         ready = [condition["status"] for condition in conditions if condition["type"] == "Ready"]
         return ready == ["True"] * len(self.namespaces)
 
     def _made(self, tried: Set[Connection]) -> set[Connection]:
-        """Those that are made, of some that are tried all at once."""
+        """Returns the connections that succeed, of some that are tried concurrently."""
         sources = {source for source, _, _ in tried}
         scripts = {source: self._script({(to, port) for who, to, port in tried if who == source}) for source in sources}
         with ThreadPoolExecutor(len(scripts) + 1) as pool:
@@ -110,7 +112,7 @@ class Network:
         return {(source, target, int(port)) for source, target, port in words}
 
     def _script(self, tried: Set[tuple[str, int]]) -> str:
-        """Prints where a connection is made."""
+        """Returns a script that prints the connections that succeed."""
         tries = (
             f'(busybox nc -w 5 {self.addresses[to]} {port} </dev/null >/dev/null 2>&1 && echo "{to} {port}") &'
             for to, port in tried
@@ -120,7 +122,7 @@ class Network:
 
 @pytest.fixture(scope="module")
 def network(node: Node) -> Iterator[Network]:
-    """Without policies."""
+    """The pods without policies."""
     templates = pods(_rendered(node))
     labels = {pod: templates[f"{_NAME}-fovea-{suffix}"]["metadata"]["labels"] for pod, suffix in _COMPONENTS.items()}
     labels["client"] = {"app": "client"}
@@ -135,13 +137,14 @@ def network(node: Node) -> Iterator[Network]:
 
 
 def test_only_the_gateway_is_reached_from_outside(network: Network) -> None:
-    """Metrics by every other pod, too; engines reach each other on every port. Without policies all reach everything.
+    """Every other pod may read metrics, and engines may connect to each other on every port. Without policies all
+    connections are allowed.
 
-    Meanwhile probes reach every pod; pods connect to the API server, and resolve names.
+    Probes reach every pod; pods connect to the API server and resolve names.
     """
     network.comes_to(_connections(lambda *_: True))
     slices = ("get", "endpointslices", "-n", "default", "-l", "kubernetes.io/service-name=kubernetes")
-    # The API server of this cluster has a port by chance, and the policy is about that one, not about its service's.
+    # The API server of this cluster has a random port, and the policy applies to that port, not to its service's.
     api_port = int(network.node.cluster.kubectl(*slices, "-o", "jsonpath={.items[0].ports[0].port}"))
     rules = [{"ports": [{"port": 443}, {"port": api_port}]}]
     with network.policies(f"--set-json=networkPolicy.egress.rules={json.dumps(rules)}"):
@@ -154,8 +157,8 @@ def test_only_the_gateway_is_reached_from_outside(network: Network) -> None:
     network.comes_to(_connections(lambda *_: True))
 
 
-def test_values_name_who_reaches_the_gateway_and_who_reads_metrics(network: Network) -> None:
-    """By labels, by address, by namespace: as peers of a policy are named."""
+def test_values_select_clients_of_the_gateway_and_readers_of_metrics(network: Network) -> None:
+    """By labels, address or namespace, as in the peers of a policy."""
     clients = [{"podSelector": {"matchLabels": {"app": "client"}}}, {"ipBlock": {"cidr": f"{HOST_ADDRESS}/32"}}]
     place = {"kubernetes.io/metadata.name": network.namespaces["elsewhere"]}
     monitoring = [{"namespaceSelector": {"matchLabels": place}}]
@@ -165,14 +168,16 @@ def test_values_name_who_reaches_the_gateway_and_who_reads_metrics(network: Netw
 
 
 def test_they_can_be_left_out(node: Node) -> None:
-    """For clusters that have rules of their own."""
+    """For clusters with their own rules."""
     kinds = {item["kind"] for item in _rendered(node, "--set=networkPolicy.enabled=false")}
     assert "StatefulSet" in kinds
     assert "NetworkPolicy" not in kinds
 
 
 def _documented(clients: Set[str], readers: Set[str]) -> set[Connection]:
-    """What docs/guides/operations.md says, for those whom the values let reach the gateway and read metrics."""
+    """Returns the connections that docs/guides/operations.md documents, for the given clients and
+    readers of metrics.
+    """
     callers: dict[tuple[str, int], Set[str]] = {
         ("gateway", 8000): clients,
         ("gateway", 50050): clients,
@@ -184,7 +189,7 @@ def _documented(clients: Set[str], readers: Set[str]) -> set[Connection]:
     }
 
     def is_allowed(source: str, target: str, port: int) -> bool:
-        if source in _COMPONENTS:  # whose own policy lets it connect to the release alone
+        if source in _COMPONENTS:  # its own policy only allows connections to the release
             own_calls = port in (50051, 50052, 50053) and source in callers.get((target, port), ())
             return {source, target} <= _ENGINES or own_calls
         return (
@@ -204,7 +209,7 @@ def _connections(is_allowed: Callable[[str, str, int], bool]) -> set[Connection]
 
 
 def _rendered(node: Node, *values: str) -> list[Object]:
-    """The chart's objects, on two nodes: the trainer has a worker then."""
+    """Returns the chart's objects for two nodes, so that the trainer has a worker."""
     file = CHART / "values-two-nodes.yaml"
     text = node.cluster.helm("template", _NAME, str(CHART), f"--values={file}", *values)
     return [item for item in yaml.safe_load_all(text) if item]

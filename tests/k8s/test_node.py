@@ -22,7 +22,7 @@ wait
 
 @pytest.fixture(scope="module")
 def namespace(node: Node) -> Iterator[str]:
-    """With a web server behind a service with an address of its own, and behind one without."""
+    """A namespace with a web server behind a service with its own address, and behind a headless one."""
     with fresh_namespace(node.cluster) as name:
         items = [_pod(), _service("web"), _service("web-each") | {"spec": _ports() | {"clusterIP": "None"}}]
         node.cluster.apply(*({**item, "metadata": {**item["metadata"], "namespace": name}} for item in items))
@@ -31,7 +31,7 @@ def namespace(node: Node) -> Iterator[str]:
 
 
 def test_a_container_runs(node: Node, namespace: str) -> None:
-    """Its probe passed, its log is there, and a command in it sees the user and the memory limit it was given."""
+    """Its probe succeeds, its log is available, and a command in it sees its user and memory limit."""
     assert "serving" in node.cluster.kubectl("logs", "web", "-n", namespace)
     assert (
         _in_pod(node, namespace, "cat /proc/self/status | while read -r n v r; do [ $n != Uid: ] || echo $v; done")
@@ -41,18 +41,20 @@ def test_a_container_runs(node: Node, namespace: str) -> None:
 
 
 def test_names_and_addresses(node: Node, namespace: str) -> None:
-    """A headless service's name is the pod's address; a service's own leads to the pod, and one to the API server."""
+    """A headless service's name resolves to the pod's address; a normal service's address leads to the pod or the API
+    server.
+    """
     (pod,) = get(node.cluster, namespace, "pods")
     address = pod["status"]["podIP"]
     assert address in _in_pod(node, namespace, f"nslookup -type=a web-each.{namespace}.svc.cluster.local")
     assert _in_pod(node, namespace, f"wget -qO- http://web.{namespace}:{_PORT}/") == "hello"
-    # The static wget speaks no TLS that the API server takes; a word without TLS is answered, too.
+    # The static wget has no TLS that the API server accepts; plain text gets an answer, too.
     said = _in_pod(node, namespace, "printf 'GET / HTTP/1.0\\r\\n\\r\\n' | nc kubernetes.default 443")
     assert "HTTP request to an HTTPS server" in said
 
 
 def test_a_killed_container_is_started_again(node: Node, namespace: str) -> None:
-    """As the kubelet does after a crash; then it is an endpoint again."""
+    """The kubelet restarts it as after a crash; then it is an endpoint again."""
     (status,) = _status(node, namespace)["containerStatuses"]
     node.kill(status["containerID"])
     wait_for("the container runs again", lambda: _restarts(node, namespace) == status["restartCount"] + 1)
@@ -60,7 +62,7 @@ def test_a_killed_container_is_started_again(node: Node, namespace: str) -> None
 
 
 def test_a_deleted_pod_is_asked_to_end(node: Node, namespace: str) -> None:
-    """By SIGTERM, with time to obey."""
+    """It gets SIGTERM and time to exit."""
     with ThreadPoolExecutor() as pool:
         log = pool.submit(node.cluster.kubectl, "logs", "web", "--follow", "-n", namespace)
         node.cluster.kubectl("delete", "pod", "web", "-n", namespace)

@@ -1,4 +1,4 @@
-"""The chart for real: its images as pods of a real node, and the official SDK through the gateway's service."""
+"""The installed chart: its images as pods of a real node, and the official SDK through the gateway's service."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _STEPS = 5
 
 @dataclass(frozen=True)
 class Installed:
-    """A release whose gateway this host reaches.
+    """A release with a gateway that this host can reach.
 
     Attributes:
         release: All four services.
-        base_url: Of the gateway's service.
-        key: That its secret holds.
+        base_url: URL of the gateway's service.
+        key: The key in its secret.
     """
 
     release: Release
@@ -47,22 +47,22 @@ class Installed:
     key: str
 
     def service_client(self) -> tinker.ServiceClient:
-        """The official SDK, pointed here."""
+        """Creates a client of the official SDK."""
         return tinker.ServiceClient(base_url=self.base_url, api_key=self.key)
 
     def settled(self, samplers: int) -> None:
-        """Waits until the gateway sends requests to so many samplers, and knows of no other."""
+        """Waits until the gateway knows exactly this number of samplers and sends requests to all."""
         (pod,) = self.release.get("pods", "gateway")
         wait_for_samplers(samplers, f"http://{pod['status']['podIP']}:9090/metrics", _START_S)
 
     def kubectl(self, *arguments: str) -> str:
-        """In the release's namespace."""
+        """Runs kubectl in the release's namespace."""
         return self.release.cluster.kubectl(*arguments, "-n", self.release.namespace)
 
 
 @pytest.fixture(scope="module")
 def installed(node: Node) -> Iterator[Installed]:
-    """The chart, installed with one sampler; uninstalled by the last test."""
+    """The chart, installed with one sampler; the last test uninstalls it."""
     _load_images(node)
     with fresh_namespace(node.cluster) as namespace:
         _claim_model(node, namespace)
@@ -76,19 +76,19 @@ def installed(node: Node) -> Iterator[Installed]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    """With an image each."""
+    """Prompts with one image each."""
     return image_prompts(8)
 
 
 @pytest.fixture(scope="module")
 def service(installed: Installed) -> tinker.ServiceClient:
-    """The official SDK. The last test closes it: once nobody answers, closing would try again for minutes."""
+    """The official SDK. The last test closes it, because closing it without a server would retry for minutes."""
     return installed.service_client()
 
 
 @pytest.fixture(scope="module")
 def sampling(service: tinker.ServiceClient, prompts: list[Prompt]) -> tinker.SamplingClient:
-    """Samples from an adapter that answers otherwise than the base model."""
+    """Samples from an adapter with other answers than the base model."""
     training = service.create_lora_training_client(base_model=_MODEL, rank=8).result()
     for _ in range(_STEPS):
         output = take_step(training, [prompt.datum() for prompt in prompts], 1e-2)
@@ -101,7 +101,7 @@ def sampling(service: tinker.ServiceClient, prompts: list[Prompt]) -> tinker.Sam
 
 
 def test_an_image_is_sampled(service: tinker.ServiceClient, prompts: list[Prompt]) -> None:
-    """Through the gateway, a renderer and vLLM, each in a pod of its own."""
+    """Through the gateway, a renderer and vLLM, each in its own pod."""
     base = service.create_sampling_client(base_model=_MODEL).result()
     assert greedy(base, prompts[0].model_input)
 
@@ -109,7 +109,7 @@ def test_an_image_is_sampled(service: tinker.ServiceClient, prompts: list[Prompt
 def test_samplers_scale_under_load(
     installed: Installed, sampling: tinker.SamplingClient, prompts: list[Prompt]
 ) -> None:
-    """A second pod joins with the trained adapter, then leaves: every answer came, and was the same as before."""
+    """A second pod joins with the trained adapter and leaves: every answer arrives, equal to the one before."""
     expected = {(number, greedy(sampling, prompt.model_input)) for number, prompt in enumerate(prompts)}
     with Load(sampling, [prompt.model_input for prompt in prompts]).running() as load:
         installed.kubectl("scale", "statefulset/vision-fovea-sampler", "--replicas=2")
@@ -126,7 +126,7 @@ def test_samplers_scale_under_load(
 def test_a_deleted_sampler_is_replaced(
     installed: Installed, sampling: tinker.SamplingClient, prompts: list[Prompt]
 ) -> None:
-    """The only one, under load: who asks meanwhile waits for the next pod, which is given the adapter."""
+    """The only sampler, under load: requests wait for the next pod, which gets the adapter."""
     before = installed.release.pods("sampler")
     expected = {(number, greedy(sampling, prompt.model_input)) for number, prompt in enumerate(prompts)}
     with Load(sampling, [prompt.model_input for prompt in prompts]).running() as load:
@@ -140,7 +140,9 @@ def test_a_deleted_sampler_is_replaced(
 
 
 def test_the_gateway_is_restarted(installed: Installed, sampling: tinker.SamplingClient, prompts: list[Prompt]) -> None:
-    """Under load. With SQLite it is down in between: the next pod has its volume, the SDK repeats what broke off."""
+    """Under load. With SQLite it is down in between: the next pod gets its volume, and the SDK
+    repeats broken requests.
+    """
     before = installed.release.pods("gateway")
     expected = {(number, greedy(sampling, prompt.model_input)) for number, prompt in enumerate(prompts)}
     with Load(sampling, [prompt.model_input for prompt in prompts]).running() as load:
@@ -156,11 +158,11 @@ def test_the_gateway_is_restarted(installed: Installed, sampling: tinker.Samplin
 
 
 def test_it_ends_in_peace(installed: Installed, service: tinker.ServiceClient) -> None:
-    """Uninstalled, every container ends by itself in time, with status 0; until then none had to be started again."""
+    """After uninstalling, every container exits in time with status 0; none was restarted before."""
     service.close("success")
     assert _statuses(installed, lambda status: status["restartCount"]) == dict.fromkeys(COMPONENTS, 0)
     names = installed.kubectl("get", "pods", "-o", "name").split()
-    for name in names:  # else an ended pod is gone at once, and with it how it ended
+    for name in names:  # otherwise an ended pod and its exit status disappear at once
         installed.kubectl("patch", name, "--type=merge", "-p", '{"metadata": {"finalizers": ["fovea.test/seen"]}}')
     installed.release.uninstall()
     done = dict.fromkeys(COMPONENTS, 0)
@@ -172,7 +174,7 @@ def test_it_ends_in_peace(installed: Installed, service: tinker.ServiceClient) -
 
 
 def _statuses(installed: Installed, fact: Callable[[Object], int | None]) -> dict[str, int]:
-    """A fact of each component's container, where it is one already."""
+    """Returns one field of each component's container, for containers that exist."""
     statuses = [pod["status"]["containerStatuses"][0] for pod in installed.release.get("pods")]
     return {status["name"]: known for status in statuses if (known := fact(status)) is not None}
 
@@ -196,7 +198,7 @@ def _load_images(node: Node) -> None:
 
 
 def _claim_model(node: Node, namespace: str) -> None:
-    """A claim `model`, and the tiny model in the folder of the volume that it gets."""
+    """A claim `model`, with the tiny model in the folder of its volume."""
     claim: Object = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",

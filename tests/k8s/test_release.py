@@ -1,4 +1,4 @@
-"""One release over its life: upgraded, rolled back, drained; and what its gateway may see of the cluster."""
+"""One release over its life: upgrade, rollback, drain, and the cluster rights of its gateway."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,9 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 
 def test_upgrade_and_rollback_roll_only_what_changed(release: Release) -> None:
-    """The same values roll nothing and keep the key; a setting of the gateway rolls the gateway; rollback undoes it."""
+    """Equal values restart nothing and keep the key; a setting of the gateway restarts the gateway; a rollback undoes
+    it.
+    """
     pods = {component: release.pods(component) for component in COMPONENTS}
     templates, secrets = _templates(release), _secrets(release)
 
@@ -46,8 +48,8 @@ def test_upgrade_and_rollback_roll_only_what_changed(release: Release) -> None:
         assert release.pods(component) == pods[component], component
 
 
-def test_scaling_samplers_touches_nobody_else(release: Release) -> None:
-    """One sampler more is one pod more."""
+def test_scaling_samplers_changes_no_other_pod(release: Release) -> None:
+    """One more sampler is one more pod."""
     pods = {component: release.pods(component) for component in COMPONENTS}
     release.upgrade("--set", "sampler.replicas=5")
     assert release.pods("sampler") > pods["sampler"]
@@ -57,7 +59,7 @@ def test_scaling_samplers_touches_nobody_else(release: Release) -> None:
 
 
 def test_a_drain_moves_samplers_but_not_the_trainer(cluster: Cluster, release: Release) -> None:
-    """Its disruption budget refuses: an evicted trainer loses what was not saved."""
+    """The trainer's disruption budget refuses an eviction, which would lose unsaved work."""
     trainer = release.pods("trainer")
     node = release.get("pods", "trainer")[0]["spec"]["nodeName"]
     selector = f"--pod-selector=app.kubernetes.io/instance={release.name}"
@@ -77,7 +79,7 @@ def test_a_drain_moves_samplers_but_not_the_trainer(cluster: Cluster, release: R
 
 
 def test_the_gateway_may_watch_endpoints_and_nothing_else(cluster: Cluster, release: Release) -> None:
-    """Compared with a service account that nobody gave anything; the other components' pods get no token at all."""
+    """Compared with a service account without rights. Pods of other components get no token at all."""
     nobody = _rights(cluster, release.namespace, "default")
     gateway = _rights(cluster, release.namespace, f"{release.fullname}-gateway")
     (line,) = gateway - nobody
@@ -93,7 +95,7 @@ def test_the_gateway_may_watch_endpoints_and_nothing_else(cluster: Cluster, rele
 
 
 def test_network_policies_select_each_component(cluster: Cluster, release: Release) -> None:
-    """No pod is left without a policy. kwok carries no packets: that they are obeyed is the network plugin's part."""
+    """Every pod has a policy. kwok carries no packets; enforcing policies is the network plugin's part."""
     covered: set[str] = set()
     policies = release.get("networkpolicies")
     for policy in policies:
@@ -105,7 +107,7 @@ def test_network_policies_select_each_component(cluster: Cluster, release: Relea
 
 
 async def test_the_gateway_sees_samplers_join_and_leave(cluster: Cluster, release: Release) -> None:
-    """With its own service account's token, and with the address that the chart gives it: 4, 6, 1, 4 samplers."""
+    """With its own service account's token and the address from the chart: 4, 6, 1, 4 samplers."""
     (deployment,) = release.get("deployments", "gateway")
     environment = {item["name"]: item.get("value", "") for item in _containers(deployment)[0]["env"]}
     assert environment["FOVEA_GATEWAY_DISCOVERY"] == "kubernetes"
@@ -120,7 +122,7 @@ async def test_the_gateway_sees_samplers_join_and_leave(cluster: Cluster, releas
 
 
 def _templates(release: Release) -> dict[str, Object]:
-    """What each component's pods are made from."""
+    """Returns the pod template of each component."""
     owners = release.get("deployments,statefulsets")
     return {item["metadata"]["labels"]["app.kubernetes.io/component"]: item["spec"]["template"] for item in owners}
 
@@ -138,7 +140,7 @@ def _elsewhere(release: Release, node: str) -> list[Object]:
 
 
 def _rights(cluster: Cluster, namespace: str, account: str, account_namespace: str = "") -> set[str]:
-    """What a service account may do in a namespace, a line a resource, as the API server itself answers."""
+    """Returns a service account's rights in a namespace, one line per resource, as the API server reports them."""
     user = f"--as=system:serviceaccount:{account_namespace or namespace}:{account}"
     lines = cluster.kubectl("auth", "can-i", "--list", "--no-headers", "-n", namespace, user).splitlines()
     return {" ".join(line.split()) for line in lines}

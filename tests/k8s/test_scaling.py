@@ -1,4 +1,4 @@
-"""Real samplers behind EndpointSlices of a real API server join, leave and die under load: no request is lost."""
+"""Real samplers behind EndpointSlices of a real API server join, leave and die under load without a lost request."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def fleet(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    """With an image each."""
+    """Prompts with one image each."""
     return image_prompts(_PROMPTS)
 
 
 @pytest.fixture(scope="module")
 def sampling(fleet: Fleet, prompts: list[Prompt]) -> Iterator[tinker.SamplingClient]:
-    """Samples from an adapter that answers otherwise than the base model."""
+    """Samples from an adapter with other answers than the base model."""
     with tinker.ServiceClient(base_url=fleet.base_url, api_key=API_KEY) as service:
         training = service.create_lora_training_client(base_model=MODEL_NAME, rank=8).result()
         for _ in range(_STEPS):
@@ -58,7 +58,7 @@ def sampling(fleet: Fleet, prompts: list[Prompt]) -> Iterator[tinker.SamplingCli
 
 @pytest.fixture(scope="module")
 def expected(fleet: Fleet, sampling: tinker.SamplingClient, prompts: list[Prompt]) -> list[Tokens]:
-    """What the adapter answers to each prompt, unlike the base model."""
+    """The adapter's answer to each prompt, which differs from the base model's."""
     with tinker.ServiceClient(base_url=fleet.base_url, api_key=API_KEY) as service:
         base = service.create_sampling_client(base_model=MODEL_NAME).result()
         answers = [(greedy(sampling, prompt.model_input), greedy(base, prompt.model_input)) for prompt in prompts]
@@ -67,7 +67,7 @@ def expected(fleet: Fleet, sampling: tinker.SamplingClient, prompts: list[Prompt
 
 
 def taught(prompt: Prompt) -> tinker.Datum:
-    """The prompt with an answer, which alone is weighed."""
+    """Returns a datum of the prompt and an answer, with weights on the answer only."""
     answer = AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure()).encode("a tabby cat", add_special_tokens=False)
     targets = [*prompt.ids[1:], *answer]
     weights = [0.0] * (len(prompt.ids) - 1) + [1.0] * len(answer)
@@ -81,12 +81,12 @@ def taught(prompt: Prompt) -> tinker.Datum:
 
 
 def served(fleet: Fleet, sampler: ServiceProcess) -> float:
-    """Requests that a sampler has ended."""
+    """Returns the number of requests that a sampler has finished."""
     return metric_total(fleet.metrics_of(sampler), _SERVED)
 
 
 def check(load: Load, expected: list[Tokens]) -> None:
-    """Every answer came, and from the weights that were asked for."""
+    """Checks that every answer arrived and came from the requested weights."""
     assert load.failures == []
     assert set(load.answers) == set(enumerate(expected))
 
@@ -106,7 +106,7 @@ def test_one_to_three_to_one(
         load.wait(100)
     check(load, expected)
     shares = [served(fleet, sampler) for sampler in fleet.samplers]
-    assert all(shares), "each took part"
+    assert all(shares), "each must take part"
     assert metric_total(fleet.metrics, _RETRIES) == retried
     print(f"1 to 3 to 1: {len(load.answers)} answers, 0 failed, 0 retried; by sampler {shares}")
 

@@ -1,4 +1,4 @@
-"""That go.mod pins exactly the tools that are built, and one Kubernetes. Needs no cluster."""
+"""go.mod pins exactly the built tools and one Kubernetes version. Needs no cluster."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_every_tool_is_pinned() -> None:
 
 
 def test_the_parts_of_kubernetes_are_of_one_version() -> None:
-    """Kubernetes 1.36.3 goes with its libraries 0.36.3: half an upgrade builds, and fails at run time."""
+    """Kubernetes 1.36.3 requires its libraries 0.36.3: a partial upgrade builds, and fails at run time."""
     (version,) = re.findall(r"^\s*k8s\.io/kubernetes v1\.(\S+)", _GO_MOD, re.MULTILINE)
     libraries = re.findall(r"^\s*(k8s\.io/\S+) => \1 v0\.(\S+)", _GO_MOD, re.MULTILINE)
     assert libraries

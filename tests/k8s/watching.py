@@ -1,4 +1,4 @@
-"""Follows a discovery, as the gateway does."""
+"""Follows a discovery as the gateway does."""
 
 import asyncio
 import json
@@ -13,20 +13,20 @@ from tests.k8s.cluster import WAIT_S
 
 
 class Seen:
-    """What a discovery yielded last."""
+    """The latest result of a discovery."""
 
     def __init__(self) -> None:
         self.last: Addresses = frozenset()
         self._changed = asyncio.Event()
 
     async def follow(self, discovery: KubernetesDiscovery) -> None:
-        """Never returns."""
+        """Stores results forever."""
         async for addresses in discovery.watch():
             self.last = addresses
             self._changed.set()
 
     async def until(self, holds: Callable[[Addresses], bool]) -> None:
-        """Returns once `holds(self.last)`; raises TimeoutError if it never does."""
+        """Waits until `holds(self.last)`; raises TimeoutError after the time limit."""
         async with asyncio.timeout(WAIT_S):
             while not holds(self.last):
                 self._changed.clear()
@@ -35,7 +35,7 @@ class Seen:
 
 @asynccontextmanager
 async def watching(discovery: KubernetesDiscovery) -> AsyncIterator[Seen]:
-    """A task that follows a discovery; what it died of is raised at the end."""
+    """Follows a discovery in a task; raises the task's error at the end."""
     seen = Seen()
     task = asyncio.create_task(seen.follow(discovery))
     try:
@@ -47,7 +47,7 @@ async def watching(discovery: KubernetesDiscovery) -> AsyncIterator[Seen]:
 
 
 def configuration_of(cluster: Cluster, namespace: str, service_account: str) -> client.Configuration:
-    """The API server as a service account sees it: with a token of its own."""
+    """Returns the API server's configuration for a service account, with its token."""
     server = json.loads(cluster.kubectl("config", "view", "--raw", "-o", "json"))["clusters"][0]["cluster"]
     token = cluster.kubectl("create", "token", service_account, "-n", namespace).strip()
     configuration = client.Configuration()

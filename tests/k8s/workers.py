@@ -1,4 +1,4 @@
-"""A small StatefulSet and its headless service: what discovery and scheduling see of samplers."""
+"""A small StatefulSet and its headless service, as stand-ins for samplers in tests of discovery and scheduling."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ PORT = 50052
 
 
 def workers(namespace: str, replicas: int, gpus: int = 0) -> list[Object]:
-    """Service and StatefulSet of `replicas` pods with `gpus` each, with a port called grpc."""
+    """Returns the service and a StatefulSet of `replicas` pods with `gpus` each and a port called grpc."""
     metadata: dict[str, Any] = {"namespace": namespace}
     labels = {"app": STATEFUL_SET}
     limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}

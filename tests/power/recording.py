@@ -1,9 +1,9 @@
-"""Power cuts from a record: what processes did to a folder, and what the disk may hold of it after any moment.
+"""Power cuts from a record: the disk operations of processes on a folder, and its possible contents after any moment.
 
-recorder.c writes the record. A cut keeps what was synced before it, and of all else any part, in the manner of ALICE
-(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014): each block of a write that no fsync of its file
-covered may be lost, each change of a folder (a name made, moved or removed) that no fsync of that folder covered may be
-lost, in any order. A rename is whole or not at all.
+recorder.c writes the record. A cut keeps all data synced before it and any part of the rest, as in ALICE (Pillai et
+al., "All File Systems Are Not Created Equal", OSDI 2014): each block of a write without a later fsync of its file may
+be lost, and each change of a folder (a created, moved or removed name) without a later fsync of that folder, in any
+order. A rename is atomic.
 """
 
 import json
@@ -22,7 +22,7 @@ _BLOCK_BYTES = 4096
 
 
 class Kind(IntEnum):
-    """Of a record, as in recorder.c."""
+    """The kind of a record, as in recorder.c."""
 
     LINK = 1
     WRITE = 2
@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One record. `number` is an offset, a size or which sync it is; `path` is relative to the folder."""
+    """One record. `number` is an offset, a size or the kind of a sync; `path` is relative to the folder."""
 
     kind: Kind
     inode: int
@@ -48,19 +48,19 @@ class Event:
     data: bytes
 
     def told(self) -> dict[str, str]:
-        """What a mark says."""
+        """Returns the content of a mark."""
         found: dict[str, str] = json.loads(self.data)
         return found
 
 
 @dataclass
 class Change:
-    """Of a file (a write, a new size) or of folders (a name set to a node, or removed where `node` is None).
+    """A change of a file (a write or a new size) or of folders (a name set to a node, or removed if `node` is None).
 
     Attributes:
-        at: Its place in the record.
-        names: Of folders: which name of which, and what it becomes.
-        event: Of a file.
+        at: Its position in the record.
+        names: For folders: the folder, the name and its new node.
+        event: For files: the record.
     """
 
     at: int
@@ -70,7 +70,7 @@ class Change:
 
 @dataclass(eq=False)
 class Node:
-    """A file or a folder: its changes, and before which place in the record they are on the disk for certain."""
+    """A file or a folder: its changes, and the record position before which they are certainly on disk."""
 
     is_folder: bool
     changes: list[Change] = field(default_factory=list)
@@ -88,7 +88,7 @@ def build(folder: Path) -> Path:
 
 
 class Recording:
-    """Records what processes that are started with `environment` do below a folder, which must be new and empty."""
+    """Records the operations of processes with the variables `environment` below a new, empty folder."""
 
     def __init__(self, library: Path, root: Path, record: Path) -> None:
         self.root, self._record = root, record
@@ -99,13 +99,13 @@ class Recording:
         }
 
     def mark(self, **told: Any) -> None:
-        """Records what a client knows from here on."""
+        """Records an acknowledgement that a client has received."""
         data = json.dumps(told).encode()
         with self._record.open("ab", buffering=0) as file:
             file.write(_HEADER.pack(Kind.MARK, 0, 0, 0, len(data)) + data)
 
     def events(self) -> list[Event]:
-        """All records, in order."""
+        """Returns all records in order."""
         return list(_parse(self._record.read_bytes(), str(self.root)))
 
 
@@ -126,7 +126,7 @@ def _relative(path: bytes, root: str) -> str:
 
 
 class Disk:
-    """What was done up to some moment, and what a cut there may leave."""
+    """The operations up to some moment, and the possible contents after a cut there."""
 
     def __init__(self) -> None:
         self._root = Node(is_folder=True)
@@ -135,7 +135,7 @@ class Disk:
         self._count = 0
 
     def do(self, event: Event, does_sync: bool = True) -> None:
-        """One more event; marks change nothing.
+        """Adds one event; marks change nothing.
 
         Args:
             does_sync: Whether a sync has any effect.
@@ -145,7 +145,7 @@ class Disk:
             case Kind.LINK | Kind.MKDIR:
                 self._link(event)
             case Kind.WRITE | Kind.TRUNCATE | Kind.EXTEND:
-                if event.inode in self._by_inode:  # else it has no name below our folder
+                if event.inode in self._by_inode:  # otherwise it has no name below our folder
                     self._by_inode[event.inode].changes.append(Change(self._count, event=event))
             case Kind.SYNC_BEGIN:
                 if event.inode in self._by_inode and does_sync:
@@ -161,11 +161,11 @@ class Disk:
                 self._change((parent, name, None))
 
     def files(self) -> dict[str, bytes]:
-        """What processes see now, by path."""
+        """Returns the files that processes see now, by path."""
         return dict(_walk(self._root, lambda _node, _change: True, None))
 
     def cut(self, chance: random.Random) -> dict[str, bytes]:
-        """What the disk may hold after a cut here, by path."""
+        """Returns the possible contents of the disk after a cut here, by path."""
         share = chance.choice((0.0, 0.1, 0.5, 0.9, 1.0))
         kept: dict[int, bool] = {}
 
@@ -182,7 +182,7 @@ class Disk:
         node = self._by_inode.get(event.inode)
         if name in parent.now and parent.now[name] is node:
             return
-        if node is None or node.links == 0:  # the number may be used again
+        if node is None or node.links == 0:  # the number may be reused
             node = self._by_inode[event.inode] = Node(event.kind is Kind.MKDIR)
         self._change((parent, name, node))
 
@@ -210,7 +210,7 @@ class Disk:
         return node, name
 
     def sees_root(self, inode: int) -> None:
-        """Tells which inode the folder itself has, so that a sync of it counts."""
+        """Registers the inode of the folder itself, so that syncs of it count."""
         self._by_inode[inode] = self._root
 
 
@@ -260,7 +260,7 @@ def _blocks(offset: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path, prefix: str = "") -> None:
-    """Writes those whose path begins so below a folder, at the same paths."""
+    """Writes the files that have a prefix below a folder, at the same paths."""
     for path, data in files.items():
         if path.startswith(prefix):
             place = folder / path

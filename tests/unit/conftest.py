@@ -1,4 +1,4 @@
-"""What holds for all unit tests: on a busy machine an example may take seconds, and no test asserts a time."""
+"""Settings of all unit tests: on a busy machine an example may take seconds, and no test asserts a time."""
 
 from hypothesis import settings
 

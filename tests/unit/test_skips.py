@@ -1,4 +1,4 @@
-"""A skip proves nothing: CI names what it has installed, and a test that is skipped for lack of it fails the run."""
+"""Skipped tests prove nothing: CI lists its installed tools, and a test skipped for lack of one fails the run."""
 
 import os
 import subprocess

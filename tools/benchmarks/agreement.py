@@ -115,8 +115,9 @@ def score(
     experts: Sequence[tinker.TensorData] = (),
     ways: Sequence[str] = ("packed", "alone"),
 ) -> list[Comparison]:
-    """Returns the trainer's log-probabilities of drawn tokens at their temperature, in each way; with `experts`, using
-    those.
+    """Compares the trainer's log-probabilities of drawn tokens with the sampler's, in each way.
+
+    With `experts`, the trainer replays them.
     """
     sampled = np.concatenate([one.logprobs for one in drawn])
     data, config = [datum(one.prompt, one.tokens) for one in drawn], {"temperature": drawn[0].temperature}

@@ -26,7 +26,7 @@ from benchmarks.prose import CLAUSE
 _CORE = re.compile(
     r"(client/|gateway/|services/[a-z]+/)?(fovea|fovea_gateway|fovea_services|fovea_renderer|fovea_sampler|fovea_trainer|fovea_weights)/"
 )
-"""Begins the path of each core file, in this layout and in the flat one of earlier revisions."""
+"""Matches the start of a core file's path, in this layout and in the flat one of earlier revisions."""
 DOCUMENTS = ("README.md", "docs/guides", "docs/reference")
 """The documents of the product; docs/lab is a record of measurements, which may grow."""
 _GENERATED_PAGES = ("docs/reference/cli.md", "docs/reference/metrics.md", "docs/reference/settings.md")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Generated code, the record of past releases, tests, and this file, which contains the patterns.
-SKIPPED = re.compile(r"fovea/(api|tinker)/|/node_modules/|^CHANGELOG|^tools/benchmarks/prose\.py$|^tests/")
+# Generated code, the record of past releases, and this file, which contains the patterns.
+SKIPPED = re.compile(r"fovea/(api|tinker)/|/node_modules/|^CHANGELOG|^tools/benchmarks/prose\.py$")
 
-CLAUSE = re.compile(r"\s*(What|Who|Whose|Whom|Of|Where|Whether)\b")
+CLAUSE = re.compile(r"\s*(What|Who|Whose|Whom|Of|Where|Whether|Why)\b")
 
 # People may be "who"; processes, values and files may not. A form such as "researchers who" is therefore allowed.
 PEOPLE = (
@@ -55,7 +55,10 @@ class Finding:
 
 
 def texts(path: Path) -> Iterator[Text]:
-    """Yields the docstrings, comments and messages of a Python file, or the prose lines of any other file."""
+    """Yields the docstrings, comments and messages of a Python file, or the prose lines of any other file.
+
+    Messages of a test are those of its assertions: other strings are data.
+    """
     source = (ROOT / path).read_text()
     if path.suffix != ".py":
         yield from _document_lines(path, source)
@@ -63,21 +66,22 @@ def texts(path: Path) -> Iterator[Text]:
     tree = ast.parse(source)
     docstrings: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
-            first = node.body[0]
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                docstrings.add(id(first.value))
-                yield Text(path, first.lineno, "docstring", first.value.value)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield Text(path, node.lineno, "message", node.value)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.add(id(node.value))
+            yield Text(path, node.lineno, "docstring", node.value.value)
+    asserted = (node.msg for node in ast.walk(tree) if isinstance(node, ast.Assert) and node.msg is not None)
+    for root in asserted if is_test(path) else [tree]:
+        for node in ast.walk(root):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield Text(path, node.lineno, "message", node.value)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(path, token.start[0], "comment", token.string)
+
+
+def is_test(path: Path) -> bool:
+    """Returns whether a file belongs to the tests, which have limits of their own."""
+    return path.is_relative_to("tests")
 
 
 def _document_lines(path: Path, source: str) -> Iterator[Text]:
@@ -126,8 +130,11 @@ def main() -> None:
     found = [finding for text in everything for finding in findings(text)]
     if arguments.list:
         print(*found, sep="\n")
-    docstrings = sum(text.kind == "docstring" for text in everything)
-    print(counts(found), f"docstrings: {docstrings}")
+    for name, of_tests in (("code and documents", False), ("tests", True)):
+        docstrings = sum(text.kind == "docstring" and is_test(text.path) == of_tests for text in everything)
+        print(
+            f"{name}: {counts([one for one in found if is_test(one.text.path) == of_tests])} docstrings: {docstrings}"
+        )
 
 
 if __name__ == "__main__":

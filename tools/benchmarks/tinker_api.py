@@ -106,7 +106,7 @@ def run_script(running: Running, bench: Path, arguments: list[str]) -> list[dict
 
 
 def collect(runs: list[list[dict[str, Any]]]) -> tuple[dict[tuple[str, Field], list[float]], list[str]]:
-    """Returns the values of each field, one per run, and what is missing or failed."""
+    """Returns the values of each field, one per run, and the problems of missing or failed rows."""
     values: dict[tuple[str, Field], list[float]] = defaultdict(list)
     problems = []
     for row in (row for run in runs for row in run):

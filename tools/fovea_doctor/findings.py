@@ -14,7 +14,7 @@ class Finding(NamedTuple):
 
 
 def findings(facts: Mapping[str, Any], revision: str | None) -> Iterator[Finding]:
-    """Yields what is wrong.
+    """Yields the problems.
 
     Args:
         facts: The collected facts by the names of their files.

@@ -26,12 +26,12 @@ def layers_needed(text: Any) -> int:
 def cut(directory: Path, into: Path) -> int:
     """Writes the checkpoint's first layers, its tokenizer and its processor into `into`; returns the number of layers.
 
-    A directory without weights gets random ones. Raises ValueError for a checkpoint that needs code of its own or that
+    A directory without weights gets random ones. Raises ValueError for a checkpoint that needs custom code or that
     transformers does not support.
     """
     raw = read_json(directory / "config.json")
     if raw.get("auto_map"):
-        raise ValueError(f"{directory} needs code of its own (auto_map in config.json), which Fovea never runs")
+        raise ValueError(f"{directory} needs custom code (auto_map in config.json), which Fovea never runs")
     config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     text, count = config.get_text_config(), layers_needed(config.get_text_config())
     text.num_hidden_layers = count

@@ -139,7 +139,7 @@ class TrainerPlan:
         return _bytes_of(module.parameters()) - expert_bytes + expert_bytes // self.settings.expert_parallel
 
     def adapter(self, lora: LoraSettings) -> Training:
-        """Returns what fits with one adapter on the device.
+        """Returns the memory plan of one adapter on the device.
 
         Raises:
             InvalidInput: The trainer refuses the settings of the adapter.
@@ -155,7 +155,7 @@ class TrainerPlan:
         return self._training(memory, budget, size_bytes, lora.train_vision, count * self.dtype.itemsize)
 
     def full(self) -> Training:
-        """Returns what fits with all parameters in training.
+        """Returns the memory plan of training all parameters.
 
         Raises:
             ResourceExhausted: They do not fit.

@@ -311,10 +311,10 @@ def _rebuild(cls: type[FoveaError], message: str, field: str | None, metadata: d
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Removes the tracebacks of an error that is handled, and of its causes.
+    """Removes the tracebacks of a handled error and of its causes.
 
-    They hold the frames of the failed work, and so its request. A frame that refers to the error makes a cycle, which
-    lives until the next garbage collection; an error that is kept keeps its frames as long.
+    A traceback holds the frames of the failed work, and thereby its request: as long as a stored error lives, or until
+    the next garbage collection if a frame refers to the error.
     """
     while error is not None:
         error.__traceback__ = None

@@ -231,7 +231,9 @@ class AuditLog:
             if surplus <= 0:
                 return
             held[owner] -= await self._database.write(partial(delete_oldest, owner=owner, before=None, count=surplus))
-            logger.warning("owner %s has more audit entries than are free of max_row_bytes: %d deleted", owner, surplus)
+            logger.warning(
+                "the audit entries of owner %s exceed its share of max_row_bytes: %d deleted", owner, surplus
+            )
 
     async def count(self, question: Question) -> int:
         """Returns the number of entries that match."""

@@ -145,7 +145,7 @@ class KeptRows:
             await self._remove_folder(model_id)
         if owner is not None:
             logger.warning(
-                "owner %s has more bytes of rows than are free of max_row_bytes: %d of its ended sessions and models "
+                "the rows of owner %s exceed its share of max_row_bytes: %d of its ended sessions and models "
                 "were deleted early",
                 owner,
                 count,
@@ -237,7 +237,7 @@ class ResultRoom:
             held[owner] -= sum(found.values())
             dropped += found
             logger.warning(
-                "owner %s stored %d bytes of results, more than were free of max_result_bytes, %d: its oldest %d are "
+                "owner %s stored %d bytes of results, above its share of max_result_bytes (%d): its oldest %d are "
                 "deleted",
                 owner,
                 size_bytes,

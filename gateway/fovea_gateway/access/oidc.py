@@ -238,10 +238,10 @@ class OidcProvider:
     async def _read(self) -> None:
         metadata = await _ask("GET", f"{self.issuer}/.well-known/openid-configuration")
         if metadata.get("issuer") != self._settings.oidc_issuer:
-            raise ValueError(f"it calls itself {metadata.get('issuer')!r}, not {self._settings.oidc_issuer!r}")
+            raise ValueError(f"its issuer is {metadata.get('issuer')!r}, not {self._settings.oidc_issuer!r}")
         for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
             if urlsplit(str(metadata[name])).scheme not in ("https", urlsplit(self.issuer).scheme):
-                raise ValueError(f"its {name} is {metadata[name]!r}")
+                raise ValueError(f"its {name} is {metadata[name]!r}; it must be an https URL")
         listed = (await _ask("GET", str(metadata["jwks_uri"])))["keys"]
         usable = [one for one in listed if one.get("kty") in _KINDS and one.get("use", "sig") == "sig"]
         self._keys = {str(one.key_id or ""): one for one in jwt.PyJWKSet.from_dict({"keys": usable}).keys}

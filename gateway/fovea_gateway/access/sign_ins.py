@@ -141,7 +141,7 @@ class SignIns:
             raise Unauthenticated(f"this token cannot be read: {error}") from None
 
     async def _personal_key(self, person: Identity) -> Key:
-        """Returns the key that stands for a person; its text is unknown to all. Raises PermissionDenied."""
+        """Returns the key that represents a person. No caller knows its text. Raises PermissionDenied."""
         found = f"person\0{self.provider.issuer}\0{person.subject}"
         key_hash = hmac.new(self._secret, found.encode(), hashlib.sha256).hexdigest()
         expires_at = time.time() + _DORMANT_S

@@ -301,7 +301,7 @@ def _sizes(uri: str) -> dict[str, int]:
 def _copy(source: str, target: str) -> int:
     sizes = _sizes(source)
     if not sizes:
-        raise NotFound(f"there is nothing at {source} any more")
+        raise NotFound(f"{source} no longer exists")
     (files, old), (_, new) = _place(source), _place(target)
     for name in sizes:
         files.makedirs(f"{new}/{name}".rpartition("/")[0], exist_ok=True)

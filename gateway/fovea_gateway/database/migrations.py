@@ -85,7 +85,7 @@ def downgrade(connection: sa.Connection, revision: int, schemas: Sequence[str] =
     found = find_revision(connection)
     if found is None or not _OLDEST <= revision < int(found):
         raise FailedPrecondition(
-            f"this database has schema {found or 'none'}, which cannot become {revision}: "
+            f"this database has schema {found or 'none'}, which cannot be downgraded to {revision}: "
             f"{_OLDEST} is the earliest schema to return to"
         )
     _go_back(connection, found, revision)

@@ -152,7 +152,7 @@ def see_alone(connection: sa.Connection, schema: str) -> None:
 
 
 def see_whole(connection: Any, _: object = None) -> None:
-    """Lets a connection of the driver read the sessions of all shards: temporary views stand before its tables."""
+    """Lets a connection of the driver read the sessions of all shards: temporary views hide its own tables."""
     (base,) = connection.execute("SELECT coalesce(current_schema(), '')").fetchone()
     schemas = _by_number(base, [name for (name,) in connection.execute(_FOUND)])
     for table in SEEN_WHOLE if len(schemas) > 1 else ():

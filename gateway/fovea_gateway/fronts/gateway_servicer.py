@@ -96,7 +96,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             async for record in request_iterator:
                 await weight.add_message(record)
                 if (record.WhichOneof("record") == "header") != (header is None):
-                    raise InvalidInput("send one header, first, then the datums", field="record")
+                    raise InvalidInput("send one header first, then the datums", field="record")
                 if header is None:
                     header = record.header
                 else:

@@ -133,7 +133,7 @@ class ProtobufSearch:
 
 
 class _Over(Exception):
-    """The search needs no more of a body."""
+    """The search has ended, so the rest of the body is not needed."""
 
 
 class _Sink:

@@ -176,7 +176,7 @@ class RestRouter:
                     raise Unavailable(f"no gateway owns shard {owner.shard} now: send this request again") from None
                 await asyncio.sleep(_AGAIN_S)
             except aiohttp.ClientError:
-                raise Unavailable("the gateway broke off: send this request again") from None
+                raise Unavailable("the gateway closed the connection: send this request again") from None
 
     async def _ask_all(self, request: Request, stack: AsyncExitStack) -> Response:
         """Merges the answers of all gateways: events of the page, or samples of a base model."""
@@ -220,7 +220,7 @@ async def _send_answer(answer: aiohttp.ClientResponse, send: Send) -> None:
         try:
             whole = await answer.read()
         except aiohttp.ClientError:
-            raise Unavailable("the gateway broke off: send this request again") from None
+            raise Unavailable("the gateway closed the connection: send this request again") from None
         await send(start)
         await send({"type": "http.response.body", "body": whole})
         return

@@ -336,7 +336,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * place
         if not byte & 0x80:
             return value & _UINT64_MAX, position + place + 1
-    raise InvalidInput(f"the body has a number of more than {_VARINT_BYTES} bytes; protobuf allows none")
+    raise InvalidInput(f"the body has a varint of more than {_VARINT_BYTES} bytes, which protobuf does not allow")
 
 
 class _Counter:

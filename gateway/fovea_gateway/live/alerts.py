@@ -152,7 +152,7 @@ class Alerts:
         return section | ({"webhook": self.webhook.shown()} if owner is None else {})
 
     async def tick(self) -> None:
-        """Looks at models, services and disks, and begins and ends alerts."""
+        """Checks models, services and disks, and starts and ends alerts."""
         causes = {key: cause for key, cause in self._of_models.items() if self._is_trained(key.subject)}
         self._of_models = dict(causes)
         bound = self._bounds.durable_lag_s
@@ -311,7 +311,7 @@ class Webhook:
             self._there.clear()
 
     async def _send(self, event: Mapping[str, Any]) -> None:
-        """Sends an event, again after failures that may pass. Drops it after `RETRY_S` or if it is refused."""
+        """Sends an event, and retries temporary failures. Drops it after `RETRY_S` or if it is refused."""
         body, backoff = json.dumps(event).encode(), Backoff(self.RETRY_S, first_s=1.0, longest_s=60.0)
         while True:
             failure, may_pass = await self._attempt(body)

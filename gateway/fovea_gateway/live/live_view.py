@@ -256,7 +256,7 @@ class LiveView:
         self.history.add(time.time(), values)
 
     def _figures(self, base: BaseModel) -> dict[str, float]:
-        """Returns the used memory of the services of a base model in bytes, their share at work, and that of GPUs."""
+        """Returns memory use in bytes, busy share and GPU utilisation of the services of a base model."""
         samplers, links, found = base.samplers.members, base.trainers.links, dict[str, float]()
         infos: dict[str, Info | None] = {
             f"sampler {number} of {base.name}": each.info for number, each in enumerate(samplers, 1) if each.up

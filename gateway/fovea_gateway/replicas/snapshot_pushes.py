@@ -209,7 +209,7 @@ class Snapshots:
         try:
             if await self._drop(snapshot_id, samplers):
                 await self._database.write(lambda connection: delete_row(connection, snapshot_id))
-                logger.info("snapshot %s is freed: no client can name it any more", snapshot_id)
+                logger.info("snapshot %s is freed: no client refers to it", snapshot_id)
         finally:
             self._being_freed.discard(snapshot_id)
 

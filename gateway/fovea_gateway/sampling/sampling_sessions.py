@@ -133,7 +133,7 @@ class Sampling:
     async def move_followers(self, base_model: str, model_id: str, snapshot_id: str) -> None:
         """Lets a model's samples use its newest weights, and frees the weights that they replace.
 
-        Samples that run continue with the new weights if they are full parameters; otherwise only those that start do.
+        Running samples switch to the new weights only if these are full parameters.
         """
         for sampling in self._known.values():
             if sampling.followed_model_id == model_id:

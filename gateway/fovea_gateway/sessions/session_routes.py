@@ -100,7 +100,7 @@ class SessionStatusQuery(Body):
         if self.type == "client_finished":
             return sessions.c.end_reason.in_(self.reasons or _FINISHED)
         if self.reasons is not None:
-            raise InvalidInput(f"statuses: reasons belong to client_finished, not to {self.type}", field="statuses")
+            raise InvalidInput(f"statuses: only client_finished may have reasons, not {self.type}", field="statuses")
         is_active = sessions.c.ended_at.is_(None) & sessions.c.parked_at.is_(None)
         return is_active if self.type == "active" else sa.false()
 

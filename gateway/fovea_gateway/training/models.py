@@ -190,7 +190,7 @@ class Models:
         not in the state in which the model's last command left it.
         """
         if model.trainer_instance != trainer.instance_id or model.model_id in self._being_restored:
-            raise BrokenOff(f"model {model.model_id} is not back yet in the trainer, which restarted")
+            raise BrokenOff(f"the trainer restarted and has not restored model {model.model_id} yet")
         return trainer.client
 
     def check_share(self, model: Model, instances: Collection[str]) -> None:
@@ -237,7 +237,9 @@ class Models:
         if model.state is not ModelState.READY:
             words = {ModelState.CREATING: "was not created", ModelState.FAILED: "could not be created"}
             state = words.get(model.state, "has ended")
-            raise FailedPrecondition(f"model {model.model_id} {state}: {model.state_reason or 'no create_model came'}")
+            raise FailedPrecondition(
+                f"model {model.model_id} {state}: {model.state_reason or 'create_model was never received'}"
+            )
 
 
 def id_of_model(session_id: str, model_seq_id: int) -> str:

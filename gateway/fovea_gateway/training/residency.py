@@ -99,7 +99,7 @@ class Homes(ABC):
         return home.link if home is not None and (home.link.up or not self.is_plural) else self._find(model_id)
 
     async def check_snapshots(self, model_id: str) -> None:
-        """Raises RestoreInProgress while a model is being restored or its trainer is away."""
+        """Raises RestoreInProgress while a model is being restored or its trainer does not answer."""
         if (model := self._models.find(model_id)) is not None:
             await self.side_of(model).residency.check_snapshots(model_id)
 
@@ -230,7 +230,9 @@ class Residency:
         is away.
         """
         if model.model_id in self._moves or not self._trainer.up or self._is_away(model):
-            raise Unavailable(f"model {model.model_id} cannot be parked now: it is being moved, or its trainer is away")
+            raise Unavailable(
+                f"model {model.model_id} cannot be parked now: it is being moved, or its trainer does not answer"
+            )
         size_bytes: int = await self._begin(model, self._park(model))
         return size_bytes
 

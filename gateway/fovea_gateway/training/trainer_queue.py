@@ -33,13 +33,12 @@ _NEWEST = 0.5
 """The weight of the newest measurement in the moving average."""
 _KNOWN = 4096
 TRAINER_SLOTS = 16
-"""A command that needs the trainer for itself occupies all slots, a small one its part of the tokens of a shared pass.
-"""
+"""A command that needs the whole trainer occupies all slots; a small one occupies slots in proportion to its tokens."""
 SAVE_SLOTS = 2
 """The trainer writes one save at a time; the next one waits beside it."""
 _MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
-"""The number of trainer deaths after which a command fails: of one that has never run, and of one that runs again to
-restore a model, which is lost without it.
+"""The number of trainer deaths after which a command fails: for a new command, and for a replayed one. If a replayed
+command fails, its model is lost.
 """
 
 

@@ -134,7 +134,7 @@ def _identity(
     settings: LoopSettings,
     held_out: Sequence[Source],
 ) -> dict[str, Any]:
-    """Returns what a resumed run must have in common with the run before. Factories cannot be distinguished."""
+    """Returns the properties that a resumed run must share. Factories cannot be distinguished."""
     model = training_client.get_info().model_data
     return {
         "model": model.model_name,

@@ -14,7 +14,7 @@ from fovea_rollout.loop.training_batch import TrainingBatch
 Outputs = list[tuple[TrainingBatch, tinker.ForwardBackwardOutput]]
 
 _TRIED_AT_ONCE = 8
-"""Datums that are tried alone at a time, which keeps a large batch below a server's limit of pending requests."""
+"""Number of concurrent single-datum requests, which must stay below a server's limit of pending requests."""
 _REFUSED = (400, 413, 422)
 """HTTP statuses of a request that the server rejects because of its content."""
 

@@ -1,4 +1,6 @@
-"""Against a server that lacks everything the suite says so, check by check, and neither crashes nor hangs."""
+"""Checks that the suite reports every failed check of a server that implements almost nothing, without crashing or
+hanging.
+"""
 
 import asyncio
 import json
@@ -27,7 +29,7 @@ async def session(request: Request) -> JSONResponse:
 
 @pytest.fixture
 async def bare_url() -> AsyncIterator[str]:
-    """A server that knows configuration and sessions, and answers 404 to everything else."""
+    """A server that answers configuration and sessions, and 404 to all other routes."""
     routes = [
         Route("/api/v1/client/config", config, methods=["POST"]),
         Route("/api/v1/client/dynamic_config", config, methods=["POST"]),
@@ -65,4 +67,4 @@ async def test_what_is_missing_fails(bare_url: str, tmp_path: Path) -> None:
 
 
 PASS_ON_A_BARE_SERVER = {"C2", "C30"}
-"""Configuration that is empty, and answers that have bodies: this server does both right."""
+"""Checks that this server passes: it returns an empty configuration and every answer has a body."""

@@ -1,4 +1,4 @@
-"""Each check of projects, search and the audit log passes on a gateway, and fails on one that is wrong there."""
+"""Checks of projects, search and the audit log pass on a gateway and fail on a faulty one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -43,7 +43,7 @@ WRONG: dict[str, dict[str, Wrong]] = {
 
 @pytest.fixture(scope="module")
 async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
-    """A gateway before fakes, whose trainer writes files."""
+    """A gateway with fake services; its trainer writes files."""
     folder = tmp_path_factory.mktemp("organization")
     with one_certificate(folder):
         stand = Stand(Path(folder))
@@ -53,7 +53,7 @@ async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand
 
 
 async def judged(stand: Stand, check_id: str, wrong: Wrong) -> tuple[Status, str]:
-    """The verdict of a check on the gateway behind a proxy that makes it wrong."""
+    """Returns the verdict of a check on the gateway behind a faulty proxy."""
     assert stand.gateway is not None
     admin, _ = await stand.gateway.components.keys.create("auditor", "", Scope.ADMIN, None)
     with Proxy(stand.url, before=wrong.before, after=wrong.after) as proxy:

@@ -1,4 +1,4 @@
-"""A gateway before fakes of the tiny model's vocabulary, whose pictures are as many tokens as 512 x 384 pixels are."""
+"""A gateway with fake services and the tiny model's vocabulary. Pictures take as many tokens as 512 x 384 pixels."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["certificates"]
 
 @pytest.fixture
 async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
-    """A running stand, of whose model the client finds the tokenizer."""
+    """A running stand; the client can load the tokenizer of its model."""
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
     monkeypatch.setattr(fakes, "IMAGE_TOKENS", 192)
     async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure())) as stand:

@@ -1,4 +1,6 @@
-"""Fine-tuning through the real SDK and gateway: rows are checked before the first step, pictures keep their size."""
+"""Fine-tuning through the real SDK and gateway: rows are checked before the first step, and
+pictures keep their size.
+"""
 
 import asyncio
 import io
@@ -48,7 +50,7 @@ async def tuned(
     use: Callable[[TunedModel], Any] = lambda model: model.weights,
     **options: Any,
 ) -> Any:
-    """What `use` finds in the model; by default the path of its weights."""
+    """Fine-tunes; returns the result of `use` on the model, by default the path of its weights."""
 
     def run() -> Any:
         train = load_chats(rows) if isinstance(rows, list) else rows
@@ -171,7 +173,7 @@ async def test_a_model_that_diverged_is_told_with_step_and_rate(stand: Stand, tm
 
 
 async def test_rows_that_the_server_alone_refuses_are_named(stand: Stand, tmp_path: pathlib.Path) -> None:
-    unlike = {**TEXT, "image": picture((64, 64))}  # of as many tokens as the fakes do not make of it
+    unlike = {**TEXT, "image": picture((64, 64))}  # it would take a different number of tokens from the fakes' pictures
     with pytest.raises(
         InvalidInput, match=r"the server refused step 1 with the rows rows\[\d\], rows\[\d\]: .*expected"
     ):
@@ -196,7 +198,7 @@ async def test_ctrl_c_says_where_the_run_goes_on(stand: Stand, tmp_path: pathlib
             asyncio.run(tuned(stand, tmp_path / "run", [TEXT], None, settings, loggers=[Interrupted()]))
         except Stopped as stopped:
             return str(stopped.code)
-        raise AssertionError("it was not stopped")
+        raise AssertionError("the run was not stopped")
 
     said = await asyncio.to_thread(run)
     assert said.startswith("stopped: call fine_tune again with the same settings and rows and out=")
@@ -238,7 +240,9 @@ async def test_the_live_page_has_the_answers_to_held_out_rows_by_label(stand: St
 def test_without_a_server_it_is_told_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
-        monkeypatch.setattr("fovea.client.gateway._REST_PORT", taken.getsockname()[1])  # elsewhere one may listen
+        monkeypatch.setattr(
+            "fovea.client.gateway._REST_PORT", taken.getsockname()[1]
+        )  # on other addresses a service may listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(FailedPrecondition, match=f"no server responds at {url} .*: start one with `fovea up`"):
             fine_tune(load_chats([TEXT]), out=tmp_path, base_url=url, api_key=KEY)

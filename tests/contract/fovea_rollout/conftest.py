@@ -1,4 +1,4 @@
-"""What the gateway's own contract tests have: a bare client with a session, whose kind reads one certificate."""
+"""Fixtures of the gateway's contract tests: a bare client with a session, which parses a single certificate."""
 
 from tests.contract.gateway.conftest import certificates, rest
 

@@ -1,4 +1,4 @@
-"""The first program of the guide to reinforcement learning runs as it is written, against a gateway."""
+"""The first program of the reinforcement-learning guide runs unchanged against a gateway."""
 
 import asyncio
 import os
@@ -32,4 +32,4 @@ async def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest
     assert ended.returncode == 0, ended.stderr
     assert "DEPRECATED" not in ended.stderr
     lines = ended.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"], "one line for each step"
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"], "expected one line for each step"

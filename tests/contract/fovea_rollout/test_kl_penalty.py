@@ -1,4 +1,4 @@
-"""What scoring by the base model asks of a server."""
+"""The requests with which the KL penalty scores tokens by the base model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def datum(value: int, answer: int) -> tinker.Datum:
     return tinker.Datum(model_input=read, loss_fn_inputs={"target_tokens": targets})
 
 
-async def test_what_is_alike_is_scored_once(tmp_path: Path) -> None:
+async def test_equal_datums_are_scored_once(tmp_path: Path) -> None:
     async with running(Stand(tmp_path)) as stand, AsyncExitStack() as exits:
         service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=stand.url, api_key=KEY))
         exits.push_async_callback(asyncio.to_thread, service.close, "success")

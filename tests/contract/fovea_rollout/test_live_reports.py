@@ -1,4 +1,4 @@
-"""What a loop tells the live page arrives beside the samples that it is of; who cannot be told costs nothing."""
+"""A loop's live reports arrive with the samples that they belong to. A server without the route causes no error."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 
 def played(conversation: str, sequence_id: str, reward: float) -> Trajectory:
-    """A rollout of one turn that a server has sampled under this name."""
+    """A one-turn rollout that a server has sampled under this name."""
     found = turn([1, 2, 3], [4, 5, 6, 7], [-0.25] * 4, reward)
     named = replace(found, sampled=replace(found.sampled, sequence_id=sequence_id))
     return rollout(named, conversation=conversation)
@@ -64,7 +64,7 @@ async def test_rewards_kl_and_right_answers_arrive_beside_their_samples(stand: S
     assert (group["truth"], group["drawn"][0]["reward"]) == ("seven", 1.0)
 
 
-async def test_the_distance_of_the_base_model_is_told_where_it_is_known(stand: Stand, rest: Rest) -> None:
+async def test_the_distance_of_the_base_model_is_reported_if_known(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await LiveReports(f"{stand.url}/", KEY, model_id).send(report(kl=0.25), {})
     assert (await rest.http.get(f"live/curves/{model_id}")).json()["curves"]["kl"]["mean"] == [0.25]

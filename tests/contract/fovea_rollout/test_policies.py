@@ -1,4 +1,6 @@
-"""What policies send, over the real gateway: pictures once, one question a size, cancelling that reaches the engine."""
+"""Requests of policies over a real gateway: each picture is sent once, requests of one size share one call, and a
+cancellation reaches the engine.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ POLICIES = [grpc_policy, tinker_policy]
 
 
 @pytest.mark.parametrize("make", POLICIES)
-async def test_what_is_asked_and_what_comes_back(stand: Stand, exits: AsyncExitStack, make: Any) -> None:
+async def test_the_request_and_the_response_of_a_sample(stand: Stand, exits: AsyncExitStack, make: Any) -> None:
     policy = await make(stand, exits)
     sampled = await policy.sample(PROMPT, SETTINGS, (7, 9), "c")
     (request,) = stand.sampler.of("Sample")
@@ -161,7 +163,7 @@ async def test_what_the_server_refuses_is_raised(stand: Stand, exits: AsyncExitS
 
 
 class Uploads(GatewayClient):
-    """Counts uploads; the first ones may get lost, as if the gateway had dropped them."""
+    """Counts uploads. The first ones may be lost, as if the gateway had dropped them."""
 
     made = 0
     lost = 0

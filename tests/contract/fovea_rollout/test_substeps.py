@@ -1,4 +1,4 @@
-"""A datum that the server refuses is left out of training, and the rest of the batch is trained on."""
+"""A datum that the server refuses is left out, and training continues with the rest of the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 
 def batch(**data: tinker.Datum) -> TrainingBatch:
-    """Datums by conversation."""
+    """Returns the datums by conversation."""
     versions, mask, stamps = WeightVersions(0, 0), np.ones(1, np.bool_), np.zeros((1, 2), np.int64)
     return TrainingBatch([TrainingDatum(datum, versions, name, (0,), (), mask, stamps) for name, datum in data.items()])
 
@@ -55,7 +55,7 @@ async def test_the_rest_of_a_refused_part_is_trained_after_the_others(stand: Sta
     assert counts == [3, 1]
     assert list(errors) == ["bad"]
     assert "expected 5 tokens, got 4" in str(errors["bad"])
-    assert len(stand.trainer.of("OptimStep")) == 2, "no step without the gradients of its part"
+    assert len(stand.trainer.of("OptimStep")) == 2, "a step must not run without all gradients of its batch"
 
 
 async def test_a_batch_of_which_everything_is_refused_is_an_error(stand: Stand) -> None:

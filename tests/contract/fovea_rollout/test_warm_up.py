@@ -1,4 +1,4 @@
-"""The warm-up trains on the rollouts that its player finished, and on no other; a loop stops if all of a step fail."""
+"""The warm-up trains only on rollouts that its player finished. The loop stops if all rollouts of a step fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy, id
 
 
 class Asking:
-    """One question; an environment that is broken fails when it is answered."""
+    """Asks one question. A broken environment fails when it is answered."""
 
     def __init__(self, question: str, *, is_broken: bool) -> None:
         self._question, self._is_broken = question, is_broken

@@ -1,4 +1,4 @@
-"""A real gateway (uvicorn and gRPC on 127.0.0.1) before fake services, and the real SDK in front of it."""
+"""A real gateway (uvicorn and gRPC on 127.0.0.1) in front of fake services, with the real SDK as its client."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ KEY = "tml-local"
 
 
 class Stand:
-    """One gateway with its fakes. `gateway` can be stopped and started again on the same state."""
+    """One gateway with its fake services. `gateway` can be stopped and started again on the same state."""
 
     def __init__(self, state_dir: Path, sampler_count: int = 1) -> None:
         self.renderer = FakeRenderer()
@@ -41,7 +41,7 @@ class Stand:
 
     @property
     def url(self) -> str:
-        """Base of the REST API."""
+        """Base URL of the REST API."""
         return f"http://127.0.0.1:{self.port}{self.overrides.get('base_path', '')}"
 
     async def start_fakes(self) -> None:
@@ -54,7 +54,7 @@ class Stand:
             await fake.stop()
 
     async def start(self, **overrides: Any) -> None:
-        """Starts a gateway on this state, on the same port as before."""
+        """Starts a gateway on this state, at the same port as before."""
         self.overrides |= overrides
         values: dict[str, Any] = {
             "model_name": MODEL,
@@ -68,7 +68,7 @@ class Stand:
             "retry_deadline_s": 20.0,
             "trainer_wait_s": 1.0,
             "drain_s": 0.5,
-            # The alert of a full disk has a test of its own: no other test depends on how full this machine's disk is.
+            # The full-disk alert has its own test; other tests must not depend on the free space of this machine.
             "alerts_disk_share": 0.0,
         }
         settings = GatewaySettings(**(values | self.overrides))
@@ -83,7 +83,7 @@ class Stand:
         self.gateway = None
 
     def silence(self, session_id: str, seconds: float) -> None:
-        """Makes a session look as if its last heartbeat and its last poll were longer ago."""
+        """Sets a session's last heartbeat and last poll back in time."""
         assert self.gateway is not None
         sessions = self.gateway.components.sessions
         for heard in (sessions._alive_at, sessions._heard_at):
@@ -91,12 +91,12 @@ class Stand:
                 heard[session_id] -= seconds
 
     def http(self, key: str | None = KEY) -> httpx.AsyncClient:
-        """A bare client, for what the SDK would hide."""
+        """A bare HTTP client, for details that the SDK hides."""
         headers = {"X-API-Key": key} if key else {}
         return httpx.AsyncClient(base_url=f"{self.url}/api/v1/", headers=headers, timeout=30)
 
     async def sdk(self, use: Callable[[tinker.ServiceClient], Any], key: str = KEY) -> Any:
-        """Runs `use` with a ServiceClient in a thread: the SDK blocks, the gateway runs in this loop."""
+        """Runs `use` with a ServiceClient in a thread: the SDK blocks, and the gateway runs in this loop."""
 
         def run() -> Any:
             with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
@@ -129,7 +129,7 @@ _LOOKS = (
 
 @pytest.fixture(scope="package", autouse=True)
 def _looks() -> Iterator[None]:
-    """A gateway in this process looks around every tenth of a second, instead of every one or two."""
+    """Makes gateways of this process poll every 0.1 s instead of every one or two seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for name in _LOOKS:
             patch.setattr(name, 0.1)
@@ -168,18 +168,18 @@ async def rest(stand: Stand) -> AsyncIterator[Rest]:
 
 @pytest.fixture
 async def made(rest: Rest) -> Bodies:
-    """Bodies that name what exists."""
+    """Request bodies that refer to existing objects."""
     opened = await rest.ok(
         "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=0, base_model=MODEL
     )
     bodies = Bodies(rest.session_id, await rest.create_model(), opened["sampling_session_id"])
-    # With something finished in a sampling session, nobody who asks for that is kept waiting.
+    # A sampling session with a finished result answers polls for it at once.
     await rest.result((await rest.sample(bodies.sampling_id, 0)).json()["request_id"])
     return bodies
 
 
 @pytest.fixture
 def no_surprises(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Fails a test if something was logged with a traceback: a future hides what nobody foresaw."""
+    """Fails a test if a traceback was logged, because a future hides unexpected exceptions."""
     yield
     assert [caplog.handler.format(record) for record in caplog.get_records("call") if record.exc_info] == []

@@ -1,7 +1,7 @@
-"""Renderer, sampler and trainer with deterministic answers, behind real gRPC servers in this process.
+"""Fake renderer, sampler and trainer with deterministic answers, behind real gRPC servers in this process.
 
-They do just what a test of the gateway can see: they check what they are sent as the real ones do, remember every call,
-and can be told to fail, to wait, to restart and to forget.
+They implement what a gateway test can observe: they validate requests as the real services do, record every call, and
+can fail, wait, restart and lose their state on demand.
 """
 
 # ruff: noqa: N802 - gRPC names the methods.
@@ -39,19 +39,21 @@ MAX_CONTEXT = 2048
 IMAGE_PAD = 999
 IMAGE_TOKENS = 4
 HARD = 990
-"""The trainer is less sure of targets from here on."""
+"""Token ids from here on get a lower probability from the fake trainer."""
 Context = grpc.aio.ServicerContext
 
 
 class Fake:
-    """Base: calls by method name, failures to come, a gate to hold calls, and how many wait at it."""
+    """Base class: records calls by method name, injects failures, holds calls at a gate and counts those that wait
+    there.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.failures: dict[str, list[FoveaError]] = defaultdict(list)
         self.open = asyncio.Event()
         self.open.set()
-        self.gated: set[str] = set()  # the methods that wait at the gate; all, if empty
+        self.gated: set[str] = set()  # methods that wait at the gate; all if empty
         self.waiting = 0
         self.model_files: dict[str, str] = {}
         self.server: grpc.aio.Server | None = None
@@ -59,11 +61,11 @@ class Fake:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """host:port of its server."""
         return f"127.0.0.1:{self.port}"
 
     def names(self) -> list[str]:
-        """Methods in order of arrival."""
+        """Method names in order of arrival."""
         return [name for name, _ in self.calls]
 
     def of(self, name: str) -> list[Any]:
@@ -71,7 +73,7 @@ class Fake:
         return [request for called, request in self.calls if called == name]
 
     async def note(self, name: str, request: Any) -> None:
-        """Remembers a call, then fails or waits as told."""
+        """Records a call, then fails or waits if the test requested it."""
         self.calls.append((name, request))
         if self.failures[name]:
             raise self.failures[name].pop(0)
@@ -84,7 +86,7 @@ class Fake:
             self.waiting -= 1
 
     async def start(self) -> None:
-        """Listens, on the same port as before if there was one."""
+        """Starts the server, on the previous port if there was one."""
         options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
         self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         self.register(self.server)
@@ -92,17 +94,17 @@ class Fake:
         await self.server.start()
 
     async def stop(self) -> None:
-        """Breaks off everything, as a kill does."""
+        """Breaks all connections, as a kill does."""
         assert self.server is not None
         await self.server.stop(0)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer."""
+        """Registers the servicer with the server."""
         raise NotImplementedError
 
 
 class FakeRenderer(Fake, renderer_pb2_grpc.RendererServiceServicer):
-    """Every image is IMAGE_TOKENS placeholders; bytes that do not begin like their format are refused."""
+    """Turns every image into IMAGE_TOKENS placeholders, and refuses bytes that do not start like their format."""
 
     def register(self, server: grpc.aio.Server) -> None:
         renderer_pb2_grpc.add_RendererServiceServicer_to_server(self, server)
@@ -154,7 +156,7 @@ def _written(delta: sampler_pb2.SequenceDelta) -> sampler_pb2.SampleResponse:
 
 
 class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
-    """Samples tokens that depend on the weights and on the seed; holds only what a trainer pushed."""
+    """Samples tokens that depend on the weights and the seed. It holds only snapshots that a trainer pushed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,18 +170,18 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
         self.restart()
 
     def restart(self) -> None:
-        """A new engine: everything pushed is gone."""
+        """Simulates a new engine, which holds no pushed snapshot."""
         self.instance_id = uuid.uuid4().hex
         self.resident = ""
         self.adapters: set[str] = set()
         self.running = 0
-        self.pinned = 0  # samples under which full weights must not change
+        self.pinned = 0  # running samples for which full weights must not change
         self.most_running = 0
         self.cancelled = 0
         self.completed: list[str] = []
 
     def ids(self) -> list[str]:
-        """Of the samples that were begun."""
+        """Ids of the samples that were started."""
         return [request.request_id for request in self.of("Sample")]
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -224,7 +226,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
     async def AnswerOpenAI(
         self, request_iterator: Any, context: Context
     ) -> AsyncIterator[sampler_pb2.AnswerOpenAIResponse]:
-        """Each text of a message is its bytes as ids, each image a chunk; the answer is the ids as text."""
+        """Encodes each text as its bytes and each image as a chunk; the answer is the ids as text."""
         asked = (await anext(request_iterator)).request
         await self.note("AnswerOpenAI", asked)
         body = json.loads(asked.body)
@@ -250,7 +252,7 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
             while ended < plan.sample_count:
                 sampled = await inbox.get()
                 if sampled is None:
-                    raise Unavailable("the caller says no more")
+                    raise Unavailable("the caller sends nothing more")
                 delta = sampled.event.delta
                 ids[delta.index] += tensors.decode_tokens(delta.tokens).tolist()
                 ended += bool(delta.finish_reason)
@@ -326,12 +328,12 @@ class FakeSampler(Fake, sampler_pb2_grpc.SamplerServiceServicer):
 
     @staticmethod
     def logprob_of(token_id: int) -> float:
-        """The score of a target token, whatever the position."""
+        """Returns the score of a target token, which is the same at every position."""
         return -(token_id + 1) / 8
 
     @staticmethod
     def tokens_of(snapshot_id: str, seed: int, index: int, count: int) -> list[int]:
-        """What is sampled."""
+        """Returns the sampled tokens."""
         digest = hashlib.sha256(f"{snapshot_id}/{seed}/{index}".encode()).digest()
         return [digest[i % 32] for i in range(count)]
 
@@ -345,9 +347,9 @@ def _top(rows: int, k: int, is_prompt: bool) -> sampler_pb2.TopLogprobs:
 
 
 class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
-    """Counts gradients and steps; a loss is minus the sum of the weights times a logprob that falls with the steps.
+    """Counts gradients and steps. A loss is minus the sum of the weights times a logprob that falls with each step.
 
-    Numbered commands go through the real journal: each runs once, and on even if its caller is gone.
+    Numbered commands go through the real journal: each runs once, and continues if its caller disconnects.
     """
 
     def __init__(self, samplers: Callable[[], list[FakeSampler]]) -> None:
@@ -357,11 +359,11 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         self.push_failures: dict[str, int] = defaultdict(int)
         self.push_delay_s = 0.0
         self.hints: list[trainer_pb2.FetchAheadRequest] = []
-        self.devices: dict[str, Any] = {}  # what it says about its GPUs
+        self.devices: dict[str, Any] = {}  # the GPU information that it reports
         self.restart()
 
     def restart(self) -> None:
-        """A new process: models and unsaved snapshots are gone."""
+        """Simulates a new process, without models and unsaved snapshots."""
         self.instance_id = uuid.uuid4().hex
         self.models: dict[str, dict[str, Any]] = {}
         self.snapshots: dict[str, weights_pb2.Snapshot] = {}
@@ -400,7 +402,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.DeleteModelResponse()
 
     async def FetchAhead(self, request: Any, context: Context) -> trainer_pb2.FetchAheadResponse:
-        self.hints.append(request)  # no call: what tests count has effects
+        self.hints.append(request)  # not recorded as a call: tests count only calls with effects
         return trainer_pb2.FetchAheadResponse()
 
     async def ForwardBackward(
@@ -409,7 +411,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
         records = [record async for record in request_iterator]
         header = records[0].header
         datums = [datum for record in records[1:] for datum in record.group.datums or [record.datum]]
-        if len(datums) != header.datum_count:  # A killed gateway breaks its stream off.
+        if len(datums) != header.datum_count:  # A killed gateway ends its stream early.
             raise InvalidInput(
                 f"datum_count is {header.datum_count}, but {len(datums)} datums were sent", field="datum_count"
             )
@@ -512,7 +514,7 @@ class FakeTrainer(Fake, trainer_pb2_grpc.TrainerServiceServicer):
             if snapshot is not None and snapshot.kind == weights_pb2.SNAPSHOT_KIND_ADAPTER:
                 sampler.adapters.add(request.snapshot_id)
             else:
-                assert sampler.pinned == 0, "a full push while samples run"
+                assert sampler.pinned == 0, "a full push must not overlap running samples"
                 sampler.resident = request.snapshot_id
             response.results.add(sampler=address)
         return response

@@ -1,4 +1,4 @@
-"""A fake trainer that really writes what it is told to keep, as the real one lays it out."""
+"""A fake trainer that writes checkpoints to disk with the layout of the real one."""
 
 # ruff: noqa: N802 - gRPC names the methods.
 
@@ -19,11 +19,11 @@ WEIGHT_BYTES = 3 * 2**20 + 17
 
 
 class KeepingTrainer(FakeTrainer):
-    """Folders hold small JSON files, and weights that depend on the step alone.
+    """Writes folders of small JSON files, and weights that depend only on the step.
 
     Attributes:
-        elsewhere: Before every place that it writes to.
-        breaks_off: Whether it writes a draft only, and is gone.
+        elsewhere: Prefix of every folder that it writes to.
+        breaks_off: Writes only a draft and then fails.
     """
 
     def __init__(self, samplers: Callable[[], list[FakeSampler]]) -> None:
@@ -68,7 +68,7 @@ class KeepingTrainer(FakeTrainer):
 
 
 def weights(step: int) -> bytes:
-    """What the weights file holds after so many steps."""
+    """Returns the content of the weights file after a number of steps."""
     return bytes([step + 1]) * WEIGHT_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Values that no field should be given, put in turn at every place of a request that is otherwise right."""
+"""Invalid values, which tests put at every place of an otherwise valid request."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ DEEP = 100_000
 
 
 class Raw(str):
-    """JSON text that stands for itself, where Python has no value that would be written so."""
+    """JSON text that is written verbatim, for values that Python cannot express."""
 
 
 JSON_VALUES: tuple[Any, ...] = (
@@ -40,7 +40,7 @@ _OF_KIND: dict[int, tuple[Any, ...]] = {
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every member and element of a JSON value."""
+    """Yields the path to every member and element of a JSON value."""
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in members:
         yield (*path, name)
@@ -48,7 +48,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def with_value(body: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """The body with another value at a place."""
+    """Returns the body with another value at a path."""
     whole = copy.deepcopy(body)
     parent = whole
     for name in path[:-1]:
@@ -58,7 +58,7 @@ def with_value(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """JSON text in which a `Raw` stands for itself."""
+    """Returns JSON text, with each `Raw` written verbatim."""
     raws: list[str] = []
 
     def mark(inner: Any) -> Any:
@@ -76,7 +76,7 @@ def to_json(value: Any) -> str:
 
 
 def mutants(message: Message) -> Iterator[tuple[str, Any]]:
-    """Copies of a message, each with one nasty value, and where it is; also in fields that were empty."""
+    """Yields copies of a message with one invalid value each, and its path. Fields that were empty are included."""
     for what, change in _changes(message):
         mutant = copy.deepcopy(message)
         change(mutant)

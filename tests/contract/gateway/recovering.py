@@ -1,7 +1,7 @@
-"""A fake trainer that keeps recovery: what steps and loads leave is on a disk that outlives it.
+"""A fake trainer with recovery: steps and loads are stored on a disk that survives a restart.
 
-Its weights are a chain of digests over all that was done to them: two models are equal only if the same commands
-made them, in the same order.
+Its weights are a chain of digests over all commands, so two models are equal only if the same commands ran in the same
+order.
 """
 
 # ruff: noqa: N802 - gRPC names the methods.
@@ -18,24 +18,24 @@ from tests.contract.gateway.fakes import Context, FakeSampler, FakeTrainer
 
 
 def chained(*parts: object) -> str:
-    """A digest over several things."""
+    """Returns a digest over several values."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def number_of(weights: str) -> float:
-    """A number that tells weights apart."""
+    """Returns a number that identifies the weights."""
     return float(int(weights[:12], 16))
 
 
 class RecoveringTrainer(FakeTrainer):
-    """Durable points are written at once, unless the disk is slow.
+    """Writes durable points at once unless the disk is slow.
 
     Attributes:
-        is_disk_slow: Whether points are left out for now.
-        failure: Why points cannot be written.
-        answers_lost: Steps to come that are taken and durable, but whose caller finds the trainer dead.
-        chance: Mixed into what is computed, as by a kernel that rounds as it likes.
-        numerics: What it says that its rounding depends on.
+        is_disk_slow: Skips durable points for now.
+        failure: The reason that points cannot be written.
+        answers_lost: Number of coming steps that become durable but end with a broken connection.
+        chance: Mixed into results, as by a kernel with nondeterministic rounding.
+        numerics: The reported settings that rounding depends on.
     """
 
     def __init__(self, samplers: Callable[[], list[FakeSampler]]) -> None:

@@ -1,4 +1,4 @@
-"""Bare requests, as the SDK would send them, for tests that need an order or a fault that the SDK never has."""
+"""Bare requests as the SDK sends them, for tests of an order or a fault that the SDK never produces."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ GRAPH = {"format": 1, "nodes": NODES}
 
 
 def text_datum(length: int = 5, weight: float = 1.0) -> types.Datum:
-    """`length` tokens, each predicting the next."""
+    """Returns a datum of `length` tokens, each of which predicts the next."""
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(range(1, length + 1))),
         loss_fn_inputs={
@@ -34,7 +34,7 @@ def text_datum(length: int = 5, weight: float = 1.0) -> types.Datum:
 
 
 def image_input(expected_tokens: int | None = 4, data: bytes = PNG) -> types.ModelInput:
-    """Two tokens, an image, two tokens."""
+    """Returns two tokens, an image and two tokens."""
     return types.ModelInput(
         chunks=[
             types.EncodedTextChunk(tokens=[1, 2]),
@@ -45,7 +45,7 @@ def image_input(expected_tokens: int | None = 4, data: bytes = PNG) -> types.Mod
 
 
 def image_datum(expected_tokens: int | None = 4, data: bytes = PNG) -> types.Datum:
-    """Eight positions, four of them an image."""
+    """Returns a datum of eight positions, four of which are an image."""
     return types.Datum(
         model_input=image_input(expected_tokens, data),
         loss_fn_inputs={
@@ -58,7 +58,7 @@ def image_datum(expected_tokens: int | None = 4, data: bytes = PNG) -> types.Dat
 def forward_backward_body(
     model_id: str, seq_id: int, data: list[types.Datum] | None = None, loss_fn: str = "cross_entropy"
 ) -> bytes:
-    """The protobuf body of a loss."""
+    """Returns the protobuf body of a loss."""
     request = ForwardBackwardRequest(
         model_id=model_id,
         seq_id=seq_id,
@@ -68,25 +68,25 @@ def forward_backward_body(
 
 
 class Rest:
-    """A client that sends what it is told."""
+    """A client that sends each request as given."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
         self.session_id = ""
 
     async def post(self, route: str, /, **body: Any) -> httpx.Response:
-        """POST with a JSON body."""
+        """Sends a POST request with a JSON body."""
         return await self.http.post(route, json=body)
 
     async def ok(self, route: str, /, **body: Any) -> dict[str, Any]:
-        """POST that must succeed."""
+        """Sends a POST request and checks that it succeeds."""
         response = await self.post(route, **body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
     async def open_session(self) -> str:
-        """A new session."""
+        """Opens a session."""
         answer = await self.ok(
             "create_session", tags=[], user_metadata=None, sdk_version="0.38.0", type="create_session"
         )
@@ -94,7 +94,7 @@ class Rest:
         return self.session_id
 
     async def create_model(self, number: int = 0, rank: int = 8, **more: Any) -> str:
-        """A ready model."""
+        """Creates a model and waits until it is ready."""
         if not self.session_id:
             await self.open_session()
         body: dict[str, Any] = {
@@ -108,19 +108,19 @@ class Rest:
         return str(created["model_id"])
 
     async def forward_backward(self, model_id: str, seq_id: int, **more: Any) -> httpx.Response:
-        """A loss."""
+        """Submits a loss."""
         return await self.send(forward_backward_body(model_id, seq_id, **more))
 
     async def send(self, body: bytes, **headers: str) -> httpx.Response:
-        """A protobuf body to forward_backward."""
+        """Sends a protobuf body to forward_backward."""
         return await self.http.post("forward_backward", content=body, headers={"Content-Type": PROTOBUF, **headers})
 
     async def optim_step(self, model_id: str, seq_id: int, **adam: float) -> dict[str, Any]:
-        """A step."""
+        """Submits an optimizer step."""
         return await self.ok("optim_step", model_id=model_id, seq_id=seq_id, adam_params=adam, type="optim_step")
 
     async def snapshot(self, model_id: str, seq_id: int, number: int = 0) -> str:
-        """An ephemeral snapshot; returns its sampling session."""
+        """Takes an ephemeral snapshot; returns its sampling session."""
         answer = await self.ok(
             "save_weights_for_sampler",
             model_id=model_id,
@@ -131,7 +131,7 @@ class Rest:
         return str((await self.result(answer["request_id"]))["sampling_session_id"])
 
     async def sample(self, sampling_session_id: str, seq_id: int, **more: Any) -> httpx.Response:
-        """A sample of four tokens."""
+        """Submits a sample of four tokens."""
         body: dict[str, Any] = {
             "sampling_session_id": sampling_session_id,
             "seq_id": seq_id,
@@ -143,12 +143,12 @@ class Rest:
         return await self.post("asample", **(body | more))
 
     async def poll(self, request_id: str, accept: str = "application/json") -> httpx.Response:
-        """One retrieve_future."""
+        """Sends one retrieve_future request."""
         body = {"request_id": request_id, "allow_metadata_only": True}
         return await self.http.post("retrieve_future", json=body, headers={"Accept": accept})
 
     async def result(self, request_id: str) -> dict[str, Any]:
-        """Polls to the end; the result or the error, as JSON."""
+        """Polls until a request ends; returns its result or error as JSON."""
         while True:
             response = await self.poll(request_id)
             if response.status_code != 408:

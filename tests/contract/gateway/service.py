@@ -1,4 +1,4 @@
-"""What stands before gateways in a cluster: new connections go to one that is ready, those that exist stay."""
+"""A stand-in for a Kubernetes Service: new connections go to a ready gateway, existing ones stay."""
 
 import asyncio
 from contextlib import suppress
@@ -10,7 +10,7 @@ _LOOK_S = 0.1
 
 
 class Service:
-    """A switch on a port of 127.0.0.1, which asks for readiness as the kubelet does: the standard health check."""
+    """A proxy on a port of 127.0.0.1 that checks readiness with the standard health check, as the kubelet does."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -20,12 +20,12 @@ class Service:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listens."""
+        """Starts the server."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Breaks off everything."""
+        """Breaks all connections."""
         assert self._server is not None
         self._server.close()
         for task in self._tasks:
@@ -33,11 +33,11 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def add(self, port: int, grpc_port: int) -> None:
-        """Sends connections to `port` while the health check on `grpc_port` says SERVING."""
+        """Routes connections to `port` while the health check on `grpc_port` says SERVING."""
         self._keep(asyncio.create_task(self._watch(port, grpc_port)))
 
     def is_ready(self, port: int) -> bool:
-        """Whether connections are sent there."""
+        """Returns whether connections are routed to this port."""
         return port in self._ready
 
     async def _watch(self, port: int, grpc_port: int) -> None:
@@ -76,6 +76,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(piece)
             await writer.drain()
     except OSError:
-        writer.transport.abort()  # one side broke off, so the other one must see it
+        writer.transport.abort()  # one side has disconnected, so the other one must see it
     finally:
         writer.close()

@@ -1,4 +1,4 @@
-"""A conversation returns to the sampler that has computed its beginning, if that one is up and not much busier."""
+"""A conversation returns to the sampler that cached its prefix, if that sampler is up and not much busier."""
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,41 +14,41 @@ BLOCK = 32
 
 
 class Talk:
-    """Prompts on one adapter that two samplers hold, each conversation of other tokens than the others."""
+    """Conversations on one adapter that two samplers hold. No two conversations share tokens."""
 
     def __init__(self, stand: Stand, rest: Rest, sampling_id: str) -> None:
         self.stand, self.rest, self._sampling_id, self._next = stand, rest, sampling_id, 0
 
     async def begin(self, conversation: int, turn: int) -> str:
-        """Sends the prompt of a turn; returns the request's id."""
+        """Submits the prompt of a turn; returns the request's id."""
         tokens = [(conversation * 37 + i) % 900 for i in range(turn * BLOCK + 8)]
         self._next += 1
         prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
         return str((await self.rest.sample(self._sampling_id, self._next, prompt=prompt)).json()["request_id"])
 
     async def say(self, conversation: int, turn: int) -> FakeSampler:
-        """Samples a turn; returns who did."""
+        """Samples a turn; returns the sampler that served it."""
         request_id = await self.begin(conversation, turn)
         await self.finish([request_id])
         (served,) = [sampler for sampler in self.stand.samplers if request_id in sampler.completed]
         return served
 
     async def finish(self, request_ids: Sequence[str]) -> None:
-        """Waits for all."""
+        """Waits for all requests."""
         for request_id in request_ids:
             assert "sequences" in await self.rest.result(request_id)
 
 
 @pytest.fixture
 async def talk(tmp_path: Path) -> AsyncIterator[Talk]:
-    """Two samplers. Conversation 0 has begun on the first, 1 on the second."""
+    """Two samplers. Conversation 0 has started on the first and conversation 1 on the second."""
     async with running(Stand(tmp_path, sampler_count=2)) as stand, stand.http() as http:
         rest = Rest(http)
         talk = Talk(stand, rest, await rest.snapshot(await rest.create_model(), 1))
         hold(stand)
         ids = [await talk.begin(0, 1)]
         await eventually(lambda: sum(sampler.running for sampler in stand.samplers) == 1)
-        stand.samplers.sort(key=lambda sampler: -sampler.running)  # either may be the first
+        stand.samplers.sort(key=lambda sampler: -sampler.running)  # either may come first
         ids.append(await talk.begin(1, 1))
         await eventually(lambda: [sampler.running for sampler in stand.samplers] == [1, 1])
         release(stand)
@@ -57,13 +57,13 @@ async def talk(tmp_path: Path) -> AsyncIterator[Talk]:
 
 
 def hold(stand: Stand) -> None:
-    """No sample ends."""
+    """Holds all samples."""
     for sampler in stand.samplers:
         sampler.open.clear()
 
 
 def release(stand: Stand) -> None:
-    """Samples end."""
+    """Lets samples end."""
     for sampler in stand.samplers:
         sampler.open.set()
 

@@ -1,4 +1,4 @@
-"""Alerts begin and end, each once, on the page of the owners that they concern and at a webhook, a real HTTP server."""
+"""Alerts start and end once each, on the page of the owners concerned and at a webhook (a real HTTP server)."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ SECRET = "T0P-SECRET"
 
 
 class Receiver(ThreadingHTTPServer):
-    """A server for webhooks. It answers with `statuses` first, and then with 200; `gate` holds its answers."""
+    """A webhook server. It answers with `statuses` first and then with 200; `gate` holds its answers."""
 
     daemon_threads = True
 
@@ -38,11 +38,11 @@ class Receiver(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address, with a secret in its path."""
+        """The URL, with a secret in its path."""
         return f"http://127.0.0.1:{self.server_port}/{SECRET}?token={SECRET}"
 
     def events(self, kind: str) -> list[str]:
-        """The events of one kind of alert, in order of arrival."""
+        """Events of one kind of alert, in order of arrival."""
         return [one["event"] for one in self.told if one["kind"] == kind]
 
 
@@ -92,7 +92,7 @@ async def stand(tmp_path: Path, receiver: Receiver) -> AsyncIterator[Stand]:
 
 
 async def _until(stand: Stand, key: str | None, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Returns the first section of alerts in the stream for which a condition holds."""
+    """Returns the first alert section of the stream that meets a condition."""
     async with (
         asyncio.timeout(60),
         stand.http(key) if key else stand.http() as http,
@@ -223,7 +223,7 @@ async def test_a_failing_webhook_is_tried_again_shown_and_never_in_the_way(
     assert receiver.attempts == 2
     await _until(stand, admin, lambda told: told["webhook"] == {"host": "127.0.0.1", "sent": 1, "dropped": 0})
 
-    # Refused for good: it is dropped, and the reason is shown to administrators alone.
+    # A permanent refusal drops the alert; only administrators see the reason.
     receiver.statuses = [404]
     await stand.renderer.start()
     await eventually(lambda: receiver.attempts == 3)
@@ -232,7 +232,7 @@ async def test_a_failing_webhook_is_tried_again_shown_and_never_in_the_way(
     assert told["webhook"]["dropped"] == 1
     assert "webhook" not in await _section(stand)
 
-    # A server that does not answer is given up after a while. Meanwhile, the gateway works.
+    # The gateway stops waiting for a silent server after a while, and keeps working meanwhile.
     monkeypatch.setattr(alerts.Webhook, "ATTEMPT_S", 0.2)
     receiver.gate.clear()
     await stand.sampler.stop()

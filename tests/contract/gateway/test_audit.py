@@ -1,4 +1,4 @@
-"""The audit log: an entry for everything that changes something, over REST and gRPC, searched through AdminClient."""
+"""The audit log: one entry per change, over REST and gRPC, searched through AdminClient."""
 
 import asyncio
 from collections import Counter
@@ -180,7 +180,7 @@ async def test_the_log_is_bounded_in_size_and_age(
 
 
 async def test_a_full_database_delays_entries(stand: Stand, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries that cannot be written stay in memory: a bounded number of different ones, and no count is lost."""
+    """A full database keeps new entries in memory: a bounded number of distinct entries, with exact counts."""
     assert stand.gateway is not None
     audit = AuditLog(stand.gateway.components.database, 2**20, stand.gateway.components.audit._clock)
     monkeypatch.setattr(audit_log, "_MOST_PENDING", 3)
@@ -206,7 +206,7 @@ def test_every_route_that_changes_something_has_an_event(stand_routes: list[str]
 
 @pytest.fixture
 async def stand_routes(monkeypatch: pytest.MonkeyPatch, stand: Stand) -> list[str]:
-    """All routes of a gateway that is started, as "METHOD path"."""
+    """Yields all routes of a running gateway as "METHOD path"."""
     made: list[str] = []
     inner = Endpoints.keyless_route
 

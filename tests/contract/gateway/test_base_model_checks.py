@@ -1,4 +1,6 @@
-"""The conformance checks of several base models and of SDK 0.39, on a gateway before fakes, right and wrong."""
+"""Conformance checks of several base models and of SDK 0.39, on a correct gateway with fake services and on faulty
+ones.
+"""
 
 import asyncio
 import json
@@ -93,7 +95,7 @@ WRONG: dict[str, dict[str, Wrong]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A tokenizer of bytes: each of its ids is in the fakes' vocabulary."""
+    """A byte tokenizer with ids in the vocabulary of the fake services."""
     alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
@@ -111,7 +113,9 @@ async def school(tmp_path: pathlib.Path) -> AsyncIterator[School]:
 
 
 async def judged(url: str, check_id: str, wrong: Wrong, checkpoint: pathlib.Path) -> Verdict:
-    """The verdict of a check on a server behind a proxy; in a thread, since it blocks and the gateway runs here."""
+    """Returns the verdict of a check on a server behind a proxy. It runs in a thread: it blocks, and the gateway runs
+    in this loop.
+    """
 
     def judge() -> Verdict:
         with Proxy(url, before=wrong.before, after=wrong.after) as proxy:
@@ -121,7 +125,7 @@ async def judged(url: str, check_id: str, wrong: Wrong, checkpoint: pathlib.Path
 
 
 async def test_the_gateway_does_what_they_ask(school: School, checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """By the program, which names no model and judges one check after the other."""
+    """Runs the program without a model name; it judges one check after the other."""
     out = tmp_path / "verdicts.json"
     options = ["--base-url", school.stand.url, "--api-key", KEY, "--checkpoint", checkpoint, "--only", "I"]
     program = await asyncio.create_subprocess_exec(sys.executable, "-m", "fovea_conformance", *options, "--json", out)

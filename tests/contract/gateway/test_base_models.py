@@ -1,4 +1,4 @@
-"""Several base models behind one gateway: each has its own renderers, samplers and, if it is trained, trainer."""
+"""Several base models behind one gateway. Each has its own renderers, samplers and, if it is trainable, trainer."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +18,7 @@ TEACHER, OTHER = "fovea/teacher", "fovea/other-student"
 
 
 class School:
-    """A stand whose gateway also serves a teacher, for sampling only, and a second student."""
+    """A stand with a gateway that also serves a sampling-only teacher and a second student."""
 
     def __init__(self, state_dir: Path) -> None:
         self.stand = Stand(state_dir)
@@ -28,7 +28,7 @@ class School:
         self.fakes = (self.teacher_renderer, self.other_renderer, self.teacher, self.other, self.other_trainer)
 
     def models(self) -> list[dict[str, Any]]:
-        """What the gateway is told of them."""
+        """The gateway's setting of base models."""
         renderers, samplers = (self.teacher_renderer, self.other_renderer), (self.teacher, self.other)
         return [
             {"model_name": name, "model": f"/models/{name}", "renderer": [renderer.address],
@@ -85,7 +85,7 @@ async def test_the_sdk_samples_and_scores_each_by_its_own_services(school: Schoo
     assert "PushSnapshot" not in school.stand.trainer.names() + school.other_trainer.names()
 
 
-async def test_what_is_only_sampled_is_not_trained_and_says_so(school: School) -> None:
+async def test_a_sampling_only_model_refuses_training(school: School) -> None:
     def use(client: tinker.ServiceClient) -> Any:
         with pytest.raises(tinker.BadRequestError, match="for sampling only; train 'fovea/fake-vl' or 'fovea/other"):
             client.create_lora_training_client(base_model=TEACHER, rank=8).result()
@@ -209,7 +209,7 @@ async def test_a_gateway_may_serve_for_sampling_only(tmp_path: Path) -> None:
 
 
 async def test_checkpoints_are_searched_as_sdk_0_39_does(school: School) -> None:
-    """Its shapes are those of its documentation: the index has 0.38."""
+    """The response shapes follow the documentation of 0.39; the package index only has 0.38."""
     async with school.stand.http() as http, school.stand.http("tml-other") as stranger:
         rest = Rest(http)
         await rest.open_session()
@@ -245,7 +245,7 @@ async def test_checkpoints_are_searched_as_sdk_0_39_does(school: School) -> None
 
 
 async def test_a_gateway_may_serve_for_training_only(tmp_path: Path) -> None:
-    """Nobody waits for a sampler that will never come: what needs one is refused by name, at once."""
+    """Requests that need a sampler fail at once with its name instead of waiting for one that never starts."""
     async with running(Stand(tmp_path), sampler=[]) as stand:
         assert stand.gateway is not None
         await eventually(lambda: not stand.gateway.components.health.missing())  # type: ignore[union-attr]

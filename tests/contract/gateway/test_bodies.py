@@ -1,4 +1,4 @@
-"""Small bodies that would need much memory: refused before it is spent, at the expense of nobody else."""
+"""Small bodies that would need much memory are refused before it is allocated, without affecting other clients."""
 
 import asyncio
 import resource
@@ -19,7 +19,7 @@ _MIB = 2**20
 
 
 def zstd(*pieces: tuple[bytes, int]) -> bytes:
-    """A frame of each piece repeated so many times."""
+    """Returns a zstd frame that repeats each piece a number of times."""
     compressor = zstandard.ZstdCompressor(level=9).compressobj()
     out = []
     for piece, count in pieces:
@@ -30,7 +30,7 @@ def zstd(*pieces: tuple[bytes, int]) -> bytes:
 
 
 def peak_mib() -> int:
-    """The most memory that this process, the gateway's too, ever had."""
+    """Returns the peak memory of this process, which includes the gateway."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
@@ -43,7 +43,7 @@ async def test_a_bomb_of_tokens_costs_its_bytes_and_no_more(rest: Rest, made: Bo
     response = await rest.http.post("asample", content=body, headers=ZSTD)
     assert response.status_code == 413
     assert "elements; the limit is" in response.json()["detail"]
-    assert peak_mib() - before < 600, "120 MB of text, twice over while its pieces are put together"
+    assert peak_mib() - before < 600, "expected 120 MB of text, held twice while its pieces are joined"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,9 @@ async def test_a_loss_is_counted_before_it_is_built(rest: Rest, made: Bodies, fi
     assert response.status_code == 413
     assert "fields" in response.json()["detail"]
     failed = await rest.result(f"{made.model_id}:1")
-    assert failed["reason"] == "PAYLOAD_TOO_LARGE", "the number is used up: later commands do not wait for it"
+    assert failed["reason"] == "PAYLOAD_TOO_LARGE", (
+        "the refused request must use up its number, so that later commands do not wait for it"
+    )
 
 
 async def test_a_loss_of_an_old_sdk_is_refused_with_the_version_to_install(rest: Rest, made: Bodies) -> None:
@@ -101,17 +103,21 @@ async def test_a_loss_of_an_old_sdk_is_refused_with_the_version_to_install(rest:
 
 @pytest.mark.parametrize("tag", [b"", b"\x0a", b"\x10"], ids=["a key", "a length", "a number"])
 async def test_a_number_of_any_length_costs_ten_bytes(rest: Rest, made: Bodies, tag: bytes) -> None:
-    """Each further byte had cost more than the one before: 200 kB took four seconds, and a body may have 128 MiB."""
+    """A varint with excess bytes is refused after ten. Without this limit, 200 kB took four seconds, and a body may
+    have 128 MiB.
+    """
     head = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id, seq_id=1).SerializeToString()
     response = await rest.send(head + tag + b"\xff" * 4096 + b"\x01")
     assert response.status_code == 400
     assert "more than 10 bytes" in response.json()["detail"]
     failed = await rest.result(f"{made.model_id}:1")
-    assert failed["reason"] == "INVALID_INPUT", "the number is used up: later commands do not wait for it"
+    assert failed["reason"] == "INVALID_INPUT", (
+        "the refused request must use up its number, so that later commands do not wait for it"
+    )
 
 
 @pytest.mark.parametrize("seq_id", [b"\xff" * 9 + b"\x01", b"\xff" * 12 + b"\x01"])
-async def test_a_loss_whose_seq_id_is_beyond_64_bits_is_refused(rest: Rest, made: Bodies, seq_id: bytes) -> None:
+async def test_a_loss_with_a_seq_id_beyond_64_bits_is_refused(rest: Rest, made: Bodies, seq_id: bytes) -> None:
     head = tinker_pb2.ForwardBackwardRequest(model_id=made.model_id).SerializeToString()
     response = await rest.send(head + b"\x10" + seq_id + b"\x1a\xff")
     assert (response.status_code, response.json()["reason"]) == (400, "INVALID_INPUT")
@@ -136,7 +142,9 @@ async def test_a_command_that_is_too_large_is_not_waited_for(
     response = await rest.http.post(route, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 413
     failed = await rest.result(f"{made.model_id}:1")
-    assert failed["reason"] == "PAYLOAD_TOO_LARGE", "the number is used up: later commands do not wait for it"
+    assert failed["reason"] == "PAYLOAD_TOO_LARGE", (
+        "the refused request must use up its number, so that later commands do not wait for it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,8 +166,8 @@ TOKENS = b'{"type":"encoded_text","tokens":[%b]}'
 
 
 @pytest.mark.parametrize("wrong", [b"1.5", b"null", b"[]"])
-async def test_of_many_wrong_tokens_one_is_told(rest: Rest, made: Bodies, wrong: bytes) -> None:
-    """Each error of a body costs time on the event loop: a million of them took eight seconds."""
+async def test_one_of_many_wrong_tokens_is_reported(rest: Rest, made: Bodies, wrong: bytes) -> None:
+    """Only the first invalid token is reported: a million errors blocked the event loop for eight seconds."""
     many = TOKENS % b",".join([wrong] * 2**18)
     response = await rest.http.post("asample", content=PROMPT % (made.sampling_id.encode(), many))
     failed = await rest.result(response.json()["request_id"])
@@ -209,7 +217,7 @@ async def test_one_owner_does_not_fill_the_memory_of_all(stand: Stand) -> None:
         response = await http.post("asample", content=b" " * 5 * _MIB)
         assert response.status_code == 429
         assert "max_request_memory_bytes" in response.json()["detail"]
-        for _ in range(8):  # what a request took is given back, whether it was answered or refused
+        for _ in range(8):  # a request's memory is released after an answer and after a refusal
             assert (await http.post("asample", content=b" " * _MIB)).status_code == 400
 
 

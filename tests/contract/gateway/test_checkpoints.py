@@ -1,4 +1,4 @@
-"""Who may read, keep and delete checkpoints: publishing, expiry, copies, and listings that tell the truth."""
+"""Permissions to read, keep and delete checkpoints: publishing, expiry, copies and consistent listings."""
 
 import asyncio
 import pathlib
@@ -21,7 +21,7 @@ LONG_AGO = 1.0
 
 @pytest.fixture
 async def stand(tmp_path: pathlib.Path, database_url: str) -> AsyncIterator[Stand]:
-    """A stand whose trainer writes real files, with two callers."""
+    """A stand with two callers; its trainer writes real files."""
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
     async with running(stand, database_url=database_url, api_key=[KEY, OTHER_KEY]):
@@ -30,7 +30,7 @@ async def stand(tmp_path: pathlib.Path, database_url: str) -> AsyncIterator[Stan
 
 @pytest.fixture
 async def other(stand: Stand) -> AsyncIterator[Rest]:
-    """Another caller, with a session."""
+    """A second caller with a session."""
     async with stand.http(OTHER_KEY) as http:
         client = Rest(http)
         await client.open_session()
@@ -38,33 +38,33 @@ async def other(stand: Stand) -> AsyncIterator[Rest]:
 
 
 async def save(client: Rest, model_id: str, seq_id: int, name: str, route: str = "save_weights", **rest: Any) -> str:
-    """Saves; returns the path."""
+    """Saves a checkpoint; returns its path."""
     submitted = await client.ok(route, model_id=model_id, seq_id=seq_id, path=name, **rest)
     answer = await client.result(submitted["request_id"])
     return str(answer["path"])
 
 
 async def load(client: Rest, number: int, path: str) -> dict[str, Any]:
-    """The outcome of making a model from a path."""
+    """Creates a model from a path; returns the outcome."""
     body = {"session_id": client.session_id, "model_seq_id": number, "path": path, "optimizer": True}
     return await client.result((await client.ok("load_weights", **body))["request_id"])
 
 
 async def open_sampling(client: Rest, number: int, path: str) -> Any:
-    """The answer to opening a sampling session on a path."""
+    """Opens a sampling session on a path; returns the response."""
     body = {"session_id": client.session_id, "sampling_session_seq_id": number, "model_path": path}
     return await client.post("create_sampling_session", **body)
 
 
 async def sample(client: Rest, sampling_session_id: str, seq_id: int) -> Any:
-    """The answer to a sample."""
+    """Samples; returns the response."""
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
     body = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "prompt": prompt}
     return await client.post("asample", **body, sampling_params={"max_tokens": 2})
 
 
 def below(path: str) -> str:
-    """The REST path of a `tinker://` path."""
+    """Returns the REST path of a `tinker://` path."""
     run, segment, name = path.removeprefix("tinker://").split("/")
     return f"training_runs/{run}/checkpoints/{segment}/{name}"
 
@@ -81,7 +81,7 @@ async def test_published_checkpoints_are_everybodys(stand: Stand, rest: Rest, ot
     hidden = await save(rest, model_id, 3, "hidden")
     for path in (state, weights):
         assert (await other.post("weights_info", tinker_path=path)).status_code == 404
-        # Twice: a repeat is no error, and 409 would stall the SDK for minutes.
+        # Twice: a repeat must succeed, because a 409 would stall the SDK for minutes.
         for _ in range(2):
             assert (await rest.http.post(f"{below(path)}/publish")).status_code == 200
         info = (await other.post("weights_info", tinker_path=path)).json()
@@ -188,7 +188,7 @@ async def test_time_to_live(stand: Stand, rest: Rest) -> None:
     assert await expiry() is None
     assert (await rest.http.put(f"{below(path)}/ttl", json={})).status_code == 400
     await expire(stand, path)
-    # Before any sweep: neither listed, nor counted, nor loaded.
+    # Even before a sweep it is neither listed, counted nor loadable.
     page = (await rest.http.get("checkpoints")).json()
     assert ([entry["checkpoint_id"] for entry in page["checkpoints"]], page["cursor"]["total_count"]) == (
         ["weights/stays"], 1,
@@ -226,20 +226,20 @@ async def test_copies(stand: Stand, rest: Rest, other: Rest) -> None:
         copies.append((await other.ok("copy_weights", **body))["tinker_path"])
         run = f"{other.session_id}:train:{number}"
         assert copies[-1] == source.replace(model_id, run)
-        # A repeat is answered, and copies nothing again.
+        # A repeated request gets the same answer without a second copy.
         assert (await other.ok("copy_weights", **body))["tinker_path"] == copies[-1]
         assert (await rest.http.delete(below(source))).status_code == 200
     listed = (await other.http.get("checkpoints")).json()["checkpoints"]
     assert [entry["tinker_path"] for entry in listed] == copies[::-1]
     assert [(entry["public"], entry["expires_at"]) for entry in listed] == [(False, None)] * 3
-    # Each is of its kind, and lives without its source.
+    # Each copy keeps its kind and outlives its source.
     assert (await load(other, 3, copies[0]))["path"] == copies[0]
     opened = (await open_sampling(other, 0, copies[1])).json()["sampling_session_id"]
     submitted = (await sample(other, opened, 0)).json()
     assert "sequences" in await other.result(submitted["request_id"])
     links = (await other.http.get(f"{below(copies[2])}/external_weights_urls")).json()["urls"]
     assert len((await other.http.get(links["adapter_model.safetensors"])).content) > 2**20
-    # The runs that hold them cannot be trained.
+    # The runs of the copies cannot be trained.
     run = (await other.http.get(f"training_runs/{other.session_id}:train:0")).json()
     assert (run["user_metadata"], run["corrupted"]) == ({"renderer_name": "r"}, False)
     step = await other.ok("optim_step", model_id=run["training_run_id"], seq_id=1, adam_params={})

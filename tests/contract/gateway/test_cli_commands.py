@@ -1,4 +1,4 @@
-"""Commands of `fovea` that ask a running gateway: checkpoints over REST, and the figures of its status."""
+"""`fovea` commands that query a running gateway: checkpoints over REST, and the figures of `fovea status`."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ async def invoke(stand: Stand, *arguments: str, key: str = "tml-local", answer: 
 
 
 async def saved(rest: Rest) -> list[str]:
-    """A model's checkpoints, each of its own kind."""
+    """Saves one checkpoint of each kind."""
     model_id = await rest.create_model()
     paths = []
     for seq_id, kind in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
@@ -76,7 +76,7 @@ async def test_an_adapter_is_uploaded(stand: Stand, tmp_path: Path) -> None:
     done = await invoke(stand, "checkpoints", "upload", str(tmp_path))
     assert done.exit_code == 0, done.output
     path = done.stdout.strip()
-    assert f"as an adapter of {MODEL}" in done.stderr  # the only one that is served
+    assert f"as an adapter of {MODEL}" in done.stderr  # the only model that is served
     shown = json.loads((await invoke(stand, "checkpoints", "show", path)).output)
     assert (shown["lora_rank"], shown["base_model"]) == (4, MODEL)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))

@@ -1,7 +1,7 @@
-"""Several runs over each other on the live page, in a real browser: choice, smoothing, scale, zoom, values under the
-pointer, export, a link to all that, labels and the search, and the keyboard focus.
+"""Comparison of several runs on the live page in a real browser: selection, smoothing, scale, zoom, values under the
+pointer, export, links, labels, search and keyboard focus.
 
-`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of it.
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
 """
 
 import csv
@@ -51,7 +51,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 
 async def _runs(stand: Stand, rest: Rest) -> list[str]:
-    """Three runs with curves of STEPS steps and a held-out loss."""
+    """Creates three runs with curves of STEPS steps and a held-out loss."""
     assert stand.gateway is not None
     model_ids = []
     for number, name in enumerate(["birds", "birds, half the rate", "flowers"]):
@@ -81,7 +81,7 @@ def _mouse(browser: Browser, kind: str, x: float, y: float, buttons: int = 0) ->
 
 
 def _place(browser: Browser) -> list[float]:
-    """Scrolls to the first chart. Returns its left, top, width and height once the page has stopped moving it."""
+    """Scrolls to the first chart. Returns its left, top, width and height once the layout is stable."""
     before: list[float] = []
     while (place := browser.run(f"{_CHART}.scrollIntoView({{block: 'center'}}); {_PLACE}")) != before:
         before = place
@@ -90,7 +90,7 @@ def _place(browser: Browser) -> list[float]:
 
 
 def _drag(browser: Browser, begin: float, end: float) -> None:
-    """Drags over the first chart, from one share of its width to another."""
+    """Drags across the first chart between two fractions of its width."""
     left, top, width, height = _place(browser)
     y = top + height / 2
     _mouse(browser, "mouseMoved", left + begin * width, y)
@@ -114,7 +114,7 @@ def _open(browser: Browser, url: str) -> None:
 
 
 def _forget(browser: Browser) -> None:
-    """Leaves the page of an earlier test and its errors."""
+    """Leaves the page of an earlier test and discards its errors."""
     browser.open("about:blank")
     browser.complaints()
 
@@ -142,7 +142,7 @@ async def test_runs_are_compared_zoomed_exported_and_shared(stand: Stand, browse
         await see(_until, browser, "runs", "3")
         assert await see(_data, browser, "heldOut") == "3"
         await see(browser.wait_text, "#charts .chips", "birds, half the rate", "flowers")
-        assert len(await see(browser.run, _COLOURS)) > one_run, "each run has a colour"
+        assert len(await see(browser.run, _COLOURS)) > one_run, "each run needs its own colour"
 
         await see(_hover, browser, 0.5)
         await see(browser.wait_text, "#tip", "step 1,0", "birds, half the rate", "flowers, held out", "0.")
@@ -151,7 +151,7 @@ async def test_runs_are_compared_zoomed_exported_and_shared(stand: Stand, browse
         await see(browser.wait, "return location.hash.includes('zoom=')")
         low, high = (int(part) for part in (await see(_data, browser, "span")).split("-"))
         assert 450 < low < 550 < 950 < high < 1050
-        # Fetched again: more points of these steps than before.
+        # The page fetches again and gets more points of these steps.
         await see(browser.wait, f"return {_CHART}.dataset.points > 200")
         field = "const f = document.querySelector('#smooth'); f.value = 0.9; f.dispatchEvent(new Event('input'))"
         await see(browser.run, field)
@@ -174,7 +174,7 @@ async def test_runs_are_compared_zoomed_exported_and_shared(stand: Stand, browse
             assert image.width > 300
             assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
 
-        # The link shows the same in another window.
+        # The link shows the same state in another window.
         link = await see(browser.run, "return location.href")
         told = [await see(_data, browser, name) for name in ("runs", "span", "scale", "heldOut")]
         await see(_open, browser, link)
@@ -206,7 +206,7 @@ async def test_runs_get_names_notes_and_tags_and_are_found_by_them(stand: Stand,
         await see(browser.run, f"document.querySelector('#label-notes').value = {hostile!r}")
         await see(browser.run, "document.querySelector('#label-tags').value = 'kept paper-2'")
         await see(browser.run, "document.querySelector('#label-name').focus()")
-        # Steps that arrive meanwhile redraw the page and neither close the form nor take the focus.
+        # New steps redraw the page without closing the form or moving the focus.
         await http.post("live/reports", json={"model_id": third, "metrics": {"kl": 0.125}})
         await see(browser.wait_text, "#run .figures", "0.125")
         assert await see(browser.run, "return document.activeElement.id") == "label-name"

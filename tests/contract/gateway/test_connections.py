@@ -1,4 +1,4 @@
-"""Connections of strangers: closed when they send nothing, too much, or are too many; health is answered meanwhile."""
+"""Idle, oversized and excess connections are closed, while health checks are still answered."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 async def connect(stand: Stand, data: bytes = b"") -> Pair:
-    """A bare connection that has sent something."""
+    """Opens a bare connection and sends some bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
     writer.write(data)
     return reader, writer
 
 
 async def ending(pair: Pair) -> bytes:
-    """What comes until the server closes."""
+    """Reads until the server closes the connection."""
     received = b""
     try:
         async with asyncio.timeout(20):
@@ -55,7 +55,7 @@ async def none_open(stand: Stand) -> None:
     ],
     ids=["nothing", "lines", "half a head", "half of a second head", "half a body"],
 )
-async def test_who_sends_half_is_not_kept(stand: Stand, data: bytes) -> None:
+async def test_a_connection_with_half_a_request_is_closed(stand: Stand, data: bytes) -> None:
     await stand.stop()
     await stand.start(request_timeout_s=0.3)
     await ending(await connect(stand, data))
@@ -75,7 +75,7 @@ async def test_a_head_has_an_end(stand: Stand, data: bytes) -> None:
     assert b"200 OK" not in await ending(await connect(stand, data))
 
 
-def test_what_strangers_cause_is_said_once_a_second_each() -> None:
+def test_warnings_caused_by_strangers_are_limited_to_one_per_second_each() -> None:
     seldom, said = Seldom(), []
     for created, level, text in [
         (7.0, logging.WARNING, "closed because %s"),
@@ -85,7 +85,7 @@ def test_what_strangers_cause_is_said_once_a_second_each() -> None:
         (7.4, logging.ERROR, "failed"),
         (7.5, logging.ERROR, "failed"),
         (8.1, logging.WARNING, "closed because %s"),
-        (2.0, logging.WARNING, "closed because %s"),  # somebody set the clock back
+        (2.0, logging.WARNING, "closed because %s"),  # the clock was set back
     ]:
         record = logging.LogRecord("a", level, "", 0, text, ("b",) if "%" in text else (), None)
         record.created = created
@@ -117,7 +117,7 @@ async def test_no_bad_request_has_a_line_of_its_own(
         writer.close()
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings
-    assert len(warnings) == len(set(warnings)), "whoever logs them, of each kind there is one"
+    assert len(warnings) == len(set(warnings)), "each message is logged once, whichever logger emits it"
 
 
 async def test_health_is_answered_while_idle_connections_take_all_places(stand: Stand) -> None:
@@ -127,7 +127,7 @@ async def test_health_is_answered_while_idle_connections_take_all_places(stand: 
     reader, writer = await connect(stand, HEALTH)
     assert b"200 OK" in await asyncio.wait_for(reader.readline(), 20)
     for pair in idle[:40]:
-        assert await ending(pair) == b"", "those that came first made room"
+        assert await ending(pair) == b"", "the oldest connections must be closed first"
     for _, other in (*idle, (reader, writer)):
         other.close()
 
@@ -135,11 +135,11 @@ async def test_health_is_answered_while_idle_connections_take_all_places(stand: 
 WORKING = (
     b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-local\r\nContent-Length: 900\r\n\r\n"
 )
-"""A request in progress: the rest of its body is to come."""
+"""The start of a request; its body is incomplete."""
 
 
 async def connect_from(stand: Stand, address: str, data: bytes) -> Pair:
-    """The same from another address of this machine."""
+    """Connects from another address of this machine."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stand.port, local_addr=(address, 0))
     writer.write(data)
     return reader, writer
@@ -151,7 +151,9 @@ async def test_one_address_with_slow_bodies_in_all_places_leaves_room_for_others
     slow = [await connect(stand, WORKING) for _ in range(60)]
     await asyncio.sleep(0.3)
     own = await connect(stand, CAPABILITIES)
-    assert b"503 " in await asyncio.wait_for(own[0].readline(), 20), "its own further ones are told to wait"
+    assert b"503 " in await asyncio.wait_for(own[0].readline(), 20), (
+        "further connections of the same address are refused with 503"
+    )
     served = [await connect_from(stand, "127.0.0.2", CAPABILITIES) for _ in range(5)]
     for reader, _ in served:
         assert b"200 OK" in await asyncio.wait_for(reader.readline(), 20)
@@ -159,7 +161,7 @@ async def test_one_address_with_slow_bodies_in_all_places_leaves_room_for_others
         writer.close()
 
 
-async def test_who_has_most_idle_connections_makes_room_first(stand: Stand) -> None:
+async def test_the_address_with_most_idle_connections_loses_some_first(stand: Stand) -> None:
     await stand.stop()
     await stand.start(max_connections=20)
     early = [await connect_from(stand, "127.0.0.2", CAPABILITIES) for _ in range(3)]
@@ -211,7 +213,9 @@ RESET = struct.pack("ii", 1, 0)
 )
 @pytest.mark.parametrize("ended_by", ["close", "reset", "half close"])
 async def test_the_count_of_connections_returns_to_zero(stand: Stand, data: bytes, ended_by: str) -> None:
-    """No way to end a connection leaves it counted: 10,064 leaked ones had stopped the gateway for good."""
+    """Every way to close a connection decrements the count. A leak of 10,064 connections once stopped the gateway for
+    good.
+    """
     for _ in range(3):
         reader, writer = await connect(stand, data)
         await asyncio.sleep(0.05)
@@ -226,7 +230,7 @@ async def test_the_count_of_connections_returns_to_zero(stand: Stand, data: byte
 
 
 async def test_a_request_has_no_caller_of_another_on_its_connection(stand: Stand) -> None:
-    """A proxy shares connections: the errors of strangers were noted as those of a caller before them."""
+    """Errors of unauthenticated requests were attributed to an earlier caller on the same proxied connection."""
     body = b'{"session_id":"' + b"x" * 300_000 + b'"}'
     head = b"POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-local\r\nContent-Length: %d\r\n\r\n"
     reader, writer = await connect(stand, head % len(body) + body)
@@ -247,7 +251,7 @@ async def test_a_request_has_no_caller_of_another_on_its_connection(stand: Stand
 
 
 async def answer_of(reader: asyncio.StreamReader) -> bytes:
-    """The first line of an answer, whose body is read too."""
+    """Returns the status line of an answer after reading its body."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
     length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
     await reader.readexactly(int(length.partition(b":")[2]))

@@ -1,4 +1,4 @@
-"""Usage with costs: in `GET usage`, in `fovea usage`, and in the billing events that the SDK reads."""
+"""Usage with costs: in `GET usage`, in `fovea usage` and in the billing events that the SDK reads."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -20,7 +20,7 @@ WORK = Usage(
 
 @pytest.fixture
 async def admin(stand: Stand) -> str:
-    """The key of an administrator, after an hour of each of alice's two keys and half an hour of bob's."""
+    """An administrator's key, after an hour of use of each of alice's two keys and half an hour of bob's."""
     await stand.stop()
     await stand.start(gpu_hour_price_usd=2.0)
     assert stand.gateway is not None

@@ -1,4 +1,4 @@
-"""Traced losses at the gateway: kept once, named by calls, refused by name, and there after a restart."""
+"""Traced losses: stored once, referenced by calls, refused with a reason, and available after a restart."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Exports: written, listed with signed links, fetched in pieces and ranges without a key, encrypted, deleted."""
+"""Exports: written, listed with signed links, downloaded in ranges without a key, encrypted and deleted."""
 
 import asyncio
 import pathlib
@@ -29,7 +29,7 @@ OTHER_KEY = "tml-other"
 
 @pytest.fixture(params=["local", "memory", "s3"])
 async def keeping(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> AsyncIterator[Stand]:
-    """A stand whose trainer writes real files, in a local folder or in another fsspec file system."""
+    """A stand with a trainer that writes real files, to a local folder or another fsspec file system."""
     if request.param == "local":
         root = str(tmp_path / "kept")
     else:
@@ -53,7 +53,7 @@ async def client(keeping: Stand) -> AsyncIterator[Rest]:
 
 
 async def export(client: Rest, model_id: str, seq_id: int = 1, **options: Any) -> dict[str, Any]:
-    """The outcome of one export."""
+    """Requests one export; returns its outcome."""
     body = {"path": "out", **options}
     submitted = await client.ok("save_weights_external", model_id=model_id, seq_id=seq_id, **body)
     return await client.result(submitted["request_id"])
@@ -64,9 +64,9 @@ def links_of(model_id: str, name: str = "out") -> str:
 
 
 def stored(stand: Stand) -> list[str]:
-    """Every file below the checkpoint root."""
+    """Returns all files below the checkpoint root."""
     files, path = fsspec.core.url_to_fs(stand.overrides["checkpoint_dir"])
-    files.invalidate_cache()  # the gateway of the test lists too, with the same file system
+    files.invalidate_cache()  # the test's gateway lists with the same file system
     return [name.removeprefix(path) for name in files.find(path)]
 
 
@@ -82,7 +82,7 @@ async def test_storage_that_cannot_be_written_is_named_at_the_start(
 async def test_storage_that_can_be_written_is_left_as_it_was(keeping: Stand) -> None:
     assert keeping.gateway is not None
     assert await keeping.gateway.components.storage.problem() == ""
-    await eventually(lambda: stored(keeping) == [])  # the gateway itself has tried at its start, perhaps until now
+    await eventually(lambda: stored(keeping) == [])  # the gateway retries at its start, possibly until now
 
 
 async def test_an_export_is_downloaded_without_a_key(keeping: Stand, client: Rest) -> None:
@@ -91,7 +91,7 @@ async def test_an_export_is_downloaded_without_a_key(keeping: Stand, client: Res
     path = f"tinker://{model_id}/external_weights/out"
     assert saved == {"type": "save_weights_external", "path": path}
     answer = (await client.http.get(links_of(model_id), headers={"Host": "fovea.example:81"})).json()
-    assert list(answer["urls"]) == [CONFIG, WEIGHTS], "what only trainers read is no part of an export"
+    assert list(answer["urls"]) == [CONFIG, WEIGHTS], "an export must not contain files that only trainers read"
     assert all(url.startswith("http://fovea.example:81/base/api/v1/exports/") for url in answer["urls"].values())
     expires = datetime.fromisoformat(answer["expires"])
     assert timedelta(minutes=50) < expires - datetime.now(UTC) <= timedelta(hours=1)
@@ -105,7 +105,7 @@ async def test_an_export_is_downloaded_without_a_key(keeping: Stand, client: Res
         assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(WEIGHT_BYTES))
     listed = (await client.http.get("checkpoints")).json()["checkpoints"][0]
     assert (listed["checkpoint_type"], listed["size_bytes"]) == ("external", WEIGHT_BYTES + 21)
-    # Nothing samples from an export, so its snapshot does not stay in the trainer's memory.
+    # An export's snapshot does not stay in the trainer's memory, because nothing samples from it.
     assert keeping.trainer.snapshots == {}
 
 
@@ -114,7 +114,7 @@ async def test_weights_to_sample_from_are_downloaded_as_an_export_is(keeping: St
     body = {"model_id": model_id, "seq_id": 1, "path": "out"}
     await client.result((await client.ok("save_weights_for_sampler", **body))["request_id"])
     answer = (await client.http.get(links_of(model_id).replace("external_weights/", "sampler_weights/"))).json()
-    assert list(answer["urls"]) == [CONFIG, WEIGHTS], "what only trainers read is not shown"
+    assert list(answer["urls"]) == [CONFIG, WEIGHTS], "listings must not show files that only trainers read"
     url = answer["urls"][WEIGHTS]
     assert (await client.http.get(url)).content == weights(0)
     for wrong in (url.replace("sampler_weights", "external_weights"), url.replace(WEIGHTS, "fovea_lora.json")):
@@ -180,7 +180,7 @@ async def test_links_lead_nowhere_else(keeping: Stand, client: Rest) -> None:
     assert (await client.http.get(url)).status_code == 403
     assert (await client.http.get(links_of(model_id))).status_code == 404
     assert [name for name in stored(keeping) if "/out." in name] == []
-    # Another one under the same name is not what the old link was for.
+    # A new export under the same name does not match the old link.
     await export(client, model_id, 3)
     assert (await client.http.get(url)).status_code == 403
 
@@ -221,7 +221,7 @@ async def test_encrypted_exports(keeping: Stand, client: Rest) -> None:
         assert pyrage.decrypt(got, [identity]) == weights(0)
     with pytest.raises(pyrage.DecryptError):
         pyrage.decrypt(got, [pyrage.x25519.Identity.generate()])
-    assert all(name.endswith(".age") for name in stored(keeping)), "nothing stays unencrypted"
+    assert all(name.endswith(".age") for name in stored(keeping)), "no file may stay unencrypted"
 
 
 @pytest.mark.parametrize(
@@ -290,13 +290,13 @@ async def test_an_export_that_a_restart_interrupts_is_made_again(keeping: Stand,
     submitted = await client.ok("save_weights_external", **body)
     await eventually(lambda: "TakeSnapshot" in keeping.trainer.names())
     await keeping.stop()
-    # Else the call that was broken off writes after all.
+    # Otherwise the aborted call still writes.
     await eventually(lambda: keeping.trainer.waiting == 0)
     keeping.trainer.open.set()
     await keeping.start()
     assert (await client.result(submitted["request_id"]))["path"].endswith("/external_weights/out")
     assert len((await client.http.get(links_of(model_id))).json()["urls"]) == 2
-    # A repeat is the same request, and makes nothing.
+    # A repeated request has the same id and creates nothing.
     assert (await client.ok("save_weights_external", **body)) == submitted
     assert len({name.rpartition("/")[0] for name in stored(keeping)}) == 1
 
@@ -354,4 +354,4 @@ async def test_the_disk_has_what_the_gateway_wrote_before_it_says_so(
             assert checkpoint is not None
             assert not syncs.missing(pathlib.Path(checkpoint.uri))
         level = await database.write(lambda connection: connection.exec_driver_sql("PRAGMA synchronous").scalar())
-        assert level == 2, "FULL: each commit is on the disk"
+        assert level == 2, "FULL: each commit must be on disk"

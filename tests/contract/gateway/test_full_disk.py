@@ -1,4 +1,4 @@
-"""A disk that is really full: nothing new is accepted, saves wait, what gives room back works, and then all does."""
+"""A full disk: new work is refused, saves wait, deletions work, and everything recovers once there is space."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ async def test_on_a_full_disk_sessions_end_and_nothing_new_begins(small_disk: Pa
         assert statuses[-1] == 503
         assert "disk" in (await rest.post("optim_step", model_id=model_id, seq_id=1, adam_params={})).text
         await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"}, detail=None)
-        assert "has ended" in (await rest.result(waits))["error"], "what was accepted has its outcome"
+        assert "has ended" in (await rest.result(waits))["error"], "accepted requests keep their outcome"
         (small_disk / "junk").unlink()
         assert stand.gateway is not None
         await stand.gateway.components.database.look_for_room()
@@ -57,14 +57,14 @@ async def test_on_a_nearly_full_disk_nothing_new_begins_and_promised_outcomes_ar
             assert refused.status_code == 503
             assert "end sessions or delete checkpoints" in refused.text
         stand.trainer.open.set()
-        assert "metrics" in await rest.result(promised), "accepted before: it runs and its outcome is stored"
-        assert (await http.get(f"sessions/{rest.session_id}")).status_code == 200, "reads go on"
+        assert "metrics" in await rest.result(promised), "a request accepted before runs, and its outcome is stored"
+        assert (await http.get(f"sessions/{rest.session_id}")).status_code == 200, "reads must still work"
         (small_disk / "junk").unlink()
         await database.look_for_room()
         assert "metrics" in await rest.result((await rest.optim_step(model_id, 2))["request_id"])
 
 
-async def test_what_the_gateway_keeps_itself_says_that_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
+async def test_writes_of_the_gateway_report_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     root = small_disk / "kept"
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
@@ -80,13 +80,13 @@ async def test_what_the_gateway_keeps_itself_says_that_the_disk_is_full(small_di
         refused = await rest.post("copy_weights", **body)
         assert refused.status_code == 507, refused.text
         (small_disk / "junk").unlink()
-        fill(small_disk / "junk", spare_bytes=WEIGHT_BYTES + 2**19)  # the trainer finds room, the gateway none
+        fill(small_disk / "junk", spare_bytes=WEIGHT_BYTES + 2**19)  # the trainer has space, the gateway none
         failed = await rest.result(
             (await rest.ok("save_weights_external", model_id=model_id, seq_id=2, **export))["request_id"]
         )
         for told in (refused.text, failed["error"]):
             assert "the disk of the checkpoints is full" in told
-            assert str(small_disk) not in told, "a path of the server is for its logs"
+            assert str(small_disk) not in told, "paths of the server belong in its logs only"
             assert "delete checkpoints" in told
         assert failed["category"] == "server"
         (small_disk / "junk").unlink()
@@ -94,7 +94,7 @@ async def test_what_the_gateway_keeps_itself_says_that_the_disk_is_full(small_di
         again = await rest.ok("save_weights_external", model_id=model_id, seq_id=3, **export)
         assert "error" not in await rest.result(again["request_id"])
         kept = {place.name.partition(".")[0] for place in root.glob("*/*/*")}
-        assert kept == {"state", "out"}, "what failed left nothing"
+        assert kept == {"state", "out"}, "a failed save must leave no files"
         assert len(list(root.glob("*/*/*"))) == 3
 
 

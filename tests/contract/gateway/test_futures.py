@@ -30,7 +30,7 @@ async def test_unfinished_future_is_held_then_answered_408_with_a_reason(stand: 
     assert "trainer" in response.json()["queue_state_reason"]
     held = asyncio.create_task(rest.poll(submitted.json()["request_id"], PROTOBUF))
     stand.trainer.open.set()
-    assert (await held).status_code == 200, "a result that comes while a poll is held is delivered by it"
+    assert (await held).status_code == 200, "a held poll must deliver a result that arrives meanwhile"
 
 
 async def test_results_are_protobuf_when_asked_and_json_else(stand: Stand, rest: Rest) -> None:
@@ -98,7 +98,7 @@ async def test_failed_futures_carry_their_category(stand: Stand, rest: Rest) -> 
     saved = await rest.ok("save_weights", model_id=model_id, seq_id=2, path="x")
     answer = await rest.result(saved["request_id"])
     assert answer["category"] == "server"
-    assert "disk" not in answer["error"], "what was not meant for clients stays inside"
+    assert "disk" not in answer["error"], "internal details must not reach clients"
 
 
 def _crash() -> Any:
@@ -177,7 +177,7 @@ async def test_finished_session_refuses_work_and_stops_its_samples(stand: Stand,
     await rest.ok(finish, reason={"type": "success"}, detail=None)
     await rest.ok(finish, reason={"type": "errored"}, detail="late")
     assert "has ended (success)" in (await rest.result(request_id))["error"]
-    assert "has ended (success)" in (await rest.result(held))["error"], "a command behind a gap fails, it does not hang"
+    assert "has ended (success)" in (await rest.result(held))["error"], "a command behind a gap must fail, not hang"
     await eventually(lambda: stand.sampler.running == 0)
     assert (await rest.forward_backward(model_id, 4)).status_code == 410
     assert (await rest.sample(sampling_id, 1)).status_code == 410
@@ -240,7 +240,7 @@ async def test_silence_ends_a_session_by_itself_and_frees_all_it_had(
     await eventually(lambda: [request.model_id for request in stand.trainer.of("DeleteModel")] == [model_id])
     assert "has ended (expired)" in (await rest.result(request_id))["error"]
     assert (await rest.post("session_heartbeat", session_id=rest.session_id)).status_code == 410
-    # Who waits for all samples of a session learns it too.
+    # A poll for all samples of the session gets the failure, too.
     told = await rest.ok("retrieve_futures", target={"sampling_session_id": sampling_id}, timeout=0)
     assert told["completions"] == [{"state": "failed", "request_id": request_id}]
 

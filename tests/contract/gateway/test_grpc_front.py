@@ -1,4 +1,4 @@
-"""The gRPC API: the same use cases, over a real channel."""
+"""The gRPC API: the same use cases over a real channel."""
 
 import hashlib
 import re
@@ -25,14 +25,14 @@ LORA = weights_pb2.LoraConfig(rank=4, alpha=8, train_attention=True, train_visio
 
 @pytest.fixture
 async def stub(stand: Stand) -> AsyncIterator[Any]:
-    """A stub on the gateway's gRPC port."""
+    """A stub for the gateway's gRPC port."""
     assert stand.gateway is not None
     async with grpc.aio.insecure_channel(stand.gateway.grpc.address) as channel:
         yield gateway_pb2_grpc.GatewayServiceStub(channel)
 
 
 async def wait(stub: Any, future_id: str) -> list[pb.WaitFutureResponse]:
-    """All records of a result."""
+    """Returns all records of a result."""
     while True:
         request = pb.WaitFutureRequest(future_id=future_id, timeout_s=5)
         records = [record async for record in stub.WaitFuture(request, metadata=KEYED)]
@@ -41,7 +41,7 @@ async def wait(stub: Any, future_id: str) -> list[pb.WaitFutureResponse]:
 
 
 async def failure(call: Any) -> FoveaError:
-    """The error that a call ends with."""
+    """Returns the error that ends a call."""
 
     async def end() -> None:
         if hasattr(call, "__aiter__"):
@@ -60,7 +60,7 @@ def text(*ids: int) -> model_input_pb2.Chunk:
 
 
 def records(model_id: str, seq_id: int, *inputs: list[model_input_pb2.Chunk], loss: str = "cross_entropy") -> Any:
-    """The stream of a loss; every image takes four tokens."""
+    """Yields the records of a loss stream; every image takes four tokens."""
     header = pb.SubmitForwardBackwardHeader(model_id=model_id, seq_id=seq_id, loss_function=loss, backward=True)
 
     async def stream() -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
@@ -78,7 +78,7 @@ def records(model_id: str, seq_id: int, *inputs: list[model_input_pb2.Chunk], lo
 
 
 async def create(stub: Any) -> tuple[str, str]:
-    """A session and a model in it."""
+    """Opens a session and creates a model in it."""
     session_id = (await stub.CreateSession(pb.CreateSessionRequest(), metadata=KEYED)).session_id
     request = pb.SubmitCreateModelRequest(session_id=session_id, model_seq_id=0, base_model=MODEL, lora=LORA)
     future_id = (await stub.SubmitCreateModel(request, metadata=KEYED)).future_id
@@ -171,7 +171,7 @@ async def test_errors_are_statuses_with_reasons(stand: Stand, stub: Any) -> None
 
 
 async def test_errors_name_the_fields_of_the_protos(stand: Stand, stub: Any) -> None:
-    """Those of submissions, of futures and of streams; REST calls them otherwise."""
+    """Errors of submissions, futures and streams name proto fields; REST has different names."""
     session_id, model_id = await create(stub)
 
     async def failed(submitted: Any) -> FoveaError:

@@ -1,4 +1,4 @@
-"""Limits of the gRPC API: of connections, of streams, of what comes without a key, of the memory of calls."""
+"""Limits of the gRPC API: connections, streams, unauthenticated calls and the memory of calls."""
 
 import asyncio
 import contextlib
@@ -32,14 +32,14 @@ from tests.waiting import eventually
 _MIB = 2**20
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""An empty SETTINGS frame: with it a client has shaken hands."""
+"""An empty SETTINGS frame, which completes the client's handshake."""
 _MAX_CONCURRENT_STREAMS = 3
-"""The setting's number in RFC 9113, section 6.5.2."""
+"""The number of the setting SETTINGS_MAX_CONCURRENT_STREAMS in RFC 9113, section 6.5.2."""
 
 
 @contextlib.asynccontextmanager
 async def limited(stand: Stand, **overrides: Any) -> AsyncIterator[Any]:
-    """A stub on a gateway with other settings."""
+    """A stub for a gateway with other settings."""
     await stand.stop()
     await stand.start(**overrides)
     assert stand.gateway is not None
@@ -48,7 +48,7 @@ async def limited(stand: Stand, **overrides: Any) -> AsyncIterator[Any]:
 
 
 async def connect(stand: Stand, data: bytes) -> Pair:
-    """A bare connection to the gRPC port."""
+    """Opens a bare connection to the gRPC port."""
     assert stand.gateway is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", stand.gateway.grpc.port)
     writer.write(data)
@@ -62,7 +62,7 @@ async def raised(call: Any) -> FoveaError:
 
 
 @pytest.mark.parametrize("data", [b"", PREFACE], ids=["nothing", "half a handshake"])
-async def test_who_does_not_shake_hands_is_not_kept(stand: Stand, data: bytes) -> None:
+async def test_a_connection_without_a_handshake_is_closed(stand: Stand, data: bytes) -> None:
     async with limited(stand, request_timeout_s=0.3):
         await ending(await connect(stand, data))
 
@@ -72,17 +72,19 @@ async def test_connections_are_counted_and_shared_by_address(stand: Stand) -> No
         await stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=KEYED)
         others = [await connect(stand, PREFACE + SETTINGS) for _ in range(19)]
         for reader, _ in others:
-            assert await asyncio.wait_for(reader.readexactly(1), 20) == b"\0", "the server's own handshake"
-        # 127.0.0.2 stands for another machine: of a full house it would not be let in.
+            assert await asyncio.wait_for(reader.readexactly(1), 20) == b"\0", "expected the server's handshake"
+        # 127.0.0.2 stands for another machine; a full server would refuse its connection.
         await eventually(lambda: _is_let_in(stand, "127.0.0.2"))
-        assert 9 <= await _ended([reader for reader, _ in others]) <= 11, "as many as are free may stay"
+        assert 9 <= await _ended([reader for reader, _ in others]) <= 11, (
+            "as many connections may stay as there are free places"
+        )
         await stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=KEYED)
         for _, writer in others:
             writer.close()
 
 
 async def _ended(readers: list[asyncio.StreamReader]) -> int:
-    """How many connections have ended, once some have and no more do."""
+    """Returns the number of closed connections once it is positive and no longer grows."""
     reading = [asyncio.create_task(reader.read()) for reader in readers]
     await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
     done, pending = await asyncio.wait(reading, timeout=3.0)
@@ -106,7 +108,7 @@ async def _is_let_in(stand: Stand, address: str) -> bool:
 async def test_streams_of_a_connection_are_bounded_above_what_clients_need(stand: Stand) -> None:
     reader, writer = await connect(stand, PREFACE + SETTINGS)
     head = await asyncio.wait_for(reader.readexactly(9), 20)
-    assert head[3] == 4, "the first frame has the server's settings"
+    assert head[3] == 4, "the first frame must contain the server's settings"
     body = await reader.readexactly(int.from_bytes(head[:3]))
     pairs = [body[start : start + 6] for start in range(0, len(body), 6)]
     settings = {int.from_bytes(pair[:2]): int.from_bytes(pair[2:]) for pair in pairs}
@@ -130,7 +132,7 @@ async def test_nothing_is_waited_for_without_a_key(stand: Stand) -> None:
 
 
 def loss(model_id: str, seq_id: int, *chunks: model_input_pb2.Chunk) -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
-    """A stream with a datum for each chunk."""
+    """Yields a stream with one datum per chunk."""
 
     async def stream() -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
         header = pb.SubmitForwardBackwardHeader(model_id=model_id, seq_id=seq_id, backward=True)
@@ -149,7 +151,7 @@ async def test_one_owner_does_not_fill_the_memory_of_all(stand: Stand) -> None:
         error = await raised(stub.SubmitForwardBackward(loss(model_id, 1, *[mib] * 6), metadata=KEYED))
         assert isinstance(error, ResourceExhausted)
         assert "max_request_memory_bytes" in error.message
-        for seq_id in 1, 2, 3:  # what a call took is given back, whether it was taken or refused
+        for seq_id in 1, 2, 3:  # a call's memory is released after an answer and after a refusal
             await stub.SubmitForwardBackward(loss(model_id, seq_id, *[mib] * 3), metadata=KEYED)
 
 
@@ -179,7 +181,7 @@ EMPTY_CHUNKS = bytes([0x0A, 0])
 
 
 def delimited(number: int, body: bytes) -> bytes:
-    """A field of bytes."""
+    """Encodes a field of bytes."""
     length, size = bytearray(), len(body)
     while size >= 0x80:
         length.append(size & 0x7F | 0x80)
@@ -198,7 +200,7 @@ async def test_elements_of_messages_are_counted_before_they_are_built(stand: Sta
     }
     async with limited(stand) as _:
         assert stand.gateway is not None
-        # Not grpc.aio (1.76): a write that meets the end of its call may hide the status behind an INTERNAL of its own.
+        # grpc.aio (1.76) is unsuitable: a write that meets the end of its call may replace the status by INTERNAL.
         with grpc.insecure_channel(stand.gateway.grpc.address) as channel:
             before = process.memory_info().rss
             for name, bodies in calls.items():
@@ -210,7 +212,7 @@ async def test_elements_of_messages_are_counted_before_they_are_built(stand: Sta
 
 
 async def test_a_message_is_counted_and_read_off_the_loop(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message of 64,000 empty fields had kept the event loop for a tenth of a second."""
+    """Messages are measured and parsed outside the event loop: 64,000 empty fields blocked it for 0.1 s."""
     threads: list[threading.Thread] = []
     count = grpc_interceptors.check_protobuf_elements
 
@@ -228,7 +230,7 @@ async def test_a_message_is_counted_and_read_off_the_loop(stand: Stand, monkeypa
     assert threading.main_thread() not in threads
 
 
-async def test_what_many_small_messages_take_in_memory_is_counted(stand: Stand) -> None:
+async def test_the_memory_of_many_small_messages_is_counted(stand: Stand) -> None:
     async with limited(stand, max_body_bytes=8 * _MIB) as stub:
         _, model_id = await create(stub)
         tiny = [model_input_pb2.Chunk()] * 10_000
@@ -236,7 +238,7 @@ async def test_what_many_small_messages_take_in_memory_is_counted(stand: Stand) 
         async def records() -> AsyncIterator[pb.SubmitForwardBackwardRequest]:
             async for record in loss(model_id, 1):
                 yield record
-            for _ in range(200):  # of 20 kB each
+            for _ in range(200):  # 20 kB each
                 yield pb.SubmitForwardBackwardRequest(
                     datum=pb.InputDatum(input=model_input_pb2.ModelInput(chunks=tiny))
                 )

@@ -1,4 +1,4 @@
-"""What only the hosted service has: refused by name. And the little of it that is served."""
+"""Features of the hosted service: those that Fovea lacks are refused with an explanation; a few work."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ async def test_a_key_is_described(rest: Rest) -> None:
 
 async def test_the_command_line_sees_sessions_models_and_its_key(stand: Stand, tmp_path: pathlib.Path) -> None:
     environment = os.environ | {"TINKER_BASE_URL": stand.url, "TINKER_API_KEY": KEY, "HOME": str(tmp_path)}
-    # In one process: the SDK imports torch.
+    # One process for all, because importing the SDK imports torch.
     calls = [["auth", "status"], ["model", "list"], ["auth", "login"]]
     code = f"from tinker.cli.__main__ import main_cli\nfor call in {calls}: main_cli(call, standalone_mode=False)"
     process = await asyncio.create_subprocess_exec(

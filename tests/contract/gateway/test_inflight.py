@@ -20,7 +20,7 @@ from tests.waiting import eventually
 
 
 async def save(rest: Rest, model_id: str, seq_id: int, **more: Any) -> dict[str, Any]:
-    """An inflight save, to its end."""
+    """Runs an inflight save to its end."""
     body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": seq_id, "kind": "inflight"}
     answer = await rest.ok("save_weights_for_sampler", **(body | more))
     return await rest.result(answer["request_id"])
@@ -31,7 +31,7 @@ async def inflight(rest: Rest, model_id: str, seq_id: int) -> str:
 
 
 async def weights_of(rest: Rest, sampling_id: str, seq_id: int) -> list[int]:
-    """What a sample of a session yields: the fake's tokens say which snapshot made them."""
+    """Samples in a session; returns the snapshot that made the tokens, which the fake encodes in them."""
     params = {"max_tokens": 4, "seed": 1}
     submitted = await rest.sample(sampling_id, seq_id, sampling_params=params)
     tokens: list[int] = (await rest.result(submitted.json()["request_id"]))["sequences"][0]["tokens"]
@@ -63,7 +63,7 @@ async def test_later_saves_move_every_session_forward_and_free_what_they_replace
     assert first != second
     for sampling_id in (second, first):
         assert await weights_of(rest, sampling_id, 1) == made_by(f"{model_id}@3")
-    assert await weights_of(rest, fixed, 0) == made_by(f"{model_id}@2"), "a snapshot stays what it was"
+    assert await weights_of(rest, fixed, 0) == made_by(f"{model_id}@2"), "a snapshot must not change"
     await eventually(lambda: [r.snapshot_id for r in stand.trainer.of("ForgetSnapshot")] == [f"{model_id}@1"])
     if rank:
         assert f"{model_id}@1" not in stand.sampler.adapters
@@ -160,7 +160,7 @@ async def test_sdk_inflight_clients_and_grpc_says_which_weights_made_the_tokens(
     for response in responses:
         (sequence,) = response.sequences
         assert list(sequence.tokens) == made_by(f"{model_id}@2")
-        # The gateway still says so when the client has acknowledged its results.
+        # The gateway still answers this after the client has acknowledged its results.
         made = (await get(stand, f"weight_versions/{sequence.sequence_id}"))["weight_versions"]
         assert made == [{"snapshot_id": f"{model_id}@2", "token_count": 4}]
 
@@ -184,7 +184,9 @@ async def test_sdk_inflight_clients_and_grpc_says_which_weights_made_the_tokens(
 
 
 async def test_answers_in_flight_continue_with_newer_full_weights(stand: Stand, rest: Rest) -> None:
-    """The save pushes by itself; the trainer keeps nothing for an answer that can move; the result says who made it."""
+    """A save pushes by itself. The trainer keeps no snapshot for an answer that may switch weights; the result names
+    the weights of each token.
+    """
     model_id = await rest.create_model(rank=0)
     first = await inflight(rest, model_id, 1)
     stand.sampler.open.clear()
@@ -207,7 +209,7 @@ async def test_answers_in_flight_continue_with_newer_full_weights(stand: Stand, 
 
 
 async def test_a_full_push_waits_for_a_sample_that_names_its_snapshot(stand: Stand, rest: Rest) -> None:
-    """Those who follow the model wait behind it, and have their newest weights then."""
+    """Samples that follow the model wait behind it and then use the newest weights."""
     model_id = await rest.create_model(rank=0)
     fixed = await rest.snapshot(model_id, 1, 50)
     stand.sampler.open.clear()
@@ -225,7 +227,7 @@ async def test_a_full_push_waits_for_a_sample_that_names_its_snapshot(stand: Sta
 
 
 async def test_a_push_that_fails_loses_no_answer(stand: Stand, rest: Rest) -> None:
-    """An answer goes on with the weights that it has; one that the sampler ends for it begins again with the newest."""
+    """An answer continues with its current weights. One that the sampler aborts starts again with the newest."""
     model_id = await rest.create_model(rank=0)
     first = await inflight(rest, model_id, 1)
     stand.sampler.open.clear()
@@ -241,7 +243,7 @@ async def test_a_push_that_fails_loses_no_answer(stand: Stand, rest: Rest) -> No
     stand.sampler.open.set()
     for request_id in (*ids, third):
         assert "sequences" in await rest.result(request_id)
-    assert len(stand.sampler.of("Sample")) == 3, "none was sampled twice"
+    assert len(stand.sampler.of("Sample")) == 3, "no sequence may be sampled twice"
 
 
 async def test_a_sampler_that_dies_between_two_versions_loses_no_answer(stand: Stand, rest: Rest) -> None:

@@ -1,5 +1,7 @@
-"""Every REST route and every gRPC method, for the owner's key, another owner's, a revoked one, none, and one of a scope
-below: generated from the routes themselves, so that a new one without a declared answer fails.
+"""Isolation of owners: calls every REST route and every gRPC method with the owner's key, another owner's key, a
+revoked key, no key and a key with a lower scope.
+
+The cases are generated from the routes, so a new route without a declared answer fails.
 """
 
 import base64
@@ -32,18 +34,19 @@ from tests.contract.gateway.valid_bodies import Bodies
 
 READ, SAMPLE, TRAIN, ADMIN = Scope
 OPEN = None
-"""For whoever comes, without a key."""
+"""The scope of routes that need no key."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a REST route says to whom.
+    """The expected answers of a REST route.
 
     Attributes:
-        scope: The least that a key must have; every lower one is refused.
-        own: To the owner of what the request names.
-        other: To another owner, who sends the same: 404, as of what does not exist, or 200 about its own things.
-        body: What `Bodies` calls the body; `{}` if there is none.
+        scope: The lowest sufficient scope; every lower one is refused.
+        own: Status for the owner of the objects in the request.
+        other: Status for another owner with the same request: 404 as for an unknown object, or 200 about its own
+            objects.
+        body: The key of the body in `Bodies`; `{}` if there is none.
     """
 
     scope: Scope | None
@@ -57,11 +60,11 @@ CHECKPOINT = "training_runs/{run}/checkpoints/{segment}/{name}"
 NAMED = "training_runs/{run}/checkpoints/{name}"
 REST: dict[tuple[str, str], Answer] = {
     ("GET", "healthz"): Answer(OPEN, other=200),
-    # Before others: it tells callers their own errors, which repeat what they have sent.
+    # It runs first because its answer contains the errors of earlier requests, which repeat their input.
     ("GET", "live/events"): Answer(READ, other=200),
-    ("GET", "exports/{run}/{segment}/{name}/{file:path}"): Answer(OPEN, own=400, other=400),  # no signature, nobody's
+    ("GET", "exports/{run}/{segment}/{name}/{file:path}"): Answer(OPEN, own=400, other=400),  # no signature
     ("POST", "retrieve_future"): Answer(READ, body="retrieve_future"),
-    ("POST", "cancel_future"): Answer(SAMPLE, other=200, body="cancel_future"),  # says nothing, and does nothing
+    ("POST", "cancel_future"): Answer(SAMPLE, other=200, body="cancel_future"),  # returns and changes nothing
     ("POST", "retrieve_futures"): Answer(SAMPLE, body="retrieve_futures"),
     ("POST", "create_sampling_session"): Answer(SAMPLE, body="create_sampling_session"),
     ("POST", "join_sampling_session"): Answer(SAMPLE, body="join_sampling_session"),
@@ -84,7 +87,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "auth/methods"): Answer(OPEN, other=200),
     ("GET", "auth/login"): Answer(OPEN, own=400, other=400),  # no provider
     ("GET", "auth/callback"): Answer(OPEN, own=400, other=400),
-    ("POST", "auth/logout"): Answer(READ, own=400, other=400),  # a key is no sign-in
+    ("POST", "auth/logout"): Answer(READ, own=400, other=400),  # an API key does not sign in
     ("POST", "create_session"): Answer(READ, other=200, body="create_session"),
     ("POST", "session_heartbeat"): Answer(READ, body="session_heartbeat"),
     ("POST", "sessions/search"): Answer(READ, other=200, body="sessions/search"),
@@ -114,14 +117,14 @@ REST: dict[tuple[str, str], Answer] = {
     ("GET", "checkpoints"): Answer(READ, other=200),
     ("POST", "checkpoints/search"): Answer(READ, other=200, body="checkpoints/search"),
     ("POST", "external_weights_upload_start"): Answer(TRAIN, other=200, body="external_weights_upload_start"),  # theirs
-    ("PUT", "uploads/{upload}/{file}"): Answer(OPEN, own=400, other=400),  # no signature, nobody's
+    ("PUT", "uploads/{upload}/{file}"): Answer(OPEN, own=400, other=400),  # no signature
     ("POST", "external_weights_upload_finish"): Answer(TRAIN, own=404, body="external_weights_upload_finish"),
     ("PUT", f"{CHECKPOINT}/ttl"): Answer(TRAIN, body="ttl"),
-    # Unpublished again before another owner asks.
+    # Unpublished before another owner asks.
     ("POST", f"{CHECKPOINT}/publish"): Answer(TRAIN),
     ("DELETE", f"{CHECKPOINT}/publish"): Answer(TRAIN),
     ("GET", f"{CHECKPOINT}/external_weights_urls"): Answer(READ, own=400),  # a training checkpoint
-    ("DELETE", NAMED): Answer(TRAIN, own=400, other=400),  # says only that a kind is missing
+    ("DELETE", NAMED): Answer(TRAIN, own=400, other=400),  # names only the missing kind
     ("PUT", f"{NAMED}/ttl"): Answer(TRAIN, own=400, other=400),
     ("POST", f"{NAMED}/publish"): Answer(TRAIN, own=400, other=400),
     ("DELETE", CHECKPOINT): Answer(TRAIN),
@@ -133,12 +136,12 @@ REST: dict[tuple[str, str], Answer] = {
     ("PUT", "owners/{owner}"): Answer(ADMIN, other=403, body="owner"),
     ("GET", "usage"): Answer(READ, other=200),
     ("GET", "/v1/models"): Answer(SAMPLE, other=200),
-    ("GET", "/v1/models/{model:path}"): Answer(SAMPLE),  # a checkpoint of hers
+    ("GET", "/v1/models/{model:path}"): Answer(SAMPLE),  # one of the owner's checkpoints
     ("POST", "/v1/chat/completions"): Answer(SAMPLE, body="chat"),
     ("POST", "/v1/completions"): Answer(SAMPLE, body="completion"),
     ("POST", "/v1/responses"): Answer(SAMPLE, body="response"),
     ("POST", "/v1/messages"): Answer(SAMPLE, body="message"),
-    ("GET", "/"): Answer(OPEN, other=200),  # the page, which is nobody's
+    ("GET", "/"): Answer(OPEN, other=200),  # the page belongs to no owner
     ("GET", "/page/{file}"): Answer(OPEN, own=404, other=404),  # no such file
     ("GET", "live/curves/{run}"): Answer(READ),
     ("GET", "live/samples"): Answer(READ, other=200),
@@ -150,7 +153,7 @@ REST: dict[tuple[str, str], Answer] = {
     ("PUT", "live/runs/{run}"): Answer(TRAIN, body="label"),
     ("POST", "sessions/{session_id}/finish"): Answer(READ, body="sessions/sess-none/finish"),
 }  # fmt: skip
-"""In an order in which each finds what it names."""
+"""Ordered so that each request finds the objects that it refers to."""
 
 GRPC: dict[str, tuple[Scope, str]] = {
     "GatewayService/GetCapabilities": (READ, "OK"),
@@ -158,7 +161,7 @@ GRPC: dict[str, tuple[Scope, str]] = {
     "GatewayService/Heartbeat": (READ, "NOT_FOUND"),
     "GatewayService/SubmitCreateModel": (TRAIN, "NOT_FOUND"),
     "GatewayService/GetModel": (READ, "NOT_FOUND"),
-    "GatewayService/UploadImage": (SAMPLE, "OK"),  # into one's own room
+    "GatewayService/UploadImage": (SAMPLE, "OK"),  # into the caller's own project
     "GatewayService/SubmitForwardBackward": (TRAIN, "NOT_FOUND"),
     "GatewayService/CreateCustomLoss": (TRAIN, "NOT_FOUND"),
     "GatewayService/SubmitOptimStep": (TRAIN, "NOT_FOUND"),
@@ -179,12 +182,13 @@ GRPC: dict[str, tuple[Scope, str]] = {
     "AdminService/ExpireKey": (ADMIN, "PERMISSION_DENIED"),
     "AdminService/RevokeKey": (ADMIN, "PERMISSION_DENIED"),
 }
-"""The least scope, and the status for another owner who sends the same; the owner's own call succeeds."""
+"""The lowest sufficient scope, and the status for another owner with the same request. The owner's own call succeeds.
+"""
 
 
 @dataclass
 class World:
-    """What alice has, and the keys of everybody."""
+    """The objects of alice, and the keys of all users."""
 
     stand: Stand
     keys: dict[str, str]
@@ -192,17 +196,17 @@ class World:
     values: dict[str, str]
 
     def lower(self, scope: Scope | None) -> list[str]:
-        """Alice's keys that do not reach a scope."""
+        """Returns alice's keys with a scope below the given one."""
         return [] if scope is None else [self.keys[each] for each in Scope if not each.includes(scope)]
 
     def names_of_hers(self) -> list[str]:
-        """What must not be told to others."""
+        """Names of alice's objects, which must not reach others."""
         return [self.made.session_id, self.made.model_id, self.made.sampling_id, self.values["key_id"]]
 
 
 @pytest.fixture
 async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
-    """A stand whose trainer writes real files, for exports."""
+    """A stand with a trainer that writes real files, for exports."""
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
     async with running(stand, database_url=database_url):
@@ -278,7 +282,7 @@ _REASONS = {
     "invalid_api_key": "UNAUTHENTICATED", "authentication_error": "UNAUTHENTICATED",
     "permission_denied": "PERMISSION_DENIED", "permission_error": "PERMISSION_DENIED",
 }  # fmt: skip
-"""Reasons by the codes of OpenAI's errors and the types of Anthropic's."""
+"""The reason for each error code of OpenAI and each error type of Anthropic."""
 
 
 def _reason(response: httpx.Response) -> str:
@@ -289,7 +293,7 @@ def _reason(response: httpx.Response) -> str:
 
 
 async def _answer(http: httpx.AsyncClient, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
-    """What is answered; of a stream of events, what comes in its first moment."""
+    """Returns the answer; for an event stream, the part that arrives at once."""
     async with http.stream(**request, headers=headers) as response:
         if not response.headers["content-type"].startswith("text/event-stream"):
             await response.aread()
@@ -311,7 +315,7 @@ async def test_every_rest_route_answers_each_key_as_declared(world: World) -> No
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    assert routes == set(REST), "each route needs an answer here"
+    assert routes == set(REST), "each route needs an expected answer"
     found, expected, http = {}, {}, world.stand.http(None)
     for (method, path), answer in REST.items():
         request = _request(world, method, path, answer.body)
@@ -340,7 +344,7 @@ def _methods() -> dict[str, MethodDescriptor]:
 
 
 def _messages(world: World) -> dict[str, list[Message]]:
-    """A right request of each call, by its input's name; of a loss, the header and a datum."""
+    """Returns a valid request for each call by input name; for a loss, the header and a datum."""
     found: dict[str, list[Message]] = {
         "GetCapabilitiesRequest": [gateway_pb2.GetCapabilitiesRequest()],
         "CreateKeyRequest": [admin_pb2.CreateKeyRequest(owner="carol", scope="read")],
@@ -366,7 +370,7 @@ def _messages(world: World) -> dict[str, list[Message]]:
 
 
 async def _call(channel: grpc.aio.Channel, method: MethodDescriptor, messages: list[Message], key: str) -> str:
-    """The reason of the error that a call ends with, or OK."""
+    """Returns the reason of the error that ends a call, or OK."""
 
     async def stream() -> AsyncIterator[Message]:
         for message in messages:
@@ -396,7 +400,7 @@ async def _call(channel: grpc.aio.Channel, method: MethodDescriptor, messages: l
 async def test_every_grpc_method_answers_each_key_as_declared(world: World) -> None:
     assert world.stand.gateway is not None
     methods, messages = _methods(), _messages(world)
-    assert set(methods) == set(GRPC), "each method needs an answer here"
+    assert set(methods) == set(GRPC), "each method needs an expected answer"
     found, expected = {}, {}
     async with grpc.aio.insecure_channel(world.stand.gateway.grpc.address) as channel:
         for name, (scope, other) in GRPC.items():

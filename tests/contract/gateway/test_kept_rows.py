@@ -1,4 +1,4 @@
-"""The database limits what it keeps of clients: how much text, how many rows of each owner, and for how long."""
+"""Limits of stored client data: text size, rows of each owner, and age."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ async def sweep(stand: Stand) -> None:
 
 
 async def end_session(rest: Rest) -> str:
-    """Ends the session, and waits until what it owned is free; returns its id."""
+    """Ends the session and waits until its resources are free; returns its id."""
     await rest.ok(f"sessions/{rest.session_id}/finish", reason={"type": "success"})
     return rest.session_id
 
@@ -89,23 +89,23 @@ async def test_one_owner_fills_its_share_of_rows_alone_and_what_is_over_makes_ro
                 return count, answer
             rest.session_id = answer.json()["session_id"]
             await end_session(rest)
-        raise AssertionError("nothing was refused")
+        raise AssertionError("no request was refused")
 
     count, answer = await open_until_refused(bob)
     assert (count, answer.status_code, "max_row_bytes" in answer.text) == (16, 429, True)
     model_id = await alice.create_model()
     assert "error" not in await save(alice, model_id, 1, "a")
     await sweep(stand)
-    assert (await bob.post("create_session")).status_code == 429, "what has just ended is kept for a while"
+    assert (await bob.post("create_session")).status_code == 429, "a session that has just ended is kept for a while"
     monkeypatch.setattr(kept_rows, "_FRESH_S", 0.0)
     await sweep(stand)
     assert (await bob.post("create_session")).status_code == 200
     await stand.stop()
     await stand.start()
-    assert "error" not in await save(alice, model_id, 2, "b"), "of the others nothing was forgotten"
+    assert "error" not in await save(alice, model_id, 2, "b"), "another owner's rows must stay"
 
 
-async def test_what_is_over_is_forgotten_after_its_time_unless_it_has_a_checkpoint(stand: Stand, alice: Rest) -> None:
+async def test_ended_objects_expire_unless_they_have_a_checkpoint(stand: Stand, alice: Rest) -> None:
     assert stand.gateway is not None
     kept = await alice.create_model()
     path = (await save(alice, kept, 1, "a"))["path"]
@@ -121,7 +121,7 @@ async def test_what_is_over_is_forgotten_after_its_time_unless_it_has_a_checkpoi
     assert "lora_config.rank is 999" in (await alice.result(answer["request_id"]))["error"]
     failed = f"{alice.session_id}:train:7"
     run = (await alice.http.get(f"training_runs/{failed}")).json()
-    assert (run["corrupted"], run["user_metadata"]) == (True, {}), "of what failed the text is dropped at once"
+    assert (run["corrupted"], run["user_metadata"]) == (True, {}), "the text of a failed request is dropped at once"
     await sweep(stand)
     assert (await alice.http.get(f"training_runs/{gone}")).status_code == 200
     await eventually(lambda: not stand.trainer.models)
@@ -135,7 +135,7 @@ async def test_what_is_over_is_forgotten_after_its_time_unless_it_has_a_checkpoi
 
     assert await found(kept, gone, failed) == [200, 404, 404]
     statuses = [(await alice.http.get(f"sessions/{each}")).status_code for each in (session, over, alice.session_id)]
-    assert statuses == [200, 404, 200], "a session that is open stays"
+    assert statuses == [200, 404, 200], "an open session must stay"
     await alice.http.delete(f"training_runs/{path.removeprefix('tinker://').replace('/', '/checkpoints/', 1)}")
     await sweep(stand)
     assert await found(kept) == [404]
@@ -164,7 +164,7 @@ async def test_a_search_reads_no_more_rows_than_it_answers(
         if (cursor := page["next_cursor"]) is None:
             break
     assert names == [f"weights/c{number}" for number in (8, 6, 4, 2)]
-    assert pages == 3, "a page says where to go on once it has looked at four"
+    assert pages == 3, "a page has a cursor after it has examined four rows"
 
 
 async def test_unfinished_uploads_count_as_stored_bytes(stand: Stand, alice: Rest) -> None:
@@ -181,7 +181,7 @@ async def test_unfinished_uploads_count_as_stored_bytes(stand: Stand, alice: Res
 
     first, second = await begin(), await begin()
     assert (await put(first, 600_000)).status_code == 200
-    assert (await put(first, 900_000)).status_code == 429, "until it is replaced, both are there"
+    assert (await put(first, 900_000)).status_code == 429, "both exist until the replacement is complete"
     assert (await put(first, 300_000)).status_code == 200
     assert (await put(second, 600_000)).status_code == 200
     assert (await put(second, 200_000)).status_code == 429

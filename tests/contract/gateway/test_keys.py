@@ -1,4 +1,4 @@
-"""API keys: those of the settings, those that are created; taken back, rotated; and what lies on the disk."""
+"""API keys from the settings and created ones: revocation, rotation and storage."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ OTHER_KEY = "tml-other"
 
 
 async def sessions(stand: Stand, key: str) -> list[str] | str:
-    """The sessions that a key sees, or why it sees none."""
+    """Returns the sessions that a key sees, or the reason that it sees none."""
     async with stand.http(key) as http:
         response = await http.get("sessions")
     answer = response.json()
@@ -33,7 +33,7 @@ async def sessions(stand: Stand, key: str) -> list[str] | str:
 
 
 async def open_session(stand: Stand, key: str) -> str:
-    """A new session of a key."""
+    """Opens a session with a key."""
     async with stand.http(key) as http:
         response = await http.post("create_session", json={"tags": [], "sdk_version": "0.38.0"})
     assert response.status_code == 200, response.text
@@ -41,7 +41,7 @@ async def open_session(stand: Stand, key: str) -> str:
 
 
 async def command(stand: Stand, *arguments: str) -> str:
-    """What `fovea keys` prints, beside the running gateway."""
+    """Runs `fovea keys` beside the running gateway; returns its output."""
     environment = dict(os.environ)
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
@@ -56,7 +56,7 @@ async def command(stand: Stand, *arguments: str) -> str:
 
 
 async def rows(stand: Stand) -> dict[str, list[str]]:
-    """The lines of `fovea keys list` by owner."""
+    """Returns the lines of `fovea keys list` by owner."""
     _, *lines = (await command(stand, "list")).splitlines()
     return {line.split()[1]: line.split() for line in lines}
 
@@ -70,10 +70,10 @@ async def test_a_key_that_the_settings_no_longer_name_is_not_valid(stand: Stand)
     for key in (KEY, OTHER_KEY):
         assert await sessions(stand, key) == (
             "this API key is no longer among the keys of the gateway's settings"
-        )  # the published one too
+        )  # including the published one
     await stand.stop()
     await stand.start(api_key=[OTHER_KEY])
-    assert await sessions(stand, OTHER_KEY) == [opened], "whose data is still its own"
+    assert await sessions(stand, OTHER_KEY) == [opened], "the rotated key must keep access to its owner's data"
 
 
 async def test_an_owner_named_in_the_settings_rotates_its_key(stand: Stand) -> None:
@@ -106,9 +106,9 @@ async def test_keys_are_created_and_revoked_while_the_gateway_runs(stand: Stand)
         return await sessions(stand, first) == "this API key has been revoked"
 
     await eventually(is_refused)
-    assert await sessions(stand, second) == [opened], "a rotation loses nothing"
-    assert isinstance(await sessions(stand, KEY), list), "the settings' keys are as valid as before"
-    # The same over gRPC, within the open session.
+    assert await sessions(stand, second) == [opened], "a rotation must lose nothing"
+    assert isinstance(await sessions(stand, KEY), list), "the keys of the settings stay valid"
+    # The same over gRPC, in the open session.
     assert stand.gateway is not None
     async with grpc.aio.insecure_channel(f"127.0.0.1:{stand.gateway.grpc.port}") as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -148,9 +148,9 @@ async def test_only_hashes_are_kept(tmp_path: Path) -> None:
         assert created.encode() not in content
 
 
-async def test_what_lies_on_the_disk_is_its_users_alone(tmp_path: Path) -> None:
+async def test_files_on_disk_are_readable_by_their_user_only(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
-    state_dir.mkdir()  # by somebody, before the gateway
+    state_dir.mkdir()  # created by another program before the gateway
     old = state_dir / "gateway.db"
     await asyncio.to_thread(_make, old)
     old.chmod(0o644)
@@ -193,7 +193,7 @@ async def test_an_administrator_makes_expires_and_revokes_keys_over_rest(stand: 
     async with stand.http(admin) as http:
         made = (await http.post("keys", json={"owner": "alice", "scope": "read", "name": "board"})).json()
         key_id = made["key"]["key_id"]
-        assert await sessions(stand, made["text"]) == [], "valid at once"
+        assert await sessions(stand, made["text"]) == [], "the key is valid at once"
         await http.put(f"keys/{key_id}/expiry", json={"expires_at": 1.0})
         assert await sessions(stand, made["text"]) == "this API key has expired"
         await http.put(f"keys/{key_id}/expiry", json={"expires_at": None})

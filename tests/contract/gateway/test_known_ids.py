@@ -1,5 +1,7 @@
-"""Whoever knows every id, path and digest of another owner has nothing: an id within a request of one's own is answered
-as one that nobody has, over both APIs, and nothing behind the gateway is asked."""
+"""Isolation by id: a caller that knows every id, path and digest of another owner gains nothing.
+
+A foreign id gets the same answer as an unknown one, over both APIs, and no service behind the gateway is called.
+"""
 
 import json
 import pathlib
@@ -20,14 +22,14 @@ from tests.contract.gateway.requests import GRAPH, Rest, forward_backward_body
 from tests.contract.gateway.test_checkpoints import OTHER_KEY, save
 
 Send = Callable[[str, int], Awaitable[str]]
-"""Sends a request of one's own with an id in it and a new number; returns what it came to."""
+"""Sends a request of the caller with a given id and a new number; returns the outcome."""
 
 THEIRS = (("x-api-key", OTHER_KEY),)
 
 
 @pytest.fixture
 async def stand(tmp_path: pathlib.Path, database_url: str) -> AsyncIterator[Stand]:
-    """A stand whose trainer writes real files, with two owners."""
+    """A stand with two owners; its trainer writes real files."""
     stand = Stand(tmp_path)
     stand.trainer = KeepingTrainer(lambda: stand.samplers)
     async with running(stand, database_url=database_url, api_key=[KEY, OTHER_KEY]):
@@ -47,7 +49,7 @@ COMMANDS = ("their state in one's own model", "a loss")
 
 
 class Owned:
-    """What the first owner has, of every kind that has an id; each beside one of the same form that nobody has."""
+    """One object of the first owner for every kind of id, each with an unknown id of the same form."""
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
@@ -65,13 +67,13 @@ class Owned:
         return self
 
     def unknown(self, known: str) -> str:
-        """The same id in a session that there never was."""
+        """Returns the same id in a session that never existed."""
         session = self._rest.session_id
         return known.replace(session, f"{session[:-8]}{'0' * 8}")
 
 
 async def outcome(client: Rest, route: str, **body: Any) -> str:
-    """What a REST request comes to, its future's error included."""
+    """Returns the outcome of a REST request, with the error of its future."""
     answer = await client.post(route, **body)
     if answer.status_code == 200 and "request_id" in answer.json():
         return json.dumps(await client.result(answer.json()["request_id"]))
@@ -80,7 +82,7 @@ async def outcome(client: Rest, route: str, **body: Any) -> str:
 
 
 def rest_requests(client: Rest, model: str, owned: Owned) -> dict[str, tuple[str, Send]]:
-    """By what they try: an id of the first owner, and a request of the second that names one."""
+    """Returns requests of the second owner by description: an id of the first owner, and a function that sends it."""
     session = client.session_id
 
     def sending(route: str, field: str, **body: Any) -> Send:
@@ -122,15 +124,15 @@ def rest_requests(client: Rest, model: str, owned: Owned) -> dict[str, tuple[str
 
 
 def asked(stand: Stand) -> list[str]:
-    """What trainer and sampler were asked, but for who they are."""
+    """Returns the calls of trainer and sampler, except those that query their identity."""
     calls = (*stand.trainer.calls, *stand.sampler.calls)
     return [name for name, _ in calls if not name.startswith("Get")]
 
 
-async def test_over_rest_an_id_of_another_owner_is_one_that_nobody_has(stand: Stand, rest: Rest, other: Rest) -> None:
+async def test_over_rest_an_id_of_another_owner_looks_unknown(stand: Stand, rest: Rest, other: Rest) -> None:
     owned = await Owned(rest).make()
     model = await other.create_model()
-    numbers = {True: 1, False: 1}  # the commands of a model follow each other without a gap
+    numbers = {True: 1, False: 1}  # command numbers of a model have no gaps
     for what, (known, send) in rest_requests(other, model, owned).items():
         answers = []
         for name in (known, owned.unknown(known)):
@@ -138,7 +140,7 @@ async def test_over_rest_an_id_of_another_owner_is_one_that_nobody_has(stand: St
             is_command = what in COMMANDS
             answers.append((await send(name, numbers[is_command])).replace(name, "ID"))
             numbers[is_command] += 1
-            assert asked(stand) == before, f"{what}: somebody was asked"
+            assert asked(stand) == before, f"{what}: a service was called"
         assert answers[0].replace(known, "ID") == answers[1], what
         assert "rror" in answers[0] or answers[0].startswith("404"), f"{what}: {answers[0]}"
 
@@ -194,6 +196,6 @@ async def test_over_grpc_too(stand: Stand, rest: Rest, other: Rest) -> None:
                     number += 1
                 before = asked(stand)
                 answers.append((await ask(method, message)).replace(name, "ID"))
-                assert asked(stand) == before, f"{method}: somebody was asked"
+                assert asked(stand) == before, f"{method}: a service was called"
             assert answers[0] == answers[1], method
             assert answers[0].startswith("error"), f"{method}: {answers[0]}"

@@ -1,4 +1,4 @@
-"""Large results: announced by size, compressed for those who read it, encoded without holding up anybody."""
+"""Large results: their size is announced, they are compressed on request, and encoding does not block other clients."""
 
 import gzip
 
@@ -10,7 +10,7 @@ from tests.contract.gateway.requests import PROTOBUF, Rest
 from tests.contract.gateway.test_samplers import base_session
 
 
-async def test_a_result_above_the_limit_is_announced_to_those_who_take_that(stand: Stand, rest: Rest) -> None:
+async def test_a_result_above_the_limit_is_announced_to_clients_that_support_it(stand: Stand, rest: Rest) -> None:
     await stand.stop()
     await stand.start(inline_limit_bytes=300)
     sampling_id = await base_session(rest)
@@ -47,7 +47,7 @@ async def test_the_sdk_fetches_what_was_announced(stand: Stand) -> None:
     assert len((await stand.sdk(use)).sequences[0].tokens) == 50
 
 
-async def test_large_results_are_compressed_for_those_who_read_it(stand: Stand, rest: Rest) -> None:
+async def test_large_results_are_compressed_for_clients_that_accept_it(stand: Stand, rest: Rest) -> None:
     await stand.stop()
     await stand.start(compress_from_bytes=300)
     sampling_id = await base_session(rest)

@@ -1,5 +1,5 @@
-"""The live page's routes: its files are strict, its stream tells each owner its own and ends with its key, and curves
-outlive the gateway.
+"""Routes of the live page: files are served strictly, the stream is private to an owner and ends with its key, and
+curves survive a restart.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tests.contract.gateway.requests import Rest
 
 Told = tuple[str, dict[str, Any]]
 _NAMES = re.compile(r"http://www\.w3\.org|https://github\.com/leeoniya/uPlot")
-"""Addresses that name something and load nothing: SVG's namespace, and the origin of the chart library."""
+"""URLs that identify something and load nothing: the SVG namespace and the origin of the chart library."""
 
 
 async def _events(http: httpx.AsyncClient) -> AsyncIterator[Told]:
@@ -37,7 +37,7 @@ async def _events(http: httpx.AsyncClient) -> AsyncIterator[Told]:
 
 
 async def _until(http: httpx.AsyncClient, wanted: str, is_right: Any) -> dict[str, Any]:
-    """The first event of a name of which something is true."""
+    """Returns the first event with a name that meets a condition."""
     async for name, told in _events(http):
         if name == wanted and is_right(told):
             return told
@@ -62,7 +62,7 @@ async def test_the_page_is_served_by_itself_and_lets_nothing_in(stand: Stand) ->
             file = await http.get(f"/page/{name}")
             assert file.headers["content-security-policy"] == policy
             assert file.headers["x-content-type-options"] == "nosniff"
-            # Nothing of elsewhere, nothing inline that the policy would stop.
+            # The page loads nothing from other hosts, and contains nothing inline that the policy would block.
             elsewhere = re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z]+", _NAMES.sub("", file.text))
             assert elsewhere == [], name
             assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|\beval\(| on[a-z]+=| style=", file.text)
@@ -120,7 +120,7 @@ async def test_a_step_a_sample_and_an_error_come_down_the_stream(stand: Stand, r
     assert group["drawn"][0]["logprobs"] == [-0.25] * 4
 
 
-async def test_what_a_client_tells_is_shown_beside_what_it_is_of(stand: Stand, rest: Rest) -> None:
+async def test_reports_of_a_client_are_shown_beside_their_samples(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await _step(rest, model_id, 1)
     sampling_id = await rest.snapshot(model_id, 3)
@@ -199,7 +199,7 @@ async def test_a_resumed_run_continues_its_curve_and_is_known_as_resumed(stand: 
         await _step(rest, first, number)
     saved = await rest.ok("save_weights", model_id=first, seq_id=5, path="kept")
     path = (await rest.result(saved["request_id"]))["path"]
-    # A step after the checkpoint, which the resumed run takes again.
+    # A step after the checkpoint, which the resumed run repeats.
     await rest.result((await rest.forward_backward(first, 6)).json()["request_id"])
     await rest.result((await rest.optim_step(first, 7, learning_rate=0.125))["request_id"])
     resumed = await rest.create_model(1)
@@ -239,7 +239,7 @@ async def test_a_model_has_its_curves_in_the_database_from_its_first_step_on(sta
         await parts.live_state.tick()
     blob = await parts.database.read(lambda connection: read_curves(connection, model_id))
     assert blob is not None
-    assert StepCurves.from_blob(blob).last_step == 1, "later ones half a minute after that, not each by itself"
+    assert StepCurves.from_blob(blob).last_step == 1, "later ones are written together half a minute after that"
 
 
 async def test_a_stream_ends_with_its_key(stand: Stand) -> None:
@@ -323,9 +323,7 @@ async def test_administrators_get_the_figures_of_the_services_over_time(
             assert told["values"].keys() >= {"queue|waiting", "lag|durable points", "tokens|trained", "tokens|sampled"}
             assert told["values"][f"busy|trainer of {MODEL}"] >= 0
             found: dict[str, Any] = {"series": {}}
-            while (
-                f"push|{MODEL}" not in found["series"]
-            ):  # The command that runs above may be the sample before its push.
+            while f"push|{MODEL}" not in found["series"]:  # The running command may be the sample before its push.
                 found = (await asking.get("live/system", params={"hours": 1, "points": 60})).json()
                 await asyncio.sleep(0.05)
             assert (found["period_s"], len(found["at"])) == (60.0, 60)

@@ -1,7 +1,7 @@
-"""The live page in a real browser, before fakes: names, held-out figures, a resumed run, groups of the queue, the
-keyboard focus, and a gateway that is gone.
+"""The live page in a real browser, with fake services: names, held-out figures, a resumed run, groups of the queue,
+keyboard focus and a lost gateway.
 
-`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of it.
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
 """
 
 import os
@@ -75,7 +75,7 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         assert await see(browser.too_wide, ".scroll, .models") == []
         await see(browser.show, 1280, False)
 
-        # The focus stays where it is while the model's figures and its place in the list change.
+        # The focus stays while the model's figures and its position in the list change.
         focused = f"document.querySelector(\"#models button[title='{nameless}']\").focus();"
         await see(browser.run, focused)
         assert await see(browser.run, _FOCUS) == ["BUTTON", nameless]
@@ -88,7 +88,7 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         await see(browser.wait_text, "#checkpoints", "more", "Delete for good")
         assert await see(browser.run, _FOCUS) == ["BUTTON", "Keep"]
 
-        # Requests of one kind and model are one row of the queue.
+        # Requests of one kind and model share one row of the queue.
         stand.trainer.open.clear()
         for number in range(2, 22):
             await rest.forward_backward(nameless, number)
@@ -103,7 +103,7 @@ async def test_the_page_shows_names_held_out_figures_and_a_resumed_run(tmp_path:
         await stand.stop()
         await see(browser.wait_text, "#link", "the gateway does not answer", "data of", "ago")
         (dead,) = set(await see(browser.run, green))
-        assert dead not in before, "all dots are red"
+        assert dead not in before, "all dots must be red"
         assert await see(browser.text, "#run .state") == "unknown"
         if PICTURES:
             await see(browser.pictures, Path(PICTURES), "contract-dead", 1500)

@@ -1,4 +1,4 @@
-"""The main path of the unmodified SDK: create, train on text and images, save, sample, load, close."""
+"""The main path of the unmodified SDK: create, train on text and images, save, sample, load and close."""
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ async def test_state_is_saved_and_a_model_created_from_it(stand: Stand) -> None:
     assert path.endswith(":train:0/weights/epoch-1")
     assert (info.model_name, info.lora_rank, info.model_data.tokenizer_id) == (MODEL, 4, "/models/fake")
     assert (weights_info.lora_rank, weights_info.train_mlp, weights_info.train_attn) == (4, False, True)
-    assert loss == 2.5, "the optimizer's step came back"
+    assert loss == 2.5, "the optimizer's step must be restored"
     created = [
         (request.model_id[-1], request.lora.rank, request.lora.train_mlp) for request in stand.trainer.of("CreateModel")
     ]
@@ -99,7 +99,7 @@ async def test_named_weights_are_sampled_by_path(stand: Stand) -> None:
     assert path.endswith(":train:0/sampler_weights/final")
     assert tuned.sequences[0].tokens != base.sequences[0].tokens
     assert [request.snapshot_id.split("@")[-1] for request in stand.sampler.of("Sample")] == ["1", ""]
-    assert stand.trainer.of("TakeSnapshot")[0].uri, "a named snapshot is written to storage"
+    assert stand.trainer.of("TakeSnapshot")[0].uri, "a named snapshot must be written to storage"
 
 
 async def test_load_state_into_an_existing_model(stand: Stand) -> None:

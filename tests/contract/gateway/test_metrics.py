@@ -1,4 +1,4 @@
-"""What the gateway shows of its queues, stages, samplers and errors, as Prometheus would read it."""
+"""Prometheus metrics of queues, stages, samplers and errors."""
 
 import hashlib
 from pathlib import Path
@@ -16,12 +16,12 @@ TENANT = f"key-{hashlib.sha256(KEY.encode()).hexdigest()[:12]}"
 
 
 def value(name: str, **labels: str) -> float | None:
-    """A series now; None if it is not shown."""
+    """Returns the value of a series, or None if it is missing."""
     return REGISTRY.get_sample_value(name, labels)
 
 
 def count(name: str, **labels: str) -> float:
-    """A series that may not be there yet."""
+    """Returns the value of a counter, or 0 if it is missing."""
     return value(name, **labels) or 0.0
 
 
@@ -65,7 +65,7 @@ async def test_samples_are_queued_under_the_model_that_they_sample(stand: Stand,
     await rest.result(answer.json()["request_id"])
 
 
-async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> None:
+async def test_metrics_show_requests_that_wait_for_a_replica(tmp_path: Path) -> None:
     stand = Stand(tmp_path)
     waiting, tokens = "fovea_gateway_replica_waiting", "fovea_gateway_replica_tokens"
     async with running(stand, sampler_concurrency=1) as stand, stand.http() as http:
@@ -85,7 +85,7 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
         assert value(waiting, service="renderer", replica=stand.renderer.address) == 0
         each = value(tokens, service="sampler", replica=stand.sampler.address)
         assert each is not None
-        assert each >= 3 * 2, "the running one is counted too, each with prompt and completion"
+        assert each >= 3 * 2, "the running sample counts, too; each has prompt and completion"
         assert each % 3 == 0, "three equal requests"
         stand.sampler.open.set()
         for answer in answers:
@@ -94,7 +94,7 @@ async def test_who_waits_for_a_place_in_a_replica_is_shown(tmp_path: Path) -> No
         assert value(waiting, service="sampler", replica=stand.sampler.address) == 0
         assert value(tokens, service="sampler", replica=stand.sampler.address) == 0
         assert value("fovea_gateway_sessions") == 1
-    assert value(waiting, service="sampler", replica=stand.sampler.address) is None, "the gateway is gone"
+    assert value(waiting, service="sampler", replica=stand.sampler.address) is None, "the gateway must be gone"
     assert value("fovea_gateway_sessions") == 0
 
 
@@ -172,7 +172,7 @@ async def test_the_state_folder_is_there_wherever_the_database_is(tmp_path: Path
 
 
 async def test_nothing_is_missed_that_a_base_model_is_served_without(tmp_path: Path) -> None:
-    """The alert FoveaNoSampler goes by it."""
+    """A base model without samplers sets no series that would raise the alert FoveaNoSampler."""
     for without, nothing in {"sampler": [], "trainer": ""}.items():
         async with running(Stand(tmp_path / without), **{without: nothing}) as stand:
             assert stand.gateway is not None
@@ -186,6 +186,8 @@ async def test_nothing_is_missed_that_a_base_model_is_served_without(tmp_path: P
 
 
 def test_replays_are_counted_from_zero() -> None:
-    """A rate does not see the step with which a series begins: the alert FoveaReplayDiffers would miss the first."""
+    """The series must start at zero: a rate ignores the first value of a series, so FoveaReplayDiffers would miss the
+    first replay.
+    """
     for answer in ("equal", "different", "rounded"):
         assert value("fovea_gateway_replayed_commands_total", answer=answer) is not None

@@ -1,4 +1,4 @@
-"""The same of messages over gRPC: no status blames us."""
+"""Invalid values in gRPC messages never cause a status that blames the server."""
 
 import asyncio
 import copy

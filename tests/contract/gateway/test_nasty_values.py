@@ -1,4 +1,4 @@
-"""Bad input is the caller's: whatever stands in a field, over either API, the answer is never an internal error."""
+"""An invalid value in any field, over either API, is the caller's error and never an internal one."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ _AT_ONCE = 6
 
 
 class Answers:
-    """Sends requests, many at once, and collects those that were answered with a 500."""
+    """Sends many requests concurrently and collects those that were answered with a 500."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -32,7 +32,7 @@ class Answers:
         self.wrong: list[str] = []
 
     def send(self, what: str, method: str, path: str, **more: Any) -> None:
-        """Begins a request; `what` names it in a failure."""
+        """Starts a request; `what` names it in a failure."""
         self._sent.append(asyncio.create_task(self._send(what, method, path, **more)))
 
     async def _send(self, what: str, method: str, path: str, **more: Any) -> None:
@@ -42,14 +42,14 @@ class Answers:
             self.wrong.append(f"{method} {path} with {what:.200}: {response.status_code} {response.text:.200}")
 
     async def check(self) -> None:
-        """Waits for all answers. Fails if one of them blames us."""
+        """Waits for all answers. Fails if one of them is a server error."""
         await asyncio.gather(*self._sent)
         assert self.wrong == []
 
 
 @pytest.fixture
 async def answers(stand: Stand) -> AsyncIterator[Answers]:
-    """What the gateway says; checked at the end, and when nothing runs any more that could fail."""
+    """Collects the gateway's answers and checks them at the end, when no request runs any more."""
     async with stand.http() as http:
         answers = Answers(http)
         yield answers
@@ -167,7 +167,7 @@ async def test_what_is_wrong_is_named(
 ) -> None:
     body = to_json(made.of(path) | changes) if changes else ""
     response = await rest.http.request(method, path, content=body, headers=JSON)
-    is_too_deep = any(value in DEEP_VALUES for value in changes.values())  # so of more elements than are taken
+    is_too_deep = any(value in DEEP_VALUES for value in changes.values())  # also with more elements than allowed
     assert response.status_code == (413 if is_too_deep else 400)
     assert field in response.json()["detail"]
 

@@ -1,4 +1,4 @@
-"""OpenAI's API at the gateway: what it does by itself. `tests/e2e/test_openai.py` has the rest, with vLLM."""
+"""The gateway's own part of OpenAI's API. `tests/e2e/test_openai.py` covers the part with vLLM."""
 
 import asyncio
 import base64
@@ -23,7 +23,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture
 async def http(stand: Stand) -> AsyncIterator[httpx.AsyncClient]:
-    """A client with a bearer token, as OpenAI's sends it."""
+    """A client with a bearer token, as OpenAI's SDK sends it."""
     headers = {"Authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(base_url=f"{stand.url}/v1/", headers=headers, timeout=30) as http:
         yield http
@@ -62,7 +62,9 @@ async def test_a_stream_comes_as_it_is_sampled(stand: Stand, http: httpx.AsyncCl
 async def test_a_token_crosses_once_where_one_sampler_draws_and_writes(
     stand: Stand, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """Tokens of another sampler are forwarded; the answer and the usage are the same."""
+    """One sampler draws and formats the tokens, so they cross the wire once. Otherwise they are forwarded, with the
+    same answer and usage.
+    """
     sampler, found = stand.samplers[0], []
     for sampler.writes_own_samples in (True, False):
         answer = await http.post("chat/completions", json={**CHAT, "n": 2, "stream": stream})
@@ -183,11 +185,11 @@ async def test_leaving_frees_the_engine(stand: Stand, http: httpx.AsyncClient) -
     assert sampler.cancelled == 2
 
 
-async def test_what_is_sampled_counts_as_usage(stand: Stand, http: httpx.AsyncClient, rest: Rest) -> None:
+async def test_sampled_tokens_count_as_usage(stand: Stand, http: httpx.AsyncClient, rest: Rest) -> None:
     before = await _sampled_tokens(rest)
     await http.post("chat/completions", json={**CHAT, "n": 2, "max_tokens": 5})
 
-    async def is_counted() -> bool:  # with the outcome, which is kept when the answer is on its way
+    async def is_counted() -> bool:  # stored with the outcome once the answer is on its way
         return await _sampled_tokens(rest) == before + 10
 
     await eventually(is_counted)

@@ -18,7 +18,7 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 
 
 def lengths(stand: Stand) -> list[int]:
-    """Input lengths of the losses in the order in which the trainer saw them."""
+    """Input lengths of the losses in the order in which the trainer received them."""
     return [len(datums[0].input.tokens) // 4 for _, datums in stand.trainer.of("ForwardBackward")]
 
 
@@ -143,7 +143,7 @@ async def test_bad_datum_fails_its_future_and_the_next_call_works(stand: Stand) 
     assert "User" in step_error
     assert "expected 5 tokens, got 4" in loss_error
     assert "forward_backward request 3 before it failed" in step_error
-    assert gradients == 1, "the step after the refused one sees only what came after it"
+    assert gradients == 1, "the step after the refused one must only include later gradients"
     names = stand.trainer.names()
     assert names.index("ClearGradients") < names.index("OptimStep")
 
@@ -182,18 +182,18 @@ async def test_a_refused_loss_spoils_the_step_if_the_client_could_not_know_or_ha
         error: str = (await rest.result((await rest.optim_step(model_id, seq_id))["request_id"]))["error"]
         return error
 
-    # Parts of one batch are all sent before anything is known of any.
+    # All parts of one batch are sent before any of them is answered.
     second = await rest.forward_backward(model_id, 2)
     first = await rest.forward_backward(model_id, 1, data=bad)
     assert "error" in await rest.result(first.json()["request_id"])
     assert "error" not in await rest.result(second.json()["request_id"])
     assert "request 1 before it failed" in await refused(3)
-    # There are gradients already: whether the client wants them with what comes, nobody can tell.
+    # There are gradients already, and nothing says whether the client wants them combined with later ones.
     await rest.forward_backward(model_id, 4)
     assert "error" in await rest.result((await rest.forward_backward(model_id, 5, data=bad)).json()["request_id"])
     assert "error" not in await rest.result((await rest.forward_backward(model_id, 6)).json()["request_id"])
     assert "request 5 before it failed" in await refused(7)
-    # The second attempt, too, comes in parts of which one is bad.
+    # The second attempt also has several parts, one of which is invalid.
     assert "error" in await rest.result((await rest.forward_backward(model_id, 8, data=bad)).json()["request_id"])
     third = await rest.forward_backward(model_id, 10)
     await rest.forward_backward(model_id, 9, data=bad)
@@ -207,12 +207,12 @@ async def test_a_loss_after_a_step_that_failed_begins_at_zero(stand: Stand, rest
     wrong = await rest.ok("optim_step", model_id=model_id, seq_id=2, adam_params={"momentum": 1.0})
     assert "momentum" in (await rest.result(wrong["request_id"]))["error"]
     corrected = await rest.result((await rest.optim_step(model_id, 3))["request_id"])
-    assert corrected["metrics"]["gradients:sum"] == 2, "the step alone was wrong, and is sent again"
+    assert corrected["metrics"]["gradients:sum"] == 2, "only the step was wrong, so only it is sent again"
     await rest.forward_backward(model_id, 4, data=[text_datum()] * 2)
     await rest.ok("optim_step", model_id=model_id, seq_id=5, adam_params={"momentum": 1.0})
     await rest.forward_backward(model_id, 6, data=[text_datum()] * 2)
     step = await rest.result((await rest.optim_step(model_id, 7))["request_id"])
-    assert step["metrics"]["gradients:sum"] == 2, "both are sent again: the gradients are not doubled"
+    assert step["metrics"]["gradients:sum"] == 2, "both are sent again, so the gradients must not double"
 
 
 async def test_failed_forward_does_not_taint(stand: Stand) -> None:
@@ -237,7 +237,7 @@ async def test_body_above_the_limit_is_413_and_uses_up_its_seq_id(stand: Stand, 
     assert response.status_code == 413
     assert "1048576 bytes" in response.json()["detail"]
     step = await rest.result((await rest.optim_step(model_id, 2))["request_id"])
-    assert "request 1" in step["error"], "the step knows that gradients are missing, and does not hang"
+    assert "request 1" in step["error"], "the step must fail because gradients are missing, and not hang"
     bomb = zstandard.ZstdCompressor().compress(forward_backward_body(model_id, 3) + b"\0" * 2**24)
     assert len(bomb) < 2**20
     assert (await rest.send(bomb, **{"Content-Encoding": "zstd"})).status_code == 413
@@ -288,9 +288,9 @@ async def test_undecodable_and_unknown_are_4xx(stand: Stand, rest: Rest) -> None
     torn = forward_backward_body(model_id, 1)[:-3]
     assert (await rest.send(torn)).status_code == 400
     step = await rest.result((await rest.optim_step(model_id, 2))["request_id"])
-    assert "request 1" in step["error"], "a torn body used up its seq_id, too"
+    assert "request 1" in step["error"], "a truncated body uses up its seq_id, too"
     for response in (await rest.send(b"\xff"), await rest.http.post("optim_step", content=b"{")):
-        assert response.json()["detail"], "no 400 is ever empty"
+        assert response.json()["detail"], "no 400 may have an empty message"
 
 
 async def test_wrong_fields_fail_the_future_by_name(stand: Stand, rest: Rest) -> None:
@@ -338,7 +338,7 @@ async def test_checkpoint_name_clash_and_overwrite(stand: Stand, rest: Rest) -> 
     assert "already" in results[1]["error"]
     assert results[1]["category"] == "user"
     uris = [request.uri for request in stand.trainer.of("SaveState")]
-    assert len(set(uris)) == 2, "an overwrite never writes over what it replaces"
+    assert len(set(uris)) == 2, "an overwrite must not write over the checkpoint that it replaces"
 
 
 async def test_missing_request_is_given_up_and_the_step_behind_it_refused(stand: Stand, rest: Rest) -> None:
@@ -350,7 +350,7 @@ async def test_missing_request_is_given_up_and_the_step_behind_it_refused(stand:
     late = await rest.forward_backward(model_id, 1)
     assert "arrived too late" in (await rest.result(late.json()["request_id"]))["error"]
     refused = await rest.result((await rest.optim_step(model_id, 4))["request_id"])
-    assert "request 1" in refused["error"], "what came too late is missing from this step, too"
+    assert "request 1" in refused["error"], "a request that came too late is missing from this step, too"
     assert "metrics" in await rest.result((await rest.optim_step(model_id, 5))["request_id"])
 
 
@@ -366,7 +366,7 @@ async def test_running_command_that_may_run_twice_does_so_after_a_restart(stand:
     sample = await rest.sample(answer["sampling_session_id"], 0)
     assert "sequences" in await rest.result(sample.json()["request_id"])
     names = [request.snapshot_id for request in stand.trainer.of("TakeSnapshot")]
-    assert names == [f"{model_id}@1", f"{model_id}@2"], "a name is never given twice"
+    assert names == [f"{model_id}@1", f"{model_id}@2"], "a name must not be given twice"
 
 
 async def test_queued_and_running_requests_survive_a_restart(stand: Stand, rest: Rest) -> None:
@@ -384,15 +384,15 @@ async def test_queued_and_running_requests_survive_a_restart(stand: Stand, rest:
     stand.trainer.open.set()
     stand.sampler.open.set()
     await stand.start()
-    assert len((await rest.result(sample))["sequences"]) == 1, "a sample is simply done again"
+    assert len((await rest.result(sample))["sequences"]) == 1, "a sample is repeated"
     for request_id in (running, queued[0]):
         assert "error" not in await rest.result(request_id)
-    assert (await rest.poll(early)).status_code == 408, "what waits for an earlier request still does"
+    assert (await rest.poll(early)).status_code == 408, "a request that waits for an earlier one still waits"
     gradients = []
     for seq_id in (4, 6):
         step = await rest.result((await rest.optim_step(model_id, seq_id))["request_id"])
         gradients.append(step["metrics"]["gradients:sum"])
-    assert gradients == [2, 1], "the loss that ran while the gateway was away was computed once"
+    assert gradients == [2, 1], "a loss that ran while the gateway was down is computed once"
     assert "error" not in await rest.result(early)
     assert await rest.snapshot(model_id, 7) != sampling_id
     assert [r.snapshot_id.split("@")[1] for r in stand.trainer.of("TakeSnapshot")] == ["1", "2"]

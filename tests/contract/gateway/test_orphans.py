@@ -1,4 +1,4 @@
-"""What a gateway that was killed or stopped left behind is freed by the next one; what is held or another's stays."""
+"""A gateway frees the objects of an earlier one that was killed or stopped, and no others."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ async def test_a_session_that_ends_while_the_gateway_stops_leaves_no_model(stand
         stand.trainer.open.clear()
         await other.optim_step(model_id, 2)
         await eventually(lambda: "OptimStep" in stand.trainer.names())
-        # Its model is freed once the running command has ended: the gateway is gone before.
+        # Its model is freed once the running command has ended; the gateway stops before that.
         await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
     await stand.stop()
     stand.trainer.open.set()
@@ -35,7 +35,7 @@ async def test_a_model_that_is_over_and_still_held_is_freed(stand: Stand, rest: 
     stand.trainer.models["somebody-elses"] = {"step": 0, "gradients": 0, "is_full": False}
     gateway = stand.gateway
     assert gateway is not None
-    # The row is written before the trainer is told: a kill may come between.
+    # The row is written before the trainer's command, and a kill may come between.
     await gateway.components.models.end(await gateway.components.models.load(model_id), "its session is over")
     await gateway.components.orphans.sweep(with_folders=False)
     assert set(stand.trainer.models) == {kept, "somebody-elses"}
@@ -66,7 +66,7 @@ async def test_an_adapter_that_an_earlier_gateway_had_pushed_is_dropped_with_its
     stand.sampler.adapters.clear()
     await stand.stop()
     await stand.start()
-    stand.sampler.adapters.add(snapshot_id)  # the push that was begun for the gateway before
+    stand.sampler.adapters.add(snapshot_id)  # a push that was started for the previous gateway
     gateway = stand.gateway
     assert gateway is not None
     samplers = gateway.components.base_models.default.samplers
@@ -76,13 +76,13 @@ async def test_an_adapter_that_an_earlier_gateway_had_pushed_is_dropped_with_its
 
 
 def plant(folder: Path) -> None:
-    """A folder with a file."""
+    """Creates a folder with a file."""
     folder.mkdir(parents=True)
     (folder / "part").write_text("x")
 
 
 def below(folder: Path) -> set[Path]:
-    """What is in it."""
+    """Lists the files of a folder."""
     return set(folder.iterdir())
 
 
@@ -100,7 +100,7 @@ async def test_folders_that_no_checkpoint_names_are_removed(tmp_path: Path) -> N
         for name in ("lost.0123abcd", "lost.0123abcd.tmp-1", "lost.0123abce.old-1", "lost.0123abcf.plain"):
             plant(good.parent / name)
         plant(foreign)
-        # One that is being written now, for as long as it takes.
+        # A folder that is being written now, however long this takes.
         stand.trainer.open.clear()
         running_save = await rest.ok("save_weights", model_id=model_id, seq_id=2, path="running")
         await eventually(lambda: len(stand.trainer.of("SaveState")) == 2)
@@ -109,10 +109,10 @@ async def test_folders_that_no_checkpoint_names_are_removed(tmp_path: Path) -> N
         gateway = stand.gateway
         assert gateway is not None
         await gateway.components.orphans.remove_folders()
-        assert len(below(good.parent)) == 6, "the first look removes nothing: a row may be on its way"
+        assert len(below(good.parent)) == 6, "the first sweep removes nothing: a row may still follow"
         await gateway.components.orphans.remove_folders()
         assert below(good.parent) == {good, draft}
-        assert below(foreign), "whose rows are elsewhere"
+        assert below(foreign), "their rows are in another database"
         stand.trainer.open.set()
         assert "error" not in await rest.result(running_save["request_id"])
 

@@ -1,4 +1,4 @@
-"""What owners may have, refused by name, and what they have used, by key and day."""
+"""Limits of owners, refused with a reason, and their usage by key and day."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.waiting import eventually
 
 
 class Keys:
-    """Keys of two owners: alice has two, and bob administers."""
+    """Keys of two owners: alice has two, and bob is an administrator."""
 
     def __init__(self, stand: Stand) -> None:
         assert stand.gateway is not None
@@ -69,7 +69,7 @@ async def test_a_record_is_written_over_rest_grpc_and_command(stand: Stand, keys
 
 
 async def command(stand: Stand, *arguments: str) -> str:
-    """What `fovea owners` or `fovea usage` prints, beside the running gateway."""
+    """Runs `fovea owners` or `fovea usage` beside the running gateway; returns its output."""
     environment = dict(os.environ)
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
@@ -88,11 +88,11 @@ async def test_requests_above_an_owners_rate_are_refused_by_name(keys: Keys, ali
     assert [answer.status_code for answer in answers[:5]] == [200] * 5
     assert answers[-1].status_code == 429
     assert answers[-1].json()["detail"].startswith("this owner's max_requests_per_s is 5")
-    for _ in range(20):  # what the SDK sends by itself
+    for _ in range(20):  # requests that the SDK sends by itself
         assert (await alice.post("session_heartbeat", session_id=alice.session_id)).status_code == 200
     pages = [page.status_code for page in await asyncio.gather(*(alice.http.get("live/samples") for _ in range(40)))]
-    assert pages.count(200) >= 5, "the page takes nothing from training"
-    assert 429 in pages, "but it has the same limit"
+    assert pages.count(200) >= 5, "the page must not use up the limit of training"
+    assert 429 in pages, "the page has the same limit"
 
 
 async def test_default_limits_hold_where_a_record_names_none(stand: Stand, keys: Keys, alice: Rest) -> None:
@@ -113,14 +113,16 @@ async def test_tokens_in_flight_are_limited_by_name(stand: Stand, keys: Keys, al
     session = await base_session(alice)
     await keys.owners.put(Owner("alice", max_tokens_in_flight=20))
     stand.sampler.open.clear()
-    answers = [await alice.sample(session, seq_id) for seq_id in range(4)]  # of 3 + 4 tokens
+    answers = [await alice.sample(session, seq_id) for seq_id in range(4)]  # 3 + 4 tokens
     assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
     assert "max_tokens_in_flight is 20" in answers[-1].json()["detail"]
     stand.sampler.open.set()
     for answer in answers[:2]:
         await alice.result(answer.json()["request_id"])
     large = {"sampling_params": {"max_tokens": 400}}
-    assert (await alice.sample(session, 9, **large)).status_code == 200, "alone, or it never could"
+    assert (await alice.sample(session, 9, **large)).status_code == 200, (
+        "a request above the limit runs alone, or it could never run"
+    )
 
 
 async def test_models_and_stored_bytes_are_limited_by_name(keys: Keys, alice: Rest) -> None:
@@ -132,7 +134,7 @@ async def test_models_and_stored_bytes_are_limited_by_name(keys: Keys, alice: Re
     )
     assert "max_models is 1" in (await alice.result(answer["request_id"]))["error"]
     results = []
-    for seq_id in range(1, 4):  # of 100 bytes each
+    for seq_id in range(1, 4):  # 100 bytes each
         saved = await alice.ok("save_weights", model_id=model_id, seq_id=seq_id, path=f"a{seq_id}")
         results.append(await alice.result(saved["request_id"]))
     assert ["path" in result for result in results] == [True, True, False]

@@ -1,6 +1,6 @@
-"""Alerts and the services' figures on the live page, in a real browser.
+"""Alerts and figures of the services on the live page, in a real browser.
 
-`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of them.
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
 """
 
 import os
@@ -27,7 +27,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _seed(stand: Stand) -> None:
-    """Fills the history as an hour of work would."""
+    """Fills the history with an hour of data."""
     assert stand.gateway is not None
     history, now = stand.gateway.components.live_view.history, time.time()
     for number in range(330):
@@ -92,7 +92,7 @@ async def test_alerts_begin_on_the_page_and_leave_the_focus_where_it_is(tmp_path
             await see(browser.wait_text, "#alerts-past", "Sampler gone", "birds")
             assert await see(browser.run, "return document.title") == "Fovea"
 
-            # An owner without the scope admin sees its own alerts alone, and no figures of the services.
+            # An owner without the admin scope sees only its own alerts, and no figures of the services.
             await rest.ok("live/reports", model_id=model_id, metrics={"kl": 0.75})
             await see(open_page, "tml-local")
             await see(browser.wait_text, "#alerts-open", "KL above its bound")

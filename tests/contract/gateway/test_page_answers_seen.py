@@ -1,6 +1,6 @@
-"""The answers to held-out rows by label on the live page, in a real browser.
+"""Answers to held-out rows by label on the live page, in a real browser.
 
-`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of them.
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
 """
 
 import os
@@ -64,7 +64,7 @@ async def test_answers_are_a_matrix_of_labels(tmp_path: Path, browser: Browser) 
         if PICTURES:
             await see(browser.pictures, Path(PICTURES), "answers", 2200)
 
-        # On a phone the page is no wider than the screen: the matrix scrolls in itself, by keys too.
+        # On a phone the page is no wider than the screen: the matrix scrolls inside its box, also by keys.
         await see(browser.show, 390, True)
         await report(2, WIDE)
         await see(browser.wait_text, "#answers-said", "60 of 60 rows right at step 2")
@@ -72,14 +72,14 @@ async def test_answers_are_a_matrix_of_labels(tmp_path: Path, browser: Browser) 
         async def fits() -> bool:
             return await see(browser.too_wide, ".scroll, .models, svg") == []  # type: ignore[no-any-return]
 
-        await eventually(fits, 60)  # Charts follow the width a moment later.
+        await eventually(fits, 60)  # Charts follow the width with a delay.
         assert await see(browser.run, REACHED) == [True, True]
         before = await see(browser.run, FIRST_COLUMN)
         await see(browser.press, RIGHT_ARROW)
         await see(browser.wait, "return document.querySelector('#answers-matrix').scrollLeft > 0")
-        assert abs(await see(browser.run, FIRST_COLUMN) - before) < 2, "the labels stay in sight"
+        assert abs(await see(browser.run, FIRST_COLUMN) - before) < 2, "the labels must stay visible"
 
-        # The next evaluation replaces it; names of classes are never parsed.
+        # The next evaluation replaces it. Class names are never parsed as HTML.
         await report(3, BIRDS)
         await see(browser.wait_text, "#answers-said", "17 of 18 rows right at step 3")
         assert (await see(browser.run, CELLS))[1:] == [
@@ -93,7 +93,7 @@ async def test_answers_are_a_matrix_of_labels(tmp_path: Path, browser: Browser) 
         if PICTURES:
             await see(browser.pictures, Path(PICTURES), "answers-names", 2200)
 
-        # A run without such answers shows none.
+        # A run without such answers shows no matrix.
         other = await rest.create_model(1, user_metadata={"name": "fish"})
         await see(browser.wait_text, "#models", "fish")
         await see(browser.run, f"location.hash = 'run={other}'")

@@ -1,4 +1,4 @@
-"""The datums with the largest loss per token: ranked, bounded, with their pictures, and each owner's alone."""
+"""The datums with the largest loss per token: ranked, bounded, with pictures, and private to an owner."""
 
 import hashlib
 from pathlib import Path
@@ -18,7 +18,7 @@ PATIENCE_S = 20
 
 
 def example(prompt: list[int], answer: list[int], picture: bytes = b"") -> types.Datum:
-    """A datum of supervised fine-tuning: a picture if there is one, a prompt, and an answer that has the weights."""
+    """Returns a datum of supervised fine-tuning: an optional picture, a prompt, and an answer with the weights."""
     chunks: list[Any] = [types.ImageChunk(data=picture, format="png", expected_tokens=4)] if picture else []
     whole = types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=[*prompt, *answer[:-1]])])
     before = whole.length - len(answer)
@@ -34,14 +34,14 @@ def example(prompt: list[int], answer: list[int], picture: bytes = b"") -> types
 
 
 async def learn(rest: Rest, model_id: str, seq_id: int, data: list[types.Datum]) -> None:
-    """A loss and an optimizer step."""
+    """Runs a loss and an optimizer step."""
     answer = await rest.result((await rest.forward_backward(model_id, seq_id, data=data)).json()["request_id"])
     assert "error" not in answer, answer
     await rest.result((await rest.optim_step(model_id, seq_id + 1, learning_rate=0.5))["request_id"])
 
 
 async def datums_of(http: httpx.AsyncClient, source: str, **query: Any) -> list[dict[str, Any]]:
-    """The datums of a model, in the order of the page."""
+    """Returns the datums of a model in page order."""
     answer = await http.get("live/datums", params={"source": source, **query})
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["groups"]
@@ -71,7 +71,7 @@ async def test_datums_are_ranked_by_their_loss_and_only_their_owner_sees_them(tm
         assert (second["pieces"][0]["ids"], second["drawn"][0]["texts"]) == ([4, 5], ["w7", f"w{HARD}"])
         assert (await http.get(f"live/pictures/{digest}")).content == PNG
 
-        # A datum counts once, with its last loss; a held-out loss and one of a policy do not count.
+        # A datum counts once, with its last loss. Held-out losses and policy losses do not count.
         await learn(rest, model_id, 3, [half])
 
         async def are_second() -> bool:

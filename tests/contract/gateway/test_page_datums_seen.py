@@ -1,6 +1,6 @@
 """The datums with the largest loss on the live page, in a real browser.
 
-`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of them.
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
 """
 
 import os
@@ -42,14 +42,14 @@ async def test_the_largest_losses_are_shown_with_their_pictures(tmp_path: Path, 
         pictures = [example([701 + number], [10 + number, 20], png(number)) for number in range(3)]
         await learn(rest, model_id, 1, [*pictures, example([799], [HARD + 1, 30], png(4)), example([5, 6], [7])])
         await see(browser.wait, HAS, ["loss 2.5", "w799", f"w{HARD + 1}", "step 1", "w701"])
-        assert await see(browser.run, FIRST, "w799"), "the largest is first"
+        assert await see(browser.run, FIRST, "w799"), "the largest loss must be first"
         heat = "return getComputedStyle(document.querySelector('#datums .token')).getPropertyValue('--a')"
         assert await see(browser.run, heat) == "0.8"
         if PICTURES:
             await see(browser.pictures, Path(PICTURES), "datums", 2600)
             await see(browser.show, 1280, False)
 
-        # A picture fills the window until Escape, and the focus returns to it.
+        # A picture fills the window until Escape; then the focus returns to it.
         await see(browser.wait, "return [...document.querySelectorAll('#datums img')].some((one) => one.naturalWidth)")
         await see(browser.click, "#datums .picture")
         await see(browser.wait, "return document.querySelector('#viewer').open")
@@ -57,7 +57,7 @@ async def test_the_largest_losses_are_shown_with_their_pictures(tmp_path: Path, 
         await see(browser.wait, "return !document.querySelector('#viewer').open")
         assert await see(browser.run, "return document.activeElement.closest('section').id") == "datums"
 
-        # The next step replaces the list; older steps are there when asked for. The focus stays.
+        # The next step replaces the list; older steps can be selected. The focus stays.
         await learn(rest, model_id, 3, [example([702], [HARD + 2], png(1)), example([5, 6], [7])])
         await see(browser.wait, HAS, ["step 2", "w702"])
         assert "w799" not in await see(browser.text, "#datums")
@@ -74,9 +74,9 @@ async def test_the_largest_losses_are_shown_with_their_pictures(tmp_path: Path, 
         async def fits() -> bool:
             return await see(browser.too_wide, ".scroll, .models, svg, .tokens") == []  # type: ignore[no-any-return]
 
-        await eventually(fits, 60)  # Charts follow the width a moment later.
+        await eventually(fits, 60)  # Charts follow the width with a delay.
 
-        # A run without such datums shows none.
+        # A run without such datums shows no list.
         other = await rest.create_model(1, user_metadata={"name": "fish"})
         await see(browser.wait_text, "#models", "fish")
         await see(browser.run, f"location.hash = 'run={other}'")

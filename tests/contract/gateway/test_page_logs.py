@@ -1,4 +1,4 @@
-"""The log lines of all services, for administrators: over REST, and on the page in a real browser."""
+"""Log lines of all services, for administrators only: over REST and on the page in a real browser."""
 
 import logging
 import os
@@ -23,14 +23,14 @@ PICTURES = os.environ.get("FOVEA_PAGE_PICTURES", "")
 
 
 class Logged:
-    """A stand with the logs of its services, and the keys of an administrator and of a user."""
+    """A stand with the logs of its services, and keys of an administrator and a user."""
 
     def __init__(self, stand: Stand, logs: dict[str, logging.Logger], admin: str, user: str) -> None:
         self.stand, self.logs, self.admin, self.user = stand, logs, admin, user
 
 
 def _keep_log(fake: Fake) -> logging.Logger:
-    """Lets a fake service show its log as a real one does."""
+    """Gives a fake service a log route like the real one's."""
     ring, logger, register = LogRing(), logging.Logger(type(fake).__name__), fake.register
     logger.addHandler(ring)
 
@@ -98,7 +98,7 @@ async def test_the_page_shows_logs_to_administrators(logged: Logged, browser: Br
         browser.open("about:blank")
         browser.open(f"{logged.stand.url}/")
 
-    # Lines are fetched while they can be seen, and what comes above them moves them.
+    # Lines are fetched while the section is visible, and content that arrives above moves it.
     scroll = "const card = document.querySelector('#logs'); card.scrollIntoView(); return !card.hidden"
     has = (
         "document.querySelector('#logs').scrollIntoView();"
@@ -133,7 +133,7 @@ async def test_the_page_shows_logs_to_administrators(logged: Logged, browser: Br
     async def fits() -> bool:
         return await see(browser.too_wide, ".scroll, .models, svg, .tokens") == []  # type: ignore[no-any-return]
 
-    await eventually(fits, 60)  # Charts follow the width a moment later.
+    await eventually(fits, 60)  # Charts follow the width with a delay.
 
     await see(open_page, logged.user)
     await see(browser.wait_text, "#caller", "alice")

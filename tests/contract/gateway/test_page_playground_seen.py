@@ -1,6 +1,6 @@
-"""The playground of the live page in a real browser: a chat with a checkpoint, with a picture, through OpenAI's route.
+"""The playground of the live page in a real browser: a chat with a checkpoint and a picture, through OpenAI's route.
 
-`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of it.
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
 """
 
 import base64
@@ -39,14 +39,14 @@ async def test_a_checkpoint_answers_in_the_playground(tmp_path: Path, browser: B
         await see(browser.open, f"{stand.url}/")
         await see(browser.wait_text, "#chat-model", MODEL, "birds · step-1")
 
-        # With the base model: the answer of the fake sampler is a list of ids, in two pieces.
+        # With the base model: the fake sampler answers with a list of ids, in two parts.
         await see(browser.type, "#chat-text", "What is this?")
         await see(browser.wait_text, "#chat", "you", "What is this?", MODEL, "]")
         await see(browser.wait_text, "#chat-note", "Answered in")
         body = json.loads(stand.sampler.of("AnswerOpenAI")[0].body)
         assert body["messages"] == [{"role": "user", "content": "What is this?"}]
 
-        # With a checkpoint and a picture; the conversation goes on.
+        # With a checkpoint and a picture; the conversation continues.
         await see(browser.click, f"[data-path='{path}'] button", "Chat")
         await see(browser.wait, "return document.activeElement.id === 'chat-text'")
         assert await see(browser.run, "return document.querySelector('#chat-model').value") == path
@@ -67,7 +67,7 @@ async def test_a_checkpoint_answers_in_the_playground(tmp_path: Path, browser: B
         assert await see(browser.too_wide, ".scroll, .models, svg, .tokens") == []
         await see(browser.show, 1280, False)
 
-        # An answer is stopped by a click; one that cannot be given leaves the text in its field.
+        # A click stops an answer. A failed request keeps the text in its field.
         stand.sampler.open.clear()
         await see(browser.type, "#chat-text", "A long one")
         await see(browser.click, "#chat-send", "Stop")

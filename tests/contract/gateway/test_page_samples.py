@@ -1,4 +1,4 @@
-"""Samples on the live page: search, the trainer's log-probabilities beside the sampler's, and rewards by step."""
+"""Samples on the live page: search, log-probabilities of trainer and sampler side by side, and rewards by step."""
 
 import base64
 from pathlib import Path
@@ -18,7 +18,7 @@ PROMPT = [1, 2, 3]
 
 
 def datum(tokens: list[int], prompt: types.ModelInput | None = None) -> types.Datum:
-    """A datum of a prompt and the tokens sampled for it, as a policy-gradient loss takes it."""
+    """Returns a policy-gradient datum of a prompt and its sampled tokens."""
     prompt = prompt or types.ModelInput.from_ints(PROMPT)
     whole = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=tokens[:-1])])
     length = whole.length
@@ -34,7 +34,7 @@ def datum(tokens: list[int], prompt: types.ModelInput | None = None) -> types.Da
 
 
 async def step(rest: Rest, model_id: str, seq_id: int, data: list[types.Datum] | None = None) -> None:
-    """A loss and an optimizer step."""
+    """Runs a loss and an optimizer step."""
     loss = {"data": data, "loss_fn": "importance_sampling"} if data else {}
     answer = await rest.result((await rest.forward_backward(model_id, seq_id, **loss)).json()["request_id"])
     assert "error" not in answer, answer
@@ -42,7 +42,7 @@ async def step(rest: Rest, model_id: str, seq_id: int, data: list[types.Datum] |
 
 
 async def groups_of(http: httpx.AsyncClient, source: str, **query: Any) -> list[dict[str, Any]]:
-    """The groups of a source."""
+    """Returns the groups of a source."""
     answer = await http.get("live/samples", params={"source": source, **query})
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["groups"]
@@ -76,7 +76,7 @@ async def test_the_trainers_values_stand_beside_the_samplers(stand: Stand, rest:
 
     await eventually(is_shown)
 
-    # Only the first sequence is trained on. A datum with other tokens is no sequence's.
+    # Only the first sequence is trained on. A datum with other tokens belongs to no sequence.
     prompt = types.ModelInput(chunks=given)
     await step(rest, model_id, 4, [datum(first, prompt), datum([*second[:-1], 9], prompt)])
 
@@ -117,7 +117,7 @@ async def test_samples_are_found_by_reward_step_and_text(tmp_path: Path) -> None
         assert await found(first_step=1) == [(3, [0.75, 1.75]), (2, [0.5, 1.5]), (1, [0.25, 1.25])]
         assert await found(last_step=2, least_reward=1.3) == [(2, [1.5])]
         assert await found(most_reward=0.6) == [(2, [0.5]), (1, [0.25])]
-        assert await found(text="answer 2") == [(2, [0.5, 1.5])], "the right answer"
+        assert await found(text="answer 2") == [(2, [0.5, 1.5])], "expected the right answer"
         assert await found(text="W701") == [(1, [0.25, 1.25])], "the prompt"
         word = next(f"w{token}" for token in sampled[2][1] if f"w{token}" not in str(sampled[:2]))
         assert (3, [1.75]) in [(at, rewards[-1:]) for at, rewards in await found(text=word)]
@@ -125,7 +125,7 @@ async def test_samples_are_found_by_reward_step_and_text(tmp_path: Path) -> None
         refused = await http.get("live/samples", params={"source": model_id, "least_reward": "high"})
         assert (refused.status_code, "least_reward is 'high'" in refused.text) == (400, True)
 
-        # Another owner's search finds nothing.
+        # A search by another owner finds nothing.
         assert stand.gateway is not None
         other, _ = await stand.gateway.components.keys.create("bob", "", "read", None)  # type: ignore[arg-type]
         async with stand.http(other) as asking:

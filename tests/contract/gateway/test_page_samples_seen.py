@@ -1,6 +1,6 @@
-"""Samples on the live page in a real browser: search, pictures as large as the window, and the trainer's values.
+"""Samples on the live page in a real browser: search, full-window pictures and the trainer's values.
 
-`FOVEA_PAGE_PICTURES=FOLDER` stores pictures of them.
+`FOVEA_PAGE_PICTURES=FOLDER` stores screenshots.
 """
 
 import base64
@@ -27,7 +27,7 @@ ESCAPE = "\ue00c"
 
 
 def png(number: int) -> bytes:
-    """A picture of a disc, different for each number."""
+    """Returns a picture of a disc, different for each number."""
     picture = Image.new("RGB", (48, 36), (235, 240, 248))
     ImageDraw.Draw(picture).ellipse((6 + 4 * number, 6, 26 + 4 * number, 26), fill=(40 * number, 110, 200))
     file = io.BytesIO()
@@ -36,7 +36,7 @@ def png(number: int) -> bytes:
 
 
 async def _play(rest: Rest, steps: int) -> str:
-    """Trains with two prompts of two samples each a step, all with rewards."""
+    """Trains with two prompts of two samples per step, all with rewards."""
     chance = random.Random(0)
     model_id = await rest.create_model(user_metadata={"name": "birds"})
     seq_id = 1
@@ -92,7 +92,7 @@ async def test_samples_are_searched_and_enlarged_and_show_the_trainers_values(tm
         await see(browser.run, choose)
         assert await see(browser.run, colour) != sampled
 
-        # A picture fills the window until Escape, and the focus is where it was.
+        # A picture fills the window until Escape; then the focus is where it was.
         await see(browser.wait, "return [...document.querySelectorAll('#groups img')].some((one) => one.naturalWidth)")
         picture = await see(browser.run, "return document.querySelector('#groups .picture').dataset.picture")
         await see(browser.click, f"#groups [data-picture='{picture}']")
@@ -110,7 +110,7 @@ async def test_samples_are_searched_and_enlarged_and_show_the_trainers_values(tm
         await see(browser.wait, "return document.querySelectorAll('#groups .group').length === 2")
         await see(browser.wait_text, "#find-said", "2 prompts")
         assert "step 0" in await see(browser.text, "#groups")
-        assert await see(active) == "find-text", "a result leaves the focus where it is"
+        assert await see(active) == "find-text", "a result must not move the focus"
         await see(browser.click, "#find-clear")
         await see(browser.type, "#find-least_reward", "0.1")
         await see(browser.wait, "return document.querySelectorAll('#groups .group').length > 2")

@@ -1,4 +1,4 @@
-"""Gateways on PostgreSQL as processes: one takes over from another under load, and the server may go away."""
+"""Gateway processes on PostgreSQL: one replaces another under load, and the database server may restart."""
 
 import asyncio
 import signal
@@ -27,7 +27,7 @@ CLIENTS, HANDOVERS, TOKENS = 4, 3, 4
 
 
 class Patient(httpx.AsyncHTTPTransport):
-    """Repeats what broke off or was answered 5xx, as the SDK does."""
+    """Repeats broken requests and 5xx answers, as the SDK does."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         while True:
@@ -43,7 +43,7 @@ class Patient(httpx.AsyncHTTPTransport):
 
 
 class Cluster:
-    """Gateways on one database behind one service."""
+    """Gateways that share one database and one service address."""
 
     def __init__(self, stand: Stand, database_url: str) -> None:
         self.stand, self.service, self._database_url = stand, Service(), database_url
@@ -51,11 +51,11 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """Of the service."""
+        """URL of the service."""
         return f"http://127.0.0.1:{self.service.port}"
 
     async def add(self) -> Process:
-        """A new gateway, alive but perhaps not ready."""
+        """Starts a gateway, which may not be ready yet."""
         gateway = Process(self.stand)
         self._gateways.append(gateway)
         await gateway.start("healthz", database_url=self._database_url)
@@ -63,16 +63,16 @@ class Cluster:
         return gateway
 
     async def ready(self, gateway: Process) -> None:
-        """Waits until a gateway takes requests."""
+        """Waits until a gateway accepts requests."""
         await eventually(lambda: self.service.is_ready(gateway.port), 120)
 
     def http(self) -> httpx.AsyncClient:
-        """A client that does not give up."""
+        """A client that repeats failed requests."""
         base_url, headers = f"{self.url}/api/v1/", {"X-API-Key": KEY}
         return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=60, transport=Patient())
 
     async def stop(self) -> None:
-        """Kills what is left."""
+        """Kills the remaining processes."""
         await self.service.stop()
         for gateway in self._gateways:
             if gateway.process is not None and gateway.process.returncode is None:
@@ -95,7 +95,7 @@ async def cluster(tmp_path: Path, postgresql: Server) -> AsyncIterator[Cluster]:
 
 
 def slow_down(fake: Fake, seconds: float) -> None:
-    """So that a handover always finds something that runs."""
+    """Slows the fakes down, so that requests are in progress during each handover."""
     note = fake.note
 
     async def slowly(name: str, request: Any) -> None:
@@ -106,7 +106,7 @@ def slow_down(fake: Fake, seconds: float) -> None:
 
 
 class Probe:
-    """A client without patience: for how long nobody answered at most."""
+    """A client without retries, which measures the longest time without an answer."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -114,7 +114,7 @@ class Probe:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Asks for something small, every few milliseconds."""
+        """Sends a small request every few milliseconds."""
         self.longest_s = 0.0
         task = asyncio.create_task(self._ask())
         try:
@@ -134,12 +134,12 @@ class Probe:
                 await asyncio.sleep(0.01)
 
     async def ask(self, http: httpx.AsyncClient) -> bool:
-        """Returns whether something small was answered."""
+        """Returns whether a small request was answered."""
         return (await http.get("sessions")).status_code == 200
 
 
 class Load:
-    """Clients that train and sample until they are told to stop, and check every single answer."""
+    """Clients that train and sample until stopped, and check every answer."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -177,14 +177,16 @@ class Load:
         sample = (await rest.sample(sampling_id, number, sampling_params=params)).json()["request_id"]
         answers = [await rest.result(one) for one in (loss, step, sample)]
         assert not [answer for answer in answers if "error" in answer], answers
-        assert answers[0]["metrics"]["loss:sum"] == pytest.approx(5 / (1 + number)), "of the weights after each step"
-        assert answers[1]["metrics"]["gradients:sum"] == 1.0, "the step saw its own gradients, once"
+        assert answers[0]["metrics"]["loss:sum"] == pytest.approx(5 / (1 + number)), (
+            "expected the weights after each step"
+        )
+        assert answers[1]["metrics"]["gradients:sum"] == 1.0, "the step must apply its own gradients once"
         assert answers[2]["sequences"][0]["tokens"] == FakeSampler.tokens_of("", number, 0, TOKENS)
         self.losses, self.steps = self.losses + 1, self.steps + 1
         self.samples.append(sample)
 
     def _run_sdk(self) -> None:
-        # With timeouts: the event loop waits for its threads when it closes, and nobody answers after a failure.
+        # With timeouts: a closing event loop waits for its threads, and after a failure they would get no answer.
         with tinker.ServiceClient(base_url=self._cluster.url, api_key=KEY) as client:
             training = client.create_lora_training_client(base_model=MODEL, rank=8).result(120)
             while not self.is_over:
@@ -196,7 +198,7 @@ class Load:
 
 
 async def hand_over(cluster: Cluster, load: Load, end: Callable[[Process], Awaitable[None]], times: int) -> list[float]:
-    """Has gateways replace each other under load; for how long nobody answered, each time, in seconds."""
+    """Replaces gateways under load; returns the longest time without an answer of each handover, in seconds."""
     gateway = await cluster.add()
     await cluster.ready(gateway)
     probe, gaps = Probe(cluster.url), []
@@ -220,14 +222,14 @@ async def hand_over(cluster: Cluster, load: Load, end: Callable[[Process], Await
 
 
 async def stop(gateway: Process) -> None:
-    """As Kubernetes does."""
+    """Stops a gateway as Kubernetes does."""
     assert gateway.process is not None
     gateway.process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(gateway.process.wait(), 120) == 0
 
 
 async def kill(gateway: Process) -> None:
-    """Without a word."""
+    """Kills a gateway with SIGKILL."""
     assert gateway.process is not None
     gateway.process.kill()
     await gateway.process.wait()
@@ -238,26 +240,26 @@ async def test_three_rolling_restarts_under_load_lose_no_future(cluster: Cluster
     gaps = await hand_over(cluster, load, stop, HANDOVERS)
     print(f"{load.steps + load.sdk_rounds} steps, {len(load.samples)} samples, 0 lost; without an answer for {gaps} s")
     check_once(cluster, load)
-    assert sorted(cluster.stand.sampler.completed) == sorted(load.samples), "each sample was made once"
+    assert sorted(cluster.stand.sampler.completed) == sorted(load.samples), "each sample must run once"
 
 
 async def test_a_killed_gateway_is_replaced_and_loses_no_future(cluster: Cluster) -> None:
     load = Load(cluster)
     gaps = await hand_over(cluster, load, kill, 2)
     check_once(cluster, load)
-    assert set(load.samples) <= set(cluster.stand.sampler.completed), "those that ran were made again"
+    assert set(load.samples) <= set(cluster.stand.sampler.completed), "running samples must run again"
     print(f"without an answer for {gaps} s; half a second where the machine is free")
 
 
 def check_once(cluster: Cluster, load: Load) -> None:
-    """The trainer did each command once."""
+    """Checks that the trainer ran each command once."""
     trainer = cluster.stand.trainer
-    assert len(trainer.of("ForwardBackward")) == load.losses + load.sdk_rounds, "each loss was computed once"
-    assert len(trainer.of("OptimStep")) == load.steps + load.sdk_rounds, "each step was taken once"
+    assert len(trainer.of("ForwardBackward")) == load.losses + load.sdk_rounds, "each loss must be computed once"
+    assert len(trainer.of("OptimStep")) == load.steps + load.sdk_rounds, "each step must run once"
 
 
 async def check_waiting(gateway: Process) -> None:
-    """It is alive, and refuses everybody with what clients repeat."""
+    """Checks that it is alive and refuses all requests with a status that clients retry."""
     async with gateway.http() as http:
         refused = await http.get("sessions")
     assert refused.status_code == 503
@@ -294,7 +296,7 @@ async def test_a_server_that_restarts_under_load_costs_no_future(cluster: Cluste
     assert sorted(cluster.stand.sampler.completed) == sorted(load.samples)
 
 
-async def test_a_wrong_password_is_told_and_not_shown(cluster: Cluster, postgresql: Server) -> None:
+async def test_a_wrong_password_is_reported_and_not_shown(cluster: Cluster, postgresql: Server) -> None:
     gateway = Process(cluster.stand)
     process = await gateway.start(database_url="postgresql://fovea:s3cret@127.0.0.1:nowhere/postgres")
     assert process.stderr is not None

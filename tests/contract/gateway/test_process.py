@@ -1,4 +1,4 @@
-"""`python -m fovea_gateway` as a process: starts, shows metrics, drains at SIGTERM, takes up its work again."""
+"""`python -m fovea_gateway` as a process: it starts, serves metrics, drains on SIGTERM and resumes its work."""
 
 import asyncio
 import signal
@@ -19,7 +19,7 @@ from tests.waiting import eventually
 
 
 class Process:
-    """A gateway process before the fakes of a stand."""
+    """A gateway process with the fake services of a stand."""
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
@@ -28,7 +28,7 @@ class Process:
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self, route: str = "sessions", **more: object) -> asyncio.subprocess.Process:
-        """Starts it and waits until `route` answers, or it ends."""
+        """Starts the gateway and waits until `route` answers or the process ends."""
         arguments = {
             "model-name": MODEL, "model": "/models/fake", "renderer": self.stand.renderer.address,
             "sampler": self.stand.sampler.address, "trainer": self.stand.trainer.address, "port": self.port,
@@ -54,20 +54,20 @@ class Process:
         return process
 
     async def is_draining(self) -> bool:
-        """Whether its health check says NOT_SERVING."""
+        """Returns whether its health check says NOT_SERVING."""
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         return bool(health.status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def http(self) -> httpx.AsyncClient:
-        """A client of it."""
+        """An HTTP client of the gateway."""
         base_url = f"http://127.0.0.1:{self.port}/api/v1/"
         return httpx.AsyncClient(base_url=base_url, headers={"X-API-Key": KEY}, timeout=60)
 
 
 @pytest.fixture
 async def process(tmp_path: Path) -> AsyncIterator[Process]:
-    """The process is started by the test."""
+    """A gateway process, which the test starts."""
     stand = Stand(tmp_path)
     await stand.start_fakes()
     gateway = Process(stand)
@@ -90,9 +90,9 @@ async def test_sigterm_lets_the_running_command_end_and_keeps_the_queue(process:
         poll = asyncio.create_task(rest.poll(ids[0]))
         await eventually(lambda: "ForwardBackward" in trainer.names())
         running.send_signal(signal.SIGTERM)
-        await eventually(process.is_draining)  # else the second command might begin first
+        await eventually(process.is_draining)  # otherwise the second command might start first
         trainer.open.set()
-        assert (await poll).status_code == 200, "who polls for what still runs gets it"
+        assert (await poll).status_code == 200, "a poll for a running request must get its result"
         assert await asyncio.wait_for(running.wait(), 30) == 0
         assert len(trainer.of("ForwardBackward")) == 1
         await process.start()
@@ -130,7 +130,7 @@ async def _serves(process: Process) -> bool:
 
 
 async def submit_mixed(rest: Rest, model_id: str, first: int, rounds: int) -> dict[str, list[str]]:
-    """Losses, steps and saves of one model, in order of seq_id; request ids by kind."""
+    """Submits losses, steps and saves of one model in order of seq_id; returns the request ids by kind."""
     ids: dict[str, list[str]] = {"loss": [], "step": [], "save": []}
     for number in range(rounds):
         seq_id = first + 3 * number
@@ -179,17 +179,21 @@ async def test_sigkill_while_200_futures_of_every_kind_are_pending(process: Proc
         for ids in queued:
             losses, steps, saves = [[await rest.result(one) for one in kind] for kind in ids.values()]
             assert not [answer for answer in (*losses, *steps, *saves) if "error" in answer]
-            assert {step["metrics"]["gradients:sum"] for step in steps} == {1.0}, "each step saw its own gradients"
+            assert {step["metrics"]["gradients:sum"] for step in steps} == {1.0}, (
+                "each step must apply its own gradients"
+            )
         for request_id in samples:
             assert len((await rest.result(request_id))["sequences"]) == 1
         assert (await rest.result(wrong))["category"] == "user"
     names = stand.trainer.names()
-    assert names.count("ForwardBackward") == 2 * rounds, "each loss was sent once, the two that were killed included"
+    assert names.count("ForwardBackward") == 2 * rounds, (
+        "each loss must be sent once, including those during the two kills"
+    )
     assert names.count("OptimStep") == 2 * rounds
     assert names.count("SaveState") + names.count("TakeSnapshot") == 2 * rounds
     assert {model["step"] for model in stand.trainer.models.values()} == {rounds + 1}
     assert interrupted == set(samples)
-    assert sorted(stand.sampler.completed) == sorted([sampled, *samples]), "no sample was made twice, none is missing"
+    assert sorted(stand.sampler.completed) == sorted([sampled, *samples]), "no sample may be repeated or missing"
 
 
 @pytest.mark.parametrize("ends", ["before the gateway is back", "after it is back"])
@@ -211,12 +215,14 @@ async def test_sigkill_while_a_step_runs(process: Process, ends: str) -> None:
         await process.start(poll_hold_s=0.1)
         assert "error" not in (await rest.poll(step)).json()
         trainer.open.set()
-        assert (await rest.result(step))["metrics"]["gradients:sum"] == 1.0, "the client is told what the step did"
+        assert (await rest.result(step))["metrics"]["gradients:sum"] == 1.0, (
+            "the client must learn the result of the step"
+        )
         await rest.forward_backward(model_id, 3)
         last = await rest.result((await rest.optim_step(model_id, 4))["request_id"])
         assert last["metrics"]["gradients:sum"] == 1.0
     assert trainer.models[model_id]["step"] == 2
-    assert [request.seq_id for request in trainer.of("OptimStep")] == [2, 4], "it was taken once"
+    assert [request.seq_id for request in trainer.of("OptimStep")] == [2, 4], "the step must run once"
 
 
 async def test_two_gateways_never_share_a_state_folder(process: Process) -> None:

@@ -1,4 +1,4 @@
-"""Projects of sessions, and the search for sessions, through the SDK."""
+"""Projects of sessions and the search for sessions, through the SDK."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
 
 
 def train(stand: Stand, project: str | None) -> tuple[str, str]:
-    """The ids of a session in a project, and of its model."""
+    """Returns the ids of a session in a project and of its model."""
     with tinker.ServiceClient(base_url=stand.url, api_key=KEY, project_id=project) as service:
         training = service.create_lora_training_client(base_model=MODEL, rank=8).result()
         return service.holder.get_session_id(), training.get_info().model_id
@@ -88,7 +88,7 @@ async def test_a_key_moves_only_what_it_could_have_made(stand: Stand, rest: Rest
 
 
 def pages(stand: Stand, **asked: Any) -> list[types.SessionSummary]:
-    """All results, two per page."""
+    """Returns all results, two per page."""
     rest = tinker.RestClient(base_url=stand.url, api_key=KEY)
     found: list[types.SessionSummary] = []
     request = types.SessionSearchRequest(limit=2, **asked)

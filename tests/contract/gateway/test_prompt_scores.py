@@ -1,4 +1,4 @@
-"""Scores at the prompt: target tokens, drawn alternatives, the last n alone (tinker-contract.md, section 4)."""
+"""Scores of prompt tokens: given targets, drawn alternatives, the last n only (tinker-contract.md, section 4)."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ PARAMS = types.SamplingParams(max_tokens=1)
 
 
 def prompt(length: int) -> types.ModelInput:
-    """Tokens 1, 2, 3 ..."""
+    """Returns the tokens 1, 2, 3 ..."""
     return types.ModelInput.from_ints(list(range(1, length + 1)))
 
 

@@ -1,4 +1,4 @@
-"""Recorded samples: whose they are, how long they last, what they cost, and that they are there after a restart."""
+"""Recorded samples: their owner, lifetime and cost, and that they survive a restart."""
 
 import base64
 from dataclasses import replace
@@ -96,7 +96,7 @@ async def test_the_trainer_gets_what_the_sampler_recorded_also_after_restarts(st
     assert header.loss_function == "stable_reinforce"
     assert header.loss_config["temperature"] == 0.5
     inputs = {name: tensors.decode(tensor).tolist() for name, tensor in datums[0].loss_inputs.items()}
-    assert inputs["logprobs"] == [0.0, 0.0] + [-0.25] * COUNT, "not what the client claims"
+    assert inputs["logprobs"] == [0.0, 0.0] + [-0.25] * COUNT, "expected the recorded values, not the client's"
     assert inputs["sampled"] == [0.0, 0.0] + [1.0] * COUNT
 
 
@@ -107,7 +107,7 @@ async def test_records_last_a_day_from_their_last_use(stand: Stand, rest: Rest) 
     await _age(stand, DAY_S - 600)
     assert "loss_fn_outputs" in await _train(rest, model_id, 1, datum)
     await _age(stand, DAY_S - 600)
-    assert "loss_fn_outputs" in await _train(rest, model_id, 2, datum), "each use restarts the day"
+    assert "loss_fn_outputs" in await _train(rest, model_id, 2, datum), "each use must restart the day"
     await _age(stand, DAY_S + 600)
     refused = await _train(rest, model_id, 3, datum)
     assert f"names sequence '{sequence_id}'" in refused["error"]
@@ -137,7 +137,9 @@ async def test_records_belong_to_their_session_and_end_with_it(stand: Stand, res
 
 
 async def test_records_count_as_their_owners_bytes(stand: Stand, rest: Rest) -> None:
-    """8 bytes a sampled token, 4 a token of the prompt, and the rows; without room nothing is sampled."""
+    """A record costs 8 bytes per sampled token, 4 per prompt token, and its rows. Without free bytes, sampling is
+    refused.
+    """
     assert stand.gateway is not None
     database = stand.gateway.components.database
     sampling_id = await _base_session(rest)
@@ -155,19 +157,19 @@ async def test_records_count_as_their_owners_bytes(stand: Stand, rest: Rest) -> 
 
 
 async def test_the_oldest_records_of_an_owner_make_room(stand: Stand, rest: Rest) -> None:
-    """Sampling goes on; the loss says that an old record is gone, and reads the new ones."""
+    """Sampling continues. A loss reports that an old record is gone, and reads the new ones."""
     await stand.stop()
     await stand.start(max_row_bytes=64 * 1024)
     model_id, sampling_id = await rest.create_model(), await _base_session(rest)
     made = [await _sample(rest, sampling_id, seq_id) for seq_id in range(40)]
-    assert 8 <= (await _count(stand))[0] <= 16, "an owner alone may have half of the 32 KiB for records"
+    assert 8 <= (await _count(stand))[0] <= 16, "the records of one owner may take half of the 32 KiB"
     gone = await _train(rest, model_id, 1, _datum(*made[0]))
     assert "or newer samples took its room" in gone["error"]
     assert "loss_fn_outputs" in await _train(rest, model_id, 2, _datum(*made[-1]))
 
 
 def _support(monkeypatch: Any, rows: list[bytes]) -> None:
-    """Makes samplers answer with these rows of support, two in each delta."""
+    """Makes samplers answer with these support rows, two in each delta."""
     plain = FakeSampler._events
 
     def events(self: FakeSampler, request: sampler_pb2.SampleRequest) -> list[sampler_pb2.SampleResponse]:
@@ -183,7 +185,7 @@ def _support(monkeypatch: Any, rows: list[bytes]) -> None:
 async def test_a_sample_with_a_support_above_the_room_is_not_recorded(
     stand: Stand, rest: Rest, monkeypatch: Any
 ) -> None:
-    """Its size is known only after sampling; without a limit, one request could fill the disk."""
+    """The size is known only after sampling. Without this limit, one request could fill the disk."""
     await stand.stop()
     await stand.start(max_row_bytes=16 * 1024)
     _support(monkeypatch, [tensors.pack_support(np.arange(0, 2**18, 256), np.array([0, 1024]))] * COUNT)
@@ -210,7 +212,9 @@ async def test_the_support_of_truncated_samples_is_recorded_and_not_returned(
 
 
 async def test_positions_of_an_image_are_images_again(stand: Stand, rest: Rest) -> None:
-    """Their targets are 0, as the cookbook pads them; text in the place of an image is another prompt."""
+    """Targets of an image are 0, because the cookbook pads them so. Text in the place of an image is a different
+    prompt.
+    """
     model_id = await rest.create_model()
     image = {"type": "image", "data": base64.b64encode(PNG).decode(), "format": "png"}
     chunks = [{"type": "encoded_text", "tokens": [1, 2]}, image, {"type": "encoded_text", "tokens": [3, 4]}]

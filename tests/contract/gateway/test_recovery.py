@@ -1,4 +1,4 @@
-"""A trainer that keeps recovery restarts: commands wait, and go on as if nothing had been."""
+"""Restart of a trainer with recovery: commands wait and then continue without an error."""
 
 import asyncio
 import logging
@@ -32,14 +32,14 @@ from tests.waiting import eventually
 
 
 class RecoveringStand(Stand):
-    """A stand whose trainer keeps recovery."""
+    """A stand that has a trainer with recovery."""
 
     def __init__(self, state_dir: Path) -> None:
         super().__init__(state_dir)
         self.trainer: RecoveringTrainer = RecoveringTrainer(lambda: self.samplers)
 
     async def kill_trainer(self) -> None:
-        """As SIGKILL does, and starts another one at its address."""
+        """Stops the trainer as SIGKILL does, and starts another one at its address."""
         await self.trainer.stop()
         self.trainer.restart()
         await self.trainer.start()
@@ -56,7 +56,7 @@ Answers = list[dict[str, Any]]
 
 
 async def submit(rest: Rest, model_id: str, first: int, rounds: int = 3) -> list[str]:
-    """Some rounds of training from request `first` on, three requests each."""
+    """Submits training rounds from request `first` on, with three requests each."""
     ids = []
     for seq_id in range(first, first + 3 * rounds, 3):
         datums = [text_datum(4 + seq_id % 5), image_datum()]
@@ -70,7 +70,7 @@ async def answers(rest: Rest, ids: list[str]) -> Answers:
 
 
 async def undisturbed(stand: RecoveringStand, rounds: int = 3) -> Answers:
-    """What a model of another session comes to that nothing happens to."""
+    """Returns the final weights of a model of another session that meets no fault."""
     async with stand.http() as http:
         rest = Rest(http)
         model_id = await rest.create_model()
@@ -80,7 +80,7 @@ async def undisturbed(stand: RecoveringStand, rounds: int = 3) -> Answers:
 async def test_steps_wait_for_no_write_before_they_are_sent(
     stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That a step was begun, a trainer that keeps recovery knows: between two of them its device would idle."""
+    """A trainer with recovery records the start of a step itself. A write between two steps would idle its device."""
     noted: list[Kind] = []
     set_running = Futures.set_running
 
@@ -113,7 +113,7 @@ async def test_a_trainer_that_restarts_while_commands_run_again_loses_no_model(
     stand: RecoveringStand, rest: Rest
 ) -> None:
     class Restarting(list[NotFound]):
-        """A failure that comes with a restart."""
+        """Restarts the trainer with each failure."""
 
         def pop(self, index: Any = -1) -> NotFound:
             stand.trainer.restart()
@@ -152,7 +152,7 @@ async def test_commands_in_flight_and_behind_wait_for_the_trainer(stand: Recover
     assert await answers(rest, ids) == expected
 
 
-async def test_a_step_whose_answer_was_lost_is_not_taken_twice(stand: RecoveringStand, rest: Rest) -> None:
+async def test_a_step_with_a_lost_answer_runs_once(stand: RecoveringStand, rest: Rest) -> None:
     expected = await undisturbed(stand)
     model_id = await rest.create_model()
     stand.trainer.answers_lost = 1
@@ -161,7 +161,7 @@ async def test_a_step_whose_answer_was_lost_is_not_taken_twice(stand: Recovering
     await stand.kill_trainer()
     assert await answers(rest, ids) == expected
     mine = [request.seq_id for request in stand.trainer.of("OptimStep") if request.model_id == model_id]
-    assert mine == [3, 6, 9], "the step was durable: it is only asked for once more"
+    assert mine == [3, 6, 9], "the step was durable, so only its result is asked for again"
 
 
 async def test_a_batch_that_was_being_rendered_waits_for_what_is_run_again(stand: RecoveringStand, rest: Rest) -> None:
@@ -174,7 +174,7 @@ async def test_a_batch_that_was_being_rendered_waits_for_what_is_run_again(stand
     ids += await submit(rest, model_id, 4, 1)
     await eventually(lambda: stand.renderer.waiting == 2)
     await stand.kill_trainer()
-    await eventually(lambda: stand.renderer.waiting == 3)  # the replay is there, behind what is new
+    await eventually(lambda: stand.renderer.waiting == 3)  # the replay comes after the new request
     stand.renderer.open.set()
     assert await answers(rest, ids) == expected
 
@@ -215,7 +215,7 @@ async def test_gateway_and_trainer_die_together(stand: RecoveringStand, rest: Re
     await stand.stop()
     stand.trainer.open.set()
     await stand.kill_trainer()
-    stand.trainer.open.clear()  # the replay begins
+    stand.trainer.open.clear()  # the replay starts
     await stand.start()
     await eventually(lambda: stand.trainer.waiting > 0)
     await stand.stop()
@@ -239,10 +239,10 @@ async def test_models_are_replayed_side_by_side_and_snapshots_with_them(stand: R
     await stand.sampler.start()
     for sampling_id in samplings:
         sampled = await rest.sample(sampling_id, 0)
-        assert "sequences" in await rest.result(sampled.json()["request_id"]), "nobody asked for the models meanwhile"
+        assert "sequences" in await rest.result(sampled.json()["request_id"]), "no request needed the models meanwhile"
 
 
-async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: Rest) -> None:
+async def test_durable_commands_leave_the_journal(stand: RecoveringStand, rest: Rest) -> None:
     gateway = stand.gateway
     assert gateway is not None
     journal = gateway.components.journal
@@ -268,7 +268,7 @@ async def test_what_is_durable_leaves_the_journal(stand: RecoveringStand, rest: 
 
 
 async def tend(stand: RecoveringStand) -> None:
-    """As the gateway does again and again."""
+    """Runs the gateway's periodic housekeeping."""
     assert stand.gateway is not None
     parts = stand.gateway.components
     (trainer,) = parts.base_models.trainers
@@ -280,7 +280,7 @@ async def tend(stand: RecoveringStand) -> None:
 async def test_a_full_journal_gives_up_when_storage_has_failed_for_long_and_says_so(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)  # it gives up once, below
+    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)  # it fails once, below
     stand = RecoveringStand(tmp_path)
     stand.trainer.is_disk_slow = True
     async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
@@ -292,7 +292,7 @@ async def test_a_full_journal_gives_up_when_storage_has_failed_for_long_and_says
         journal, models = gateway.components.journal, gateway.components.models
         stand.trainer.failure = "the disk is gone"
         await tend(stand)
-        assert (await models.load(model_id)).journaled_since == 0, "it has failed for a moment only"
+        assert (await models.load(model_id)).journaled_since == 0, "the failure must be temporary"
         monkeypatch.setattr("fovea_gateway.training.journal._STALLED_S", 0.0)
         await journal.bound()
         assert (await models.load(model_id)).journaled_since == 7
@@ -305,7 +305,7 @@ async def test_a_full_journal_gives_up_when_storage_has_failed_for_long_and_says
 async def test_a_full_journal_gives_nothing_up_while_storage_works(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after a restart of the gateway either, which has seen no point come."""
+    """This also holds after a restart of the gateway, which has not seen a durable point yet."""
     monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)
     monkeypatch.setattr("fovea_gateway.training.journal._STALLED_S", 0.0)
     stand = RecoveringStand(tmp_path)
@@ -353,7 +353,7 @@ async def test_losses_without_a_step_that_fill_the_journal_cost_a_request_and_no
         assert "partial" in step["error"]
         assert stand.gateway is not None
         parts = stand.gateway.components
-        assert [entry.seq_id for entry in await parts.journal.entries(model_id)] == [11], "the losses are void"
+        assert [entry.seq_id for entry in await parts.journal.entries(model_id)] == [11], "the losses are discarded"
         await tend(stand)
         await stand.kill_trainer()
         assert not [each for each in await answers(rest, await submit(rest, model_id, 12, 1)) if "error" in each]
@@ -363,7 +363,7 @@ async def test_losses_without_a_step_that_fill_the_journal_cost_a_request_and_no
 async def test_a_full_journal_waits_for_points_while_they_come(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)  # the test tends it
+    monkeypatch.setattr("fovea_gateway.fronts.app._JOURNAL_S", 3600.0)  # the test runs housekeeping
     stand = RecoveringStand(tmp_path)
     async with running(stand, database_url=database_url, max_journal_bytes=1000) as _, stand.http() as http:
         rest = Rest(http)
@@ -374,7 +374,7 @@ async def test_a_full_journal_waits_for_points_while_they_come(
         await answers(rest, await submit(rest, quick, 1, 1))
         stand.trainer.is_disk_slow = True
         await answers(rest, await submit(rest, slow, 1, 2))
-        await tend(stand)  # a point came, of the other model
+        await tend(stand)  # a durable point of the other model arrived
         waits = (await rest.forward_backward(slow, 7)).json()["request_id"]
 
         async def says_why() -> bool:
@@ -384,7 +384,7 @@ async def test_a_full_journal_waits_for_points_while_they_come(
             )
 
         await eventually(says_why)
-        assert (await parts.models.load(slow)).journaled_since == 0, "nothing is given up"
+        assert (await parts.models.load(slow)).journaled_since == 0, "no model may be given up"
         assert [entry.seq_id for entry in await parts.journal.entries(slow)] == list(range(7))
         stand.trainer.is_disk_slow = False
         stand.trainer._keep(slow, 6, trainer_pb2.OptimStepResponse())
@@ -452,7 +452,7 @@ async def test_a_replay_that_waits_for_storage_says_so(stand: RecoveringStand, r
 
 
 async def test_what_failed_is_not_run_again(stand: RecoveringStand, rest: Rest) -> None:
-    """A refused step drops the gradients, in the replay too; a bad loss adds nothing."""
+    """A refused step discards the gradients, in the replay too. An invalid loss adds none."""
     stand.trainer.is_disk_slow = True
 
     async def scenario(rest: Rest, first: bool) -> Answers:
@@ -492,7 +492,7 @@ async def test_a_checkpoint_that_is_gone_is_named(stand: RecoveringStand, rest: 
     assert deleted.status_code == 200, deleted.text
     await stand.kill_trainer()
     good = await rest.result((await rest.forward_backward(durable, 1)).json()["request_id"])
-    assert "error" not in good, "the durable point has what was loaded"
+    assert "error" not in good, "the durable point must contain the loaded weights"
     bad = await rest.result((await rest.forward_backward(lost, 1)).json()["request_id"])
     assert bad["reason"] == "MODEL_LOST"
     assert path in bad["error"]
@@ -509,7 +509,7 @@ async def test_an_answer_that_differs_is_an_alarm(
     with caplog.at_level(logging.ERROR):
         await rest.result((await rest.forward_backward(model_id, 4)).json()["request_id"])
     assert any("another answer" in record.message for record in caplog.records)
-    assert (await rest.result(f"{model_id}:3")) == first[-1], "what was answered stays"
+    assert (await rest.result(f"{model_id}:3")) == first[-1], "answered requests stay answered"
 
 
 async def test_a_trainer_with_other_ranks_goes_on_without_an_alarm(
@@ -519,7 +519,7 @@ async def test_a_trainer_with_other_ranks_goes_on_without_an_alarm(
     model_id = await rest.create_model()
     await answers(rest, await submit(rest, model_id, 1, 1))
     stand.trainer.numerics["ranks"], stand.trainer.chance = "1", "summed in another order"
-    for first in (4, 7):  # the second time what the first trainer did is still in the journal
+    for first in (4, 7):  # in the second round, the journal still contains the first trainer's commands
         caplog.clear()
         await stand.kill_trainer()
         done = await answers(rest, await submit(rest, model_id, first, 1))
@@ -544,11 +544,11 @@ async def test_a_trainer_with_another_model_is_refused_by_name(stand: Recovering
     stand.trainer.model_files = {"config.json": "a"}
     await stand.kill_trainer()
     await eventually(lambda: model_id in stand.trainer.models)
-    await rest.result((await rest.optim_step(model_id, 2))["request_id"])  # refused: its gradients are partial
+    await rest.result((await rest.optim_step(model_id, 2))["request_id"])  # refused, because its gradients are partial
     assert "error" not in await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
 
 
-async def test_a_session_that_ends_takes_along_who_waits(stand: RecoveringStand, rest: Rest) -> None:
+async def test_the_end_of_a_session_ends_its_waiting_commands(stand: RecoveringStand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await stand.trainer.stop()
     ids = await submit(rest, model_id, 1, 1)
@@ -603,7 +603,7 @@ async def test_a_silent_session_is_parked_and_goes_on_hours_later(
     await stand.stop()
     await stand.kill_trainer()
     await stand.start(session_ttl_s=600.0)
-    assert model_id not in stand.trainer.models, "nobody asks for it"
+    assert model_id not in stand.trainer.models, "no request needs it"
     done += await answers(rest, (await submit(rest, model_id, 7, 2))[len(done) - 6 :])
     assert done == expected
     assert not await is_parked()
@@ -635,7 +635,9 @@ async def test_parked_sessions_end_above_their_bytes_and_by_hand(stand: Recoveri
 
 
 async def ending_at(stand: RecoveringStand, monkeypatch: pytest.MonkeyPatch, length: int) -> list[str]:
-    """Has the trainer end at each batch whose first datum has so many tokens; returns the models of those, in order."""
+    """Makes the trainer end at each batch that starts with a datum of `length` tokens; returns
+    their models in order.
+    """
     deaths: list[str] = []
     note = stand.trainer.note
 
@@ -664,7 +666,7 @@ async def test_a_command_at_which_the_trainer_ends_twice_fails_and_all_models_go
     assert "the trainer ended 2 times while it ran request 1 (forward_backward)" in failed["error"]
     assert "was not taken" in not_taken["error"]
     assert set(deaths) == {deadly}
-    assert 2 <= len(deaths) <= 4, "another command of the owner may have been there before it, and was suspected"
+    assert 2 <= len(deaths) <= 4, "another command of the owner may have been suspected before it"
     assert done == expected
     assert not any("error" in each for each in await answers(rest, await submit(rest, deadly, 3, 1)))
 
@@ -672,7 +674,7 @@ async def test_a_command_at_which_the_trainer_ends_twice_fails_and_all_models_go
 async def test_a_healthy_command_beside_a_deadly_one_is_not_blamed(
     stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The healthy command always reaches the trainer first, and is still there when the deadly one ends it."""
+    """The healthy command always reaches the trainer first, and still runs when the deadly one ends the trainer."""
     deadly, healthy = await rest.create_model(0), await rest.create_model(1)
     deaths = await ending_at(stand, monkeypatch, 13)
     note_or_end, is_there, has_ended = stand.trainer.note, asyncio.Event(), asyncio.Event()
@@ -683,7 +685,7 @@ async def test_a_healthy_command_beside_a_deadly_one_is_not_blamed(
             has_ended.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(has_ended.wait(), 0.5)
-                raise Unavailable("the trainer ended while it did another command")
+                raise Unavailable("the trainer ended while it ran another command")
         try:
             await note_or_end(name, request)
         except Unavailable:
@@ -700,7 +702,7 @@ async def test_a_healthy_command_beside_a_deadly_one_is_not_blamed(
     assert deaths == [deadly, deadly]
 
 
-async def test_a_model_whose_return_ends_the_trainer_is_given_up_by_name(
+async def test_a_model_that_kills_the_trainer_at_its_restore_is_given_up(
     stand: RecoveringStand, rest: Rest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await undisturbed(stand)
@@ -743,7 +745,7 @@ async def test_creations_that_come_at_once_find_the_room_that_one_of_them_makes(
         await note(name, request)
         await asyncio.sleep(0.05)
         if name == "CreateModel" and len(stand.trainer.models) >= 2:
-            raise ResourceExhausted("2 models exist, which is the most")
+            raise ResourceExhausted("2 models exist, which is the limit")
 
     for number in range(2):
         await rest.create_model(number)
@@ -781,7 +783,7 @@ async def test_parked_models_wait_for_their_owners_share(stand: RecoveringStand,
             return any("no room" in each and "max_models_per_owner is 2" in each for each in await reasons())
 
         await eventually(is_told_why)
-        assert len(stand.trainer.models) == 2, "one of the two found room beside the other session's"
+        assert len(stand.trainer.models) == 2, "one of the two must find a place beside the other session's"
         await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
     assert not any("error" in each for each in await answers(rest, ids))
 
@@ -796,14 +798,14 @@ async def test_models_of_a_client_that_is_gone_make_room_before_their_time(
         other = Rest(http)
         await other.open_session()
         with pytest.raises(AssertionError, match="other models exist"):
-            await other.create_model(0, rank=0)  # its client was heard of a moment ago
+            await other.create_model(0, rank=0)  # its client sent a heartbeat a moment ago
         monkeypatch.setattr(housekeeping, "_LATE_S", 0.0)
         await other.create_model(1, rank=0)
         assert list(stand.trainer.models) == [f"{other.session_id}:train:1"]
         assert [each["training_run_ids"] for each in await parked_sessions(rest)] == [[gone]]
         await other.ok(f"sessions/{other.session_id}/finish", reason={"type": "success"}, detail=None)
     done += await answers(rest, await submit(rest, gone, 4, 1))
-    assert not any("error" in each for each in done), "it comes back when its client does"
+    assert not any("error" in each for each in done), "the model must return with its client"
 
 
 async def test_parked_sessions_are_seen_and_ended_over_grpc_and_by_command(stand: RecoveringStand, rest: Rest) -> None:
@@ -837,7 +839,7 @@ async def test_parked_sessions_are_seen_and_ended_over_grpc_and_by_command(stand
 
 
 async def sessions_command(stand: RecoveringStand, key: str, *arguments: str) -> str:
-    """What `fovea sessions` prints."""
+    """Runs `fovea sessions`; returns its output."""
     assert stand.gateway is not None
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "fovea.cli.main", "sessions", *arguments, "--gateway", stand.gateway.grpc.address,
@@ -851,7 +853,7 @@ async def sessions_command(stand: RecoveringStand, key: str, *arguments: str) ->
 async def test_unnamed_snapshots_of_full_parameters_are_taken_again_or_named(
     stand: RecoveringStand, rest: Rest
 ) -> None:
-    """No storage keeps them: what is newer than the durable point comes back by replay."""
+    """They are in no storage. Replay restores those that are newer than the durable point."""
     model_id = await rest.create_model(rank=0)
     await answers(rest, await submit(rest, model_id, 1, 1))
     older = await rest.snapshot(model_id, 4, 0)
@@ -870,7 +872,9 @@ async def test_unnamed_snapshots_of_full_parameters_are_taken_again_or_named(
 
 
 async def test_an_older_point_than_was_durable_is_not_gone_on_from(stand: RecoveringStand, rest: Rest) -> None:
-    """The trainer falls back to it where the newest is damaged; what lies between has left the journal."""
+    """The trainer falls back to an older point if the newest is damaged, but the journal no longer has the commands
+    between.
+    """
     model_id = await rest.create_model()
     await answers(rest, await submit(rest, model_id, 1, 1))
     older = stand.trainer.points[model_id]

@@ -1,4 +1,4 @@
-"""A refused request leaves nothing of its body in memory, even before the next garbage collection."""
+"""A refused request frees its whole body at once, before the next garbage collection."""
 
 import gc
 

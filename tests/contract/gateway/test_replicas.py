@@ -1,4 +1,4 @@
-"""Samplers and renderers join, leave and die behind EndpointSlices, as in a cluster, and no request is lost."""
+"""Samplers and renderers behind EndpointSlices join, leave and fail, as in a cluster, without a lost request."""
 
 import asyncio
 import base64
@@ -21,7 +21,7 @@ _WORKERS = 6
 
 
 class Cluster:
-    """A stand whose gateway knows renderers and samplers by their services alone."""
+    """A stand with a gateway that discovers renderers and samplers by their services."""
 
     def __init__(self, stand: Stand, api: ApiServer, rest: Rest) -> None:
         self.stand, self.api, self.rest = stand, api, rest
@@ -30,27 +30,27 @@ class Cluster:
 
     @property
     def up(self) -> set[str]:
-        """Samplers that the gateway sends requests to."""
+        """Samplers that receive requests."""
         assert self.stand.gateway is not None
         return {sampler.address for sampler in self.stand.gateway.components.base_models.default.samplers.up}
 
     async def join(self, service: str, *fakes: Fake) -> None:
-        """Makes replicas endpoints of a service, each in a slice of its own, because they differ in their ports."""
+        """Adds replicas as endpoints of a service, each in its own slice because their ports differ."""
         for fake in fakes:
             ports = [{"name": "grpc", "port": fake.port}]
             await self.api.put(f"{service}-{fake.port}", [endpoint("127.0.0.1", ready=True)], service, ports=ports)
 
     async def leave(self, service: str, *fakes: Fake) -> None:
-        """Removes endpoints; the replicas themselves go on."""
+        """Removes endpoints; the replicas themselves keep running."""
         for fake in fakes:
             await self.api.delete(f"{service}-{fake.port}")
 
     async def settled(self, *samplers: FakeSampler) -> None:
-        """Waits until just these take requests."""
+        """Waits until exactly these replicas receive requests."""
         await eventually(lambda: self.up == {sampler.address for sampler in samplers}, 60)
 
     async def begin(self, sampling_id: str, **more: Any) -> str:
-        """Sends a sample; returns the request's id."""
+        """Submits a sample; returns the request's id."""
         self._next += 1
         response = await self.rest.sample(sampling_id, self._next, **more)
         assert response.status_code == 200, response.text
@@ -64,7 +64,7 @@ class Cluster:
 
     @asynccontextmanager
     async def load(self, sampling_id: str) -> AsyncIterator[None]:
-        """Samples without a pause, from several sides, and demands every result."""
+        """Samples continuously from several clients and requires every result."""
         stop = asyncio.Event()
 
         async def work() -> None:
@@ -80,7 +80,7 @@ class Cluster:
             await asyncio.gather(*workers)
 
     async def samples(self, count: int) -> None:
-        """Waits for so many more results."""
+        """Waits for a number of further results."""
         until = self.sampled + count
         await eventually(lambda: self.sampled >= until, 200)
 
@@ -104,12 +104,12 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 
 def retries() -> float:
-    """Samples that were tried again so far."""
+    """Number of samples that were retried so far."""
     return _total(metrics.SAMPLE_RETRIES)
 
 
 def renders_retried() -> float:
-    """Renders that were tried again so far."""
+    """Number of renders that were retried so far."""
     return _total(metrics.RENDER_RETRIES)
 
 
@@ -133,9 +133,9 @@ async def test_one_to_three_to_one_under_load(cluster: Cluster) -> None:
         await cluster.settled(first)
         await cluster.samples(20)
     for sampler in late:
-        assert sampler.of("Sample"), "it took part"
+        assert sampler.of("Sample"), "it must receive requests"
         assert "NotLoaded" not in sampler.names()
-        assert sampler.cancelled == sampler.running == 0, "what ran when it left has ended"
+        assert sampler.cancelled == sampler.running == 0, "requests that ran when it left must have ended"
     assert retries() == before
 
 
@@ -150,7 +150,7 @@ async def test_a_late_sampler_is_asked_nothing_before_it_holds_the_adapter(clust
     first.open.clear()
     ids = [await cluster.begin(sampling_id) for _ in range(30)]
     await eventually(lambda: first.running == 8)
-    assert cluster.up == {first.address}, "however busy the first one is"
+    assert cluster.up == {first.address}, "the conversation stays, however busy the first sampler is"
     assert late.calls == []
     trainer.open.set()
     await cluster.settled(first, late)
@@ -212,11 +212,11 @@ async def test_kill_one_of_three_under_load(cluster: Cluster) -> None:
         await samplers[1].stop()
         await cluster.settled(samplers[0], samplers[2])
         await cluster.samples(50)
-    assert 0 < retries() - before <= _WORKERS, "what ran in it was tried once more, nothing else"
+    assert 0 < retries() - before <= _WORKERS, "only the requests that ran there are retried, once each"
     assert cluster.sampled >= 100
 
 
-async def test_who_waits_for_a_sampler_that_leaves_goes_elsewhere_and_who_is_inside_ends_there(
+async def test_waiting_requests_of_a_leaving_sampler_move_and_running_ones_finish(
     cluster: Cluster,
 ) -> None:
     first, second, _ = cluster.stand.samplers
@@ -238,7 +238,7 @@ async def test_who_waits_for_a_sampler_that_leaves_goes_elsewhere_and_who_is_ins
     assert retries() == before
 
 
-async def test_who_comes_back_is_sent_nothing_before_it_has_ended_what_ran(cluster: Cluster) -> None:
+async def test_a_returning_sampler_gets_nothing_before_its_running_requests_end(cluster: Cluster) -> None:
     first = cluster.stand.sampler
     sampling_id = await cluster.rest.snapshot(await cluster.rest.create_model(), 1)
     first.open.clear()
@@ -269,15 +269,15 @@ async def test_pictures_return_to_the_renderer_that_has_them_and_move_when_it_di
                 chunks = [picture(number), *[picture(100 * number + later) for later in range(1, turn + 1)]]
                 await cluster.finish([await cluster.begin(sampling_id, prompt={"chunks": chunks})])
         begun = {address: first_pictures(fake) for address, fake in renderers.items()}
-        assert all(begun.values()), "both take part"
-        assert set.intersection(*begun.values()) == set(), "all turns of a conversation met the same cache"
+        assert all(begun.values()), "both must receive requests"
+        assert set.intersection(*begun.values()) == set(), "all turns of a conversation must reach the same cache"
         dead, alive = renderers.values()
         before = renders_retried()
         await dead.stop()
         for number in range(12):
             await cluster.finish([await cluster.begin(sampling_id, prompt={"chunks": [picture(number)]})])
         assert len(first_pictures(alive)) == 12
-        assert renders_retried() - before <= 1, "it is passed over once it is known to be dead"
+        assert renders_retried() - before <= 1, "a replica that is known to be dead gets no request"
         await dead.start()
         await eventually(lambda: len(gateway.components.base_models.default.renderers.up) == 2)
         await cluster.leave("renderer", alive)
@@ -289,7 +289,7 @@ async def test_pictures_return_to_the_renderer_that_has_them_and_move_when_it_di
         await other.stop()
 
 
-async def test_each_renderer_takes_so_many_at_once_and_who_waits_for_one_that_dies_goes_elsewhere(
+async def test_each_renderer_has_a_limit_and_requests_waiting_for_a_dead_one_go_elsewhere(
     cluster: Cluster,
 ) -> None:
     gateway, dead, alive = cluster.stand.gateway, cluster.stand.renderer, FakeRenderer()
@@ -311,16 +311,18 @@ async def test_each_renderer_takes_so_many_at_once_and_who_waits_for_one_that_di
         alive.open.set()
         await cluster.finish(ids)
         assert len(alive.of("Render")) == 16
-        assert renders_retried() - before == 2, "what ran there was tried once more, nothing else was sent there"
+        assert renders_retried() - before == 2, (
+            "the requests that ran there are retried once, and no other was sent there"
+        )
     finally:
         await alive.stop()
 
 
 def picture(number: int) -> dict[str, str]:
-    """An image chunk unlike those of other numbers."""
+    """An image chunk that is different for each number."""
     return {"type": "image", "data": base64.b64encode(PNG + str(number).encode()).decode(), "format": "png"}
 
 
 def first_pictures(renderer: FakeRenderer) -> set[bytes]:
-    """Of every input that a renderer was sent."""
+    """Returns the first picture of every input that a renderer received."""
     return {request.input.chunks[0].image.data for request in renderer.of("Render")}

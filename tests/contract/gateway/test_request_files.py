@@ -1,4 +1,4 @@
-"""A request enters no more of the gateway's files than written here: `python -m benchmarks.request_files --list`."""
+"""Limits the number of gateway files that each kind of request enters: `python -m benchmarks.request_files --list`."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ MOST = {"forward_backward": 23, "sample": 22, "optim_step": 18, "save_and_first_
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, int]:
-    # A process of its own: the profiler sees only the threads that begin after it.
+    # In its own process, because the profiler sees only threads that start after it.
     command = [sys.executable, "-m", "benchmarks.request_files"]
     run = subprocess.run(command, capture_output=True, check=True, timeout=120)
     figures = [json.loads(line) for line in run.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""The experts of a sample through the unchanged SDK: asked for by a header, fetched by the id, sent in a datum."""
+"""The experts of a sample through the unchanged SDK: requested with a header, fetched by id, and sent in a datum."""
 
 import asyncio
 import io
@@ -18,12 +18,12 @@ PROMPT = [1, 2, 3]
 
 
 def fetch(stand: Stand, sequence_id: str, key: str = KEY) -> httpx.Response:
-    """A plain request."""
+    """Sends a GET request."""
     return httpx.get(f"{stand.url}/api/v1/routed_experts/{sequence_id}", headers={"X-API-Key": key}, timeout=30)
 
 
 def sample(client: tinker.ServiceClient) -> types.SampleResponse:
-    """Two sequences of four tokens."""
+    """Samples two sequences of four tokens."""
     sampling = client.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=4)
     return sampling.sample(types.ModelInput.from_ints(PROMPT), 2, params).result()
@@ -57,7 +57,7 @@ async def test_from_a_sample_into_a_datum(stand: Stand) -> None:
 async def test_they_are_asked_for_and_ones_own(stand: Stand) -> None:
     sequence_id = (await stand.sdk(sample)).sequences[0].sequence_id
     without = await asyncio.to_thread(fetch, stand, sequence_id)
-    # What this client has fetched may be dropped by now.
+    # Experts that this client has fetched may be dropped by now.
     assert without.status_code in (404, 410)
     if without.status_code == 404:
         assert "was sampled without experts; send the header X-Fovea-Routed-Experts: 1" in without.json()["detail"]

@@ -1,4 +1,4 @@
-"""Samples: limits, retries, pushes of weights, many at once."""
+"""Samples: limits, retries, weight pushes and concurrency."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -87,7 +87,9 @@ async def test_bad_samples_fail_by_name_and_the_next_one_works(stand: Stand, res
     assert (await rest.post("asample", num_samples=1)).status_code == 400
 
 
-async def test_snapshot_is_pushed_once_for_all_who_need_it_and_again_after_eviction(stand: Stand, rest: Rest) -> None:
+async def test_a_snapshot_is_pushed_once_for_all_waiting_requests_and_again_after_eviction(
+    stand: Stand, rest: Rest
+) -> None:
     sampling_id = await rest.snapshot(await rest.create_model(), 1)
     stand.trainer.push_delay_s = 0.05
     responses = await asyncio.gather(*(rest.sample(sampling_id, seq_id) for seq_id in range(20)))
@@ -101,13 +103,13 @@ async def test_snapshot_is_pushed_once_for_all_who_need_it_and_again_after_evict
     assert len(stand.trainer.of("PushSnapshot")) == 2
 
 
-async def test_a_snapshot_that_overflows_is_told_to_its_caller_at_once(stand: Stand, rest: Rest) -> None:
+async def test_an_overflowing_snapshot_fails_at_once(stand: Stand, rest: Rest) -> None:
     sampling_id, base = await rest.snapshot(await rest.create_model(), 1), await base_session(rest, 7)
     stand.sampler.failures["Sample"].append(NotFinite("snapshot 'm@1' cannot be sampled: train with a lower rate"))
     answer = await rest.result((await rest.sample(sampling_id, 0)).json()["request_id"])
     assert answer["error"] == "snapshot 'm@1' cannot be sampled: train with a lower rate"
     assert answer["category"] == "user"
-    assert len(stand.sampler.of("Sample")) == 1, "the next try would fail alike"
+    assert len(stand.sampler.of("Sample")) == 1, "another attempt would fail the same way"
     assert "sequences" in await rest.result((await rest.sample(base, 0)).json()["request_id"])
 
 
@@ -120,12 +122,12 @@ async def test_an_adapter_that_no_sampler_takes_is_refused_when_it_is_created(st
     answer = await rest.result(refused["request_id"])
     assert "cannot adapt model.layers.0.mlp.odd_proj; switch off train_attn, train_mlp" in answer["error"]
     assert answer["category"] == "user"
-    assert not stand.trainer.models, "the trainer was left with it"
+    assert not stand.trainer.models, "the trainer must keep it"
     taken = await rest.ok("create_model", model_seq_id=1, lora_config=lora | {"train_mlp": False}, **asked)
     assert (await rest.result(taken["request_id"]))["model_id"].endswith(":train:1")
     await stand.sampler.stop()
     await eventually(lambda: stand.gateway is not None and not stand.gateway.components.base_models.default.samplers.up)
-    assert await rest.create_model(2), "nobody to ask"
+    assert await rest.create_model(2), "there is no sampler to ask"
 
 
 async def test_failed_push_is_tried_again(stand: Stand, rest: Rest) -> None:
@@ -144,7 +146,7 @@ async def test_killed_sampler_comes_back_and_the_samples_finish(stand: Stand, re
     await eventually(lambda: stand.sampler.running == 3)
     await stand.sampler.stop()
     step = await rest.result((await rest.optim_step(model_id, 2))["request_id"])
-    assert "metrics" in step, "training is not disturbed"
+    assert "metrics" in step, "training must not be affected"
     waiting = await rest.poll(ids[0])
     assert waiting.status_code == 408
     stand.sampler.restart()
@@ -152,7 +154,7 @@ async def test_killed_sampler_comes_back_and_the_samples_finish(stand: Stand, re
     await stand.sampler.start()
     for request_id in ids:
         assert "sequences" in await rest.result(request_id)
-    assert len(stand.trainer.of("PushSnapshot")) == 2, "the new engine got the snapshot again, once"
+    assert len(stand.trainer.of("PushSnapshot")) == 2, "the new engine must get the snapshot again, once"
 
 
 async def test_sampler_that_stays_away_ends_in_a_clear_error(stand: Stand, rest: Rest) -> None:
@@ -197,14 +199,14 @@ async def test_full_weights_alternate_without_starving_anybody(stand: Stand, res
     for request_id in ids:
         assert "sequences" in await rest.result(request_id)
     pushes = len(stand.trainer.of("PushSnapshot"))
-    assert 2 <= pushes <= 6, "those who wait for the same weights are let in together"
+    assert 2 <= pushes <= 6, "requests that wait for the same weights are admitted together"
     sampled = {request.snapshot_id for request in stand.sampler.of("Sample")}
     assert sampled == {"", f"{model_id}@1", f"{model_id}@2"}
 
 
 @pytest.mark.slow
 async def test_eight_hundred_samples_pend_and_finish(stand: Stand, rest: Rest) -> None:
-    """Twice as many as the SDK has on the way at once."""
+    """The SDK itself keeps at most half as many in progress."""
     await stand.stop()
     await stand.start(sampler_concurrency=64, poll_hold_s=30.0)
 
@@ -236,7 +238,7 @@ async def test_work_spreads_over_samplers_and_moves_away_from_a_dead_one(two: tu
     ids = [(await rest.sample(sampling_id, seq_id)).json()["request_id"] for seq_id in range(10)]
     await eventually(lambda: sum(sampler.running for sampler in stand.samplers) == 10)
     assert [sampler.running for sampler in stand.samplers] == [5, 5]
-    assert len(stand.trainer.of("PushSnapshot")) == 1, "one push brings the snapshot to both"
+    assert len(stand.trainer.of("PushSnapshot")) == 1, "one push must bring the snapshot to both"
     await stand.samplers[0].stop()
     stand.samplers[1].open.set()
     for request_id in ids:
@@ -263,7 +265,7 @@ async def test_too_many_pending_samples_make_the_client_wait_and_finish(stand: S
     stand.sampler.open.set()
     assert len(await work) == 8
     ids = [request.request_id for request in stand.sampler.of("Sample")]
-    assert len(set(ids)) == len(ids) == 8, "what was told to wait came again under its own number"
+    assert len(set(ids)) == len(ids) == 8, "a sample that had to wait must come again with its own number"
 
 
 async def test_sequences_differ_by_seed_only(stand: Stand, rest: Rest) -> None:
@@ -273,7 +275,7 @@ async def test_sequences_differ_by_seed_only(stand: Stand, rest: Rest) -> None:
         params = {"max_tokens": 4, "seed": 3}
         response = await rest.sample(sampling_id, seq_id, num_samples=2, sampling_params=params)
         results.append((await rest.result(response.json()["request_id"]))["sequences"])
-    assert all(request.at_once for request in stand.sampler.of("Sample")), "nobody reads a kept sample along"
+    assert all(request.at_once for request in stand.sampler.of("Sample")), "no client streams a stored sample"
     assert results[0] == results[1]
     assert results[0][0]["tokens"] == FakeSampler.tokens_of("", 3, 0, 4)
 
@@ -285,7 +287,7 @@ async def test_services_that_read_another_model_than_the_trainer_are_named_and_n
     files = {"config.json": "a", "tokenizer.json": "b", "image processor": "c"}
     stand.trainer.model_files = files
     stand.samplers[0].model_files = files | {"config.json": "x"}
-    stand.samplers[1].model_files = {"config.json": "a"}  # of another version, which tells less
+    stand.samplers[1].model_files = {"config.json": "a"}  # an older version, which reports fewer files
     stand.renderer.model_files = files | {"image processor": "x"}
     async with running(stand):
         assert stand.gateway is not None

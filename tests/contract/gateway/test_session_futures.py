@@ -1,4 +1,4 @@
-"""One poll for all samples of a client, and numbers for its copies (tinker-contract.md, sections 2 and 3)."""
+"""One poll for all samples of a client, with sequence numbers for its copies (tinker-contract.md, sections 2 and 3)."""
 
 import asyncio
 import pickle
@@ -22,13 +22,13 @@ PARAMS = types.SamplingParams(max_tokens=4)
 
 
 async def poll(rest: Rest, sampling_id: str, cursor: int = 0, client: int = 0, **more: Any) -> dict[str, Any]:
-    """One retrieve_futures that must succeed."""
+    """Sends one retrieve_futures request, which must succeed."""
     target = {"type": "sampling_session", "sampling_session_id": sampling_id, "cloned_sampler_id": client}
     return await rest.ok("retrieve_futures", target=target, prev_cursor=cursor, **more)
 
 
 async def submit(rest: Rest, sampling_id: str, *seq_ids: int) -> list[str]:
-    """Samples; returns their request ids."""
+    """Submits samples; returns their request ids."""
     return [(await rest.sample(sampling_id, seq_id)).json()["request_id"] for seq_id in seq_ids]
 
 
@@ -52,7 +52,7 @@ async def test_completions_come_in_order_with_a_cursor_and_again_until_they_are_
     assert all(c["state"] == "finished" and c["response_payload_uncompressed_size"] > 0 for c in first["completions"])
     assert await poll(rest, sampling_id) == first, "an old cursor replays"
     assert await poll(rest, sampling_id, first["cursor"], timeout=0) == {"completions": [], "cursor": first["cursor"]}
-    assert await poll(rest, sampling_id) == first, "also after a newer one was seen"
+    assert await poll(rest, sampling_id) == first, "also after a newer one was used"
     await stand.stop()
     await stand.start()
     assert await poll(rest, sampling_id) == first, "also by the next process"
@@ -81,7 +81,7 @@ async def test_a_poll_is_held_until_something_ends_and_failures_are_told(stand: 
     assert answer["completions"] == [{"state": "failed", "request_id": failed}]
     assert (await rest.result(failed))["category"] == "user"
     held = asyncio.create_task(poll(rest, sampling_id, answer["cursor"], timeout=20))
-    # An acknowledgement of what is unfinished, or of somebody else's, is ignored.
+    # An acknowledgement of an unfinished request, or of another client's, is ignored.
     mixed = [good, failed, "sess-x:sample:0:1"]
     assert (await poll(rest, sampling_id, answer["cursor"], timeout=0, retrieved_request_ids=mixed))[
         "completions"
@@ -161,7 +161,7 @@ async def test_sdk_and_its_pickled_copies_sample_side_by_side(stand: Stand, uses
         async def all_gone() -> bool:
             return not futures._recent
 
-        await eventually(all_gone)  # what was fetched is acknowledged and dropped
+        await eventually(all_gone)  # fetched results are acknowledged and dropped
 
 
 async def test_sdk_raises_what_a_sample_failed_with_and_the_next_one_works(stand: Stand) -> None:
@@ -220,7 +220,7 @@ async def test_an_expired_sample_is_sent_again_by_the_sdk(
 
 @pytest.mark.parametrize("route", ["retrieve_future", "retrieve_futures"])
 async def test_a_result_that_comes_while_a_poll_is_held_ends_it(stand: Stand, rest: Rest, route: str) -> None:
-    """How soon, the conformance check C16 says."""
+    """The conformance check C16 measures the delay."""
     await stand.stop()
     await stand.start(poll_hold_s=30.0)
     sampling_id = await base_session(rest)
@@ -234,5 +234,5 @@ async def test_a_result_that_comes_while_a_poll_is_held_ends_it(stand: Stand, re
         await asyncio.sleep(0.05)
         assert not held.done()
         stand.sampler.open.set()
-        answer = await asyncio.wait_for(held, 15)  # long before the poll would end by itself
+        answer = await asyncio.wait_for(held, 15)  # long before the poll's own end
         cursor = answer["cursor"] if isinstance(answer, dict) else 0

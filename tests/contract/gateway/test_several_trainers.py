@@ -1,4 +1,6 @@
-"""Two trainers of one base model: models are placed, drained and lost trainers hand them over, clients see a pause."""
+"""Two trainers of one base model: models are placed; drained and lost trainers hand theirs over; clients see only a
+pause.
+"""
 
 import asyncio
 import itertools
@@ -25,7 +27,7 @@ from tests.waiting import eventually
 
 
 class SharingTrainer(RecoveringTrainer):
-    """A trainer whose recovery storage others share."""
+    """A trainer that shares its recovery storage with others."""
 
     store = "shared"
     max_models = 0
@@ -78,7 +80,7 @@ class TwoTrainers(Stand):
         await super().start(trainer=[self.trainer.address, self.other.address], **overrides)
 
     async def drain(self, *trainers: SharingTrainer) -> None:
-        """As `fovea drain` does."""
+        """Drains trainers as `fovea drain` does."""
         assert self.gateway is not None
         rows = [{"address": trainer.address} for trainer in trainers]
 
@@ -90,7 +92,7 @@ class TwoTrainers(Stand):
         await self.gateway.components.database.write(job)
 
     def draining(self) -> list[str]:
-        """The addresses that the gateway drains now."""
+        """Addresses that the gateway is draining."""
         assert self.gateway is not None
         return [link.address for link in self.gateway.components.base_models.trainers if link.is_draining]
 
@@ -113,19 +115,19 @@ _NUMBERS = itertools.count()
 
 
 async def created(rest: Rest, count: int = 1) -> list[str]:
-    """New models of one session."""
+    """Creates models in one session."""
     if not rest.session_id:
         await rest.open_session()
     return await asyncio.gather(*(rest.create_model(next(_NUMBERS)) for _ in range(count)))
 
 
 async def model_of(rest: Rest) -> str:
-    """A new model."""
+    """Creates a model."""
     return (await created(rest))[0]
 
 
 async def steps(rest: Rest, model_id: str, first: int, count: int) -> Answers:
-    """`count` losses and as many steps, one after another."""
+    """Submits `count` losses and as many steps, one after another."""
     found = []
     for seq_id in range(first, first + 2 * count, 2):
         sent = await rest.forward_backward(model_id, seq_id, data=[text_datum(4 + seq_id % 5)])
@@ -140,7 +142,9 @@ async def test_models_are_placed_by_bytes_and_places(stand: TwoTrainers, rest: R
     assert len({*ids}) == 8
     stand.other.max_models = 4
     more = await created(rest, 2)
-    assert all(stand.holder(model_id) is stand.trainer for model_id in more), "the other one has no place left"
+    assert all(stand.holder(model_id) is stand.trainer for model_id in more), (
+        "the other trainer must have no place left"
+    )
 
 
 async def test_a_trainer_that_refuses_a_model_is_passed_over(stand: TwoTrainers, rest: Rest) -> None:
@@ -176,14 +180,16 @@ async def test_owners_share_each_trainer_and_wait_for_no_other(tmp_path: Path) -
             stand.trainer.open.set()
             first = quiet[0] if stand.holder(quiet[0]) is stand.trainer else quiet[1]
             answer = sent_by_bob[quiet.index(first)].json()["request_id"]
-            assert "metrics" in await bob.result(answer), "the other trainer, which stands still, holds it up"
+            assert "metrics" in await bob.result(answer), "the other trainer, which is stopped, must block it"
             stand.other.open.set()
             for rest, answers in ((alice, sent), (bob, sent_by_bob)):
                 for one in answers:
                     assert "metrics" in await rest.result(one.json()["request_id"])
     for trainer in stand.trainers:
         begun = [header.model_id for header, _ in trainer.of("ForwardBackward")]
-        assert [model_id in quiet for model_id in begun].index(True) == 1, "before the others that she had queued"
+        assert [model_id in quiet for model_id in begun].index(True) == 1, (
+            "before the requests that the other owner queued"
+        )
         assert len(begun) == 7
 
 
@@ -221,13 +227,13 @@ async def test_a_trainer_that_was_cut_off_frees_its_copies_and_receives_models_a
     home = stand.holder(model_id)
     away = next(trainer for trainer in stand.trainers if trainer is not home)
     found = await steps(rest, model_id, 1, 2)
-    await home.stop()  # The process goes on.
+    await home.stop()  # The process keeps running.
     found += await steps(rest, model_id, 5, 2)
     assert model_id in home.models
     assert model_id in away.models
     await home.start()
     await eventually(lambda: model_id not in home.models)
-    assert model_id in stand.trainer.points, "its recovery data stays"
+    assert model_id in stand.trainer.points, "its recovery data must stay"
     await stand.drain(away)
     await eventually(lambda: stand.draining() == [away.address])
     found += await steps(rest, model_id, 9, 2)
@@ -307,7 +313,7 @@ async def test_a_trainer_that_cannot_take_over_is_refused(
             rest = Rest(http)
             ids = await created(rest, 3)
             assert len(stand.trainer.models) + len(stand.other.models) == len(ids)
-            assert 0 in (len(stand.trainer.models), len(stand.other.models)), "only one of them is used"
+            assert 0 in (len(stand.trainer.models), len(stand.other.models)), "only one of them may be used"
     assert any(words in record.getMessage() for record in caplog.records)
     caplog.clear()
 
@@ -329,6 +335,6 @@ async def test_the_page_shows_the_trainer_of_each_model(stand: TwoTrainers, rest
         return {shown[model_id]["trainer"] for model_id in ids}
 
     async def are_shown() -> bool:
-        return await where() == {1, None}  # None: the model is parked until its client returns.
+        return await where() == {1, None}  # None: the model is suspended until its client returns.
 
     await eventually(are_shown)

@@ -1,4 +1,6 @@
-"""Two gateways with a shard each on one PostgreSQL, behind a router: clients see one Fovea, even if one is killed."""
+"""Two gateways with one shard each on one PostgreSQL, behind a router: clients see one Fovea, even if a gateway is
+killed.
+"""
 
 import asyncio
 import hashlib
@@ -36,7 +38,7 @@ OWNERS = ("ann", "bob", "cat", "dan")
 
 
 class Front:
-    """A router in this process, before gateways that share a database."""
+    """A router in this process, in front of gateways that share a database."""
 
     def __init__(self, database_url: str, *stands: Stand) -> None:
         self.stand, self.stands, self.database_url = stands[0], stands, database_url
@@ -45,11 +47,11 @@ class Front:
 
     @property
     def url(self) -> str:
-        """Base of the REST API."""
+        """Base URL of the REST API."""
         return f"http://127.0.0.1:{self.router.rest_port}"
 
     async def start(self, shards: int) -> None:
-        """Starts, and waits until all shards have a gateway."""
+        """Starts the router and waits until all shards have a gateway."""
         self._task = asyncio.create_task(self.router.run())
         await eventually(lambda: self.router.shard_count == shards, 120)
 
@@ -66,7 +68,7 @@ class Front:
 
 @pytest.fixture
 async def front(request: pytest.FixtureRequest, tmp_path: Path, postgresql: Server) -> AsyncIterator[Front]:
-    """A router before two gateways with the same services. Its parameter is the class of the fake trainer."""
+    """A router in front of two gateways with the same services. Its parameter is the class of the fake trainer."""
     url = postgresql.new_url()
     first, second = Stand(tmp_path), Stand(tmp_path)
     first.trainer = getattr(request, "param", FakeTrainer)(lambda: first.samplers)
@@ -88,7 +90,9 @@ async def clients(front: Front) -> AsyncIterator[list[Rest]]:
         found = [Rest(await stack.enter_async_context(front.http())) for _ in range(2)]
         for each in found:
             await each.open_session()
-        assert {shard_of(each.session_id) for each in found} == {0, 1}, "new sessions go where the fewest are"
+        assert {shard_of(each.session_id) for each in found} == {0, 1}, (
+            "new sessions must go to the shard with the fewest"
+        )
         yield sorted(found, key=lambda each: shard_of(each.session_id) or 0)
 
 
@@ -162,7 +166,7 @@ async def test_each_gateway_restores_its_own_models_in_a_trainer_that_restarted(
     for stand in front.stands:
         assert stand.gateway is not None
         await stand.gateway.components.orphans.sweep(with_folders=True)
-    assert trainer.of("DeleteModel") == [], "models of other shards are no orphans"
+    assert trainer.of("DeleteModel") == [], "models of other shards are not orphans"
 
 
 async def test_a_body_that_names_its_session_last_is_kept_until_then(clients: list[Rest]) -> None:
@@ -225,7 +229,7 @@ async def test_grpc_calls_reach_both_shards(front: Front) -> None:
 async def test_a_gateway_refuses_requests_for_a_shard_that_it_does_not_own(
     front: Front, clients: list[Rest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gateways that restarted at the same addresses may have exchanged their shards, unknown to a router."""
+    """Gateways that restarted at the same addresses may have swapped their shards before a router notices."""
     directory = front.router._directory
     await directory.look()
     zero, one = (directory._owners[shard] for shard in (0, 1))
@@ -253,7 +257,7 @@ async def test_owners_in_different_shards_get_equal_places_in_a_sampler(
 ) -> None:
     monkeypatch.setattr("fovea_gateway.health._LATELY_S", 600.0)  # on a busy machine a report may be late
     sampler = front.stand.sampler
-    sampler.max_sequences = 16  # a fifth more may be in it: 20
+    sampler.max_sequences = 16  # up to a fifth more may be admitted: 20
     sampler.open.clear()
     async with AsyncExitStack() as stack:
         found = {}
@@ -272,7 +276,7 @@ async def test_owners_in_different_shards_get_equal_places_in_a_sampler(
         await eventually(lambda: sampler.running == 20)
         works = [work for gateway in gateways for work in gateway.components.futures.unfinished()]
         begun = Counter(work.submission.owner for work in works if work.progress.begun_at is not None)
-        assert begun == dict.fromkeys(OWNERS, 5), "each has a quarter of the places"
+        assert begun == dict.fromkeys(OWNERS, 5), "each owner must have a quarter of the places"
         sampler.open.set()
         for rest, sampling_id in found.values():
             assert "sequences" in await rest.result(f"{sampling_id}:20")
@@ -355,7 +359,7 @@ async def test_a_killed_owner_is_replaced_by_a_waiting_gateway_and_no_future_is_
         await load.run(during)
         check_once(front, load)  # type: ignore[arg-type]
         assert {shard_of(sample) for sample in load.samples} == {0, 1}
-        assert set(load.samples) <= set(stand.sampler.completed), "those that ran were made again"
+        assert set(load.samples) <= set(stand.sampler.completed), "running requests must run again"
     finally:
         await front.stop()
         for gateway in gateways:

@@ -1,4 +1,4 @@
-"""Sign-in before a provider whose tokens may be wrong: what is accepted, what is refused and why, and what ends it."""
+"""Sign-in with a provider that may issue faulty tokens: accepted and refused tokens, and the end of a sign-in."""
 
 import base64
 import hashlib
@@ -97,9 +97,9 @@ async def test_one_person_has_one_key(stand: Stand, issuer: Issuer) -> None:
     assert [(key.scope, key.name) for key in mine] == [(Scope.TRAIN, "tokens of a sign-in")]
     token = (await exchange(stand, signed(issuer, groups=["ml-team", "admins"]))).json()["jwt"]
     async with stand.http(token) as http:
-        assert (await http.get("keys")).status_code == 200, "the highest group counts"
+        assert (await http.get("keys")).status_code == 200, "the highest group must count"
         await exchange(stand, signed(issuer, groups=["readers"]))
-        assert (await http.get("keys")).status_code == 403, "the newest groups count, also for older tokens"
+        assert (await http.get("keys")).status_code == 403, "the newest groups must count, also for older tokens"
         await ring.revoke(mine[0].key_id)
         revoked = await http.get("auth/apikey/me")
         assert revoked.status_code == 401
@@ -114,7 +114,7 @@ def _unsigned(issuer: Issuer) -> str:
 
 
 def _by_public_key(issuer: Issuer) -> str:
-    """HS256, with the provider's public key as the secret."""
+    """Signs with HS256 and the provider's public key as the secret."""
     secret = issuer.keys["first"].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     head = {"alg": "HS256", "typ": "JWT", "kid": "first"}
     parts = [base64.urlsafe_b64encode(json.dumps(one).encode()).rstrip(b"=") for one in (head, claims(issuer))]
@@ -134,7 +134,7 @@ def _of_another_key(issuer: Issuer) -> str:
 
 
 def _with_its_own_key(issuer: Issuer) -> str:
-    """The header brings the key, as in CVE-2018-0114."""
+    """Signs with a key that the header contains, as in CVE-2018-0114."""
     issuer.add_key("other", is_published=False)
     return jwt.encode(claims(issuer), issuer.keys["other"], "RS256", {"kid": "other", "jwk": issuer.public("other")})
 
@@ -181,12 +181,12 @@ async def test_the_provider_replaces_its_keys(stand: Stand, issuer: Issuer, monk
     asked = len(issuer.asked)
     for _ in range(20):
         await exchange(stand, signed(issuer, "second"))
-    assert len(issuer.asked) == asked, "tokens with unknown keys cause no flood of requests"
+    assert len(issuer.asked) == asked, "tokens with unknown keys must not cause a flood of requests"
     monkeypatch.setattr(oidc, "_AGAIN_S", 0)
     assert (await exchange(stand, signed(issuer, "second"))).status_code == 200
-    assert (await exchange(stand, signed(issuer))).status_code == 401, "the old key has gone"
+    assert (await exchange(stand, signed(issuer))).status_code == 401, "the old key must be gone"
     issuer.is_down = True
-    assert (await exchange(stand, signed(issuer, "second"))).status_code == 200, "its keys are known"
+    assert (await exchange(stand, signed(issuer, "second"))).status_code == 200, "its keys must be known"
 
 
 @pytest.mark.parametrize("fault", ["down", "another name", "an address without TLS"])
@@ -204,7 +204,7 @@ async def test_a_provider_that_does_not_work(stand: Stand, issuer: Issuer, fault
 
 
 async def _begin(http: httpx.AsyncClient) -> dict[str, str]:
-    """Begins a sign-in. Returns what the provider is sent."""
+    """Starts a sign-in. Returns the parameters that the provider receives."""
     begun = await http.get("auth/login")
     assert begun.status_code == 303
     return {name: values[0] for name, values in parse_qs(urlsplit(begun.headers["location"]).query).items()}
@@ -232,9 +232,11 @@ async def test_the_page_signs_in_and_out(stand: Stand, issuer: Issuer, way: str)
         assert form["code_verifier"] not in (sent["state"], sent["nonce"])
 
         assert (await http.get("auth/apikey/me", headers=PAGE)).json()["name"] == "alice@example.com"
-        assert (await http.get("auth/apikey/me")).status_code == 401, "another site's page cannot use the cookie"
+        assert (await http.get("auth/apikey/me")).status_code == 401, (
+            "a page of another site must not be able to use the cookie"
+        )
         again = await http.get(CALLBACK, params={"code": "c", "state": sent["state"]})
-        assert again.status_code == 401, "the state serves once"
+        assert again.status_code == 401, "the state is valid once"
         kept = http.cookies["fovea_session"]
         assert (await http.post("auth/logout", headers=PAGE)).status_code == 200
         assert "fovea_session" not in http.cookies
@@ -275,7 +277,7 @@ async def test_a_forged_sign_in_is_refused(
         assert "<b>" not in back.text
         assert not [one for one in back.headers.get_list("set-cookie") if one.startswith("fovea_session")]
         redeems = fault in ("another nonce", "no nonce", "no code")
-        assert len(issuer.forms) == redeems, "the provider is asked only for sign-ins that this browser began"
+        assert len(issuer.forms) == redeems, "the provider is asked only for sign-ins that this browser started"
 
 
 async def test_a_refused_person_is_in_the_audit_log(stand: Stand, issuer: Issuer) -> None:

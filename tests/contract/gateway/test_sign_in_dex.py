@@ -74,7 +74,7 @@ async def test_a_browser_signs_in_sees_its_own_and_signs_out(stand: SignedIn, br
     await _see(browser.wait_text, "#link", "live")
     assert await _see(browser.text, "#caller") == "alice@example.com · train"
     assert "of the root" not in await _see(browser.text, "body")
-    assert await _see(browser.run, "return document.cookie") == "", "scripts cannot read the cookie"
+    assert await _see(browser.run, "return document.cookie") == "", "scripts must not be able to read the cookie"
     assert await _see(browser.run, "return Object.keys(sessionStorage).length") == 0
     await _see(browser.run, "location.reload()")
     await _see(browser.wait_text, "#link", "live")
@@ -119,7 +119,7 @@ async def test_the_sdk_exchanges_what_its_command_prints(
 async def test_the_sdk_replaces_a_token_that_the_gateway_refuses(
     stand: SignedIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway forgets the secret that signs tokens; the SDK exchanges again and sends its request again."""
+    """The gateway loses the secret that signs tokens; the SDK exchanges its key again and repeats its request."""
     monkeypatch.setenv("TINKER_API_KEY", id_token(stand.issuer, "alice"))
     assert stand.gateway is not None
     ours = stand.gateway.components.sign_ins

@@ -1,4 +1,4 @@
-"""Two owners: what one does neither shows in what the other is told nor keeps it from being served."""
+"""Isolation of two owners: the work of one neither shows in the other's answers nor starves it."""
 
 import asyncio
 import hashlib
@@ -24,7 +24,7 @@ ALICE, BOB = "tml-alice", "tml-bob"
 
 @pytest.fixture
 async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
-    """A gateway that two owners have keys of, with few places for their requests."""
+    """A gateway with keys of two owners and few places for their requests."""
     keys = [f"alice={ALICE}", f"bob={BOB}"]
     settings = {"api_key": keys, "max_pending": 20, "max_sessions": 8, "sampler_concurrency": 1}
     async with running(Stand(tmp_path), database_url=database_url, **settings) as stand:
@@ -78,23 +78,21 @@ def sample_request(session: str, *chunks: model_input_pb2.Chunk) -> pb.SampleTok
 
 
 def waits_for(stand: Stand, request_id: str) -> str:
-    """Returns the reason that an unfinished request waits, in words."""
+    """Returns the reason that an unfinished request waits, as text."""
     assert stand.gateway is not None
     unfinished = stand.gateway.components.futures.unfinished()
     return next(each.progress.waiting_for for each in unfinished if each.submission.future_id == request_id)
 
 
 async def told(call: Any) -> FoveaError:
-    """The error that a stream ends with."""
+    """Returns the error that ends a stream."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass
     return from_rpc_error(caught.value)
 
 
-async def test_an_image_of_another_owner_is_like_one_that_nobody_uploaded(
-    stand: Stand, alice: Rest, bob: Rest, stub: Any
-) -> None:
+async def test_an_image_of_another_owner_looks_unknown(stand: Stand, alice: Rest, bob: Rest, stub: Any) -> None:
     sha256 = hashlib.sha256(PNG).hexdigest()
 
     async def pieces() -> AsyncIterator[pb.UploadImageRequest]:
@@ -115,7 +113,7 @@ async def test_an_image_of_another_owner_is_like_one_that_nobody_uploaded(
         error = await told(stub.SampleTokens(sample_request(his, naming(digest)), metadata=keyed(BOB)))
         answers.append((type(error), error.message.replace(digest, "DIGEST"), error.field, error.metadata))
     assert answers[0] == answers[1]
-    assert len(stand.renderer.calls) == calls, "nobody was asked"
+    assert len(stand.renderer.calls) == calls, "no service may be called"
 
 
 async def test_cached_prompts_are_an_owners_own(stand: Stand, alice: Rest, bob: Rest, stub: Any) -> None:
@@ -131,7 +129,7 @@ async def test_cached_prompts_are_an_owners_own(stand: Stand, alice: Rest, bob: 
     assert not any(key in salt for salt in salts for key in (ALICE, BOB))
 
 
-async def test_commands_held_for_one_that_never_comes_stop_nobody_else(alice: Rest, bob: Rest) -> None:
+async def test_commands_behind_a_missing_one_stop_no_other_model(alice: Rest, bob: Rest) -> None:
     model_id = await alice.create_model()
     adam = {"adam_params": {}, "type": "optim_step"}
     answers = [await alice.post("optim_step", model_id=model_id, seq_id=seq_id, **adam) for seq_id in range(2, 42)]
@@ -140,12 +138,14 @@ async def test_commands_held_for_one_that_never_comes_stop_nobody_else(alice: Re
     assert len(held) == 10
     assert {(answer.status_code, answer.json()["reason"]) for answer in refused} == {(429, "RESOURCE_EXHAUSTED")}
     assert "max_pending 20" in refused[0].json()["detail"]
-    assert (await alice.sample(await base_session(alice), 0)).status_code == 429, "hers count together"
+    assert (await alice.sample(await base_session(alice), 0)).status_code == 429, (
+        "all requests of this owner must count together"
+    )
     session = await base_session(bob)
     for seq_id in range(3):
         assert "sequences" in await bob.result((await bob.sample(session, seq_id)).json()["request_id"])
     await bob.result((await bob.optim_step(await bob.create_model(), 1))["request_id"])
-    # What all the others wait for is never refused, or nothing would ever end.
+    # Requests that all others wait for are never refused; otherwise none would ever end.
     first = await alice.optim_step(model_id, 1)
     for request_id in (first["request_id"], *held):
         assert "metrics" in await alice.result(request_id)
@@ -168,7 +168,9 @@ async def test_streams_count_as_well(stand: Stand, alice: Rest, bob: Rest, stub:
     await eventually(lambda: sampler.queued <= 1)
     stand.sampler.open.set()
     assert "sequences" in await bob.result(answer.json()["request_id"])
-    assert "sequences" in await alice.result((await alice.sample(session, 0)).json()["request_id"]), "her share is free"
+    assert "sequences" in await alice.result((await alice.sample(session, 0)).json()["request_id"]), (
+        "the owner's share must be free"
+    )
 
 
 async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) -> None:
@@ -185,11 +187,11 @@ async def test_owners_are_served_by_turns(stand: Stand, alice: Rest, bob: Rest) 
         await alice.result(request_id)
     await bob.result(last)
     begun = [request.request_id for request in stand.sampler.of("Sample")]
-    assert begun == [ids[0], last, *ids[1:]], "who came last waits for the one that runs, not for nine"
+    assert begun == [ids[0], last, *ids[1:]], "the last request waits for the running one, not for nine"
 
 
 @pytest.mark.parametrize(("settings", "requests"), [({}, 2), ({"sampler_beside": 6}, 3)])
-async def test_a_sampler_gets_a_quarter_of_its_batch_beside_an_owner_who_sends_a_little(
+async def test_a_sampler_gets_a_quarter_of_its_batch_beside_an_interactive_owner(
     stand: Stand, alice: Rest, bob: Rest, settings: dict[str, int], requests: int
 ) -> None:
     stand.sampler.max_sequences = 16
@@ -209,7 +211,7 @@ async def test_a_sampler_gets_a_quarter_of_its_batch_beside_an_owner_who_sends_a
         assert len((await alice.result(request_id))["sequences"]) == 2
 
 
-async def test_who_waits_for_a_sampler_is_told_why(stand: Stand, alice: Rest, bob: Rest) -> None:
+async def test_a_request_that_waits_for_a_sampler_gets_the_reason(stand: Stand, alice: Rest, bob: Rest) -> None:
     await stand.stop()
     await stand.start(poll_hold_s=0.01)
     stand.sampler.open.clear()
@@ -255,7 +257,9 @@ async def test_owners_share_the_trainer_and_are_told_why_they_wait(stand: Stand,
         for request_id in ids:
             assert "metrics" in await rest.result(request_id)
     begun = [header.model_id for header, _ in stand.trainer.of("ForwardBackward")]
-    assert begun.index(quiet) == 1, "one of hers was there; his is next, before the five that she had queued"
+    assert begun.index(quiet) == 1, (
+        "one request of the other owner was ahead; this one is next, before the five that she queued"
+    )
 
 
 async def test_owners_share_the_trainer_by_seconds_also_of_work_that_fails(
@@ -270,8 +274,8 @@ async def test_owners_share_the_trainer_by_seconds_also_of_work_that_fails(
         if name == "ForwardBackward":
             begun.append(request[0].model_id)
             if request[0].model_id in slow:
-                await asyncio.sleep(0.2)  # long beside the time of his next request
-                raise InvalidInput("this loss takes more than its time")
+                await asyncio.sleep(0.2)  # long compared with the time of his next request
+                raise InvalidInput("this loss exceeds its time")
 
     stand.trainer.note = note  # type: ignore[method-assign]
     for number in range(1, 31):
@@ -281,7 +285,9 @@ async def test_owners_share_the_trainer_by_seconds_also_of_work_that_fails(
         answer = await bob.forward_backward(quick, number, data=[text_datum(256)])
         assert "metrics" in await bob.result(answer.json()["request_id"])
     places = [place for place, model_id in enumerate(begun) if model_id == quick]
-    assert places[-1] - places[0] <= 3 * (len(places) - 1), "two or fewer of hers between two of his, however small"
+    assert places[-1] - places[0] <= 3 * (len(places) - 1), (
+        "at most two requests of the first owner run between two of the second, however small"
+    )
 
 
 @pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler", "load_weights", "create_model"])
@@ -306,7 +312,7 @@ async def test_every_command_takes_a_turn(stand: Stand, alice: Rest, bob: Rest, 
     stand.trainer.open.clear()
     hers = [(await alice.ok(kind, **body))["request_id"] for body in bodies]
     await eventually(lambda: stand.trainer.waiting > 0)
-    if kind.startswith("save"):  # Saves share the storage among themselves; a forward_backward does not wait for them.
+    if kind.startswith("save"):  # Saves share the storage with each other; a forward_backward does not wait for them.
         his = (await bob.ok(kind, model_id=quiet, seq_id=1, path="y"))["request_id"]
         await eventually(lambda: waits_for(stand, his).startswith("waiting to save"))
     else:
@@ -317,7 +323,7 @@ async def test_every_command_takes_a_turn(stand: Stand, alice: Rest, bob: Rest, 
         for request_id in ids:
             assert "error" not in await rest.result(request_id)
     served = [getattr(request, "model_id", "") or request[0].model_id for _, request in stand.trainer.calls]
-    assert served.index(quiet) <= 2, "one or two of hers were there; his is next"
+    assert served.index(quiet) <= 2, "at most two requests of the first owner were ahead; the second owner's is next"
 
 
 @pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
@@ -332,7 +338,7 @@ async def test_saves_delay_no_step(stand: Stand, alice: Rest, bob: Rest, kind: s
     assert "path" in await alice.result(saved["request_id"])
 
 
-async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand: Stand, alice: Rest) -> None:
+async def test_requests_of_a_killed_client_yield_and_wait_for_its_return(stand: Stand, alice: Rest) -> None:
     await stand.stop()
     await stand.start(max_pending=100, quiet_s=600, poll_hold_s=0.05, trainer_concurrency=1)
     models = [await alice.create_model(number) for number in range(6)]
@@ -357,11 +363,13 @@ async def test_what_a_killed_client_has_queued_gives_way_and_waits_for_it(stand:
         assert "error" not in await creating
         assert created["model_id"] in stand.trainer.models
         assert "sequences" in await other.result(sample)
-    assert stand.sampler.ids().index(sample) == 1, "one of the killed client's was there; the other client's is next"
+    assert stand.sampler.ids().index(sample) == 1, (
+        "one request of the killed client was ahead; the other client's is next"
+    )
     names = stand.trainer.names()
-    assert names[names.index("ForwardBackward") + 1] == "CreateModel", "one of the killed client's was there"
+    assert names[names.index("ForwardBackward") + 1] == "CreateModel", "one request of the killed client was ahead"
     for request_id in [*trained, *sampled]:
-        assert "error" not in await alice.result(request_id), "a client that comes back finds all that it sent"
+        assert "error" not in await alice.result(request_id), "a returning client must find all requests that it sent"
 
 
 async def test_an_owner_has_a_share_of_the_sessions(stand: Stand, alice: Rest, bob: Rest) -> None:
@@ -375,7 +383,7 @@ async def test_an_owner_has_a_share_of_the_sessions(stand: Stand, alice: Rest, b
     await bob.open_session()
     await stand.stop()
     await stand.start()
-    assert (await alice.post("create_session", **body)).status_code == 429, "a restart changes nothing"
+    assert (await alice.post("create_session", **body)).status_code == 429, "a restart must change nothing"
     for session_id in opened[:2]:
         await alice.ok(f"sessions/{session_id}/finish", reason={"type": "success"})
     await alice.open_session()
@@ -396,10 +404,10 @@ async def test_an_owner_has_as_many_models_as_it_may(stand: Stand, alice: Rest, 
     await alice.create_model()
 
 
-async def test_what_one_has_rendered_ahead_is_not_counted_for_another(stand: Stand, alice: Rest, bob: Rest) -> None:
+async def test_batches_rendered_ahead_count_per_owner(stand: Stand, alice: Rest, bob: Rest) -> None:
     async def hold(rest: Rest, count: int) -> None:
         model_id, before = await rest.create_model(), len(stand.renderer.of("Render"))
-        for seq_id in range(2, 2 + count):  # the first one never comes
+        for seq_id in range(2, 2 + count):  # the first request never arrives
             assert (await rest.forward_backward(model_id, seq_id, data=[image_datum()])).status_code == 200
         await eventually(lambda: len(stand.renderer.of("Render")) == before + count)
 

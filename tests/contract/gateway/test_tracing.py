@@ -1,4 +1,4 @@
-"""One id from a REST call, across the future's queue, to renderer, trainer and sampler."""
+"""One trace id from a REST call, across the queue of futures, to renderer, trainer and sampler."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ PICTURE = {"type": "image", "format": "png", "data": base64.b64encode(b"\x89PNG 
 
 @pytest.fixture
 async def traced(tmp_path: Path) -> AsyncIterator[tuple[Rest, Collector]]:
-    """A client with a session, and where the spans of its gateway arrive."""
+    """A client with a session, and the collector of its gateway's spans."""
     with Collector() as collector:
         async with running(Stand(tmp_path), trace_endpoint=collector.url) as stand, stand.http() as http:
             rest = Rest(http)
@@ -62,7 +62,7 @@ async def test_a_sample_is_one_trace(traced: tuple[Rest, Collector]) -> None:
 
 
 async def test_training_commands_belong_to_the_call_that_submitted_them(traced: tuple[Rest, Collector]) -> None:
-    """The second command runs in a task that the first one began: it must not end up in the first one's trace."""
+    """The second command runs in a task that the first one started; its span must not join the first one's trace."""
     rest, collector = traced
     model_id = await rest.create_model()
     calls = []
@@ -77,7 +77,7 @@ async def test_training_commands_belong_to_the_call_that_submitted_them(traced: 
     assert [span.trace_id.hex() for span in collector.named(TRAIN)] == calls
     trained = [span.trace_id.hex() for span in collector.named("train")]
     assert [trace for trace in trained if trace in calls] == calls
-    assert len(trained) == 4, "creating the model and taking its snapshot have turns of the trainer too"
+    assert len(trained) == 4, "model creation and its snapshot need turns of the trainer, too"
     assert len(collector.named(PUSH)) == 1
     assert collector.one(PUSH).parent_span_id == collector.one("push").span_id
 

@@ -1,4 +1,4 @@
-"""A trainer that goes away: commands fail soon and say what was lost and how to go on."""
+"""Loss of a trainer: commands fail soon, and the error says what was lost and how to continue."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def test_restarted_trainer_has_lost_its_models(stand: Stand, rest: Rest) -
         "create_sampling_session", session_id=rest.session_id, sampling_session_seq_id=9, model_path=path
     )
     sample = await rest.sample(kept["sampling_session_id"], 0)
-    assert "sequences" in await rest.result(sample.json()["request_id"]), "named weights are loaded from storage"
+    assert "sequences" in await rest.result(sample.json()["request_id"]), "named weights must be loaded from storage"
     gone = await rest.result((await rest.sample(unnamed_id, 0)).json()["request_id"])
     assert "without a name" in gone["error"]
     loaded = await rest.ok(
@@ -51,7 +51,9 @@ async def test_dead_trainer_fails_commands_within_seconds(stand: Stand, rest: Re
     queued = [(await rest.forward_backward(model_id, seq_id)).json()["request_id"] for seq_id in range(2, 62)]
     await eventually(lambda: "ForwardBackward" in stand.trainer.names())
     await stand.trainer.stop()
-    async with asyncio.timeout(50):  # less than sixty waits of a second, `trainer_wait_s`: they wait together
+    async with asyncio.timeout(
+        50
+    ):  # less than sixty waits of `trainer_wait_s` (one second): the requests wait together
         for request_id in (running, *queued):
             answer = await rest.result(request_id)
             assert answer["category"] == "server"
@@ -89,7 +91,7 @@ async def test_trainer_that_comes_back_with_its_models_goes_on(stand: Stand, res
     assert "error" not in answer
 
 
-async def test_a_step_whose_connection_breaks_is_taken_once(stand: Stand, rest: Rest) -> None:
+async def test_a_step_with_a_broken_connection_runs_once(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     await rest.forward_backward(model_id, 1)
     trainer = stand.trainer
@@ -97,14 +99,14 @@ async def test_a_step_whose_connection_breaks_is_taken_once(stand: Stand, rest: 
     trainer.open.clear()
     step = (await rest.optim_step(model_id, 2))["request_id"]
     await eventually(lambda: trainer.waiting == 1)
-    await trainer.stop()  # the server and its connections; what runs goes on
+    await trainer.stop()  # the server and its connections; running commands continue
     await trainer.start()
     trainer.open.set()
     assert (await rest.result(step))["metrics"]["gradients:sum"] == 1
     assert len(trainer.of("OptimStep")) == 1
 
 
-async def test_a_step_of_which_nobody_learns_what_it_did_takes_its_model_along(stand: Stand, rest: Rest) -> None:
+async def test_a_step_with_an_unknown_outcome_loses_its_model(stand: Stand, rest: Rest) -> None:
     model_id = await rest.create_model()
     saved = await rest.result((await rest.ok("save_weights", model_id=model_id, seq_id=1, path="a"))["request_id"])
     trainer = stand.trainer
@@ -119,7 +121,7 @@ async def test_a_step_of_which_nobody_learns_what_it_did_takes_its_model_along(s
     (link,) = stand.gateway.components.base_models.trainers
     await eventually(lambda: link.up)
     after = await rest.result((await rest.forward_backward(model_id, 3)).json()["request_id"])
-    assert saved["path"] in after["error"], "it was said to be gone, so it is"
+    assert saved["path"] in after["error"], "the error said that it is gone, so it must be gone"
 
 
 async def test_evicted_features_are_rendered_again_once(stand: Stand, rest: Rest) -> None:
@@ -134,7 +136,9 @@ async def test_evicted_features_are_rendered_again_once(stand: Stand, rest: Rest
 
 
 async def test_a_batch_that_is_more_than_renderers_hold_comes_in_portions(stand: Stand, rest: Rest) -> None:
-    """The trainer keeps what it got and names what it lacks: that alone is rendered again, as many as came before."""
+    """The trainer keeps the part that it received and names the missing part; only that part is rendered again, in
+    portions of the same size.
+    """
     model_id = await rest.create_model()
     lacking = ["0,1,2,3,4,5", "0,1,2,3", "2,3"]
     stand.trainer.failures["ForwardBackward"] += [FeatureEvicted("gone", datums=named) for named in lacking]

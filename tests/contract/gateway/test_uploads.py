@@ -1,4 +1,4 @@
-"""Uploads of adapters: begun, sent to signed links, checked, finished; what is wrong is named, and nothing is left."""
+"""Uploads of adapters: started, sent to signed links, validated, finished. Errors leave no files."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ ABSENT: Any = object()
 
 @pytest.fixture(params=["local", "memory", "s3"])
 async def stand(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> AsyncIterator[Stand]:
-    """A stand that keeps what is uploaded in a local folder or in another fsspec file system."""
+    """A stand that stores uploads in a local folder or another fsspec file system."""
     root = str(tmp_path / "kept")
     if request.param != "local":
         root = "memory:/" if request.param == "memory" else request.getfixturevalue("new_bucket")()
@@ -55,7 +55,7 @@ async def start(client: Rest, **lora: Any) -> dict[str, Any]:
 
 
 async def put(url: str, content: bytes) -> httpx.Response:
-    """As the SDK sends a file: without a key."""
+    """Uploads a file as the SDK does, without a key."""
     async with httpx.AsyncClient(timeout=60) as anybody:
         return await anybody.put(url, content=content)
 
@@ -79,10 +79,12 @@ async def test_an_adapter_becomes_external_weights_that_are_loaded(stand: Stand,
     assert sorted(begun["urls"]) == [CONFIG, WEIGHTS]
     assert all(url.startswith(f"http://127.0.0.1:{stand.port}/base/api/v1/uploads/") for url in begun["urls"].values())
     await send(begun)
-    await send(begun)  # again: it takes the place of what was there
+    await send(begun)  # again, which replaces the first upload
     path = (await finish(client, begun["upload_id"])).json()["tinker_path"]
     assert path == f"tinker://{begun['upload_id']}/external_weights/uploaded"
-    assert (await finish(client, begun["upload_id"])).json()["tinker_path"] == path, "whose answer was lost asks again"
+    assert (await finish(client, begun["upload_id"])).json()["tinker_path"] == path, (
+        "a client that lost the answer asks again"
+    )
     assert [name.rpartition("/")[2] for name in stored(stand)] == [CONFIG, WEIGHTS]
     listed = (await client.http.get("checkpoints")).json()["checkpoints"]
     assert [(one["tinker_path"], one["checkpoint_type"], one["base_model"]) for one in listed] == [
@@ -107,7 +109,7 @@ async def test_an_adapter_becomes_external_weights_that_are_loaded(stand: Stand,
         refused = await again.result(
             (await again.ok("load_weights", **load | {"seq_id": 2}, optimizer=False))["request_id"]
         )
-        assert "other settings" in refused["error"], "its alpha is the file's"
+        assert "other settings" in refused["error"], "its alpha must be the file's"
 
 
 async def test_the_trainer_compares_the_header_before_the_adapter_becomes_a_checkpoint(
@@ -202,7 +204,7 @@ async def test_a_file_of_weights_that_is_not_sound_is_named(client: Rest, weight
     ids=["16 MB", "many elements", "deep"],
 )
 async def test_a_header_is_bounded_before_it_is_parsed(stand: Stand, header: bytes, words: str) -> None:
-    """A header of 16 MiB cost 8.9 s on the event loop and 800 MiB each time."""
+    """A header of 16 MiB took 8.9 s of the event loop and 800 MiB each time."""
     await stand.stop()
     await stand.start(max_upload_bytes=32 * 2**20)
     async with stand.http() as http:
@@ -226,7 +228,7 @@ async def test_what_is_above_the_limit_is_refused_and_not_kept(stand: Stand, cli
             yield bytes(1024)
 
     async with httpx.AsyncClient(timeout=60) as anybody:
-        refused = await anybody.put(begun["urls"][WEIGHTS], content=pieces())  # without a length beforehand
+        refused = await anybody.put(begun["urls"][WEIGHTS], content=pieces())  # without a declared length
     assert refused.status_code == 413
     assert [name.rpartition("/")[2] for name in stored(stand)] == ["fovea_upload.json"]
     refused = await finish(client, begun["upload_id"])
@@ -263,7 +265,7 @@ async def test_links_and_uploads_are_their_owners(stand: Stand, client: Rest) ->
     for name in ("upload-1-a", "../x", ""):
         assert (await finish(client, name)).status_code == 404
     assert (await finish(client, begun["upload_id"])).status_code == 200
-    assert (await put(url, b"{}")).status_code == 403, "a checkpoint never changes"
+    assert (await put(url, b"{}")).status_code == 403, "a checkpoint must not change"
     async with stand.http(OTHER_KEY) as http:
         assert (await finish(Rest(http), begun["upload_id"])).status_code == 404
 
@@ -317,4 +319,4 @@ async def test_a_link_ends_with_the_key_that_asked_for_it(stand: Stand) -> None:
         assert (await put(again["urls"][WEIGHTS], save(TENSORS))).status_code == 403
         assert [(await http.get(url)).status_code for url in (own, others)] == [403, 200]
         renamed = own.replace(key.key_id, reader.key_id)
-        assert (await http.get(renamed)).status_code == 403, "the key is part of what is signed"
+        assert (await http.get(renamed)).status_code == 403, "the signature must cover the key"

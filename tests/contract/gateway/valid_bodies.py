@@ -1,4 +1,4 @@
-"""A right body for every REST route that takes one."""
+"""A valid body for every REST route that has one."""
 
 import itertools
 from typing import Any
@@ -17,12 +17,12 @@ ROUTES = (
 
 
 class Bodies:
-    """Right bodies; numbers that a route uses up are new in each.
+    """Builds valid bodies. Numbers that a route uses up are new in each body.
 
     Args:
         session_id: An open session.
-        model_id: A model of it.
-        sampling_id: A sampling session of it.
+        model_id: A model of the session.
+        sampling_id: A sampling session of the session.
     """
 
     def __init__(self, session_id: str, model_id: str, sampling_id: str) -> None:
@@ -30,7 +30,7 @@ class Bodies:
         self._numbers = itertools.count(1)
 
     def of(self, route: str) -> dict[str, Any]:
-        """The body."""
+        """Returns the body of a route."""
         number = next(self._numbers)
         command = {"model_id": self.model_id, "seq_id": number}
         lora = {"rank": 4, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}

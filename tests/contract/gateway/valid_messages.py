@@ -1,4 +1,4 @@
-"""A right request of every call of the gRPC API."""
+"""A valid request for every call of the gRPC API."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.contract.gateway.valid_bodies import Bodies
 
 
 def calls(made: Bodies) -> list[Message]:
-    """One of each call that takes something, over what `made` names; the one with a datum follows its header."""
+    """Returns one request per call, for the objects in `made`. A call with a datum sends its header first."""
     command: dict[str, Any] = {"model_id": made.model_id}
     text = model_input_pb2.Chunk(tokens=model_input_pb2.TokenChunk(tokens=tensors.encode_tokens([1, 2])))
     image = model_input_pb2.Chunk(

@@ -1,4 +1,4 @@
-"""The wheel, built as `make wheel` builds it, and programs that must succeed."""
+"""Builds the wheel as `make wheel` does, and runs programs that must succeed."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ UV = str(pathlib.Path(sys.executable).with_name("uv"))
 
 
 def run(*command: str) -> str:
-    """Runs a program that must succeed, without what this environment would tell it; returns what it prints."""
+    """Runs a program in a clean environment; returns its output. Raises an error if it fails."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -1,7 +1,7 @@
-"""The first hour of a new user, from an empty environment: examples/first_hour.py, watched in a real browser.
+"""The first hour of a new user in an empty environment: examples/first_hour.py, watched in a real browser.
 
-`FOVEA_FIRST_HOUR=1` asks for it: it installs all of the extra `cpu`, 6.5 GB, and takes some minutes. The environment is
-made as docs/guides/operations.md says; nothing of this checkout can be imported there.
+Set `FOVEA_FIRST_HOUR=1` to run it: it installs the whole `cpu` extra (6.5 GB) and takes minutes. The environment is
+made as docs/guides/operations.md describes and cannot import anything from this checkout.
 """
 
 import os
@@ -24,7 +24,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3000),
     pytest.mark.skipif(
-        os.environ.get("FOVEA_FIRST_HOUR") != "1", reason="installs 6.5 GB, minutes; FOVEA_FIRST_HOUR=1 asks for it"
+        os.environ.get("FOVEA_FIRST_HOUR") != "1",
+        reason="installs 6.5 GB and takes minutes; set FOVEA_FIRST_HOUR=1 to run it",
     ),
     pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser()),
 ]
@@ -32,7 +33,7 @@ _PATIENCE_S = 1200.0
 
 
 class Hour:
-    """The script as it runs: its lines, and those of what is done beside it."""
+    """The running script: its lines and those of the processes beside it."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.lines: list[str] = []
@@ -48,11 +49,11 @@ class Hour:
         self._coming.put("")
 
     def close(self) -> None:
-        """Waits until all that it printed is read, once it has ended."""
+        """Waits until the script has ended and all its output is read."""
         self._reading.join(60)
 
     def until(self, pattern: str) -> "re.Match[str]":
-        """The first line from here on that has it."""
+        """Returns the next line that contains a text."""
         while line := self._coming.get(timeout=_PATIENCE_S):
             self.say(line)
             if found := re.search(pattern, line):
@@ -71,7 +72,7 @@ class Hour:
 
 
 def watch(hour: Hour, browser: Browser, address: str) -> None:
-    """Opens the page, chooses the model that comes, and sees its curves grow to the end."""
+    """Opens the page, selects the new model and waits until its curves are complete."""
     browser.show(1280, dark=False)
     with hour.timed("open / in a browser"):
         browser.open(address)

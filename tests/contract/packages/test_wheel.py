@@ -1,4 +1,4 @@
-"""The package as a user gets it: a wheel in an empty environment, of each Python that is here."""
+"""The package as a user installs it: a wheel in an empty environment, for each Python that is available."""
 
 import asyncio
 import pathlib
@@ -19,7 +19,7 @@ from tests.contract.packages.conftest import ROOT, UV, run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PYTHONS = ("3.11", pytest.param("3.12", marks=pytest.mark.long), "3.13")
-"""The oldest and the newest; `make long` has the one between."""
+"""The oldest and the newest version; `make long` adds the one between."""
 
 TALK = """
 import asyncio, importlib, pkgutil, sys
@@ -41,7 +41,7 @@ print(asyncio.run(ask()), [model.model_name for model in told.supported_models])
 
 
 def interpreter(version: str) -> str:
-    """Of a Python that is on the path or among pyenv's; skips the test without one."""
+    """Returns a Python interpreter from the path or pyenv; skips the test if there is none."""
     installed = pathlib.Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
     for candidate in (shutil.which(f"python{version}"), *map(str, sorted(installed))):
         if candidate and subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
@@ -53,7 +53,7 @@ def interpreter(version: str) -> str:
 def environment(
     request: pytest.FixtureRequest, wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[pathlib.Path]:
-    """The programs of an environment that has the wheel alone, with what it asks for."""
+    """The program folder of an environment with only the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("environment")
     run(UV, "venv", "--quiet", "--python", interpreter(request.param), str(folder))
     run(UV, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python"), str(wheel))
@@ -69,7 +69,7 @@ def test_its_name_is_ours_and_its_types_are_known(wheel: pathlib.Path) -> None:
     assert {f"{package}/py.typed" for package in ("fovea", "fovea_data", "fovea_rollout")} <= names
     assert {"fovea_rollout/viewer.html", "fovea/api/v1/gateway_pb2.pyi"} <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "docs/"))]
-    assert "License" not in metadata, "the owner has not decided"
+    assert "License" not in metadata, "the owner has not chosen a licence"
     assert re.findall(r"Provides-Extra: (\S+)", metadata) == ["cpu", "demo", "gateway", "gpu", "rollout", "serve"]
 
 

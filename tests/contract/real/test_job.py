@@ -1,4 +1,4 @@
-"""The parts of `make real` before a gateway with fake services: requests, results and their counts, not learning."""
+"""The parts of `make real` with a gateway and fake services: requests, results and counts, but no learning."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ __all__ = ["certificates"]
 
 @pytest.fixture
 async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
-    """A running stand, of whose text-only model the client finds the tokenizer."""
+    """A running stand with a text-only model; the client can load its tokenizer."""
     monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
     async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure("qwen3"))) as stand:
         yield stand
@@ -26,7 +26,7 @@ async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_reinforcement_measures_before_and_after_and_reports_each_step(stand: Stand) -> None:
     said: list[str] = []
     server = Server(stand.url, KEY, fakes.MODEL)
-    # In a thread with a loop of its own: the gateway runs in this one.
+    # In a thread with its own loop, because the gateway runs in this one.
     found = await asyncio.to_thread(lambda: asyncio.run(reinforce(server, 0, Reinforcement(steps=2), said.append)))
     assert len(found.first) == len(found.last) == len(found.held_out) == HELD_OUT_SUMS
     assert len(found.rewards) == 2

@@ -10,7 +10,7 @@ import fovea_tinyvlm
 from tests.served_renderer import Served, serving
 
 KINDS: tuple[fovea_tinyvlm.Kind, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen3")
-# The largest tensors of one input in these tests have 3 MB; two of them do not fit together with a third.
+# The tensors of the largest input in these tests take 3 MB. The limit holds two of them but not three.
 FEATURE_CACHE_BYTES = 8 * 2**20
 IMAGE_STORE_BYTES = 6 * 2**20
 SETTINGS = {
@@ -22,7 +22,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="session")
 async def all_served() -> AsyncIterator[dict[str, Served]]:
-    """All kinds, started side by side: most of a start is a worker's imports."""
+    """Renderers of all kinds. They start side by side, because most of a start is the imports of workers."""
     async with AsyncExitStack() as stack:
         contexts = [serving(fovea_tinyvlm.ensure(kind), **SETTINGS) for kind in KINDS]
         served = await asyncio.gather(*(context.__aenter__() for context in contexts))

@@ -1,4 +1,4 @@
-"""Whatever is wrong is answered with the chunk, the reason and the fix, and costs nobody else anything."""
+"""Errors name the chunk, the reason and the fix, and do not affect other requests."""
 
 import pytest
 

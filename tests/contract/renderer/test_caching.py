@@ -1,4 +1,4 @@
-"""Images go up once, are processed once, and can be fetched until they are evicted."""
+"""Images are uploaded once, processed once, and available until eviction."""
 
 import asyncio
 import hashlib

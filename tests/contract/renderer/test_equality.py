@@ -1,4 +1,6 @@
-"""What comes back is, token for token and bit for bit, what the family's own processor makes of the whole prompt."""
+"""The renderer's output equals the output of the family's own processor for the whole prompt, token for token and bit
+for bit.
+"""
 
 import io
 from dataclasses import dataclass
@@ -40,14 +42,14 @@ def own_processor(directory: Path) -> Any:
 
 @cache
 def own_model(directory: Path) -> Any:
-    """The model without weights: `get_rope_index` needs its configuration only."""
+    """The model without weights: `get_rope_index` only needs the configuration."""
     with torch.device("meta"):
         return AutoModel.from_config(AutoConfig.from_pretrained(directory))
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the family's own processor and model say about a prompt with images."""
+    """The output of the family's own processor and model for a prompt with images."""
 
     ids: list[int]
     pixel_values: np.ndarray
@@ -73,7 +75,7 @@ def reference(directory: Path, prompt: str, files: list[bytes]) -> Reference:
 
 
 def chunks_of(directory: Path, prompt: str, files: list[bytes], image_format: str) -> list[model_input_pb2.Chunk]:
-    """The prompt as a client sends it: text encoded around the images, no placeholder anywhere."""
+    """Returns the prompt as a client sends it: encoded text around the images, without placeholders."""
     tokenizer = own_processor(directory).tokenizer
     texts = prompt.split("<|image_pad|>")
     assert len(texts) == len(files) + 1
@@ -103,7 +105,7 @@ async def check_equal(served: Served, prompt: str, files: list[bytes], image_for
 
 
 def chat(directory: Path, *words: str) -> str:
-    """A user's message of the given words, with an image for each None, through the model's own chat template."""
+    """Returns a user's message, with an image for each None, through the model's own chat template."""
     content = [{"type": "text", "text": word} if word else {"type": "image"} for word in words]
     messages = [{"role": "user", "content": content}]
     prompt: str = own_processor(directory).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -175,7 +177,7 @@ async def test_vision_start_and_end_are_plain_text(qwen3_vl: Served) -> None:
 
 
 def turned(width: int, height: int) -> bytes:
-    """A JPEG that EXIF turns by a quarter."""
+    """Returns a JPEG with the EXIF orientation of a quarter turn."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return encoded(picture(width, height), "JPEG", exif=exif)

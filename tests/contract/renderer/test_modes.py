@@ -1,4 +1,4 @@
-"""Odd encodings give the very tensors of the plain picture that they stand for."""
+"""Unusual encodings of a picture give the same tensors as the plain picture."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The service as a whole: what it says of itself, images by address, and workers that die."""
+"""The whole service: its self-description, images by URL, and workers that die."""
 
 import asyncio
 import os
@@ -94,7 +94,7 @@ async def test_a_killed_worker_costs_no_request(all_served: dict[str, Served]) -
 
 
 def worker_ids(served: Served) -> list[int]:
-    """Process ids of this process's image workers of one model."""
+    """Returns the process ids of this process's image workers of one model."""
     children = {int(child) for file in Path("/proc/self/task").glob("*/children") for child in file.read_text().split()}
     command = f"fovea_renderer.image_worker --connection.* --model {re.escape(str(served.directory))} "
     lines = {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in children}

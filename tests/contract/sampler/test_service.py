@@ -1,4 +1,4 @@
-"""The servicer behind a real gRPC server, over an engine without a model."""
+"""The servicer behind a real gRPC server, with an engine without a model."""
 
 import asyncio
 import hashlib
@@ -38,7 +38,7 @@ MAX_REQUESTS = 3
 
 
 class OneImage(renderer_pb2_grpc.RendererServiceServicer):
-    """Holds one image; counts how often it is asked."""
+    """Holds one image and counts the requests for it."""
 
     def __init__(self) -> None:
         grid = np.asarray([[1, 4, 4]], dtype=np.int64)
@@ -57,7 +57,7 @@ class OneImage(renderer_pb2_grpc.RendererServiceServicer):
             yield piece
 
     def feature(self, source: str) -> model_input_pb2.VisionFeature:
-        """The image."""
+        """Returns the image's features."""
         return model_input_pb2.VisionFeature(
             digest=self.digest,
             token_count=4,
@@ -68,7 +68,7 @@ class OneImage(renderer_pb2_grpc.RendererServiceServicer):
 
 
 class CountingAnswers:
-    """Wants one sequence, and answers with how many events it took."""
+    """Plans one sequence, and answers with the number of received events."""
 
     async def answer(
         self, asked: sampler_pb2.OpenAIRequest, sampled: AsyncIterator[sampler_pb2.SampledEvent], most_samples: int
@@ -84,7 +84,7 @@ class CountingAnswers:
 
 @dataclass
 class Served:
-    """A served sampler."""
+    """A sampler that serves over gRPC."""
 
     engine: MemoryEngine
     service: SamplerService
@@ -117,7 +117,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 def request(max_tokens: int = 3, sample_count: int = 1, snapshot_id: str = "") -> sampler_pb2.SampleRequest:
-    """A text."""
+    """Returns a text request."""
     result = sampler_pb2.SampleRequest(request_id="r", sample_count=sample_count, snapshot_id=snapshot_id)
     result.prompt.tokens = tensors.encode_tokens([10, 20])
     result.params.max_tokens = max_tokens
@@ -125,7 +125,7 @@ def request(max_tokens: int = 3, sample_count: int = 1, snapshot_id: str = "") -
 
 
 def image_request(feature: model_input_pb2.VisionFeature) -> sampler_pb2.SampleRequest:
-    """An image."""
+    """Returns an image request."""
     result = request()
     result.prompt.tokens = tensors.encode_tokens([10, IMAGE, IMAGE, IMAGE, IMAGE])
     result.prompt.spans.add(offset=1, length=4, feature=feature)
@@ -133,7 +133,7 @@ def image_request(feature: model_input_pb2.VisionFeature) -> sampler_pb2.SampleR
 
 
 async def events(served: Served, wanted: sampler_pb2.SampleRequest) -> list[sampler_pb2.SampleResponse]:
-    """The whole stream."""
+    """Returns all events of the stream."""
     return [event async for event in served.client.sample(wanted, timeout_s=20)]
 
 
@@ -221,7 +221,7 @@ async def test_too_many_requests(served: Served) -> None:
 
 
 async def test_images_are_fetched_once_by_many_at_once(served: Served) -> None:
-    wanted = image_request(served.renderer.feature(""))  # no source: the default renderer
+    wanted = image_request(served.renderer.feature(""))  # without a source, which means the default renderer
     await asyncio.gather(*(events(served, wanted) for _ in range(MAX_REQUESTS)))
     assert served.renderer.fetch_count == 1
 
@@ -317,25 +317,25 @@ async def test_tokens_of_an_answer_that_is_written_here_are_not_sent(served: Ser
         ]
         assert sum(one.ByteSize() for one in written) < 20
         assert (await anext(steps)).answer == b"3 of {}"
-    for asked in (elsewhere, wanted):  # no such answer, or no longer
+    for asked in (elsewhere, wanted):  # an answer that does not exist, or no longer
         _, *deltas = await events(served, asked)
         assert [tensors.decode_tokens(one.delta.tokens).tolist() for one in deltas] == [[10], [20], [10]]
 
 
-async def test_a_snapshot_whose_numbers_overflow_fails_by_name_and_the_base_model_goes_on(served: Served) -> None:
+async def test_an_overflowing_snapshot_fails_and_the_base_model_continues(served: Served) -> None:
     await push(served, "m@1", "large")
     served.engine.overflowing.add("large")
     for sample_count in (2, 1):
         with pytest.raises(NotFinite, match="snapshot 'm@1' cannot be sampled") as raised:
             await events(served, request(snapshot_id="m@1", sample_count=sample_count))
         assert raised.value.metadata["snapshot_id"] == "m@1"
-    assert len(served.engine.used_names) == 2, "the second request reaches the engine no more"
+    assert len(served.engine.used_names) == 2, "the second request must not reach the engine"
     assert not served.engine.running
     assert len(await events(served, request())) == 4
 
 
-async def test_a_request_that_follows_its_model_says_who_made_each_token(served: Served) -> None:
-    """A load that fails ends it by name, so that the gateway sends it again."""
+async def test_a_request_that_follows_its_model_names_the_weights_of_each_token(served: Served) -> None:
+    """A failed load ends the request with a distinct error, so that the gateway sends it again."""
     full = weights_pb2.SNAPSHOT_KIND_FULL
     await push(served, "m@1", "d", full)
     wanted = request(max_tokens=40, sample_count=2, snapshot_id="m@1")

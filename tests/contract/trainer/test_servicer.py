@@ -1,4 +1,4 @@
-"""The servicer behind a real gRPC server: what each call asks of the ranks, and what it makes of their answer."""
+"""The servicer behind a real gRPC server: the command that each call gives the ranks, and its response."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ ADAM = trainer_pb2.AdamParams(learning_rate=0.1, beta1=0.2, beta2=0.3, eps=0.4, 
 
 
 class RecordingRank:
-    """Stands where rank 0's thread stands: takes commands off the real queue and answers from a list."""
+    """Replaces rank 0's thread: takes commands off the real queue and answers from a list."""
 
     def __init__(self, queue: CommandQueue) -> None:
         self.commands: list[command_queue.Command] = []
@@ -52,10 +52,10 @@ class RecordingRank:
         threading.Thread(target=self._run, daemon=True).start()
 
     def model(self, model_id: str) -> None:
-        """Every model is known."""
+        """Finds every model."""
 
     def fetch_ahead(self, model_id: str, features: Iterable[model_input_pb2.VisionFeature]) -> None:
-        """Notes what is to be fetched."""
+        """Records a fetch hint."""
         self.hints.append((model_id, [feature.digest for feature in features]))
 
     def _run(self) -> None:
@@ -74,7 +74,7 @@ class Trainer:
         self.queue, self.rank, self.client = queue, rank, client
 
     async def asked(self, call: Any, answer: Any = None) -> tuple[Any, command_queue.Command]:
-        """The call's result and the one command that it made."""
+        """Returns the result of a call and the single command that it queued."""
         self.rank.answers[:] = [answer]
         self.rank.commands.clear()
         result = await call
@@ -205,7 +205,7 @@ async def test_optim_step_carries_every_field(trainer: Trainer) -> None:
     assert command == command_queue.ClearGradients("m")
 
 
-async def test_what_adam_leaves_out_is_the_documented_default(trainer: Trainer) -> None:
+async def test_missing_adam_parameters_have_the_documented_defaults(trainer: Trainer) -> None:
     answer: tuple[dict[str, float], int] = ({}, 1)
     _, command = await trainer.asked(trainer.client.optim_step("m", trainer_pb2.AdamParams(learning_rate=0.1)), answer)
     assert command == command_queue.OptimStep("m", Adam(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
@@ -213,7 +213,7 @@ async def test_what_adam_leaves_out_is_the_documented_default(trainer: Trainer) 
     assert command == command_queue.OptimStep("m", Adam(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0))
     zero = trainer_pb2.AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=0.0)
     _, command = await trainer.asked(trainer.client.optim_step("m", zero), answer)
-    assert command == command_queue.OptimStep("m", Adam(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), "given is given"
+    assert command == command_queue.OptimStep("m", Adam(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)), "explicit zeros must be kept"
 
 
 async def test_state_and_snapshots(trainer: Trainer) -> None:
@@ -231,7 +231,7 @@ async def test_state_and_snapshots(trainer: Trainer) -> None:
 
 
 async def test_saves_occupy_the_ranks_only_while_they_are_copied(trainer: Trainer) -> None:
-    """Other commands run while a save is written. The next save is copied when the first is in storage."""
+    """Other commands run while a save is written. The next save is copied once the first is in storage."""
     slow: Future[int] = Future()
     identity = weights_pb2.Snapshot(snapshot_id="m@1", model_id="m", step=3)
     trainer.rank.answers[:] = [PendingSave(slow, 3), 7, TakenSnapshot(identity, written(5))]
@@ -246,7 +246,7 @@ async def test_saves_occupy_the_ranks_only_while_they_are_copied(trainer: Traine
     assert await second == identity
 
 
-async def test_an_error_of_storage_reaches_who_saves(trainer: Trainer) -> None:
+async def test_an_error_of_storage_reaches_the_caller_that_saves(trainer: Trainer) -> None:
     failed: Future[int] = Future()
     failed.set_exception(DiskFull("the disk of /x is full", place="/x"))
     trainer.rank.answers[:] = [PendingSave(failed, 3)]
@@ -255,7 +255,7 @@ async def test_an_error_of_storage_reaches_who_saves(trainer: Trainer) -> None:
 
 
 def written(size_bytes: int) -> "Future[int]":
-    """A write that is over."""
+    """A completed write."""
     found: Future[int] = Future()
     found.set_result(size_bytes)
     return found
@@ -270,7 +270,7 @@ def written(size_bytes: int) -> "Future[int]":
         lambda client: client.take_snapshot("m", ""),
     ],
 )
-async def test_what_is_wrong_never_reaches_the_ranks(trainer: Trainer, call: Callable[[TrainerClient], Any]) -> None:
+async def test_invalid_requests_never_reach_the_ranks(trainer: Trainer, call: Callable[[TrainerClient], Any]) -> None:
     with pytest.raises(InvalidInput):
         await call(trainer.client)
     assert not trainer.rank.commands

@@ -1,1 +1,1 @@
-"""The clients in other languages."""
+"""Clients in other languages."""

@@ -1,4 +1,4 @@
-"""Built clients, and a TLS front before the gateway."""
+"""Compiled clients, and a TLS proxy in front of the gateway."""
 
 import asyncio
 import datetime
@@ -24,7 +24,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     if toolchain.missing:
         pytest.skip(f"the {request.param} client needs {' and '.join(toolchain.missing)}")
     if not toolchain.is_built:
-        # Its packages come over the network: whoever has none must be able to run the tests.
+        # Its packages come from the network, and the tests must run without one.
         pytest.skip(f"the {request.param} client is not built: make clients")
     with toolchain.built() as command:
         yield command
@@ -32,7 +32,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class TlsFront:
-    """A server that takes TLS off, as an ingress does."""
+    """A proxy that terminates TLS, as an ingress does."""
 
     address: str
     certificate: Path
@@ -41,7 +41,9 @@ class TlsFront:
 
 @pytest.fixture
 async def tls_front(stack: Stack, tmp_path: Path) -> AsyncIterator[TlsFront]:
-    """Before the gateway, with a certificate that only `certificate` vouches for, and not `other_certificate`."""
+    """A TLS proxy in front of the gateway, with a certificate that `certificate` signs and `other_certificate` does
+    not.
+    """
     certificate, other, key = tmp_path / "certificate.pem", tmp_path / "other.pem", tmp_path / "key.pem"
     _write_certificate(other, key)
     _write_certificate(certificate, key)
@@ -65,7 +67,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     except ConnectionError:
-        pass  # a client that has its answer may leave without a goodbye
+        pass  # a client may disconnect abruptly once it has its answer
     finally:
         writer.close()
 

@@ -1,4 +1,4 @@
-"""Clients in Go and TypeScript sample what Python samples, and say what is wrong."""
+"""Clients in Go and TypeScript sample the same tokens as Python, and report errors."""
 
 import asyncio
 import subprocess
@@ -23,7 +23,7 @@ def asked(stack: Stack) -> list[Question]:
 async def test_it_samples_what_python_samples(client: list[str], stack: Stack, asked: list[Question]) -> None:
     address = stack.address("gateway")
     for question in asked:
-        # The first sample fills vLLM's caches, so that the two that are compared are computed alike.
+        # The first sample fills vLLM's caches, so that both compared samples are computed the same way.
         await answer_in_python(address, API_KEY, question, TIMEOUT_S)
         wanted = await answer_in_python(address, API_KEY, question, TIMEOUT_S)
         got = await asyncio.to_thread(answer, client, address, API_KEY, question, TIMEOUT_S)

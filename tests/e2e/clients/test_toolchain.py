@@ -1,4 +1,4 @@
-"""Building clients, and telling a wrong answer from a right one."""
+"""Builds of the clients, and their detection of wrong answers."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_what_is_missing_is_named() -> None:
 
 def test_a_failed_build_says_what_it_said() -> None:
     failing = Toolchain("go", (), (("sh", "-c", "echo no such proto >&2; exit 3"),), ())
-    for _ in range(2):  # a failed build is not taken for a done one
+    for _ in range(2):  # a failed build must not count as complete
         with pytest.raises(BuildFailed, match="no such proto"), failing.built():
             pass
 
@@ -51,7 +51,7 @@ def test_what_a_client_prints_is_read() -> None:
 
 
 @pytest.mark.parametrize("printed", ["", "5 -0.5\n", "5 -0.5\n2 tokens, FINISH_REASON_STOP\n", "5\n1 tokens, X\n"])
-def test_what_is_no_answer_is_refused(printed: str) -> None:
+def test_invalid_output_is_refused(printed: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  Python's own words
         Answer.parse(printed)
 

@@ -1,4 +1,4 @@
-"""A Fovea of its own: behind a wrong server clients cannot end their sessions, and leave models behind."""
+"""A separate Fovea: behind a faulty proxy, clients cannot end their sessions and leave models behind."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from tests.e2e.stack import Stack
 
 @pytest.fixture(scope="package")
 def bucket(new_bucket: Callable[[], str]) -> str:
-    """Where it keeps checkpoints."""
+    """The URL of its checkpoints."""
     return new_bucket()
 
 
 @pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Iterator[Stack]:
-    """The Fovea that `make conformance` starts, for this folder alone."""
+    """The Fovea that `make conformance` starts, for this folder only."""
     folder = tmp_path_factory.mktemp("fovea")
     settings = {"FOVEA_GATEWAY_CHECKPOINT_DIR": f"{bucket}/fovea", "TINKER_TELEMETRY": "0"}
     with mock.patch.dict(os.environ, ENVIRONMENT | settings), fresh_fovea(folder) as state:

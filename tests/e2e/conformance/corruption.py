@@ -1,4 +1,4 @@
-"""Servers that are wrong in one way: a proxy before a right one that changes requests, or answers."""
+"""Servers with one fault: a proxy in front of a correct server changes requests or answers."""
 
 import json
 from collections.abc import Callable
@@ -17,14 +17,14 @@ _PROTOBUF = "application/x-protobuf"
 
 @dataclass(frozen=True)
 class Wrong:
-    """What the proxy does, see `fovea_conformance.proxy.Proxy`."""
+    """The two hooks of the proxy; see `fovea_conformance.proxy.Proxy`."""
 
     before: Rule | None = None
     after: Rule | None = None
 
 
 def request(route: str, change: Change) -> Wrong:
-    """A server that reads another JSON request than was sent."""
+    """A server that processes a different JSON request from the one sent."""
 
     def before(one: Exchange) -> Response | None:
         if one.route == route:
@@ -37,7 +37,7 @@ def request(route: str, change: Change) -> Wrong:
 
 
 def answer(route: str, change: Change) -> Wrong:
-    """A server whose JSON answers of routes that begin so are changed."""
+    """A server that changes JSON answers of routes with this prefix."""
 
     def after(one: Exchange) -> Response | None:
         if not one.route.startswith(route) or one.status != 200:
@@ -50,12 +50,12 @@ def answer(route: str, change: Change) -> Wrong:
 
 
 def sample(change: Change) -> Wrong:
-    """A server whose finished samples (protobuf SampleResponse) are changed."""
+    """A server that changes finished samples (protobuf SampleResponse)."""
     return _result("asample", public.SampleResponse, change)
 
 
 def loss(change: Change) -> Wrong:
-    """A server whose finished losses (protobuf ForwardBackwardOutput) are changed."""
+    """A server that changes finished losses (protobuf ForwardBackwardOutput)."""
     return _result("forward_backward", public.ForwardBackwardOutput, change)
 
 
@@ -77,7 +77,7 @@ def _result(route: str, kind: Any, change: Change) -> Wrong:
 
 
 def params(**changed: object) -> Wrong:
-    """A server that samples with other parameters; None takes one away."""
+    """A server that samples with other parameters; None removes one."""
 
     def change(body: dict[str, Any]) -> None:
         given = body["sampling_params"] | changed
@@ -87,7 +87,7 @@ def params(**changed: object) -> Wrong:
 
 
 def without(route: str, *names: str) -> Wrong:
-    """A server that does not read some fields."""
+    """A server that ignores some fields."""
 
     def change(body: dict[str, Any]) -> None:
         for name in names:
@@ -97,5 +97,5 @@ def without(route: str, *names: str) -> Wrong:
 
 
 def floats(data: bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """A copy of float32 bytes that may be changed."""
+    """Returns a writable copy of float32 bytes."""
     return np.frombuffer(data, np.float32).copy()

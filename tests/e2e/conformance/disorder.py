@@ -1,4 +1,4 @@
-"""What a server may do wrong with sessions, futures and the order of requests, as rules of a proxy."""
+"""Faults of a server with sessions, futures and the order of requests, as proxy rules."""
 
 import base64
 import gzip
@@ -19,25 +19,25 @@ _TRAINING = ("optim_step", "save_weights", "save_weights_for_sampler", "load_wei
 
 
 def reply(route: str, status: int, body: object) -> Wrong:
-    """A server that answers routes that begin so, all alike."""
+    """A server that gives the same answer on all routes with this prefix."""
     given = Response(json.dumps(body), status, media_type="application/json")
     return Wrong(before=lambda one: given if one.route.startswith(route) else None)
 
 
 def claims(method: str, ending: str) -> Wrong:
-    """A server that says that it did something, and does nothing."""
+    """A server that confirms a request and does nothing."""
     given = Response("{}", media_type="application/json")
     return Wrong(before=lambda one: given if one.method == method and one.route.endswith(ending) else None)
 
 
 def never_ends() -> Wrong:
-    """A server that says that it ended a session, and does not."""
+    """A server that confirms the end of a session without ending it."""
     given = Response("{}", media_type="application/json")
     return Wrong(before=lambda one: given if one.route.endswith("/finish") else None)
 
 
 def uncompressed(one: Exchange) -> Response | None:
-    """Asks clients for plain protobuf, which rules can read."""
+    """Makes clients accept uncompressed protobuf, which rules can parse."""
     if one.route != "client/config":
         return None
     flags = one.answer_json() | {"proto_compress_fwdbwd": False}
@@ -45,7 +45,7 @@ def uncompressed(one: Exchange) -> Response | None:
 
 
 def header(name: str, value: str | None, route: str = "") -> Wrong:
-    """A server that reads another request header; None: that does not read it."""
+    """A server that reads another value of a request header; None means that it ignores the header."""
 
     def before(one: Exchange) -> None:
         if one.route.startswith(route):
@@ -57,7 +57,7 @@ def header(name: str, value: str | None, route: str = "") -> Wrong:
 
 
 def slow(route: str, seconds: float) -> Wrong:
-    """A server that takes its time to accept."""
+    """A server that accepts requests slowly."""
 
     def before(one: Exchange) -> None:
         if one.route == route:
@@ -67,7 +67,7 @@ def slow(route: str, seconds: float) -> Wrong:
 
 
 def final(status: int, change: Callable[[Exchange], Response | None]) -> Wrong:
-    """A server that answers polls of one status in another way."""
+    """A server that changes the answers of polls with one status."""
 
     def after(one: Exchange) -> Response | None:
         return change(one) if one.route == "retrieve_future" and one.status == status else None
@@ -91,7 +91,7 @@ def as_metadata(one: Exchange) -> Response | None:
 
 
 def one_byte_more(one: Exchange) -> Response | None:
-    """Announces another size than the result has."""
+    """Announces a size that is one byte too large."""
     if b"response_payload_size" not in one.answer[:200]:
         return None
     body = one.answer_json()
@@ -107,7 +107,7 @@ def wrong_gzip(one: Exchange) -> Response | None:
 
 
 class Longer:
-    """Each answer is a blank longer than the one before."""
+    """Adds one more space to each answer than to the one before."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -120,7 +120,7 @@ class Longer:
 
 
 def late(one: Exchange) -> None:
-    """A server that looks for results every half second."""
+    """A server that checks for results every half second."""
     if time.monotonic() - one.started_s > 0.15:
         time.sleep(0.5)
 
@@ -132,23 +132,23 @@ def impatient() -> Wrong:
 
 
 def silent_waiting() -> Wrong:
-    """A server that does not say why something waits."""
+    """A server that does not say why a request waits."""
     given = Response('{"type": "try_again"}', 408, media_type="application/json")
     return Wrong(before=lambda one: given if one.route == "retrieve_future" and b":train:0:2" in one.body else None)
 
 
 def empty_400() -> Wrong:
-    """A server whose refusals say nothing."""
+    """A server that refuses requests without a message."""
     return Wrong(after=lambda one: Response(b"", 400) if one.status == 400 else None)
 
 
 def gone_for_unknown() -> Wrong:
-    """A server that calls unknown what it should call gone."""
+    """A server that answers "unknown" instead of "gone"."""
     return Wrong(after=lambda one: Response('{"detail": ""}', 410) if one.status == 404 else None)
 
 
 def few_polls(most: int) -> Wrong:
-    """A server that takes only so many polls at once."""
+    """A server that accepts only a few concurrent polls."""
     lock, seen = threading.Lock(), [0]
 
     def before(one: Exchange) -> Response | None:
@@ -160,7 +160,7 @@ def few_polls(most: int) -> Wrong:
 
 
 class Arrival:
-    """A server that runs training requests as they come: it gives each the next number of its model."""
+    """A server that runs training requests in order of arrival: each gets the next number of its model."""
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
@@ -182,12 +182,12 @@ class Arrival:
 
 
 def by_arrival() -> Wrong:
-    """See Arrival."""
+    """A server that runs training requests in order of arrival; see Arrival."""
     return Wrong(before=Arrival())
 
 
 def steps_first() -> Wrong:
-    """A server that takes the first model's steps before the losses in front of them."""
+    """A server that runs steps of the first model before the losses that precede them."""
 
     def before(one: Exchange) -> None:
         if one.route == "forward_backward" and b":train:0" in one.body:
@@ -216,13 +216,13 @@ def sticky_errors() -> Wrong:
 
 
 def swallow(route: str) -> Wrong:
-    """A server that refuses wrong numbers and forgets which request they were of."""
+    """A server that refuses wrong numbers but forgets the refused request's number."""
     given = Response('{"detail": "bad"}', 422, media_type="application/json")
     return Wrong(before=lambda one: given if one.route == route and b"fast" in one.body else None)
 
 
 class Partial:
-    """A server that reports a loss as failed, and keeps the gradients of its good half."""
+    """A server that reports a loss as failed and keeps the gradients of its valid half."""
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
@@ -250,13 +250,13 @@ class Partial:
 
 
 def other_ids(body: dict[str, Any]) -> None:
-    """A server that makes up its own model ids."""
+    """A server that invents its own model ids."""
     if "model_id" in body:
         body["model_id"] += "x"
 
 
 class NewId:
-    """A server that gives out a new id each time."""
+    """A server that returns a new id each time."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -268,7 +268,7 @@ class NewId:
 
 
 def as_double(body: dict[str, Any]) -> None:
-    """A server that reads whole numbers as doubles."""
+    """A server that parses integers as doubles."""
     body["seq_id"] = min(int(float(body["seq_id"])), 2**63 - 1)
 
 
@@ -286,7 +286,7 @@ def all_finished(body: dict[str, Any]) -> None:
 
 
 class Forgets:
-    """A server that tells of each completion once."""
+    """A server that reports each completion only once."""
 
     def __init__(self) -> None:
         self.told: set[str] = set()
@@ -297,7 +297,7 @@ class Forgets:
 
 
 def lost_datum() -> Wrong:
-    """A server that loses half of a chunk that comes early."""
+    """A server that loses half of a chunk that arrives early."""
 
     def before(one: Exchange) -> None:
         if one.route == "forward_backward":
@@ -310,7 +310,7 @@ def lost_datum() -> Wrong:
 
 
 class Jwt:
-    """A server in JWT mode: it exchanges the key for tokens and takes nothing else."""
+    """A server in JWT mode: it exchanges the key for tokens and accepts nothing else."""
 
     def __init__(self, key: str, lifetime_s: float = 3600.0) -> None:
         self.key, self.lifetime_s, self.tokens = key, lifetime_s, list[str]()

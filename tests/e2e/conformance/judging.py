@@ -1,4 +1,4 @@
-"""Checks, each made on a server that is wrong in one way."""
+"""Runs each check against servers with one fault."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +13,11 @@ from tests.e2e.stack import API_KEY, Stack
 
 CHECKS = {one.check_id: one for one in load()}
 WAITING = ("C6", "C43", "C50", "C76")
-"""They wait half a minute for what a wrong server never does, and need no processor for it."""
+"""Checks that wait half a minute for an event that a faulty server never produces; they need no processor."""
 
 
 def judged(stack: Stack, check_id: str, wrong: Wrong) -> Verdict:
-    """The verdict of a check on Fovea behind a proxy that makes it wrong."""
+    """Returns the verdict of a check on Fovea behind a faulty proxy."""
     with Proxy(stack.base_url, before=wrong.before, after=wrong.after) as proxy:
         options = Options(proxy.url, API_KEY, stack.model_name, vlm=True, long_job_s=40.0, checkpoint=str(stack.model))
         return run_check(CHECKS[check_id], options)
@@ -25,7 +25,9 @@ def judged(stack: Stack, check_id: str, wrong: Wrong) -> Verdict:
 
 @contextmanager
 def judging(stack: Stack, wrong: Mapping[str, Mapping[str, Wrong]]) -> Iterator[Callable[[str, str], Verdict]]:
-    """Yields what makes a check on a wrong server, given its id and the server's name; `WAITING` ones begin at once."""
+    """Yields a function that runs a check, given its id, on the named faulty server. Checks in
+    `WAITING` start at once.
+    """
     with ThreadPoolExecutor() as pool:
         begun = {
             (check_id, name): pool.submit(judged, stack, check_id, server)

@@ -1,4 +1,4 @@
-"""What a server may do wrong with training requests and checkpoints: it reads another loss, or answers another one."""
+"""Faults of a server with training requests and checkpoints: it computes another loss or returns another one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,9 @@ _MOST_BYTES = 1 << 28
 
 
 def reading(change: Change) -> Wrong:
-    """A server that reads another loss (protobuf ForwardBackwardRequest) than was sent, compressed or not."""
+    """A server that processes a different loss (protobuf ForwardBackwardRequest) from the one sent,
+    compressed or not.
+    """
     return Wrong(before=lambda one: _reread(one, change))
 
 
@@ -28,14 +30,14 @@ def _reread(one: Exchange, change: Change) -> None:
 
 
 def _decompressed(one: Exchange) -> bytes:
-    """The body as it was before zstd; its header goes, as what is sent on is plain."""
+    """Decompresses a zstd body and drops its header, because the request is forwarded uncompressed."""
     if one.headers.pop("content-encoding", "") != "zstd":
         return one.body
     return bytes(zstandard.ZstdDecompressor().decompress(one.body, max_output_size=_MOST_BYTES))
 
 
 def inputs(name: str, change: Callable[[NDArray[np.float32]], NDArray]) -> Wrong:
-    """A server that reads other numbers in one dense float32 loss input, of any shape."""
+    """A server that reads other numbers in one dense float32 loss input of any shape."""
 
     def every(message: Any) -> None:
         for datum in message.data:
@@ -52,7 +54,7 @@ def adam(**changed: float) -> Wrong:
 
 
 def lora(**changed: object) -> Wrong:
-    """A server that makes other adapters than were asked for."""
+    """A server that creates adapters with a different configuration."""
     return request("create_model", lambda body: body["lora_config"].update(changed))
 
 
@@ -62,7 +64,7 @@ def normalised(weights: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def renamed(old: str, new: str) -> Wrong:
-    """A server that computes one loss for another; importance_sampling takes no configuration."""
+    """A server that computes a different loss; importance_sampling has no configuration."""
 
     def change(message: Any) -> None:
         if message.loss_fn == old:
@@ -75,27 +77,27 @@ def renamed(old: str, new: str) -> Wrong:
 
 
 def legacy_config(message: Any) -> None:
-    """The older of two configurations wins."""
+    """Prefers the older of two configurations."""
     if message.loss_fn_config:
         message.loss_fn_config_v2.clear()
 
 
 def no_penalty(message: Any) -> None:
-    """The server accepts a numeric kl_coeff and ignores it."""
+    """Accepts a numeric kl_coeff and ignores it."""
     config = message.loss_fn_config_v2
     if "kl_coeff" in config and config["kl_coeff"].WhichOneof("value") == "number":
         config["kl_coeff"].number = 0.0
 
 
 def no_text(message: Any) -> None:
-    """Settings that are text are dropped."""
+    """Drops settings with text values."""
     config = message.loss_fn_config_v2
     for name in [name for name in config if config[name].WhichOneof("value") == "text"]:
         del config[name]
 
 
 class OneUse:
-    """A server that forgets a recorded sequence once a loss has read it."""
+    """A server that forgets a recorded sequence after one loss has read it."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -118,7 +120,7 @@ def always_trains(message: Any) -> None:
 
 
 def zero_weights(message: Any) -> None:
-    """Weights that were left out are taken for zeros."""
+    """Reads missing weights as zeros."""
     for datum in message.data:
         given = datum.loss_fn_inputs
         if "weights" not in given and "target_tokens" in given:
@@ -130,7 +132,7 @@ def zero_weights(message: Any) -> None:
 
 
 def no_token_zero(message: Any) -> None:
-    """Cells of sparse targets that are not stored, so of token 0, lose their weight: here those of column 0."""
+    """Drops the weights of unstored sparse cells, which are token 0; here, those of column 0."""
     for datum in message.data:
         weights = datum.loss_fn_inputs["weights"]
         if weights.WhichOneof("encoding") == "sparse_csr":
@@ -156,7 +158,7 @@ class OnlyFirst:
 
 
 class OtherSeeds:
-    """A server that seeds each adapter as it likes."""
+    """A server that seeds each adapter differently."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -167,33 +169,33 @@ class OtherSeeds:
 
 
 def any_family(body: dict[str, Any]) -> None:
-    """Takes the parameters of any optimizer for Adam's."""
+    """Reads the parameters of any optimizer as Adam's."""
     given = body.pop("optimizer_params", None)
     if given:
         body["adam_params"] = {"learning_rate": given["learning_rate"]}
 
 
 def takes_bombs(one: Exchange) -> Response | None:
-    """Accepts whatever is called zstd, once it is long."""
+    """Accepts any long body with the encoding zstd."""
     long = one.headers.get("content-encoding") == "zstd" and len(one.body) > 100_000
     return Response('{"request_id": "0"}', media_type="application/json") if long else None
 
 
 def short_bodies(limit: int) -> Wrong:
-    """A server that takes losses of so many bytes, and no more."""
+    """A server that refuses losses above a number of bytes."""
     given = Response('{"detail": "too large"}', 413, media_type="application/json")
     return Wrong(before=lambda one: given if one.route == "forward_backward" and len(one.body) > limit else None)
 
 
 def blames_itself(one: Exchange) -> Response | None:
-    """All failures are the server's."""
+    """Reports all failures as server errors."""
     if b'"error"' not in one.answer[:20]:
         return None
     return Response(one.unpacked.replace(b'"user"', b'"server"'), media_type="application/json")
 
 
 def keeps_deleted(one: Exchange) -> Response | None:
-    """Says that it deletes, and does not."""
+    """Confirms a deletion without deleting."""
     deletes = one.method == "DELETE" and not one.path.endswith("/publish")
     return Response("{}", media_type="application/json") if deletes else None
 
@@ -211,19 +213,19 @@ def plain_key(message: Any) -> None:
 
 
 def flat(message: Any) -> None:
-    """[N, K] is answered as [N * K]."""
+    """Flattens [N, K] to [N * K] in answers."""
     for record in message.loss_fn_outputs:
         del record.fields["logprobs"].trailing_shape[:]
 
 
 def count_page(body: dict[str, Any]) -> None:
-    """total_count is that of the page."""
+    """Sets total_count to the length of the page."""
     if "cursor" in body:
         body["cursor"]["total_count"] = len(body["training_runs"])
 
 
 def without_query(route: str) -> Wrong:
-    """A server that does not read the query of a route."""
+    """A server that ignores the query string of a route."""
 
     def before(one: Exchange) -> None:
         if one.route == route:

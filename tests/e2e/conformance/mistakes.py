@@ -1,4 +1,4 @@
-"""What a server may do wrong with a sample: changes of protobuf answers, of JSON requests and of JSON answers."""
+"""Faults of a server with samples: changed protobuf answers, JSON requests and JSON answers."""
 
 import json
 from typing import Any
@@ -102,7 +102,7 @@ def only_text(body: dict[str, Any]) -> None:
 
 
 class FirstImage:
-    """All images that take as many tokens become the first one seen: a cache with a bad key."""
+    """Replaces each image by the first one with as many tokens, as a cache with a bad key does."""
 
     def __init__(self) -> None:
         self.first: dict[object, str] = {}
@@ -130,7 +130,7 @@ def one_counter(body: dict[str, Any]) -> None:
 
 
 class NewSequence:
-    """A server that takes each asample for a new one."""
+    """A server that treats each asample as a new one."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -141,9 +141,8 @@ class NewSequence:
 
 
 class Sessions:
-    """A server that samples all sessions with the weights of the first, or of the last, that a save opened.
-
-    With `snapshots` it takes kind inflight for snapshot.
+    """A server that samples all sessions with the weights of the first, or last, session that a save opened. With
+    `snapshots` it treats kind inflight as snapshot.
     """
 
     def __init__(self, pick: int, snapshots: bool = False) -> None:
@@ -154,7 +153,7 @@ class Sessions:
 
     def after(self, one: Exchange) -> Response | None:
         if one.route == "client/config":
-            # A poller of one session would wait for samples that are made in another.
+            # A poller of one session would wait for samples of another.
             return Response(
                 json.dumps(one.answer_json() | {"sample_use_retrieve_futures": False}), media_type="application/json"
             )

@@ -1,4 +1,6 @@
-"""Each check of futures and order fails on a server that is wrong where it looks; test_all_checks has them pass."""
+"""Each check of futures and order fails on a server with that fault; test_all_checks verifies that
+it passes otherwise.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +16,7 @@ from tests.e2e.stack import API_KEY, Stack
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _REST_CLIENTS: list[InternalClientHolder] = []
-"""Clients that the SDK would have kept; without a reference, it would warn that they were not closed."""
+"""References to clients; without one, the SDK warns that a client was not closed."""
 
 WRONG: dict[str, dict[str, Wrong]] = {
     "C1": {"no get_info": disorder.reply("get_info", 404, {"detail": "no such route"})},
@@ -79,7 +81,7 @@ WRONG: dict[str, dict[str, Wrong]] = {
 
 @pytest.fixture(scope="module")
 def judge(stack: Stack) -> Iterator[Callable[[str, str], Verdict]]:
-    """Makes a check on a wrong server."""
+    """Runs a check on a faulty server."""
     with judging(stack, WRONG) as judge:
         yield judge
 
@@ -94,8 +96,8 @@ def test_fails_on_a_wrong_server(judge: Callable[[str, str], Verdict], check_id:
 def _fresh_rest_clients() -> Iterator[None]:
     """Makes later tests configure their REST clients anew.
 
-    The SDK (0.38) keeps a REST client per base URL and key for the life of the process. A later server at the port of
-    the one that turns JWT mode on would be asked for JWTs.
+    The SDK (0.38) caches a REST client per base URL and key for the life of the process. A later server at the port of
+    the JWT-mode server would be asked for JWTs.
     """
     known = sessionless_holder_cache._holders
     before = dict(known)

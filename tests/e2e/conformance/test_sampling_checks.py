@@ -1,4 +1,6 @@
-"""Checks of sampling and of images fail on servers that are wrong where they look; test_all_checks has them pass."""
+"""Checks of sampling and images fail on servers with the fault that they look for; test_all_checks verifies that they
+pass otherwise.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -62,7 +64,7 @@ WRONG: dict[str, dict[str, Wrong]] = {
 
 @pytest.fixture(scope="module")
 def judge(stack: Stack) -> Iterator[Callable[[str, str], Verdict]]:
-    """Makes a check on a wrong server."""
+    """Runs a check on a faulty server."""
     with judging(stack, WRONG) as judge:
         yield judge
 

@@ -1,4 +1,4 @@
-"""Each check of losses, steps and checkpoints fails on a server that is wrong where it looks."""
+"""Each check of losses, steps and checkpoints fails on a server with the fault that it looks for."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A model that is fine-tuned on a folder of pictures, and exported: once for all tests of this folder."""
+"""A model that is fine-tuned on a folder of pictures and exported, once for all tests of this folder."""
 
 import pathlib
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Answers = list[list[int]]
 
 @dataclass(frozen=True)
 class Trained:
-    """A fine-tuned model, its exports, and what it answers to held-out pictures; `said` is to the first of them."""
+    """A fine-tuned model, its exports, and its answers to held-out pictures; `said` is the answer to the first one."""
 
     model: TunedModel
     adapter: pathlib.Path
@@ -30,7 +30,9 @@ class Trained:
 def trained(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     place = tmp_path_factory.mktemp("exports")
     train, held_out = image_folder(digits(place / "digits", 300), QUESTION).split(0.2)
-    settings = FineTuneSettings(evaluate_every=60)  # twice instead of eight times: test_fine_tuning.py has each epoch's
+    settings = FineTuneSettings(
+        evaluate_every=60
+    )  # twice instead of eight times, because test_fine_tuning.py covers each epoch's
     with fine_tune(
         train, held_out, settings, out=place / "run", base_url=stack.base_url, api_key=API_KEY, progress=False
     ) as model:
@@ -41,5 +43,5 @@ def trained(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         pending = [sampling.sample(encoder.prompt(row.question), 1, params) for row in held_out]
         answers = [list(future.result().sequences[0].tokens) for future in pending]
         said = model.ask(pathlib.Path(held_out[0].where), QUESTION)
-    # Its session is over: nothing of it is in the trainer.
+    # Its session has ended, so the trainer no longer holds it.
     return Trained(model, adapter, merged, [(row.where, QUESTION) for row in held_out], answers, said)

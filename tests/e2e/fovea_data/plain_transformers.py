@@ -1,7 +1,8 @@
-"""`python plain_transformers.py MERGED MODEL ADAPTER`: answers pictures as a stranger would: transformers and PEFT.
+"""`python plain_transformers.py MERGED MODEL ADAPTER`: answers questions about pictures with only transformers and
+PEFT.
 
 Reads a JSON list of [picture, question] from standard input; writes the tokens of each greedy answer, first of the
-merged model, then, in another line, of the model with the adapter.
+merged model and then, in another line, of the model with the adapter.
 """
 
 import json
@@ -24,7 +25,7 @@ LONGEST = 8
 
 
 def main(merged: str, model: str, adapter: str) -> None:
-    """Loads, answers, prints."""
+    """Loads the models, answers, prints."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
@@ -37,7 +38,7 @@ def main(merged: str, model: str, adapter: str) -> None:
 
 
 def answer(folder: str, loaded: Any, asked: list[tuple[str, str]]) -> None:
-    """With the processor that lies in the folder."""
+    """Answers with the processor in the folder."""
     import torch
     from PIL import Image
     from transformers import AutoProcessor

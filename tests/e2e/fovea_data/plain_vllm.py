@@ -1,4 +1,4 @@
-"""`python plain_vllm.py MODEL [ADAPTER]`: answers pictures as a stranger would, with vLLM as it is.
+"""`python plain_vllm.py MODEL [ADAPTER]`: answers questions about pictures with unmodified vLLM.
 
 Reads a JSON list of [picture, question] from standard input; writes the tokens of each greedy answer.
 """
@@ -25,7 +25,7 @@ LONGEST = 8
 
 
 def main(model: str, adapter: str | None = None) -> None:
-    """Loads, answers, prints."""
+    """Loads the model, answers, prints."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

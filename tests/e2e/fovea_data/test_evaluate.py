@@ -1,4 +1,4 @@
-"""`fovea evaluate` against a Fovea: a base model, a checkpoint, a model that is not served."""
+"""`fovea evaluate` against a Fovea: a base model, a checkpoint, and a model that is not served."""
 
 import base64
 import json
@@ -33,7 +33,7 @@ def arguments(stack: Stack, model: str, data: pathlib.Path) -> list[str]:
 
 
 def evaluate(stack: Stack, model: str, data: pathlib.Path) -> Result:
-    """The command in this process, which has imported all that it needs."""
+    """Runs the command in this process, which has imported its modules."""
     return CliRunner().invoke(APP, arguments(stack, model, data), env=TOLD)
 
 

@@ -1,6 +1,6 @@
-"""inspect-ai, unchanged and in an environment of its own, against OpenAI's API: its accuracy is our own client's.
+"""inspect-ai, unmodified and in its own environment, against OpenAI's API: its accuracy equals our own client's.
 
-`FOVEA_HARNESS=1` asks for it: it installs the harness from the package index.
+Set `FOVEA_HARNESS=1` to run it: it installs the harness from the package index.
 """
 
 import json
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def run(*command: object, **given: str) -> str:
-    """Of a program that must succeed: what it prints."""
+    """Runs a program that must succeed; returns its output."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     words = [str(word) for word in command]
     done = subprocess.run(words, env=kept | given, cwd=EXAMPLES, capture_output=True, text=True, check=False)

@@ -1,4 +1,6 @@
-"""A folder of pictures becomes an adapter and a merged model, by which plain transformers and vLLM answer as Fovea."""
+"""A folder of pictures becomes an adapter and a merged model, with which plain transformers and vLLM answer as Fovea
+does.
+"""
 
 import base64
 import json
@@ -27,12 +29,12 @@ FOVEA = pathlib.Path(sys.executable).with_name("fovea")
 
 
 def strangers_environment() -> dict[str, str]:
-    """Of a program that knows nothing of Fovea, with a small vLLM."""
+    """Returns the environment of a program without Fovea's settings, with a small vLLM."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FOVEA", "TINKER", "VLLM"))}
     return kept | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in its own process: a start less
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in its own process, which saves a start
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -41,7 +43,7 @@ def strangers_environment() -> dict[str, str]:
 
 
 def plain(program: str, trained: Trained, *model: pathlib.Path) -> list[Answers]:
-    """What another program answers, by line; it must not import anything of ours."""
+    """Returns another program's answers by line; it must not import any module of Fovea."""
     ran = subprocess.run(
         [sys.executable, HERE / program, *model],
         input=json.dumps(trained.asked),
@@ -79,9 +81,9 @@ def test_plain_vllm_with_the_adapter_answers_alike_to_the_token(trained: Trained
 
 @contextmanager
 def vllm_serve(folder: pathlib.Path, *options: str) -> Iterator[str]:
-    """What `vllm serve FOLDER` runs, small; yields its address.
+    """Runs a small `vllm serve FOLDER`; yields its address.
 
-    The command itself asks for the version of a package named vllm, and the one for CPUs is named vllm-cpu.
+    The command itself asks for the version of a package named vllm, but the CPU build is named vllm-cpu.
     """
     (port,) = free_ports(1)
     small = ["--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
@@ -112,7 +114,7 @@ def vllm_serve(folder: pathlib.Path, *options: str) -> Iterator[str]:
 
 @pytest.mark.long
 def test_plain_vllm_serve_answers_alike_to_the_token(trained: Trained) -> None:
-    """Over HTTP, as docs/guides/first-fine-tune.md has it."""
+    """Over HTTP, as in docs/guides/first-fine-tune.md."""
     answers = []
     with vllm_serve(trained.merged, "--served-model-name", "own") as base_url:
         client = openai.OpenAI(base_url=base_url, api_key="none")
@@ -141,7 +143,7 @@ def test_exports_have_all_that_a_stranger_needs(trained: Trained, stack: Stack) 
 
 
 def test_the_command_exports_a_training_checkpoint(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:
-    """Whose weights are those of the last step, exported by a run of its own; what they are is tested above."""
+    """Exports the weights of the last step in a new run; the test above checks the weights."""
     with stack.service_client() as service:
         training = service.create_training_client_from_state(trained.model.state).result()
         state = training.save_state("kept").result().path
@@ -165,7 +167,7 @@ def test_full_parameters_are_exported_whole(trained: Trained, stack: Stack, tmp_
         export_model(path, tmp_path / "adapter", **server)
     folder = export_model(path, tmp_path / "merged", merged=True, **server)
     assert {path.name for path in folder.iterdir()} >= {"config.json", "tokenizer.json", "chat_template.jinja"}
-    assert list(tmp_path.iterdir()) == [folder], "what was refused leaves nothing"
+    assert list(tmp_path.iterdir()) == [folder], "a refused export must leave nothing"
 
 
 def test_refusals_name_what_is_wrong(trained: Trained, stack: Stack, tmp_path: pathlib.Path) -> None:

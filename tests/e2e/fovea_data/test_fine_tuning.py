@@ -1,4 +1,4 @@
-"""A run of fine-tuning that is killed goes on as if nothing had been; test_export.py beside it says what one learns."""
+"""A killed fine-tuning run resumes as if uninterrupted; test_export.py beside it checks the learning result."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def digits(folder: pathlib.Path, count: int) -> pathlib.Path:
 
 
 def metrics(out: pathlib.Path) -> list[dict[str, Any]]:
-    """What was logged, but for the time that it took."""
+    """Returns the logged figures without times."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("}")]
@@ -53,12 +53,12 @@ def test_a_killed_run_goes_on_to_the_bit(stack: Stack, tmp_path: pathlib.Path) -
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     undisturbed, killed = start(whole), start(cut)
-    # After the first of two evaluations, within the epoch that follows.
+    # After the first of two evaluations, within the next epoch.
     asyncio.run(eventually(lambda: any("held_out_loss" in row for row in metrics(cut)[:-2]), 240))
     killed.kill()
     killed.wait()
     before = len(metrics(cut))
     assert start(cut).wait(240) == 0
     assert undisturbed.wait(240) == 0
-    assert before < len(metrics(whole)), "the kill met no work"
+    assert before < len(metrics(whole)), "the kill must interrupt work"
     assert metrics(cut) == metrics(whole)

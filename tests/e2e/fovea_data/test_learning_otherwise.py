@@ -1,4 +1,6 @@
-"""The examples that learn from a teacher and from preferences, small: the student reads pictures afterwards."""
+"""Small runs of the examples that learn from a teacher and from preferences; the student can read
+pictures afterwards.
+"""
 
 import json
 import os
@@ -35,7 +37,7 @@ def run(name: str, stack: Stack, out: pathlib.Path, **sizes: int) -> dict[str, A
 
 
 def judge(checks: str, stack: Stack, out: pathlib.Path) -> dict[str, str]:
-    """Verdicts of the conformance suite, by check."""
+    """Runs checks of the conformance suite; returns the verdicts by check."""
     options = ["--base-url", stack.base_url, "--only", checks, "--json", str(out)]
     command = [sys.executable, "-m", "fovea_conformance", *options]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

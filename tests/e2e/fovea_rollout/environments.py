@@ -1,4 +1,4 @@
-"""The two patterns of vision environments: one picture and then words, or a new picture each turn."""
+"""The two patterns of vision environments: one picture followed by text, or a new picture each turn."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SIZES = ((64, 64), (96, 64), (64, 128))
 
 
 class Looking:
-    """Shows one picture, then says something about each answer; the last answer ends it.
+    """Shows one picture and then comments on each answer; the last answer ends it.
 
     Args:
-        seed: Of the picture.
-        turns: The most answers that it hears.
+        seed: Seed of the picture.
+        turns: Maximum number of answers.
     """
 
     def __init__(self, seed: int, turns: int = 3) -> None:
@@ -24,23 +24,23 @@ class Looking:
         self._left = turns
 
     async def reset(self) -> Sequence[Message]:
-        """A picture and a question."""
+        """Returns a picture and a question."""
         return [Message("system", ("You see.",)), Message("user", (self.frame(), "What colour is it?"))]
 
     async def step(self, answer: Answer) -> Step:
-        """The length of the answer is its reward."""
+        """Rewards an answer by its length."""
         self._left -= 1
         return Step([self.reply(answer)], float(len(answer.text)), self._left == 0, {"cut": float(answer.is_cut)})
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing; there are no resources."""
 
     def reply(self, answer: Answer) -> Message:
-        """Words that depend on the answer."""
+        """Returns a text that depends on the answer."""
         return Message("user", (f"Not in {len(answer.text)} letters. Look again!",))
 
     def frame(self) -> Picture:
-        """Noise of one of three sizes."""
+        """Returns noise in one of three sizes."""
         width, height = SIZES[self._random.integers(len(SIZES))]
         return Picture.of_pixels(self._random.integers(0, 255, (height, width, 3), dtype=np.uint8))
 
@@ -49,5 +49,5 @@ class Walking(Looking):
     """Shows a new picture each turn."""
 
     def reply(self, answer: Answer) -> Message:
-        """The next picture."""
+        """Returns the next picture."""
         return Message("user", ("You are here: ", self.frame(), "Where to?"))

@@ -1,4 +1,4 @@
-"""A loop that keeps itself in a folder: python -m tests.e2e.fovea_rollout.resumable_run FOLDER URL KEY."""
+"""Runs a loop that saves its state in a folder: python -m tests.e2e.fovea_rollout.resumable_run FOLDER URL KEY."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""What is trained on is what was sampled: the same tokens, pictures and log-probabilities, loss on nothing else."""
+"""Training data equals the sampled data: the same tokens, pictures and log-probabilities, and loss on nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Column = npt.NDArray[np.float32]
 def trained(
     stack: Stack, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[tinker.TrainingClient, tinker.SamplingClient]]:
-    """A model that learned to say more than the base, and its sampler."""
+    """A model that learned longer answers than the base gives, and its sampler."""
     with stack.service_client() as service:
         training = service.create_lora_training_client(base_model=stack.model_name, rank=8, seed=3).result()
         data = [PromptBuilder(tokenizer).build(text).datum() for text in STORIES]
@@ -54,7 +54,7 @@ def trained(
 
 
 def sampled_positions(segment: Segment, lengths: dict[int, int]) -> list[int]:
-    """Of each sampled token: where in the datum it is predicted."""
+    """Returns the datum position that predicts each sampled token."""
     positions, start = [], 0
     for index, chunk in enumerate(segment.chunks):
         length = lengths[index] if isinstance(chunk, Picture) else len(chunk.ids)
@@ -69,7 +69,7 @@ def column(made: TrainingDatum, name: str) -> npt.NDArray:
 
 
 async def check_masks(trajectory: Trajectory, made: Sequence[TrainingDatum], policy: TinkerPolicy) -> None:
-    """Loss on exactly the sampled tokens; pictures are those that were sampled from."""
+    """Checks that the loss covers exactly the sampled tokens and that pictures are the sampled ones."""
     assert trajectory.prefix_breaks == 0
     assert len(made) == len(trajectory.segments) == 1
     (segment,), (one,) = trajectory.segments, made
@@ -92,7 +92,10 @@ async def check_masks(trajectory: Trajectory, made: Sequence[TrainingDatum], pol
 async def trainer_logprobs(
     training: tinker.TrainingClient, made: Sequence[TrainingDatum], temperature: float, vocabulary: int
 ) -> list[Column]:
-    """Of the targets, at a temperature: the trainer's own are those of T = 1, so all tokens' are asked and scaled."""
+    """Returns the log-probabilities of the targets at a temperature.
+
+    The trainer's own are at T = 1, so for other temperatures those of all tokens are requested and rescaled.
+    """
     if temperature == 1.0:
         answer = await training.forward([one.datum for one in made], "importance_sampling")
         assert answer.metrics["ratio:max"] == pytest.approx(1.0, abs=TOLERANCE)
@@ -111,7 +114,7 @@ async def trainer_logprobs(
 
 
 def scoring(made: TrainingDatum, tokens: npt.NDArray[np.int64]) -> tinker.Datum:
-    """Asks for the log-probabilities of all these tokens at each position."""
+    """Returns a datum that requests the log-probabilities of these tokens at each position."""
     targets = np.tile(tokens, (made.datum.model_input.length, 1))
     inputs = {"target_tokens": targets, "weights": np.zeros(targets.shape, np.float32)}
     return tinker.Datum(
@@ -134,14 +137,16 @@ async def test_fifty_rollouts_train_as_they_were_sampled(
     factories = [lambda seed=seed: pattern(seed, TURNS) for seed in range(ROLLOUTS)]
     trajectories = await run_rollouts(policy, ChatTemplate(tokenizer), factories, settings, concurrency=64)
     assert [(t.end, t.failure) for t in trajectories] == [("done", None)] * ROLLOUTS
-    assert {turn.answer.is_cut for t in trajectories for turn in t.turns} == {True, False}, "both kinds of end occur"
+    assert {turn.answer.is_cut for t in trajectories for turn in t.turns} == {True, False}, (
+        "both kinds of end must occur"
+    )
     made = []
     for trajectory in trajectories:
         ones = await training_datums(trajectory, [1.0] * TURNS, policy)
         await check_masks(trajectory, ones, policy)
         made += ones
     assert len({one.pictures for one in made}) == ROLLOUTS
-    scored = made if temperature == 1.0 else made[::3]  # the logits of all tokens are much to ask for
+    scored = made if temperature == 1.0 else made[::3]  # requesting the logits of all tokens is slow
     scores = await trainer_logprobs(training, scored, temperature, len(tokenizer))
     differences = [
         np.abs(score - column(one, "logprobs"))[column(one, "advantages") != 0].max()

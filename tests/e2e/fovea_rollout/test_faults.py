@@ -1,4 +1,4 @@
-"""128 rollouts at once while environments crash and one of two samplers is killed: each one is accounted for."""
+"""Runs 128 rollouts while environments crash and one of two samplers is killed; each rollout must be accounted for."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from tests.e2e.stack import API_KEY, Stack
 ROLLOUTS = 128
 TURNS = 3
 DEADLINE_S = 25.0
-"""Of those that hang, which come to where they do in half of it; the others have all the time they need."""
+"""Limit of rollouts that hang, which reach that point in half of it. Other rollouts have no short limit."""
 FAULTS = ("make", "reset", "step", "hang")
 STAGES = {"make": "make", "reset": "reset", "step": "step", "hang": "deadline"}
 
 
 def fault_of(number: int) -> str | None:
-    """One rollout in twenty has a fault, each kind in turn."""
+    """Returns the fault of a rollout: one in twenty has one, each kind in turn."""
     return FAULTS[number // 20 % len(FAULTS)] if number % 20 == 7 else None
 
 
 class Fragile(Walking):
-    """Crashes or hangs in its second turn, or before, as its number says; counts the steps of all."""
+    """Crashes or hangs before or in its second turn, depending on its number. Counts the steps of all instances."""
 
     def __init__(self, number: int, count: Callable[[], None]) -> None:
         super().__init__(number, TURNS)
@@ -51,12 +51,12 @@ class Fragile(Walking):
         self._crash("make")
 
     async def reset(self) -> Sequence[Message]:
-        """Crashes, or as ever."""
+        """Crashes or resets."""
         self._crash("reset")
         return await super().reset()
 
     async def step(self, answer: Answer) -> Step:
-        """Crashes or hangs, or as ever."""
+        """Crashes, hangs or steps."""
         self._count()
         if self._left < TURNS:
             self._crash("step")
@@ -117,7 +117,7 @@ async def test_a_batch_outlives_environments_and_a_sampler(
     batches = await asyncio.gather(play("hanging", hanging, DEADLINE_S), play("rollout", others, 600.0))
     trajectories = [pair for batch in batches for pair in batch]
     assert is_killed.is_set()
-    assert served > 0, "the second sampler had work when it was killed"
+    assert served > 0, "the second sampler must have work when it is killed"
     assert len(trajectories) == ROLLOUTS
     for number, trajectory in trajectories:
         check(trajectory, fault_of(number))
@@ -125,7 +125,7 @@ async def test_a_batch_outlives_environments_and_a_sampler(
 
 
 def check(trajectory: Trajectory, fault: str | None) -> None:
-    """What happened is what was to happen, and the record says so."""
+    """Checks that a rollout ended as its fault dictates and that its record says so."""
     turns = {None: TURNS, "make": 0, "reset": 0, "step": 2, "hang": 2}[fault]
     assert len(trajectory.turns) == turns, (trajectory.conversation, trajectory.failure)
     assert (trajectory.end, trajectory.prefix_breaks) == ("done" if fault is None else "failed", 0)
@@ -141,6 +141,6 @@ def check(trajectory: Trajectory, fault: str | None) -> None:
 
 
 def finished_requests(two: TwoSamplers) -> float:
-    """Of the second sampler's engine."""
+    """Returns the number of finished requests of the second sampler's engine."""
     lines = httpx.get(two.metrics, timeout=60.0).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))

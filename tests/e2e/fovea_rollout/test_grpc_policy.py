@@ -1,4 +1,4 @@
-"""Over gRPC a rollout is the same as through the SDK, token for token."""
+"""A rollout over gRPC equals one through the SDK, token for token."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_the_same_tokens_as_through_the_sdk(
         stopped = await play(over_grpc, tokenizer, word)
         assert said(stopped) == said(await play(through_sdk, tokenizer, word))
         assert said(stopped) != said(first)
-        assert tokenizer.decode(stopped[0].turns[0].sampled.ids).endswith(word), "what ends a turn is kept in it"
+        assert tokenizer.decode(stopped[0].turns[0].sampled.ids).endswith(word), "a turn must keep its end token"
         await client.finish_session(session)
 
 
@@ -64,5 +64,7 @@ async def test_a_sample_says_which_weights_made_it(stack: Stack, tokenizer: PreT
         policy.set_version(0, saved.snapshot.snapshot_id)
         policy.set_version(7)
         for trajectory in await play(policy, tokenizer):
-            assert trajectory.versions == WeightVersions(0, 0), "the answer counts, not what is newest"
+            assert trajectory.versions == WeightVersions(0, 0), (
+                "the version must come from the answer, not from the newest weights"
+            )
         await client.finish_session(session)

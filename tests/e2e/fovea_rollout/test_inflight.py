@@ -1,4 +1,4 @@
-"""Rollouts that run while the weights change: which weights sampled each token, and what becomes of old rollouts."""
+"""Rollouts that run while the weights change: the weights behind each token, and the treatment of stale rollouts."""
 
 import asyncio
 import random
@@ -64,14 +64,14 @@ def settings(steps: int, **changes: Any) -> LoopSettings:
 
 
 class Held:
-    """Holds the rollouts of later groups in the middle of their turns until a step has been made.
+    """Holds the rollouts of later groups in the middle of their turns until a step has run.
 
     Attributes:
         first: Set when the groups of the first step have ended.
-        moved: Set when the first step has been made, and its weights published.
-        made: The group of each environment that has been made.
-        closed: Number of environments that have been closed.
-        asked: Ids of all requests' sequences.
+        moved: Set when the weights of the first step are published.
+        made: The group of each environment.
+        closed: Number of closed environments.
+        asked: Ids of the sequences of all requests.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Held:
         self.asked: list[str] = []
 
     async def experts(self, sequence_id: str) -> npt.NDArray[np.integer] | None:
-        """Called behind each request; no experts are given, but the rollout waits."""
+        """Runs after each request; it returns no experts but delays the rollout."""
         self.asked.append(sequence_id)
         if self.first.is_set():
             await self.moved.wait()
@@ -89,7 +89,7 @@ class Held:
 
 
 class Describing:
-    """One turn. The reward depends on the answer's text and on chance, so that groups have a signal."""
+    """One turn. The reward depends on the answer's text and on chance, so that rewards differ within groups."""
 
     _prompt: tuple[Picture | str, ...] = ("What is it?",)
 
@@ -112,13 +112,13 @@ class Describing:
 
 
 def in_order(made: Sequence[Callable[[], Describing]]) -> list[Callable[[], Describing]]:
-    """Sources of an epoch in such an order that group i plays `made[i]`."""
+    """Returns the sources of an epoch, ordered so that group i plays `made[i]`."""
     order = np.random.default_rng([0, 0]).permutation(len(made))
     return [made[group] for group in np.argsort(order)]
 
 
 async def scores(client: tinker.SamplingClient, made: TrainingDatum) -> npt.NDArray[np.float64]:
-    """Log-probabilities of a datum's targets by the weights of a client, float64 [N]."""
+    """Returns the log-probabilities of a datum's targets by the weights of a client, float64 [N]."""
     last = int(made.datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
     whole = made.datum.model_input.append(tinker.EncodedTextChunk(tokens=[last]))
     found = await client.compute_logprobs(whole)
@@ -126,7 +126,7 @@ async def scores(client: tinker.SamplingClient, made: TrainingDatum) -> npt.NDAr
 
 
 async def differences(clients: Sequence[tinker.SamplingClient], made: TrainingDatum) -> npt.NDArray[np.float64]:
-    """Differences of the recorded log-probabilities from those of each version's weights, [versions, sampled]."""
+    """Returns the differences between recorded log-probabilities and those of each version, [versions, sampled]."""
     recorded = made.datum.loss_fn_inputs["logprobs"].to_numpy()
     return np.stack([np.abs(await scores(client, made) - recorded)[made.mask] for client in clients])
 
@@ -156,15 +156,17 @@ async def test_a_turn_that_straddles_a_step_is_resumed_with_the_new_weights(
     for made in reports[1].data:
         stamps = made.token_versions[made.mask]
         assert (made.token_versions[~made.mask] == -1).all()
-        assert stamps[:PORTION].tolist() == [[0, 0]] * len(stamps[:PORTION]), "the request that ran when weights moved"
+        assert stamps[:PORTION].tolist() == [[0, 0]] * len(stamps[:PORTION]), (
+            "a request must run while the weights change"
+        )
         assert stamps[PORTION:].tolist() == [[1, 1]] * len(stamps[PORTION:])
         found = await differences(clients, made)
         assert found[stamps[:, 0], np.arange(len(stamps))].max() < TOLERANCE
         if len(stamps) > PORTION:
             straddling += 1
             gaps.append((found[1][:PORTION].max(), found[0][PORTION:].max()))
-    assert straddling, "no turn was long enough"
-    assert min(np.max(gaps, axis=0)) > 10 * TOLERANCE, "the other version's weights give other log-probabilities"
+    assert straddling, "a turn must span the change"
+    assert min(np.max(gaps, axis=0)) > 10 * TOLERANCE, "the other version's weights must give other log-probabilities"
     trajectories = {one.conversation: one for group in reports[1].trajectories for one in group}
     for made in reports[1].data:
         targets = made.datum.loss_fn_inputs["target_tokens"].to_numpy()[made.mask].tolist()
@@ -173,7 +175,7 @@ async def test_a_turn_that_straddles_a_step_is_resumed_with_the_new_weights(
         portion for report in reports for group in report.trajectories for one in group for turn in one.turns
         for portion in turn.sampled.portions
     ]  # fmt: skip
-    assert sorted(held.asked) == sorted(portion.sequence_id for portion in used), "every request's tokens are used"
+    assert sorted(held.asked) == sorted(portion.sequence_id for portion in used), "every request's tokens must be used"
     assert max(portion.count for portion in used) == PORTION
     if loss == "stable_reinforce":
         counted = [report.metrics["trainer/policy_tokens:sum"] for report in reports]
@@ -184,7 +186,7 @@ async def test_a_turn_that_straddles_a_step_is_resumed_with_the_new_weights(
 async def test_a_group_beyond_max_lag_is_cancelled_and_played_again(
     training: tinker.TrainingClient, template: ChatTemplate
 ) -> None:
-    """The rollouts of one group hang until they are cancelled; when they are played again, they end."""
+    """The rollouts of one group hang until they are cancelled. On the second attempt they end."""
     held, reports, begun = Held(), list[StepReport](), iter(range(1000))
     held.first.set()
 
@@ -209,7 +211,7 @@ async def test_a_group_beyond_max_lag_is_cancelled_and_played_again(
     assert [report.failures for report in reports] == [()] * 4
     played = [one for report in reports for group in report.trajectories for one in group]
     names = [f"group-{index}/{member}" for index in range(4 * GROUPS) for member in range(SIZE)]
-    assert sorted(one.conversation for one in played) == sorted(names), "each group is trained on once"
+    assert sorted(one.conversation for one in played) == sorted(names), "each group must be trained on once"
     versions = [one.versions for one in played if one.conversation.startswith("group-3/")]
-    assert all(each is not None and each.oldest >= 1 for each in versions), "it began again with newer weights"
-    assert len(held.made) == held.closed == len(played) + SIZE * sum(cancelled), "cancelled environments are closed"
+    assert all(each is not None and each.oldest >= 1 for each in versions), "it must start again with newer weights"
+    assert len(held.made) == held.closed == len(played) + SIZE * sum(cancelled), "cancelled environments must be closed"

@@ -1,4 +1,4 @@
-"""Rollouts that run while all parameters are pushed. Such a model needs the whole trainer: no fixture holds one."""
+"""Rollouts during pushes of full weights. Such a model needs the whole trainer, so no fixture holds one."""
 
 import asyncio
 from functools import partial
@@ -29,7 +29,7 @@ def template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
 
 
 async def test_all_parameters_are_pushed_under_requests_in_flight(stack: Stack, template: ChatTemplate) -> None:
-    """Each token's log-probability is that of a version within its bounds; no rollout is lost, none is too old."""
+    """Each token's log-probability matches a version within its bounds; no rollout is lost or too old."""
     reports, clients = list[StepReport](), list[tinker.SamplingClient]()
     with stack.service_client() as service:
         training = await service.create_lora_training_client(base_model=stack.model_name, rank=0)

@@ -1,4 +1,4 @@
-"""The three loops on a running Fovea, over the SDK: which weights sampled what, and that on-policy is on-policy."""
+"""The three loops on a running Fovea through the SDK: the weights behind each sample, and exact on-policy training."""
 
 import asyncio
 import random
@@ -39,14 +39,14 @@ SETTINGS: dict[str, Any] = {"groups_per_step": 2, "group_size": 4, "learning_rat
 
 @dataclass
 class Watched:
-    """Two turns, a picture in each; the reward tells answers apart.
+    """Two turns with a picture each; the reward depends on the answer.
 
     Attributes:
-        bonus: On top of the last reward.
-        gate: What the first step waits for.
-        crashes: Whether the second step does.
+        bonus: Added to the last reward.
+        gate: The event that the first step waits for.
+        crashes: Makes the second step crash.
         waiting: Released when the gate is reached.
-        closed: Counts closings, of all environments that share it.
+        closed: Counts the closed environments.
     """
 
     bonus: float = 0.0
@@ -75,7 +75,7 @@ class Watched:
 
 
 def lucky(**arguments: Any) -> Watched:
-    """Rewards differ even where answers do not, so that every group has signal."""
+    """Rewards differ even for equal answers, so that every group has signal."""
     return Watched(bonus=RANDOM.random(), **arguments)
 
 
@@ -114,20 +114,20 @@ async def test_on_policy(
         assert versions(report) == {(report.step, report.step)}
         assert report.lag == 0
         assert report.agreement is not None
-        assert report.agreement.largest_log_ratio < 1e-3, "on-policy, every ratio is 1"
+        assert report.agreement.largest_log_ratio < 1e-3, "on-policy, every ratio must be 1"
         assert 0 <= report.agreement.kl < 1e-6
         assert report.base_kl is not None
         assert report.metrics["trainer/ratio:max"] == pytest.approx(1.0, abs=1e-3)
         assert report.sampled_tokens >= report.trained_tokens > 0
         assert set(report.seconds) == {"rollout", "batch", "train", "publish"}
         assert all(one.prefix_breaks == 0 for group in report.trajectories for one in group)
-    assert abs(reports[0].base_kl or 0.0) < 1e-3, "a fresh adapter is the base"
+    assert abs(reports[0].base_kl or 0.0) < 1e-3, "a fresh adapter must equal the base"
     assert abs(reports[2].base_kl or 0.0) > 1e-3
     (failure,) = reports[0].failures
     assert failure[1].error == "OSError: the simulator is gone"
     assert failure[0] not in {datum.conversation for datum in reports[0].data}
     for step, seen in enumerate(held_out):
-        assert len({one.reward for one in seen.trajectories}) == 1, "greedy answers are the same"
+        assert len({one.reward for one in seen.trajectories}) == 1, "greedy answers must be equal"
         assert seen.reward_mean == seen.trajectories[0].reward
         assert {one.versions for one in seen.trajectories} == {WeightVersions(step + 1, step + 1)}
 
@@ -139,11 +139,13 @@ async def test_one_step_off(training: tinker.TrainingClient, template: ChatTempl
     assert [versions(report) for report in reports] == [{(0, 0)}, {(0, 0)}, {(1, 1)}]
     assert [report.lag for report in reports] == [0, 1, 1]
     ratios = [report.agreement.largest_log_ratio for report in reports if report.agreement]
-    assert ratios[0] < 1e-3 < min(ratios[1:]), "weights have moved since they sampled"
+    assert ratios[0] < 1e-3 < min(ratios[1:]), "the weights must have changed since sampling"
     assert reports[0].rate_share == 0.25
-    assert all(report.moved_kl is not None for report in reports), "the second substep tells what the first did"
+    assert all(report.moved_kl is not None for report in reports), (
+        "the second substep must report the effect of the first"
+    )
     distances = [report.base_kl for report in reports if report.base_kl is not None]
-    assert abs(distances[0]) < 1e-3 < abs(distances[2]), "without a base, it is the weights of the beginning"
+    assert abs(distances[0]) < 1e-3 < abs(distances[2]), "without a base, the initial weights are the reference"
 
 
 async def test_inflight(training: tinker.TrainingClient, template: ChatTemplate) -> None:
@@ -154,7 +156,7 @@ async def test_inflight(training: tinker.TrainingClient, template: ChatTemplate)
         reports.append(report)
         moved.set()
 
-    # All four groups begin with version 0; the gated one ends only after the first step.
+    # All four groups start with version 0; the gated one ends only after the first step.
     sources: list[Callable[[], Watched]] = [lucky, lucky, lucky, lambda: lucky(gate=moved)]
     settings = LoopSettings(steps=4, mode="inflight", max_lag=2, **SETTINGS)
     await train(training, template, sources, settings, note)
@@ -163,13 +165,13 @@ async def test_inflight(training: tinker.TrainingClient, template: ChatTemplate)
         assert report.lag <= 2
     assert versions(reports[0]) == {(0, 0)}
     straddling = [pair for report in reports for pair in versions(report) if pair[0] < pair[1]]
-    assert straddling, "a rollout that ran while the weights changed says so"
+    assert straddling, "a rollout that ran during a change of weights must say so"
 
 
 async def test_a_rollout_that_the_trainer_refuses_fails_alone(
     training: tinker.TrainingClient, template: ChatTemplate
 ) -> None:
-    """The model has no experts to follow, so the trainer refuses the one sample that comes with some."""
+    """The model has no experts to replay, so the trainer refuses the one sample that has some."""
     asked = iter(range(10**6))
 
     async def experts(sequence_id: str) -> npt.NDArray[np.integer] | None:
@@ -214,11 +216,11 @@ async def test_cancelling_closes_everything(training: tinker.TrainingClient, tem
     assert len(closed) == 8
     reports: list[StepReport] = []
     await train(training, template, [lucky], settings, reports.append)
-    assert np.isfinite(reports[0].reward_mean), "the next run is not disturbed"
+    assert np.isfinite(reports[0].reward_mean), "the next run must not be affected"
 
 
 class SameReward:
-    """One turn; every answer is as good as any other."""
+    """One turn with the same reward for every answer."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self._prompt: tuple[Message, ...] = record["prompt"]

@@ -1,4 +1,4 @@
-"""A loop that is killed goes on, with another client, as if nothing had been."""
+"""A killed loop resumes with another client and gives the same result as an undisturbed one."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.waiting import eventually
 
 EXACT = ("step", "reward", "held_out_reward", "letters", "signal_share", "sampled_tokens", "trained_tokens", "lag")
 CLOSE = ("base_kl", "moved_kl", "rate_share")
-"""Sums of log-probabilities, which the sampler rounds by what else it computes at the time."""
+"""Sums of log-probabilities, which the sampler rounds differently depending on its batch."""
 
 
 def figures(out: pathlib.Path) -> list[dict[str, float]]:
@@ -39,7 +39,7 @@ async def test_a_killed_loop_goes_on(stack: Stack, tmp_path: pathlib.Path, servi
     await eventually(lambda: len(figures(cut)) > every, 240)  # after an evaluation, before the next
     killed.kill()
     killed.wait()
-    assert every < len(figures(cut)) < SETTINGS.steps, "the kill met work that is to be done again"
+    assert every < len(figures(cut)) < SETTINGS.steps, "the kill must interrupt work that is then repeated"
     assert start(cut, stack).wait(240) == 0
     assert undisturbed.wait(240) == 0
 
@@ -51,10 +51,10 @@ async def test_a_killed_loop_goes_on(stack: Stack, tmp_path: pathlib.Path, servi
         assert again == pytest.approx(once, rel=1e-3, abs=1e-6)
     rows = figures(cut)
     assert [row["step"] for row in rows if "held_out_reward" in row] == [2, 4, 6]
-    assert abs(rows[0]["base_kl"]) < 1e-6 < 1e-3 < abs(rows[-1]["base_kl"]), "from the warmed-up weights, to the end"
-    assert all(row["trainer_kl"] < 1e-6 for row in rows), "on-policy, the first resumed step included"
+    assert abs(rows[0]["base_kl"]) < 1e-6 < 1e-3 < abs(rows[-1]["base_kl"]), "from the warmed-up weights to the end"
+    assert all(row["trainer_kl"] < 1e-6 for row in rows), "on-policy, including the first resumed step"
 
-    assert start(cut, stack).wait(240) == 0, "a run that is over has nothing to do"
+    assert start(cut, stack).wait(240) == 0, "a finished run must have nothing left to do"
     assert figures(cut) == rows
 
     fresh = await service.create_lora_training_client(base_model=stack.model_name, rank=8)

@@ -1,4 +1,4 @@
-"""A second sampler and a gateway over both, beside a running Fovea."""
+"""A second sampler beside a running Fovea, and a gateway in front of both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.service_process import ServiceProcess, service_process
 
 @dataclass(frozen=True)
 class TwoSamplers:
-    """What can be reached, and who can be killed.
+    """The addresses of both samplers' gateway, and the processes that tests may kill.
 
     Attributes:
-        base_url: Of the gateway over both samplers.
-        metrics: Of the second sampler.
+        base_url: URL of the gateway in front of both samplers.
+        metrics: URL of the second sampler's metrics.
     """
 
     base_url: str

@@ -1,4 +1,4 @@
-"""Sample requests and what came back, in numpy."""
+"""Sample requests and their responses, in numpy."""
 
 import uuid
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Part = Sequence[int] | model_input_pb2.VisionFeature
 
 
 def rendered(parts: Sequence[Part], image_token_id: int = 0) -> model_input_pb2.RenderedInput:
-    """Token runs and images, spliced in order."""
+    """Returns a rendered input: token runs and images, spliced in order."""
     ids: list[int] = []
     result = model_input_pb2.RenderedInput()
     for part in parts:
@@ -44,7 +44,9 @@ def request_for(
     cache_salt: str = "",
     **params: float,
 ) -> sampler_pb2.SampleRequest:
-    """A request; `params` are the fields of SamplingParams, `target_rows` hold ids for each prompt token but one."""
+    """Returns a request. `params` are the fields of SamplingParams; `target_rows` has ids for each prompt token except
+    the first.
+    """
     return sampler_pb2.SampleRequest(
         request_id=uuid.uuid4().hex,
         snapshot_id=snapshot_id,
@@ -63,7 +65,7 @@ def request_for(
 
 
 def target_tokens(rows: Sequence[Sequence[int]]) -> sampler_pb2.TargetTokens:
-    """Ragged rows of ids on the wire."""
+    """Encodes ragged rows of ids as a message."""
     ids = np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
     return sampler_pb2.TargetTokens(token_ids=tensors.encode(ids), row_offsets=tensors.encode(offsets))
@@ -71,7 +73,7 @@ def target_tokens(rows: Sequence[Sequence[int]]) -> sampler_pb2.TargetTokens:
 
 @dataclass
 class Drawn:
-    """One sequence."""
+    """One sampled sequence."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -84,7 +86,7 @@ class Drawn:
 
 @dataclass
 class Answer:
-    """All that a stream said."""
+    """The contents of a whole stream."""
 
     sequences: list[Drawn]
     prompt_logprobs: npt.NDArray[np.float32] | None = None
@@ -111,7 +113,7 @@ async def ask(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Answ
                     answer.alt_ids = tensors.decode(event.prompt.alt_tokens.token_ids)
                     answer.alt_logprobs = tensors.decode(event.prompt.alt_tokens.logprobs)
             else:
-                assert prompt_count == 1, "tokens came before the prompt's facts"
+                assert prompt_count == 1, "the prompt's data must precede tokens"
                 _add(answer.sequences[event.delta.index], event.delta)
     assert prompt_count == 1
     assert all(sequence.finish for sequence in answer.sequences)
@@ -119,7 +121,7 @@ async def ask(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Answ
 
 
 def _add(sequence: Drawn, delta: sampler_pb2.SequenceDelta) -> None:
-    assert not sequence.finish, "tokens after the end of a sequence"
+    assert not sequence.finish, "no tokens may follow the end of a sequence"
     sequence.tokens += tensors.decode_tokens(delta.tokens).tolist()
     sequence.logprobs += tensors.decode_floats(delta.logprobs).tolist()
     if delta.HasField("top_logprobs"):

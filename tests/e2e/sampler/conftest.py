@@ -1,4 +1,4 @@
-"""A sampler, a renderer and a reference for all of this folder, and a sampler of another family for two files."""
+"""A sampler, a renderer and a reference for the whole folder, and a sampler of another family for two files."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="package", autouse=True)
 def _copies() -> Iterator[None]:
-    """Ends the process that forks samplers: it would keep half a GiB."""
+    """Ends the process that forks samplers, which holds 0.5 GiB."""
     yield
     close_copies()
 
@@ -48,7 +48,7 @@ def renderer(model: Path) -> Iterator[TinyRenderer]:
 
 @pytest.fixture(scope="package")
 def sampler(model: Path) -> Iterator[SamplerProcess]:
-    """The sampler under test: two adapters in a batch, three held."""
+    """The sampler under test: it batches two adapters and holds three."""
     most = ("--max-loras", "3", "--max-cpu-loras", "3", "--max-adapters", "4")
     with running_sampler(model, *most, is_copy=True) as sampler:
         yield sampler
@@ -63,7 +63,7 @@ def mixture() -> Iterator[SamplerProcess]:
 
 @contextmanager
 def sampler_of(family: str, request: pytest.FixtureRequest, *arguments: str) -> Iterator[SamplerProcess]:
-    """The folder's own of `MIXTURE`, whatever the arguments; of other families one with these arguments."""
+    """Returns the folder's sampler for `MIXTURE`, or a new sampler with these arguments for other families."""
     if family == MIXTURE:
         yield request.getfixturevalue("mixture")
     else:
@@ -92,7 +92,7 @@ async def client(sampler: SamplerProcess) -> AsyncIterator[SamplerClient]:
 
 @dataclass
 class Prompt:
-    """A prompt for both sides: the wire's form, its ids, and its images' tensors."""
+    """A prompt in both forms: the message, and the ids with the tensors of its images."""
 
     wire: model_input_pb2.RenderedInput
     tokens: npt.NDArray[np.int32]
@@ -108,7 +108,7 @@ class PromptMaker:
     image_token_id: int
 
     def make(self, *parts: str | npt.NDArray[np.uint8]) -> Prompt:
-        """Text and RGB images, in order."""
+        """Makes a prompt from text and RGB images, in order."""
         pieces: list[Part] = []
         images: list[FeatureTensors] = []
         for part in parts:
@@ -129,5 +129,5 @@ def prompts(renderer: TinyRenderer, tokenizer: PreTrainedTokenizerBase, referenc
 
 
 def picture(seed: int, height: int = 96, width: int = 128) -> npt.NDArray[np.uint8]:
-    """An image of noise, uint8 [height, width, 3]."""
+    """Returns an image of noise, uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

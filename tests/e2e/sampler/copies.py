@@ -1,9 +1,8 @@
-"""Samplers that begin as copies of a process that has imported vLLM, which takes ten seconds of a processor.
+"""Samplers forked from a process that has imported vLLM, which takes ten seconds of processor time.
 
-For tests of the results of a sampler. In other folders, `fovea up` starts samplers without such a copy.
-
-`python -m tests.e2e.sampler.copies FD OPTIONS` forks a sampler for each request on the socket FD, and reports when it
-ends. It has no thread, as the process must not from which vLLM forks its engine.
+Use them in tests of a sampler's results. Other folders start samplers with `fovea up`, without a fork. `python -m
+tests.e2e.sampler.copies FD OPTIONS` forks a sampler for each request on the socket FD and reports when it ends. It has
+no threads, because vLLM forks its engine from the sampler.
 """
 
 import json
@@ -138,7 +137,7 @@ def _serve(own: socket.socket) -> None:
 
 
 def _be_sampler(options: list[str], environment: dict[str, str], errors: int) -> None:
-    """Does what `python -m fovea_sampler` does, in a forked process."""
+    """Runs `python -m fovea_sampler` in a forked process."""
     status = 1
     try:
         from fovea.runtime.processes import die_with_parent

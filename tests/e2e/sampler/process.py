@@ -1,4 +1,4 @@
-"""A sampler as a process of its own, started as anybody would start it."""
+"""A sampler in its own process, started with the public command."""
 
 import contextlib
 import os
@@ -40,23 +40,23 @@ class SamplerProcess:
         return self._listening()[2]
 
     def metrics_page(self) -> str:
-        """All its metrics, as text."""
+        """All its metrics as text."""
         page: bytes = urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10).read()
         return page.decode()
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over all its labels."""
+        """Returns the sum of a metric over all its labels."""
         rows = [line for line in self.metrics_page().splitlines() if re.match(rf"{re.escape(name)}(\{{| )", line)]
         assert rows, f"no metric {name}"
         return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
     def engine_pids(self) -> list[int]:
-        """Processes that the sampler has started."""
+        """Returns the processes that the sampler has started."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(pid) for pid in children]
 
     def serving(self) -> bool:
-        """Whether the health check says SERVING."""
+        """Returns whether the health check says SERVING."""
         with grpc.insecure_channel(self.address) as channel:
             request = health_pb2.HealthCheckRequest(service="fovea.api.v1.SamplerService")
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
@@ -82,10 +82,10 @@ class SamplerProcess:
 
 @contextlib.contextmanager
 def running_sampler(model: Path, *arguments: str, is_copy: bool = False) -> Iterator[SamplerProcess]:
-    """A sampler that serves; ended with SIGTERM, whereupon it must leave by itself.
+    """Runs a sampler that serves; SIGTERM must end it.
 
     Args:
-        is_copy: Whether it begins as a copy of a process that has imported vLLM; see `copies`.
+        is_copy: Forks it from a process that has imported vLLM; see `copies`.
     """
     options = ["--model", str(model), "--metrics-port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

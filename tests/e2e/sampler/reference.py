@@ -1,4 +1,4 @@
-"""What the numbers must be: Hugging Face's own float32 forward, with adapters merged into the weights."""
+"""Reference numbers: Hugging Face's float32 forward, with adapters merged into the weights."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Reference:
 
     Args:
         model: The checkpoint.
-        state: Parameters that take the place of the checkpoint's.
+        state: Parameters that replace the checkpoint's.
     """
 
     def __init__(self, model: Path, state: StateDict | None = None) -> None:
@@ -36,11 +36,11 @@ class Reference:
             self.module.tie_weights()
 
     def parameters(self) -> StateDict:
-        """All parameters by name, tied ones once."""
+        """Returns a dict of all parameters, with tied ones once."""
         return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
 
     def merge(self, adapter: Mapping[str, torch.Tensor], rank: int) -> "Reference":
-        """Adds an adapter, by PEFT names, to the weights. A tied unembedding is untied first."""
+        """Adds an adapter, given by PEFT names, to the weights. It unties a tied unembedding first."""
         halves = {name for name in adapter if name.endswith(".lora_A.weight")}
         for name in halves:
             path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -50,7 +50,7 @@ class Reference:
                 "w1",
                 "w2",
                 "w3",
-            ):  # delta [experts, outputs, inputs], of factors that are there once or for each
+            ):  # delta [experts, outputs, inputs]; a factor exists once or per expert
                 _add_to_experts(self.module.get_submodule(parent), part, delta)
                 continue
             linear = self.module.get_submodule(path)
@@ -60,7 +60,7 @@ class Reference:
     def prompt_logprobs(
         self, tokens: npt.NDArray[np.int32], images: list[FeatureTensors] | None = None
     ) -> npt.NDArray[np.float32]:
-        """log p(token i | tokens before i), NaN first."""
+        """Returns log p(token i | tokens before i), with NaN first."""
         table = self.table(tokens, images)
         values = np.full(len(tokens), np.nan, dtype=np.float32)
         values[1:] = table[np.arange(len(tokens) - 1), tokens[1:]]
@@ -70,7 +70,7 @@ class Reference:
     def table(
         self, tokens: npt.NDArray[np.int32], images: list[FeatureTensors] | None = None, temperature: float = 1.0
     ) -> npt.NDArray[np.float32]:
-        """log-softmax(logits / temperature), [tokens, vocabulary]; row i is the distribution of token i + 1."""
+        """Returns log-softmax(logits / temperature), [tokens, vocabulary]; row i is the distribution of token i + 1."""
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if images:
@@ -82,7 +82,7 @@ class Reference:
         return (logits / temperature).log_softmax(-1).numpy()
 
     def _normalised(self, patches: torch.Tensor) -> torch.Tensor:
-        """(x / 255 - mean) / std; a patch row is [channel, frame, height, width]."""
+        """Returns (x / 255 - mean) / std; a patch row is [channel, frame, height, width]."""
         settings = json.loads(self._preprocessor.read_text())
         mean, std = (torch.tensor(settings[name]) for name in ("image_mean", "image_std"))
         by_channel = patches.view(len(patches), 3, -1).float() / 255
@@ -90,21 +90,23 @@ class Reference:
 
 
 def _add_to_experts(experts: torch.nn.Module, part: str, delta: torch.Tensor) -> None:
-    """Adds to gate (w1), down (w2) or up (w3) of all experts of a layer."""
+    """Adds to the gate (w1), down (w2) or up (w3) projection of all experts of a layer."""
     with torch.no_grad():
         gate, up = experts.gate_up_proj.chunk(2, dim=1)
         {"w1": gate, "w2": experts.down_proj, "w3": up}[part].add_(delta)
 
 
 def expert_factors(experts: torch.nn.Module, rank: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of A and B by part: those at the width of the model are there once for all experts of a layer."""
+    """Returns the shapes of A and B by projection. Factors with the model's width exist once for all experts of a
+    layer.
+    """
     count, outer, inner = experts.down_proj.shape
     outside = ((1, rank, outer), (count, inner, rank))
     return {"w1": outside, "w2": ((count, rank, inner), (1, outer, rank)), "w3": outside}
 
 
 def as_in_files(state: StateDict, model: Path) -> StateDict:
-    """Parameters of transformers' modules as the files of a checkpoint have them: experts apart, or transposed."""
+    """Converts parameters of transformers' modules to checkpoint files: one tensor per expert, or transposed."""
     shapes, found = checkpoint_shapes(model), {}
     for name, tensor in state.items():
         prefix, _, projection = name.rpartition(".")
@@ -118,7 +120,9 @@ def as_in_files(state: StateDict, model: Path) -> StateDict:
 
 
 def random_adapter(reference: Reference, rank: int, seed: int, scale: float = 0.05) -> dict[str, torch.Tensor]:
-    """An adapter of attention, MLP, vision tower, mergers and unembedding, big enough to be seen in every logprob."""
+    """Returns an adapter of attention, MLP, vision tower, mergers and unembedding, large enough to change every
+    logprob.
+    """
     generator = torch.Generator().manual_seed(seed)
     adapter: dict[str, torch.Tensor] = {}
     for name, module in reference.module.named_modules():

@@ -1,4 +1,4 @@
-"""A small renderer over real gRPC: images through the checkpoint's own image processor, tensors by digest."""
+"""A small renderer over real gRPC: the checkpoint's own image processor, and tensors by digest."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""The trainer's side of a push, with torch's process groups and nothing else."""
+"""The trainer's side of a push, with only torch's process groups."""
 
 import asyncio
 import uuid
@@ -20,7 +20,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def manifest_of(snapshot_id: str, tensors: Tensors, rank: int | None = None) -> weights_pb2.SnapshotManifest:
-    """The manifest of an adapter of `rank`, or of full weights."""
+    """Returns the manifest of an adapter of `rank`, or of full weights."""
     manifest = weights_pb2.SnapshotManifest(bucket_bytes=_BUCKET_BYTES)
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -50,7 +50,7 @@ class Sender:
         self.group_id = f"group-{uuid.uuid4().hex[:8]}"
 
     async def join(self, timeout_s: float = _TIMEOUT_S) -> "Sender":
-        """Makes the group."""
+        """Joins the group."""
         timeout = timedelta(seconds=timeout_s)
         size = 1 + (await self._client.info()).transfer_worker_count
         self._store = dist.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
@@ -75,7 +75,7 @@ class Sender:
         manifest: weights_pb2.SnapshotManifest | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> sampler_pb2.SnapshotLoaded:
-        """Pushes a snapshot, broadcasting once the sampler is ready."""
+        """Pushes a snapshot: broadcasts once the sampler is ready."""
         manifest = manifest or manifest_of(snapshot_id, tensors, rank)
         request = sampler_pb2.ReceiveSnapshotRequest(group_id=self.group_id, manifest=manifest, timeout_s=timeout_s)
         async for response in self._client.receive_snapshot(request):
@@ -83,7 +83,7 @@ class Sender:
                 await asyncio.to_thread(self.broadcast, manifest, tensors)
             else:
                 return response.loaded
-        raise AssertionError("the sampler ended the push without a word")
+        raise AssertionError("the sampler ended the push without an error")
 
     def broadcast(self, manifest: weights_pb2.SnapshotManifest, tensors: Tensors, bucket_count: int = 1 << 30) -> None:
         """Sends the first `bucket_count` buckets."""
@@ -91,7 +91,7 @@ class Sender:
             self._group.broadcast(torch.cat([_padded(tensors[spec.name]) for spec in specs]), 0).wait()
 
     def vanish(self) -> None:
-        """Goes away without a word, as a killed trainer does."""
+        """Disconnects without notice, as a killed trainer does."""
         self._group.abort()
         del self._group, self._store
 

@@ -1,4 +1,4 @@
-"""Adapters come, are shared, are evicted and dropped; requests that use one are never left without it."""
+"""Adapters are added, shared, evicted and dropped, while requests that use one never lose it."""
 
 import asyncio
 from contextlib import aclosing
@@ -20,7 +20,7 @@ RANK = 4
 
 
 def attention_adapter(reference: Reference, seed: int, rank: int = RANK) -> dict[str, torch.Tensor]:
-    """A small adapter."""
+    """Returns a small adapter."""
     adapter = random_adapter(reference, rank, seed, scale=0.2)
     return {name: tensor for name, tensor in adapter.items() if "self_attn" in name}
 
@@ -28,7 +28,9 @@ def attention_adapter(reference: Reference, seed: int, rank: int = RANK) -> dict
 async def test_more_adapters_than_the_engine_keeps_built(
     client: SamplerClient, prompts: PromptMaker, reference: Reference
 ) -> None:
-    """Four are held while vLLM keeps three: it gets them again from the worker's memory, with the same numbers."""
+    """Four adapters are held, of which vLLM keeps three. It reloads the fourth from the worker's memory, with the same
+    numbers.
+    """
     sender = await Sender(client).join()
     names = [f"lru-{number}@1" for number in range(4)]
     request = {
@@ -61,7 +63,9 @@ async def test_more_adapters_than_the_engine_keeps_built(
 async def test_adapters_of_other_shapes_take_over_each_others_slots(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, model: Path
 ) -> None:
-    """Three slots, six adapters in turns, of two shapes and of mixed types: nothing of the one before is left."""
+    """Six adapters of two shapes and mixed types take turns in three slots. No value of the previous adapter remains in
+    a slot.
+    """
     sender = await Sender(client).join()
     prompt = prompts.make("Slots ", picture(1))
     expected = {}
@@ -82,13 +86,13 @@ async def test_adapters_of_other_shapes_take_over_each_others_slots(
         await client.drop_snapshot(name)
 
 
-async def test_an_adapter_whose_numbers_overflow_fails_alone_and_leaves_no_trace(
+async def test_an_overflowing_adapter_fails_alone_and_leaves_no_trace(
     client: SamplerClient, prompts: PromptMaker, reference: Reference
 ) -> None:
-    """Its requests fill blocks with NaN; then the base model's get those blocks, and a right adapter its slot."""
+    """Its requests fill blocks with NaN. Then the base model gets those blocks, and a valid adapter its slot."""
 
     async def neighbours() -> list[list[int]]:
-        """Greedy tokens of the base model, of prompts that end in the middle of a block."""
+        """Returns greedy tokens of the base model for prompts that end in the middle of a block."""
         asked = [request_for(prompts.make("Neighbour " * n).wire, max_tokens=40, temperature=0.0) for n in range(1, 25)]
         return [answer.sequences[0].tokens for answer in await asyncio.gather(*(ask(client, one) for one in asked))]
 
@@ -157,7 +161,7 @@ async def test_pushing_the_same_snapshot_again_is_no_harm(
 
 
 def renamed(old: str, new: str) -> dict[str, str]:
-    """One change of a name."""
+    """Returns the adapter with one tensor renamed."""
     return {old: new}
 
 
@@ -202,7 +206,7 @@ async def test_shapes_and_modules_that_do_not_fit(client: SamplerClient, referen
     empty = weights_pb2.SnapshotManifest()
     with pytest.raises(InvalidInput, match="bucket_bytes"):
         await sender.push("bad@1", {}, RANK, empty)
-    # The group was never used for a broadcast, so it still stands.
+    # The group has not broadcast anything, so it still exists.
     await sender.push("good@1", adapter, RANK)
     await client.drop_snapshot("good@1")
 

@@ -1,4 +1,4 @@
-"""The sampler's numbers are those of the model."""
+"""The sampler's log-probabilities equal the model's."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ FILLER = -99999.0
 
 
 def several(prompts: PromptMaker) -> list[Prompt]:
-    """Text; an image inside text; two images, the first at the very start."""
+    """Returns prompts: text; an image inside text; two images, the first at the very start."""
     return [
         prompts.make("The sampler draws tokens from the model, one after another."),
         prompts.make("Look at this: ", picture(1), " What do you see?"),
@@ -82,7 +82,7 @@ async def test_top_prompt_logprobs(client: SamplerClient, prompts: PromptMaker, 
 async def test_adapters_and_base_mixed_in_one_batch(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, model: object
 ) -> None:
-    """Attention, MLP, vision tower and the tied unembedding are adapted; prompts are scored all at once."""
+    """Adapts attention, MLP, vision tower and the tied unembedding, and scores all prompts in one batch."""
     adapters = {
         "mix-a@1": (random_adapter(reference, 8, seed=1), 8),
         "mix-b@1": (random_adapter(reference, 4, seed=2), 4),
@@ -110,6 +110,8 @@ async def test_adapters_and_base_mixed_in_one_batch(
         assert np.abs(sampled - answer.sequences[0].logprobs).max() < TOLERANCE, snapshot_id
         assert answer.sequences[0].snapshot_ids == {snapshot_id}
         apart.append(np.abs(reference.prompt_logprobs(prompt.tokens, prompt.images) - expected)[1:].max())
-    assert min(d for (name, _), d in zip(pairs, apart, strict=True) if name) > 0.05, "the adapters change too little"
+    assert min(d for (name, _), d in zip(pairs, apart, strict=True) if name) > 0.05, (
+        "the adapters must change the scores"
+    )
     for snapshot_id in adapters:
         await client.drop_snapshot(snapshot_id)

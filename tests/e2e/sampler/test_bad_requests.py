@@ -1,4 +1,4 @@
-"""Every bad request gets a clear error, and the next request is answered as if nothing had happened."""
+"""Every invalid request gets a clear error, and the next request succeeds."""
 
 import hashlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Spoil = Callable[[sampler_pb2.SampleRequest, TinyRenderer], None]
 
 
 def tensor_swap(name: str, change: Callable[[np.ndarray], np.ndarray], promised: bool) -> Spoil:
-    """The renderer holds a changed tensor; if `promised`, the request announces it truly."""
+    """Makes the renderer hold a changed tensor; with `promised`, the request announces its digest."""
 
     def spoil(request: sampler_pb2.SampleRequest, renderer: TinyRenderer) -> None:
         feature = request.prompt.spans[0].feature
@@ -54,7 +54,7 @@ def set_feature(**fields: object) -> Spoil:
 
 
 def held_grid(*grid: int) -> Spoil:
-    """The renderer holds, and promises, another grid."""
+    """Makes the renderer hold, and the request promise, another grid."""
     return tensor_swap("image_grid_thw", lambda _: np.array([grid], np.int64), True)
 
 
@@ -97,56 +97,56 @@ def set_ids(request: sampler_pb2.SampleRequest, start: int, *new: int) -> None:
 
 
 def no_images(request: sampler_pb2.SampleRequest, renderer: TinyRenderer) -> None:
-    """Placeholders stay, spans go."""
+    """Keeps the placeholders and removes the spans."""
     set_ids(request, request.prompt.spans[0].offset - 1, renderer.image_opener_id)
     del request.prompt.spans[:]
 
 
 def stray(request: sampler_pb2.SampleRequest, renderer: TinyRenderer) -> None:
-    """A placeholder in the place of an image, where no image is."""
+    """Puts a placeholder where there is no image."""
     placeholder = tensors.decode_tokens(request.prompt.tokens)[request.prompt.spans[0].offset]
     set_ids(request, 0, renderer.image_opener_id, int(placeholder))
 
 
 def twice(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """Two spans over the same tokens."""
+    """Puts two spans over the same tokens."""
     request.prompt.spans.add().CopyFrom(request.prompt.spans[0])
 
 
 def many(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """More images than the engine was told of."""
+    """Adds more images than the engine's limit."""
     for _number in range(100):
         request.prompt.spans.add().CopyFrom(request.prompt.spans[0])
 
 
 def claimed_mask(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """One embedding fewer than the tower makes."""
+    """Claims one embedding fewer than the tower makes."""
     feature = request.prompt.spans[0].feature
     feature.embedding_mask = b"\0" + bytes([1]) * (feature.token_count - 1)
 
 
 def evicted(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """An image that the renderer does not hold."""
+    """Refers to an image that the renderer does not hold."""
     request.prompt.spans[0].feature.digest = hashlib.sha256(b"nobody holds this").hexdigest()
 
 
 def positions(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """Positions of another length."""
+    """Sets positions of another length."""
     request.prompt.positions.CopyFrom(tensors.encode(np.zeros((3, 2), dtype=np.int32)))
 
 
 def stop_id(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """A stop token that does not exist."""
+    """Sets a stop token that does not exist."""
     request.params.stop.token_ids.append(10**6)
 
 
 def stop_string(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
-    """A stop string that matches everywhere."""
+    """Sets a stop string that matches everywhere."""
     request.params.stop.strings.append("")
 
 
 def set_targets(ids: np.ndarray, offsets: Callable[[int], np.ndarray]) -> Spoil:
-    """Target tokens; `offsets` makes the row offsets of a prompt's length."""
+    """Sets target tokens; `offsets` computes the row offsets from the prompt's length."""
 
     def spoil(request: sampler_pb2.SampleRequest, _: TinyRenderer) -> None:
         length = len(request.prompt.tokens) // 4
@@ -157,12 +157,12 @@ def set_targets(ids: np.ndarray, offsets: Callable[[int], np.ndarray]) -> Spoil:
 
 
 def spread(count: int) -> Callable[[int], np.ndarray]:
-    """Offsets of one id in each of the first `count` rows."""
+    """Returns offsets of one id in each of the first `count` rows."""
     return lambda length: np.minimum(np.arange(length), count)
 
 
 def down(length: int) -> np.ndarray:
-    """Offsets that rise beyond the end and fall back to it."""
+    """Returns offsets that rise beyond the end and then fall."""
     return np.asarray([0, 5] + [2] * (length - 2), dtype=np.int64)
 
 
@@ -257,7 +257,7 @@ CASES: dict[str, tuple[Spoil, type[FoveaError], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_it_is_refused_and_harms_nobody(
+async def test_it_is_refused_and_the_next_request_works(
     client: SamplerClient, prompts: PromptMaker, renderer: TinyRenderer, case: str
 ) -> None:
     spoil, error, message = CASES[case]

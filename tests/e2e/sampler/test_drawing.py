@@ -1,4 +1,4 @@
-"""Seeds, several sequences, stops, lengths, cancellation."""
+"""Seeds, several sequences, stops, lengths and cancellation."""
 
 import asyncio
 from contextlib import aclosing
@@ -19,11 +19,11 @@ from tests.waiting import eventually
 
 STOP, LENGTH = sampler_pb2.FINISH_REASON_STOP, sampler_pb2.FINISH_REASON_LENGTH
 THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
-HOT = {"temperature": 2.0}  # whatever the model has learnt, draws differ
+HOT = {"temperature": 2.0}  # draws must differ for any model
 
 
 async def test_a_sequence_depends_on_its_seed_and_number_alone(client: SamplerClient, prompts: PromptMaker) -> None:
-    """The draws of two seeds have none in common, not those of neighbours either."""
+    """Two seeds share no draw, even if the seeds are neighbours."""
     prompt = prompts.make("Once ", picture(4), " upon a time")
 
     async def draw(seed: int, count: int) -> list[tuple[int, ...]]:
@@ -38,7 +38,7 @@ async def test_a_sequence_depends_on_its_seed_and_number_alone(client: SamplerCl
 
 
 @pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": True, "alt_token_count": 2}])
-async def test_what_nobody_reads_along_comes_at_once_and_is_the_same(
+async def test_an_unstreamed_sample_arrives_whole_and_equal(
     client: SamplerClient, prompts: PromptMaker, scored: dict[str, int]
 ) -> None:
     wire = prompts.make("Once ", picture(5), " more").wire
@@ -76,7 +76,9 @@ async def test_any_64_bit_seed_is_repeatable(client: SamplerClient, prompts: Pro
 async def test_a_seed_holds_whether_the_prompt_takes_one_step_or_several(
     client: SamplerClient, prompts: PromptMaker
 ) -> None:
-    """The second request finds its prompt in the cache. vLLM's CPU engine dies of the first if nobody helps it."""
+    """The second request finds its prompt in the cache. The first crashes vLLM's CPU engine without
+    Fovea's workaround.
+    """
     tokens = prompts.make("A prompt of several steps. " * 1200).tokens[:5000].tolist()
     request = request_for(rendered([tokens]), sample_count=2, seed=11, max_tokens=10, stop=THROUGH, **HOT)
     first, second = await ask(client, request), await ask(client, request)
@@ -130,7 +132,7 @@ async def test_the_end_of_sequence_token_stops_unless_ignored(
 ) -> None:
     prompt = prompts.make("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHello").wire
     ends = {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")}
-    # Drawn hot, so that a model of any quality meets its end token soon.
+    # Sampled at a high temperature, so that any model reaches its end token soon.
     hot = {"seed": 1, "max_tokens": 4000} | HOT
     stopped = (await ask(client, request_for(prompt, **hot))).sequences[0]
     assert stopped.finish == STOP
@@ -161,7 +163,7 @@ async def test_a_repeated_prompt_comes_from_the_cache(client: SamplerClient, pro
 
 
 async def test_requests_of_different_salts_share_no_prefix(client: SamplerClient, prompts: PromptMaker) -> None:
-    """A guess of somebody else's prompt is not confirmed by a count of cached tokens."""
+    """The number of cached tokens must not confirm a guess of another owner's prompt."""
     for prompt in (prompts.make("A secret that can be guessed. " * 20), prompts.make("And a picture: ", picture(8))):
         cached = []
         for salt in ("", "owner-1", "owner-2", "owner-1"):
@@ -174,7 +176,7 @@ async def test_requests_of_different_salts_share_no_prefix(client: SamplerClient
 async def test_requests_of_different_salts_share_no_encoded_image(
     client: SamplerClient, prompts: PromptMaker, renderer: TinyRenderer
 ) -> None:
-    """Other pixels under a name that one owner has used: what the engine encoded for him is not what another gets."""
+    """Other pixels under a known digest: an encoded image of one owner is not used for another."""
     known, other = prompts.make("Look: ", picture(10), " Well?"), prompts.make("Look: ", picture(11), " Well?")
     digest = known.wire.spans[0].feature.digest
     forged = model_input_pb2.RenderedInput()
@@ -209,7 +211,7 @@ async def test_cancelling_frees_the_engine(
     await eventually(lambda: sampler.metric("vllm:num_requests_running") == 0)
     await eventually(lambda: sampler.metric("fovea_sampler_requests_in_flight") == 0)
     context = (await client.info()).max_context_length
-    assert sampler.metric("vllm:generation_tokens_total") - drawn_before < 2 * context, "it ran to its end"
+    assert sampler.metric("vllm:generation_tokens_total") - drawn_before < 2 * context, "it must run to its end"
     assert (
         len((await ask(client, request_for(prompts.make("Next").wire, max_tokens=3, stop=THROUGH))).sequences[0].tokens)
         == 3

@@ -1,4 +1,4 @@
-"""Options of vLLM that a sampler is started with: they arrive, and a wrong one ends the start with its name."""
+"""Options for vLLM reach the engine, and an invalid one ends the start with its name."""
 
 import os
 import re
@@ -18,12 +18,12 @@ from tests.e2e.sampler.process import SamplerProcess, running_sampler
 
 _VARIABLE = "FOVEA_SAMPLER_ENGINE_ARGUMENTS"
 _HAS_FP8 = bool({"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text().split()))
-"""vLLM's cache of bytes on a CPU needs either."""
+"""vLLM's FP8 cache on a CPU needs one of these features."""
 
 
 @pytest.fixture(scope="module")
 def small(model: Path) -> Iterator[SamplerProcess]:
-    """A sampler whose cache has bytes for elements, where the processor can, and blocks by another digest."""
+    """A sampler with an FP8 cache, if the processor supports it, and another digest for blocks."""
     cache = ("--kv-cache-dtype", "fp8") if _HAS_FP8 else ()
     with (
         mock.patch.dict(os.environ, {_VARIABLE: '{"prefix_caching_hash_algo": "sha256_cbor"}'}),
@@ -41,7 +41,9 @@ def test_an_argument_reaches_the_engine(small: SamplerProcess, sampler: SamplerP
 async def test_a_cache_of_bytes_holds_more_and_rounds(
     client: SamplerClient, sampler: SamplerProcess, small: SamplerProcess
 ) -> None:
-    """Four times the tokens of a float32 cache; what a draw is told is what its own sampler scores again."""
+    """It holds four times the tokens of a float32 cache. The log-probabilities of draws equal the sampler's own later
+    scores.
+    """
     ids = np.random.default_rng(0).integers(100, 1000, 200).tolist()
     scored = request_for(rendered([ids]), prompt_logprobs=True, max_tokens=1)
     through = sampler_pb2.StopCondition(ignore_eos=True)
@@ -60,14 +62,16 @@ async def test_a_cache_of_bytes_holds_more_and_rounds(
 
 
 def tokens_of(sampler: SamplerProcess) -> int:
-    """How many tokens the KV cache holds."""
+    """Returns the capacity of the KV cache in tokens."""
     found = re.search(r'kv_cache_size_tokens="(\d+)"', sampler.metrics_page())
     assert found
     return int(found[1])
 
 
 def test_a_wrong_one_ends_the_start_with_its_name(model: Path) -> None:
-    """That `fovea up` hands them on, and ends with a service's words, is in tests/unit/fovea/cli/test_supervisor.py."""
+    """tests/unit/fovea/cli/test_supervisor.py tests that `fovea up` passes the options on and ends with the service's
+    message.
+    """
     command = [sys.executable, "-m", "fovea_sampler", "--model", str(model), "--metrics-port", "0"]
     variables = os.environ | {_VARIABLE: '{"gdn_prefil_backend": "triton"}'}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)

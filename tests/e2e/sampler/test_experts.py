@@ -1,6 +1,6 @@
-"""Mixtures of experts: the base, adapters of experts and whole weights.
+"""Mixtures of experts: the base, adapters of experts and full weights.
 
-An adapter has what Tinker's have ("shared outer"): of the factors at the width of the model one for all experts.
+An adapter has Tinker's layout ("shared outer"): the factors with the model's width exist once for all experts.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from tests.e2e.sampler.sender import Sender
 from tests.e2e.sampler.test_weights import trained
 
 TOLERANCE = {"qwen3_moe": 1e-4, "qwen3_vl_moe": 1e-4, "qwen3_5_moe": 1e-3}
-"""In nats. Delta nets enlarge the noise of float32, the more so where a prompt comes in other parts."""
+"""In nats. Delta nets amplify float32 noise, the more so if a prompt is split differently."""
 PROMPTS = [np.random.default_rng(seed).integers(0, 400, 30 + 9 * seed).astype(np.int32) for seed in range(4)]
 
 
 @dataclass
 class Served:
-    """A model behind a sampler, and the same in transformers."""
+    """A model behind a sampler, and the same model in transformers."""
 
     model: Path
     tolerance: float
@@ -36,14 +36,14 @@ class Served:
     sender: Sender
 
     async def scored(self, tokens: npt.NDArray[np.int32], snapshot_id: str = "") -> Answer:
-        """The prompt's logprobs and a greedy continuation."""
+        """Returns the prompt's logprobs and a greedy continuation."""
         prompt = rendered([tokens.tolist()])
         return await ask(
             self.client, request_for(prompt, snapshot_id, prompt_logprobs=True, max_tokens=4, temperature=0.0)
         )
 
     async def gap(self, expected: Reference, snapshot_id: str = "") -> float:
-        """The largest difference to transformers over all prompts, which are asked at once."""
+        """Returns the largest difference from transformers over all prompts, which are requested together."""
         answers = await asyncio.gather(*(self.scored(tokens, snapshot_id) for tokens in PROMPTS))
         return max(_gap(answer, expected, tokens) for answer, tokens in zip(answers, PROMPTS, strict=True))
 
@@ -59,14 +59,14 @@ LAYOUTS = {
     "qwen3_vl_moe": [],
 }
 ALL = [MIXTURE, *(pytest.param(name, marks=() if "part" in name else pytest.mark.long) for name in LAYOUTS)]
-"""tests/e2e/test_split_sampler.py has whole experts, those of qwen3_vl_moe, in `make test`."""
+"""tests/e2e/test_split_sampler.py covers unsharded experts (qwen3_vl_moe) in `make test`."""
 
 
 @pytest.fixture(scope="module", params=ALL)
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     """A model with three slots, in one worker or split between two.
 
-    Files have the experts of Qwen3 one by one, those of Qwen3-VL transposed.
+    Checkpoints of Qwen3 have one tensor per expert; those of Qwen3-VL are transposed.
     """
     name = request.param.partition(",")[0]
     model = ensure_family(name)
@@ -76,7 +76,7 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
 
 
 async def test_base_and_adapters_in_one_batch(served: Served) -> None:
-    """Of other ranks, with experts alone and without them, and more of them than slots."""
+    """Adapters of different ranks, with only experts or without them, and more adapters than slots."""
     base = Reference(served.model)
     whole, small = random_adapter(base, 16, seed=1), random_adapter(base, 4, seed=2)
     adapters = {
@@ -90,7 +90,7 @@ async def test_base_and_adapters_in_one_batch(served: Served) -> None:
         await served.sender.push(name, adapter, rank)
         expected[name] = Reference(served.model).merge(adapter, rank)
         assert await served.gap(expected[name], name) < served.tolerance, name
-    assert _gap(await served.scored(PROMPTS[0], "experts@1"), base, PROMPTS[0]) > 0.1, "experts are not adapted"
+    assert _gap(await served.scored(PROMPTS[0], "experts@1"), base, PROMPTS[0]) > 0.1, "the experts must be adapted"
     asked = [(name, tokens) for tokens in PROMPTS for name in expected]
     answers = await asyncio.gather(*(served.scored(tokens, name) for name, tokens in asked))
     for answer, (name, tokens) in zip(answers, asked, strict=True):
@@ -98,7 +98,7 @@ async def test_base_and_adapters_in_one_batch(served: Served) -> None:
 
 
 async def test_full_weights_twice(served: Served) -> None:
-    """In the layout of the files; the adapter that was there before is there again with its base."""
+    """Pushes in the layout of the files. An adapter from before returns with its base."""
     base = Reference(served.model)
     adapter = random_adapter(base, 4, seed=3)
     await served.sender.push("before@1", adapter, 4)

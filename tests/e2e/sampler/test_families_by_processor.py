@@ -1,6 +1,6 @@
-"""Families whose images are the work of their own Hugging Face processor: renderer and sampler against transformers.
+"""Families with images for their own Hugging Face processor: renderer and sampler against transformers.
 
-The renderer gives the ids and tensors that the processor makes; vLLM makes of them what transformers' own forward does.
+The renderer's ids and tensors equal the processor's; vLLM's log-probabilities equal transformers' own forward.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from tests.unit.renderer.pictures import encoded
 TOLERANCE = 1e-3
 SIZES = [(112, 60), (90, 140), (300, 40), (40, 300), (64, 64), (28, 28), (200, 133), (57, 171), (320, 240), (513, 85)]
 FAMILIES = [MIXTURE, *(pytest.param(name, marks=pytest.mark.long) for name in ("idefics3", "mistral3"))]
-"""Those that differ most; `make models` has all."""
+"""The families that differ most; `make models` covers all."""
 
 
 def picture(width: int, height: int) -> Image.Image:
-    """Noise."""
+    """Returns an image of noise."""
     pixels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(pixels)
 
@@ -46,7 +46,7 @@ class Own:
         self._model: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
 
     def process(self, parts: list[str | Image.Image]) -> dict[str, torch.Tensor]:
-        """What the processor makes of text and images together."""
+        """Returns the processor's output for text and images together."""
         words = "".join(part if isinstance(part, str) else self.processor.image_token for part in parts)
         images = [part for part in parts if not isinstance(part, str)]
         made = self.processor(text=[words], images=images or None, return_tensors="pt", add_special_tokens=False)
@@ -54,12 +54,12 @@ class Own:
 
     @torch.no_grad()
     def prompt_logprobs(self, made: dict[str, torch.Tensor]) -> npt.NDArray[np.float32]:
-        """log p(token i | tokens before i) from the second on."""
+        """Returns log p(token i | tokens before i) from the second token on."""
         rows: torch.Tensor = self._model(**made).logits[0, :-1].log_softmax(-1)
         return rows.gather(1, made["input_ids"][0, 1:, None])[:, 0].numpy()  # type: ignore[no-any-return]
 
     def chunks(self, parts: list[str | Image.Image]) -> model_input_pb2.ModelInput:
-        """The same as a client sends it."""
+        """Returns the same input as a client sends it."""
         return model_input(
             *(
                 text(*self.processor.tokenizer(part, add_special_tokens=False)["input_ids"])
@@ -71,7 +71,7 @@ class Own:
 
 
 async def check_tensors(served: Served, own: Own, size: tuple[int, int]) -> None:
-    """Ids and tensors of one image: the processor's, but for pixels that are left as bytes."""
+    """Checks that ids and tensors of one image equal the processor's, except pixels that stay bytes."""
     made = own.process([picture(*size)])
     rendered = await served.client.render(own.chunks([picture(*size)]))
     (span,) = rendered.spans
@@ -119,7 +119,7 @@ async def test_a_family(name: str, request: pytest.FixtureRequest) -> None:
 
 
 async def check_refusals(served: Served, client: SamplerClient, own: Own, parts: list[str | Image.Image]) -> None:
-    """Ids that are not those of the tensors are refused by name, and the next request works."""
+    """Checks that ids which do not match the tensors are refused with a reason, and that the next request works."""
     good = await served.client.render(own.chunks(parts))
     bad = model_input_pb2.RenderedInput()
     bad.CopyFrom(good)

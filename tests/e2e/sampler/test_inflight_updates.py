@@ -1,4 +1,4 @@
-"""Full weights that arrive while answers are drawn: who made each token, and with which cache."""
+"""Full weights that arrive while answers are drawn: the version of each token, and its cache."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,7 +29,7 @@ ENOUGH = 6
 
 @dataclass
 class Followed:
-    """One sequence: its tokens, their log-probabilities, and the snapshot that each event names."""
+    """One sequence: its tokens, their log-probabilities, and the snapshot named by each event."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -38,14 +38,14 @@ class Followed:
 
 
 class Stream:
-    """A stream of sequences that the caller reads bit by bit."""
+    """A stream of sequences that the caller reads in steps."""
 
     def __init__(self, events: AsyncIterator[sampler_pb2.SampleResponse], count: int) -> None:
         self._events, self.sequences = events, [Followed() for _ in range(count)]
         self.prompt_logprobs: npt.NDArray[np.float32] | None = None
 
     async def until(self, is_enough: Callable[[Followed], bool]) -> None:
-        """Reads until something holds for each sequence."""
+        """Reads until a condition holds for each sequence."""
         while not all(map(is_enough, self.sequences)):
             event = await anext(self._events)
             if event.WhichOneof("event") == "prompt":
@@ -72,7 +72,7 @@ async def following(client: SamplerClient, request: sampler_pb2.SampleRequest) -
 
 
 def trained(reference: Reference, seed: int) -> dict[str, torch.Tensor]:
-    """The model's parameters, moved so far that every log-probability tells them apart."""
+    """Returns the model's parameters, changed so much that every log-probability identifies their version."""
     generator, state = torch.Generator().manual_seed(seed), reference.parameters()
     return {name: value + 0.06 * torch.randn(value.shape, generator=generator) for name, value in state.items()}
 
@@ -83,7 +83,9 @@ def moved(reference: Reference, model: object, seed: int) -> Reference:
 
 
 def differences(versions: dict[str, Reference], prompt: Prompt, sequence: Followed) -> dict[str, npt.NDArray]:
-    """Differences of a sequence's log-probabilities from those of each version's weights, float32 [tokens]."""
+    """Returns the differences of a sequence's log-probabilities from those of each version's
+    weights, float32 [tokens].
+    """
     whole = np.concatenate([prompt.tokens, np.asarray(sequence.tokens, np.int32)])
     found = {}
     for name, version in versions.items():
@@ -93,8 +95,8 @@ def differences(versions: dict[str, Reference], prompt: Prompt, sequence: Follow
 
 
 def check_makers(versions: dict[str, Reference], prompt: Prompt, sequence: Followed) -> None:
-    """Each token's log-probability is that of its maker, and of no other version."""
-    assert list(dict.fromkeys(sequence.makers)) == list(versions), "in the order of the pushes"
+    """Checks that each token's log-probability matches its own version and no other."""
+    assert list(dict.fromkeys(sequence.makers)) == list(versions), "versions must follow the order of the pushes"
     assert sequence.makers == sorted(sequence.makers)
     found, makers = differences(versions, prompt, sequence), np.asarray(sequence.makers)
     for name in versions:
@@ -106,7 +108,9 @@ def check_makers(versions: dict[str, Reference], prompt: Prompt, sequence: Follo
 async def test_answers_in_flight_continue_with_the_new_weights(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, model: object
 ) -> None:
-    """Several sequences with an image, their prompt scored; two pushes; requests of before and after share no cache."""
+    """Several sequences with an image and prompt scores; two pushes. Requests before and after a
+    push share no cache.
+    """
     versions = {f"run@{number}": moved(reference, model, number) for number in (1, 2, 3)}
     sender = await Sender(client).join()
     await sender.push("run@1", trained(reference, 1))
@@ -154,7 +158,7 @@ async def test_supports_and_alternatives_belong_to_their_tokens(
 async def test_only_requests_that_follow_the_model_are_moved(
     client: SamplerClient, prompts: PromptMaker, reference: Reference
 ) -> None:
-    """One that names exactly its snapshot is waited for; so is every one if another model is pushed."""
+    """A push waits for requests that name an exact snapshot, and for all requests of other models."""
     sender = await Sender(client).join()
     await sender.push("run@1", trained(reference, 1))
     wire = prompts.make("Mine").wire
@@ -175,7 +179,7 @@ async def test_only_requests_that_follow_the_model_are_moved(
 async def test_a_client_that_leaves_during_a_push(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, sampler: SamplerProcess
 ) -> None:
-    """Whenever it leaves, the push ends, and so do its sequences."""
+    """The push and its sequences end whenever the client disconnects."""
     sender = await Sender(client).join()
     await sender.push("run@1", trained(reference, 1))
     wire = prompts.make("Leaving").wire
@@ -194,7 +198,7 @@ async def test_a_client_that_leaves_during_a_push(
 
 @pytest.fixture(scope="module")
 def keeping(model: Path) -> Iterator[SamplerProcess]:
-    """A sampler that keeps the KV cache of answers in flight."""
+    """A sampler that keeps the KV cache of running answers."""
     with running_sampler(model, "--inflight-cache", "keep", is_copy=True) as sampler:
         yield sampler
 
@@ -229,7 +233,7 @@ async def test_a_kept_cache_is_read_on_and_shared_with_no_later_request(
         assert np.abs(new - logprobs[count:]).max() < TOLERANCE
         assert differences(versions, prompt, sequence)["run@2"][count:].max() > 10 * TOLERANCE
         with suppress(DeadlineExceeded):
-            async with following(client, scored) as stream:  # scores of a prompt never mix: it is waited for
+            async with following(client, scored) as stream:  # scores of a prompt never mix versions, so the push waits
                 await anext(stream._events)
 
 
@@ -237,10 +241,12 @@ async def test_a_kept_cache_is_read_on_and_shared_with_no_later_request(
 def _over_kept(
     old: Reference, new: Reference, prompt: Prompt, sequence: Followed
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Log-probabilities of the tokens of the old weights, and of those of the new weights over the old ones' cache."""
+    """Returns the log-probabilities of tokens from the old weights, and of those from the new weights over the old
+    cache.
+    """
     count = sequence.makers.count("run@1")
     ids = torch.tensor([[*prompt.tokens.tolist(), *sequence.tokens]])
-    border = len(prompt.tokens) + count - 1  # the last old token has not been an input when the weights change
+    border = len(prompt.tokens) + count - 1  # the last old token was not yet an input when the weights changed
     first = old.module(input_ids=ids[:, :border], use_cache=True)
     rest = new.module(input_ids=ids[:, border:-1], past_key_values=first.past_key_values, use_cache=True)
     table = torch.cat([first.logits, rest.logits], dim=1)[0].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""A sampler alone listens where it was told to, and nowhere else."""
+"""A standalone sampler listens only at the configured addresses."""
 
 import psutil
 

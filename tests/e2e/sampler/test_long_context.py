@@ -1,7 +1,7 @@
-"""Long prompts, rotary embeddings that are scaled, and a cache that is too small for all of them.
+"""Long prompts, scaled rotary embeddings, and a cache that is too small for all prompts.
 
-The context is the scaled one, log-probabilities are transformers', and each is told once, though some are computed
-twice.
+The context is the scaled one, log-probabilities equal transformers', and each is returned once although some are
+computed twice.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def scaled(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 async def test_scores_survive_preemptions_up_to_the_end_of_a_scaled_context(scaled: Path) -> None:
-    """16 MiB hold about 11,000 tokens of the tiny model, three of these prompts."""
+    """16 MiB hold about 11,000 tokens of the tiny model, which is three of these prompts."""
     generator = np.random.default_rng(0)
     prompts = generator.integers(100, 1000, (4, LENGTH))
     targets = generator.integers(100, 1000, LENGTH - 1)
@@ -66,7 +66,7 @@ async def test_scores_survive_preemptions_up_to_the_end_of_a_scaled_context(scal
                 for prompt in prompts
             ]
             answers = await asyncio.gather(*(ask(client, request) for request in requests))
-        assert sampler.metric("vllm:num_preemptions_total") > 0, "the cache held everything"
+        assert sampler.metric("vllm:num_preemptions_total") > 0, "the cache must be too small"
     reference, every = Reference(scaled), np.arange(LENGTH - 1)
     for prompt, answer in zip(prompts, answers, strict=True):
         table = reference.table(prompt.astype(np.int32))[:-1]

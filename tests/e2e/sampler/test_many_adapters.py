@@ -1,4 +1,4 @@
-"""Adapters of many ranks in one batch: each request gets the tokens and log-probabilities that it gets alone."""
+"""Adapters of many ranks in one batch: each request gets the same tokens and log-probabilities as alone."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from tests.e2e.sampler.sender import Sender
 THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 RANKS = (64, 4, 8, 12, 16, 24, 32, 8, 48, 4, 16, 32)
 TOLERANCE = 1e-4
-"""Tolerance of log-probabilities in nat: float32 sums depend on their order."""
+"""Tolerance of log-probabilities in nats: float32 sums depend on their order."""
 
 
 @pytest.fixture(scope="module")
 def crowded(model: Path) -> Iterator[SamplerProcess]:
-    """A sampler with memory for four adapters of the largest rank, 64: half of what the ranks above take."""
+    """A sampler with memory for four adapters of rank 64, half of what the ranks above need."""
     with running_sampler(model, "--max-loras", "4", "--max-sequences", "16", is_copy=True) as sampler:
         yield sampler
 
@@ -31,7 +31,9 @@ def crowded(model: Path) -> Iterator[SamplerProcess]:
 async def test_mixed_ranks_in_one_batch_equal_each_alone(
     crowded: SamplerProcess, prompts: PromptMaker, reference: Reference
 ) -> None:
-    """Every second adapter changes the tower and the unembedding too. The ranks take 408 of 256: some must wait."""
+    """Every second adapter also changes the tower and the unembedding. The ranks sum to 408 of 256,
+    so some must wait.
+    """
     async with SamplerClient(crowded.address) as client:
         sender = await Sender(client).join()
         names = [f"crowd-{number}@1" for number in range(len(RANKS))]
@@ -61,4 +63,4 @@ async def test_mixed_ranks_in_one_batch_equal_each_alone(
         assert crowded.metric("fovea_sampler_slot_wait_seconds_count") > 0
         assert crowded.metric("fovea_sampler_requests_waiting_for_slot") == 0
         scores = {tuple(np.nan_to_num(answer.prompt_logprobs).round(2)) for answer in alone.values()}
-        assert len(scores) == 1 + len(names), "adapters have an effect"
+        assert len(scores) == 1 + len(names), "adapters must have an effect"

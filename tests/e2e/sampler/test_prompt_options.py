@@ -1,4 +1,4 @@
-"""Target tokens, drawn alternatives and the last n log-probabilities of a prompt are those of the model."""
+"""Target tokens, drawn alternatives and the last n log-probabilities of a prompt equal the model's."""
 
 import asyncio
 from pathlib import Path
@@ -22,28 +22,28 @@ FILLER = -99999.0
 
 
 def image_prompt(prompts: PromptMaker) -> Prompt:
-    """Text, an image, text."""
+    """Returns text, an image and text."""
     return prompts.make("Look at this: ", picture(1), " What do you see?")
 
 
 def ragged(length: int, seed: int, vocabulary: int) -> list[list[int]]:
-    """Up to four ids a row, some rows without any."""
+    """Returns up to four ids per row; some rows are empty."""
     generator = np.random.default_rng(seed)
     return [generator.integers(0, vocabulary, generator.integers(0, 5)).tolist() for _ in range(length - 1)]
 
 
 def picked(table: npt.NDArray[np.float32], rows: list[list[int]]) -> npt.NDArray[np.float32]:
-    """The cells of a table that target rows name."""
+    """Returns the cells of a table that target rows refer to."""
     return np.asarray([table[i, token] for i, row in enumerate(rows) for token in row], dtype=np.float32)
 
 
 def drawn(table: npt.NDArray[np.float32], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-    """The cells of a table that draws name."""
+    """Returns the cells of a table that draws refer to."""
     return np.take_along_axis(table[: len(ids)], ids, 1)
 
 
 def off_by(answer: Answer, table: npt.NDArray[np.float32], rows: list[list[int]]) -> float:
-    """The largest difference of the target log-probabilities."""
+    """Returns the largest difference of the target log-probabilities."""
     assert answer.target_logprobs is not None
     wanted = picked(table, rows)
     assert answer.target_logprobs.shape == wanted.shape
@@ -54,11 +54,11 @@ def off_by(answer: Answer, table: npt.NDArray[np.float32], rows: list[list[int]]
 async def test_targets_follow_the_whole_vocabulary(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, listed: bool
 ) -> None:
-    """At temperature 1 whatever the request's, beside the other prompt options or alone."""
+    """At temperature 1 for any request, with the other prompt options or without."""
     for prompt in (image_prompt(prompts), prompts.make("Text alone is the same path.")):
         table = reference.table(prompt.tokens, prompt.images)
         rows = ragged(len(prompt.tokens), 1, table.shape[1])
-        rows[3] = [*range(40), 7, 7]  # more than any row of alternatives, and twice the same
+        rows[3] = [*range(40), 7, 7]  # more than any row of alternatives, and one id twice
         options = {"prompt_logprobs": True, "top_prompt_logprobs": 5, "alt_token_count": 2} if listed else {}
         answer = await ask(
             client,
@@ -87,7 +87,7 @@ async def test_actual_tokens_as_targets_equal_the_prompt_logprobs(client: Sample
 async def test_a_prompt_of_several_steps_in_a_mixed_batch(
     client: SamplerClient, prompts: PromptMaker, reference: Reference
 ) -> None:
-    """Steps hold 2,048 tokens: long prompts are cut at places that depend on the rest of the batch."""
+    """A step has at most 2,048 tokens: long prompts are split at places that depend on the rest of the batch."""
     tokens = prompts.make("A prompt of several steps. " * 1200).tokens[:4600]
     wires = [rendered([tokens.tolist()]), rendered([tokens[:2049].tolist()]), rendered([tokens[:2048].tolist()])]
     table = reference.table(tokens)
@@ -107,12 +107,12 @@ async def test_a_prompt_of_several_steps_in_a_mixed_batch(
         assert answer.alt_ids is not None
         assert answer.alt_logprobs is not None
         assert np.abs(answer.alt_logprobs - drawn(table, answer.alt_ids)).max() < TOLERANCE
-        # The whole prompt is in the cache by now, and yet scored anew, with the same draws.
+        # The whole prompt is cached by now but scored again, with the same draws.
         again = await ask(client, request)
         assert again.cached_token_count == 0
         assert off_by(again, table, rows[: length - 1]) < TOLERANCE
         assert again.alt_ids is not None
-        # A draw may turn where float32 sums in another order cross a boundary; two such places are already odd.
+        # A draw may change where float32 rounding crosses a boundary; two such places are already unusual.
         assert np.count_nonzero(again.alt_ids != answer.alt_ids) <= 2
         unscored = await ask(client, request_for(request.prompt, max_tokens=1))
         assert unscored.cached_token_count > length // 2
@@ -156,7 +156,9 @@ async def test_targets_and_draws_of_adapters_and_base_in_one_batch(
         assert answer.alt_ids is not None
         assert np.abs(answer.alt_logprobs - drawn(table, answer.alt_ids)).max() < TOLERANCE, snapshot_id
     base = picked(tables[0], rows[: len(pairs[0][1].tokens) - 1])
-    assert np.abs(base - picked(tables[1], rows[: len(pairs[0][1].tokens) - 1])).max() > 0.05, "they change too little"
+    assert np.abs(base - picked(tables[1], rows[: len(pairs[0][1].tokens) - 1])).max() > 0.05, (
+        "they must change the scores"
+    )
     for snapshot_id in adapters:
         await client.drop_snapshot(snapshot_id)
 
@@ -165,7 +167,7 @@ async def test_targets_and_draws_of_adapters_and_base_in_one_batch(
 async def test_alternatives_are_drawn_at_the_temperature(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, temperature: float
 ) -> None:
-    """The mean of log p(drawn) lies where the distribution at this temperature puts it; top-k and top-p do not cut."""
+    """The mean of log p(drawn) matches the distribution at this temperature; top-k and top-p do not truncate."""
     prompt = image_prompt(prompts)
     cold = reference.table(prompt.tokens, prompt.images)[:-1].astype(np.float64)
     scaled = reference.table(prompt.tokens, prompt.images, temperature)[:-1].astype(np.float64)
@@ -211,7 +213,7 @@ async def test_alternatives_at_temperature_0_are_the_greedy_token(
 async def test_only_the_last_n_are_scored(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, last_n: int
 ) -> None:
-    """Targets and alternatives are not affected. -1 stands for all."""
+    """Targets and alternatives are not affected. -1 means all."""
     prompt = image_prompt(prompts)
     length = len(prompt.tokens)
     last_n = last_n if last_n > 0 else length - 1
@@ -246,7 +248,7 @@ async def test_only_the_last_n_are_scored(
     assert answer.alt_ids.shape == (length - 1, 1)
 
 
-async def test_what_is_not_asked_for_is_absent(client: SamplerClient, prompts: PromptMaker) -> None:
+async def test_results_that_were_not_requested_are_absent(client: SamplerClient, prompts: PromptMaker) -> None:
     answer = await ask(client, request_for(image_prompt(prompts).wire, max_tokens=2))
     assert answer.prompt_logprobs is not None
     assert answer.target_logprobs is not None
@@ -270,7 +272,7 @@ async def test_a_prompt_of_one_token(client: SamplerClient) -> None:
     assert len(answer.sequences[0].tokens) == 2
 
 
-async def test_a_cancelled_scoring_harms_nobody(
+async def test_a_cancelled_scoring_does_not_affect_others(
     client: SamplerClient, sampler: SamplerProcess, prompts: PromptMaker
 ) -> None:
     tokens = prompts.make("Cancelled in the middle of its prompt. " * 1200).tokens[:8000].tolist()

@@ -1,4 +1,4 @@
-"""In bfloat16, a real engine and the trainer agree better with each other for their residual stream in float32."""
+"""In bfloat16, a float32 residual stream brings a real engine and the trainer closer together."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +52,7 @@ def sampler(deep: Path) -> Iterator[SamplerProcess]:
 
 
 def _trained(directory: Path, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-    """The trainer's log-probabilities of all tokens but the first."""
+    """Returns the trainer's log-probabilities of all tokens except the first."""
     config = AutoConfig.from_pretrained(directory)
     family = family_of(config.model_type)
     hf = family.build(config, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The prompt of several sequences is computed once; a grammar that takes too much fails alone."""
+"""The prompt of several sequences is computed once; a grammar that exceeds its limit fails alone."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ SEQUENCES = 12
 
 
 def computed_tokens(sampler: SamplerProcess) -> float:
-    """Returns how many prompt tokens the engine has computed, rather than taken from its cache."""
+    """Returns the number of prompt tokens that the engine has computed instead of reading its cache."""
     (found,) = re.findall(
         r'^vllm:prompt_tokens_by_source_total\{[^}]*source="local_compute"[^}]*\} (\S+)',
         sampler.metrics_page(),

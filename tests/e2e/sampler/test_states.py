@@ -1,6 +1,6 @@
-"""A text model of gated delta nets: a prompt's states are made in parts, kept, and dropped with the weights.
+"""A text model of gated delta nets: states of a prompt are computed in parts, cached, and dropped with the weights.
 
-At last its engine dies.
+The last test kills its engine.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of a text-only Qwen3.5, beside one of the layers that guess ahead, which nobody here reads."""
+    """Random weights of a text-only Qwen3.5, with one speculative (MTP) layer, which Fovea ignores."""
     directory = tmp_path_factory.mktemp("hybrid")
     tokenizer = AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure("qwen3"))
     config = Qwen3_5TextConfig(
@@ -63,7 +63,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text_sampler(hybrid: Path) -> Iterator[SamplerProcess]:
-    """Takes two blocks of the least size in a step: a prompt is computed in three parts."""
+    """A sampler with steps of two blocks of the smallest size, so a prompt is computed in three parts."""
     with running_sampler(hybrid, "--max-batched-tokens", "128", is_copy=True) as sampler:
         yield sampler
 
@@ -84,7 +84,7 @@ async def test_states_are_those_of_the_prompt_and_the_weights(hybrid: Path, text
 
 
 async def check(client: SamplerClient, ids: np.ndarray, snapshot_id: str, expected: Reference) -> None:
-    """Scores of the prompt, and of what follows it twice: with a prompt that is computed, and with one that is kept."""
+    """Checks the scores of the prompt and of its continuation twice: with a computed prompt and with a cached one."""
     scored = await ask(client, request_for(rendered([ids.tolist()]), snapshot_id, prompt_logprobs=True, max_tokens=1))
     assert np.abs(scored.prompt_logprobs - expected.prompt_logprobs(ids))[1:].max() < TOLERANCE
     for _ in range(2):
@@ -105,7 +105,7 @@ async def test_images_are_refused(text_sampler: SamplerProcess) -> None:
 
 
 async def test_a_dead_engine_ends_the_service(text_sampler: SamplerProcess) -> None:
-    """Requests in flight fail as UNAVAILABLE and the process exits, for its supervisor to start it again."""
+    """Requests in flight fail as UNAVAILABLE and the process exits, so that its supervisor restarts it."""
     (engine_pid,) = text_sampler.engine_pids()
     async with SamplerClient(text_sampler.address) as client:
         with pytest.raises(Unavailable):  # noqa: PT012 - the engine dies in the middle of the stream

@@ -1,4 +1,4 @@
-"""Two workers that share the model give what one gives: base, adapters of every layer, full weights, draws."""
+"""A sampler of two workers gives the same results as one: base, adapters of every layer, full weights and draws."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.e2e.sampler.test_weights import trained
 from tests.processes import survivors
 
 TOLERANCE = 1e-4
-"""nat; sums over halves of a row are rounded in another order."""
+"""In nats; sums over halves of a row are rounded in another order."""
 RANKS = (4, 8)
 THROUGH = sampler_pb2.StopCondition(ignore_eos=True)
 
@@ -41,7 +41,7 @@ async def pair(client: SamplerClient, wide: SamplerProcess) -> AsyncIterator[tup
 
 
 async def answers(pair: tuple[SamplerClient, SamplerClient], prompt: Prompt, snapshot_id: str) -> list[Answer]:
-    """All that a prompt's scores may hold, and draws with a seed, of both."""
+    """Returns all kinds of prompt scores, and seeded draws, of both samplers."""
     rows = [[token, 5, 7] for token in prompt.tokens[1:].tolist()]
     asked = {"prompt_logprobs": True, "top_prompt_logprobs": 3, "alt_token_count": 2, "target_rows": rows}
     request = request_for(
@@ -51,7 +51,7 @@ async def answers(pair: tuple[SamplerClient, SamplerClient], prompt: Prompt, sna
 
 
 def check_equal(one: Answer, two: Answer) -> None:
-    """The same draws, the same numbers."""
+    """Checks that draws and numbers are equal."""
     for name in ("prompt_logprobs", "target_logprobs", "alt_logprobs"):
         found, expected = getattr(two, name), getattr(one, name)
         assert found.shape == expected.shape
@@ -65,7 +65,7 @@ def check_equal(one: Answer, two: Answer) -> None:
 async def test_two_workers_are_one(
     pair: tuple[SamplerClient, SamplerClient], prompts: PromptMaker, reference: Reference, model: Path
 ) -> None:
-    """Adapters reach every linear layer, of the unembedding and of the vision tower too, and the base comes back."""
+    """Adapters change every linear layer, including the unembedding and the vision tower. Then the base is restored."""
     prompt = prompts.make("Two halves ", picture(1), " make a whole, over several steps of the engine. " * 4)
     senders = [await Sender(client).join() for client in pair]
     before = await answers(pair, prompt, "")
@@ -103,7 +103,9 @@ async def test_two_workers_are_one(
 async def test_draws_without_a_seed_are_the_same_on_both_workers(
     pair: tuple[SamplerClient, SamplerClient], prompts: PromptMaker
 ) -> None:
-    """Each worker draws for itself: were they apart, the next token would follow from another one than was told."""
+    """Each worker draws for itself. If the draws differed, the next token would follow a token that
+    was not returned.
+    """
     prompt = prompts.make("Anything may follow")
     request = request_for(prompt.wire, sample_count=4, max_tokens=40, stop=THROUGH, temperature=1.0)
     for drawn in (await ask(pair[1], request)).sequences:
@@ -127,7 +129,7 @@ async def test_other_bytes_than_announced_reach_no_worker(
 
 
 def test_all_its_processes_end_with_it(wide: SamplerProcess) -> None:
-    """The last test of this file: nobody has it afterwards."""
+    """The last test of this file, because it ends the sampler."""
     children = psutil.Process(wide.process.pid).children(recursive=True)
     assert len(children) >= 3  # the engine and two workers
     wide.process.kill()

@@ -1,4 +1,4 @@
-"""Full weights replace the model's and give way again; a push that goes wrong changes nothing."""
+"""Full weights replace the model's and are replaced by them again; a failed push changes nothing."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ TOLERANCE = 1e-3
 
 
 def trained(reference: Reference, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The model's parameters, all moved a little."""
+    """Returns the model's parameters, all changed a little."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: value + 0.02 * torch.randn(value.shape, generator=generator)
@@ -37,14 +37,16 @@ def trained(reference: Reference, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 async def scored(client: SamplerClient, prompt: Prompt, snapshot_id: str = "") -> Answer:
-    """The prompt's logprobs and a greedy continuation."""
+    """Returns the prompt's logprobs and a greedy continuation."""
     return await ask(client, request_for(prompt.wire, snapshot_id, prompt_logprobs=True, max_tokens=6, temperature=0.0))
 
 
 async def test_a_full_push_and_back_to_the_base(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, model: object, sampler: SamplerProcess
 ) -> None:
-    """The tied unembedding, the vision tower and the caches included; adapters wait for the base and come back."""
+    """Includes the tied unembedding, the vision tower and the caches. Adapters wait for the base
+    and then work again.
+    """
     prompt = prompts.make("Full weights ", picture(1), " change everything. " * 8)
     sender = await Sender(client).join()
     adapter = random_adapter(reference, 4, seed=1)
@@ -113,7 +115,7 @@ async def test_a_full_push_that_has_no_time_to_wait(
 
 
 async def test_other_bytes_than_announced(client: SamplerClient, prompts: PromptMaker, reference: Reference) -> None:
-    """Adapter and full weights alike: nothing changes, and the group goes on."""
+    """For an adapter and for full weights: nothing changes, and the group continues."""
     prompt = prompts.make("Digest ", picture(2))
     before = await scored(client, prompt)
     sender = await Sender(client).join()
@@ -148,7 +150,7 @@ async def test_parameters_that_do_not_fit(client: SamplerClient, reference: Refe
 async def test_a_sender_that_vanishes(
     client: SamplerClient, prompts: PromptMaker, reference: Reference, rank: int | None
 ) -> None:
-    """Killed between two buckets: the push ends with an error at once, samples go on, a new group works."""
+    """Killed between two buckets: the push fails at once, samples continue, and a new group works."""
     prompt = prompts.make("Vanish ", picture(3))
     before = await scored(client, prompt)
     tensors = random_adapter(reference, 4, seed=1) if rank else trained(reference)
@@ -184,7 +186,7 @@ async def test_a_sender_that_stalls(client: SamplerClient, prompts: PromptMaker,
 
 
 async def test_a_sender_that_cancels(client: SamplerClient, prompts: PromptMaker, reference: Reference) -> None:
-    """The call is given up after ready: the sampler leaves the group by itself."""
+    """The call is cancelled after "ready": the sampler leaves the group by itself."""
     sender = await Sender(client).join()
     adapter = random_adapter(reference, 4, seed=1)
     request = sampler_pb2.ReceiveSnapshotRequest(
@@ -197,7 +199,7 @@ async def test_a_sender_that_cancels(client: SamplerClient, prompts: PromptMaker
     while True:
         try:
             await anext(client.receive_snapshot(request))
-            raise AssertionError("a group that was given up was ready")
+            raise AssertionError("a group that was abandoned became ready")
         except FailedPrecondition:
             break
         except Exception:
@@ -206,7 +208,7 @@ async def test_a_sender_that_cancels(client: SamplerClient, prompts: PromptMaker
     await scored(client, prompts.make("After a cancelled push"))
 
 
-async def test_a_group_that_nobody_else_joins(client: SamplerClient, prompts: PromptMaker) -> None:
+async def test_a_group_without_other_members(client: SamplerClient, prompts: PromptMaker) -> None:
     request = sampler_pb2.JoinTransferGroupRequest(
         group_id="lonely", master_address="127.0.0.1", master_port=9, rank_offset=1, world_size=2, timeout_s=1.5
     )

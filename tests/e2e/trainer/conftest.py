@@ -1,4 +1,4 @@
-"""One trainer process a model family for all tests of this folder, each with its own way of spreading the work."""
+"""One trainer process per model family for the whole folder, each with its own parallelism."""
 
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,9 +19,9 @@ from tests.e2e.trainer.copied_trainer import CopiedTrainer
 from tests.e2e.trainer.image_service import ImageService
 
 ARGUMENTS = {
-    # Parameters stay gathered, all datums in one micro-batch a rank.
+    # Parameters stay gathered, with all datums in one micro-batch per rank.
     "qwen3_vl": [],
-    # Every block is gathered, freed and computed again in every micro-batch, of which there are many.
+    # Every block is gathered, freed and recomputed in each of many micro-batches.
     "qwen2_5_vl": [
         *("--keep-gathered", "never", "--recompute", "always"),
         *("--token-budget", "160", "--logit-chunk-mib", "1"),
@@ -29,7 +29,7 @@ ARGUMENTS = {
     ],
     # No room for a second snapshot of all parameters.
     "qwen3": ["--token-budget", "48", "--join-timeout-s", "8", "--snapshot-memory-mib", "2"],
-    # One rank, which adds full gradients up by itself; several micro-batches.
+    # One rank, which accumulates full gradients alone; several micro-batches.
     "one_rank": ["--ranks", "1", "--token-budget", "160"],
     # The default settings, with which calls of several models share passes.
     "shared_1": ["--ranks", "1"],
@@ -39,7 +39,7 @@ ARGUMENTS = {
 
 @dataclass
 class Bench:
-    """A running trainer and what a test needs around it."""
+    """A running trainer and its test helpers."""
 
     kind: str
     model_dir: Path
@@ -51,7 +51,7 @@ class Bench:
     created: list[str] = field(default_factory=list)
 
     async def adapter(self, rank: int = 8, seed: int = 7, vision: bool = False, **changes: Any) -> str:
-        """A new LoRA model; returns its id."""
+        """Creates a LoRA model; returns its id."""
         settings: dict[str, Any] = {
             "rank": rank,
             "seed": seed,
@@ -64,19 +64,19 @@ class Bench:
         return await self.create(weights_pb2.LoraConfig(**settings))
 
     async def create(self, lora: weights_pb2.LoraConfig | None) -> str:
-        """A new model; full parameters if `lora` is None."""
+        """Creates a model, with full parameters if `lora` is None; returns its id."""
         model_id = f"m{uuid.uuid4().hex[:8]}"
         await self.client.create_model(model_id, lora)
         self.created.append(model_id)
         return model_id
 
     async def clean(self) -> None:
-        """Deletes what the test created."""
+        """Deletes the models of the test."""
         while self.created:
             await self.client.delete_model(self.created.pop())
 
     async def weights(self, model_id: str) -> dict[str, torch.Tensor]:
-        """All trained tensors by their names in a PEFT adapter or a Hugging Face checkpoint."""
+        """Returns all trained tensors by their names in a PEFT adapter or a Hugging Face checkpoint."""
         folder = self.scratch / uuid.uuid4().hex
         await self.client.take_snapshot(model_id, f"{model_id}@{uuid.uuid4().hex}", str(folder))
         found: dict[str, torch.Tensor] = {}
@@ -85,7 +85,9 @@ class Bench:
         return found
 
     async def descend(self, model_id: str) -> dict[str, torch.Tensor]:
-        """Minus the accumulated gradients: a step whose huge eps makes AdamW plain gradient descent of rate 1."""
+        """Returns minus the accumulated gradients, by a step with a huge eps, which turns AdamW into gradient descent
+        of rate 1.
+        """
         before = await self.weights(model_id)
         await self.client.optim_step(model_id, adam(learning_rate=1e10, eps=1e10))
         after = await self.weights(model_id)
@@ -93,13 +95,13 @@ class Bench:
 
 
 def adam(**changes: float) -> trainer_pb2.AdamParams:
-    """The SDK's defaults but for `changes`."""
+    """Returns the SDK's defaults with `changes`."""
     defaults = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
     return trainer_pb2.AdamParams(**{**defaults, **changes})
 
 
 async def start_bench(name: str, scratch: Path) -> Bench:
-    """A running trainer with its surroundings."""
+    """Starts a trainer with its test helpers."""
     kind: fovea_tinyvlm.Kind = (
         "qwen3_vl" if name in ("one_rank", "shared_1", "shared_2") else cast(fovea_tinyvlm.Kind, name)
     )
@@ -114,7 +116,7 @@ async def start_bench(name: str, scratch: Path) -> Bench:
 
 
 async def stop_bench(bench: Bench) -> None:
-    """Ends the trainer, which must end well."""
+    """Ends the trainer, which must exit cleanly."""
     await bench.client.close()
     bench.images.close()
     assert bench.process.stop() == 0, bench.process.log.read_text()
@@ -124,9 +126,9 @@ async def stop_bench(bench: Bench) -> None:
 async def benches(
     tmp_path_factory: pytest.TempPathFactory, new_bucket: Callable[[], str]
 ) -> AsyncIterator[Callable[[str], Awaitable[Bench]]]:
-    """Starts each trainer of ARGUMENTS when it is asked for; each reaches the buckets.
+    """Starts each trainer of ARGUMENTS on demand, with access to the buckets.
 
-    The three that were asked for last run: each takes more than a GiB beside the Fovea of the other tests.
+    The three most recent ones keep running; each takes more than a GiB beside the Fovea of other tests.
     """
     running: dict[str, Bench] = {}
 
@@ -189,7 +191,7 @@ async def qwen3(benches: Benches) -> AsyncIterator[Bench]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """References must not crowd out the trainer's ranks."""
+    """Limits torch to one thread, so that references do not slow down the trainer's ranks."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

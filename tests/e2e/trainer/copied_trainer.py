@@ -1,7 +1,7 @@
-"""A real trainer that begins as a copy of a process that has imported what it needs, for six seconds of a processor.
+"""A real trainer that is forked from a process with its imports, which saves six seconds of processor time.
 
-In other folders, `fovea up` starts trainers as programs of their own. Here `TrainerProcess` does, for tests that change
-what Python finds or loads.
+`fovea up` in other folders starts trainers as programs. Here `TrainerProcess` does, for tests that change the modules
+that Python finds or loads.
 """
 
 import gc
@@ -22,14 +22,14 @@ from tests.ranks import PRELOADED
 
 
 class Copy:
-    """A process, with the methods of `subprocess.Popen` that tests use."""
+    """A process with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
         self.pid = process.pid or 0
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """Returns the exit status, or None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -79,8 +79,8 @@ def _be_launcher(arguments: list[str], environment: dict[str, str], log: Path) -
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["fovea_trainer", *arguments]
-    # The launcher names the number to OpenMP, which has begun here.
+    # The launcher sets the number of OpenMP threads, which started earlier here.
     torch.set_num_threads(TrainerSettings.from_command_line("trainer").threads)
-    # multiprocessing lets no daemon have children; this one ends with its test's process, and its children with it.
+    # multiprocessing forbids children of daemons. This one ends with its test's process, and its children with it.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     main()

@@ -12,13 +12,13 @@ IMAGE_SIZES = [(150, 224), (224, 224), (300, 180)]
 
 
 def text(length: int, seed: int) -> list[int]:
-    """Ids of ordinary tokens."""
+    """Returns ids of ordinary tokens."""
     ids: list[int] = np.random.default_rng(seed).integers(0, 1200, length).tolist()
     return ids
 
 
 def datum(rendered: model_input_pb2.RenderedInput, seed: int, **inputs: npt.NDArray) -> trainer_pb2.Datum:
-    """A cross_entropy datum with random targets and weights of both signs, unless `inputs` say otherwise."""
+    """Returns a cross_entropy datum with random targets and weights of both signs; `inputs` override them."""
     generator = np.random.default_rng(seed)
     count = len(rendered.tokens) // 4
     given = {
@@ -32,21 +32,21 @@ def datum(rendered: model_input_pb2.RenderedInput, seed: int, **inputs: npt.NDAr
 
 
 def logprobs_of(output: trainer_pb2.DatumOutput) -> npt.NDArray:
-    """float32, shaped as the targets."""
+    """Returns the log-probabilities, float32, shaped as the targets."""
     return tensors.decode(output.tensors["logprobs"])
 
 
 def header(
     model_id: str, count: int, loss: str = "cross_entropy", backward: bool = True, **config: float
 ) -> trainer_pb2.ForwardBackwardHeader:
-    """The first record of a call."""
+    """Returns the first record of a call."""
     return trainer_pb2.ForwardBackwardHeader(
         model_id=model_id, loss_function=loss, loss_config=config, backward=backward, datum_count=count
     )
 
 
 def chunk_lists(kind: str) -> list[list[Chunk]]:
-    """Inputs of one kind: `text`, `image` (one or two images, first, last or between) or `mixed`."""
+    """Returns inputs of one kind: `text`, `image` (one or two images, first, last or between) or `mixed`."""
     texts: list[list[Chunk]] = [[text(n, n)] for n in (17, 5, 42, 17, 1)]
     images: list[list[Chunk]] = [
         [text(6, 1), picture(*IMAGE_SIZES[0], 1), text(9, 2)],
@@ -58,7 +58,7 @@ def chunk_lists(kind: str) -> list[list[Chunk]]:
 
 
 def datums_of(service: ImageService, kind: str) -> list[trainer_pb2.Datum]:
-    """The datums of `chunk_lists`."""
+    """Returns the datums of `chunk_lists`."""
     return [datum(service.render(chunks), seed) for seed, chunks in enumerate(chunk_lists(kind))]
 
 

@@ -1,4 +1,4 @@
-"""A real renderer in the test's process: the Hugging Face image processor behind gRPC."""
+"""A renderer in the test's process: the Hugging Face image processor behind gRPC."""
 
 import hashlib
 from concurrent import futures
@@ -20,10 +20,10 @@ Chunk = list[int] | Image.Image
 
 
 class ImageService(renderer_pb2_grpc.RendererServiceServicer):
-    """Renders chunks as the real renderer does and hands features out by digest.
+    """Renders chunks as the real renderer does and serves features by digest.
 
     Args:
-        model_dir: Checkpoint whose processor to use.
+        model_dir: The checkpoint with the processor.
         rope_index: The reference model's own `get_rope_index`.
     """
 
@@ -51,7 +51,7 @@ class ImageService(renderer_pb2_grpc.RendererServiceServicer):
             yield from iter_pieces(digest, self.features[digest])
 
     def render(self, chunks: list[Chunk]) -> model_input_pb2.RenderedInput:
-        """Splices tokens and images; positions as the model's own code makes them."""
+        """Splices tokens and images; positions come from the model's own code."""
         rendered = model_input_pb2.RenderedInput()
         ids: list[int] = []
         grids: list[list[int]] = []
@@ -69,7 +69,7 @@ class ImageService(renderer_pb2_grpc.RendererServiceServicer):
         return rendered
 
     def positions(self, ids: list[int], grids: list[list[int]]) -> npt.NDArray[np.int64]:
-        """int64 [3, N]."""
+        """Returns the positions, int64 [3, N]."""
         tokens = torch.tensor([ids])
         kinds = (tokens == self.config.image_token_id).int()
         positions, _ = self._rope_index(tokens, kinds, image_grid_thw=torch.tensor(grids))
@@ -93,6 +93,6 @@ class ImageService(renderer_pb2_grpc.RendererServiceServicer):
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
-    """A colourful image without pattern."""
+    """Returns a colourful image without a pattern."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

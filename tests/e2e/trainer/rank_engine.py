@@ -1,4 +1,4 @@
-"""One rank's engine in a process of its own, without a server, to look at its gradients and masters."""
+"""One rank's engine in its own process, without a server, which exposes gradients and master weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ MODEL = "m"
 
 @dataclass(frozen=True)
 class Call:
-    """What to train a model with.
+    """One training run.
 
     Args:
         lora: The adapter; None for full parameters.
-        datums: Serialized cross_entropy datums, all of them in each step.
-        steps: How many.
-        adam: Of each step.
+        datums: Serialized cross_entropy datums, all used in each step.
+        steps: Number of steps.
+        adam: The optimizer's parameters in each step.
     """
 
     lora: LoraSettings | None
@@ -46,7 +46,7 @@ class Call:
 def run_ranks(
     model_dir: Path, settings: dict[str, Any], calls: list[Call], world_size: int, scratch: Path
 ) -> list[dict[str, Any]]:
-    """Trains in as many processes, with these settings of the trainer; returns what `train` does for each call."""
+    """Trains in `count` processes with these settings of the trainer; returns the result of `train` for each call."""
     scratch.mkdir()
     ranks.run_ranks(_rank, world_size, world_size, model_dir, settings, calls, scratch)
     found: list[dict[str, Any]] = torch.load(scratch / "result", weights_only=True)
@@ -54,7 +54,7 @@ def run_ranks(
 
 
 def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
-    """The gradients of the first step, losses and metrics of each, and the float32 weights after the last."""
+    """Returns the gradients of the first step, losses and metrics of each step, and the final float32 weights."""
     engine.execute(CreateModel(MODEL, call.lora))
     model = engine.model(MODEL)
     header = trainer_pb2.ForwardBackwardHeader(
@@ -83,7 +83,7 @@ def train(engine: TrainingEngine, call: Call) -> dict[str, Any]:
 
 
 def _summed(model: TrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The whole gradients: copies, summed as the step would sum them."""
+    """Returns the whole gradients: copies, summed as the step sums them."""
     copies = [gradient.detach().clone() for gradient in model.gradients()]
     if isinstance(model, FullModel):
         model._sharded.sum_over_replicas(copies)
@@ -93,7 +93,7 @@ def _summed(model: TrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each rank's parts put together."""
+    """Returns the parts of all ranks, concatenated."""
     if isinstance(model, FullModel):
         for name, local in zip(model.masters, tensors, strict=True):
             yield name, full_of(local.clone(), model.shards[name])
@@ -103,7 +103,7 @@ def _whole(model: TrainedModel, tensors: list[Tensor]) -> Iterator[tuple[str, Te
 
 
 def _rank(rank: int, world_size: int, model_dir: Path, given: dict[str, Any], calls: list[Call], scratch: Path) -> None:
-    """Rank 0 writes what `train` returns for each call."""
+    """Runs one rank; rank 0 writes the result of `train` for each call."""
     torch.set_num_threads(1)
     meeting, minutes = dist.FileStore(str(scratch / "meeting"), world_size), timedelta(minutes=2)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=minutes)

@@ -1,4 +1,4 @@
-"""A sampler that only receives: a real gRPC servicer with a gloo process group of its own, in the test's process."""
+"""A sampler that only receives weights: a real gRPC servicer with its own gloo process group, in the test's process."""
 
 # ruff: noqa: N802 -- methods are named by the proto
 
@@ -21,7 +21,7 @@ Event = sampler_pb2.ReceiveSnapshotResponse
 
 
 class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
-    """Joins groups and keeps what arrives, by snapshot id."""
+    """Joins groups and stores received snapshots by id."""
 
     def __init__(self) -> None:
         self.instance_id = uuid.uuid4().hex
@@ -47,7 +47,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
         await self._server.start()
 
     def restart(self) -> None:
-        """Is another instance, which knows nothing of what was before."""
+        """Becomes another instance, without any state."""
         self.instance_id = uuid.uuid4().hex
         self.manifests.clear()
         self._groups.clear()
@@ -100,7 +100,7 @@ class ReceivingSampler(sampler_pb2_grpc.SamplerServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         yield Event(ready=sampler_pb2.SnapshotReady())
         if self.break_off:
-            # As the contract has it: a receiver that fails leaves the group.
+            # As in the contract: a receiver that fails leaves the group.
             del self._groups[request.group_id]
             await context.abort(grpc.StatusCode.INTERNAL, "the engine died")
         digest = await asyncio.to_thread(self._receive, self._groups[request.group_id], request.manifest)

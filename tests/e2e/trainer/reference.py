@@ -1,4 +1,4 @@
-"""The same datums through plain transformers, one at a time: no packing, no sharding, no code of the trainer."""
+"""The same datums through plain transformers, one at a time, without packing, sharding or code of the trainer."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.e2e.trainer.image_service import Chunk, ImageService
 
 
 def logprobs(model: Any, service: ImageService, chunks: list[Chunk], datum: trainer_pb2.Datum) -> torch.Tensor:
-    """float32 [N] log-probabilities of the datum's targets, with gradients."""
+    """Returns float32 [N] log-probabilities of the datum's targets, with gradients."""
     ids = torch.from_numpy(np.array(tensors.decode_tokens(datum.input.tokens)).astype(np.int64))[None]
     images = [chunk for chunk in chunks if isinstance(chunk, Image.Image)]
     vision: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def logprobs(model: Any, service: ImageService, chunks: list[Chunk], datum: trai
 def cross_entropy(
     model: Any, service: ImageService, chunk_lists: list[list[Chunk]], datums: list[trainer_pb2.Datum]
 ) -> torch.Tensor:
-    """-sum w logprob over all datums."""
+    """Returns -sum w logprob over all datums."""
     total = torch.zeros(())
     for chunks, datum in zip(chunk_lists, datums, strict=True):
         weights = torch.from_numpy(np.array(tensors.decode(datum.loss_inputs["weights"])))

@@ -1,7 +1,7 @@
 """Backup and upgrade, with a real PostgreSQL, a real gateway and a real trainer of two ranks.
 
-A backup taken while a model trains restores to a working Fovea, and tables of the previous schema are migrated with
-what they hold.
+A backup from the middle of a training restores to a working Fovea, and tables of the previous schema are migrated with
+their contents.
 """
 
 import asyncio
@@ -59,25 +59,25 @@ class Site:
 
 
 class Training:
-    """A model of a client, and the number of its last command."""
+    """A client's model and the number of its last command."""
 
     def __init__(self, rest: Rest, model_id: str, seq_id: int = 0) -> None:
         self.rest, self.model_id, self.seq_id = rest, model_id, seq_id
 
     async def run(self, route: str, **body: object) -> dict[str, Any]:
-        """A command and its result."""
+        """Runs a command; returns its result."""
         self.seq_id += 1
         accepted = await self.rest.ok(route, model_id=self.model_id, seq_id=self.seq_id, **body)
         return await self.result(str(accepted["request_id"]))
 
     async def step(self) -> str:
-        """A loss and an optimizer step. Returns the id of the loss."""
+        """Runs a loss and an optimizer step. Returns the id of the loss."""
         request_id = await self.loss()
         await self.run("optim_step", adam_params={"learning_rate": 1e-2})
         return request_id
 
     async def loss(self) -> str:
-        """The request id of a loss that has been computed."""
+        """Computes a loss; returns its request id."""
         self.seq_id += 1
         accepted = (await self.rest.forward_backward(self.model_id, self.seq_id)).json()
         await self.result(accepted["request_id"])
@@ -96,7 +96,7 @@ async def _begin(rest: Rest) -> Training:
 
 
 def _dump(url: str, file: Path) -> None:
-    """Writes one schema, as `pg_dump` does while a gateway uses it."""
+    """Dumps one schema with `pg_dump` while a gateway uses it."""
     schema = url.rpartition("%3D")[2]
     _program("pg_dump", f"--schema={schema}", f"--file={file}", url.partition("?")[0])
 
@@ -119,7 +119,7 @@ def _downgrade(url: str, revision: int) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies files in use. Those that are replaced meanwhile are missing, as in every backup of a live folder."""
+    """Copies files in use. Files that are replaced meanwhile are missing, as in any backup of a live folder."""
     done = subprocess.run(["cp", "-a", str(source), str(target)], capture_output=True, text=True)
     lines = done.stderr.splitlines()
     assert all("No such file or directory" in line for line in lines), done.stderr
@@ -127,7 +127,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_backup_taken_while_training_restores(postgresql: Server, tmp_path: Path) -> None:
-    """After the loss of everything: answers, checkpoints and their weights are there, and new work runs."""
+    """After the loss of the whole site, answers, checkpoints and their weights are restored, and new work runs."""
     url = postgresql.new_url()
     site, backup = Site(tmp_path / "site", url), tmp_path / "backup"
     for folder in (site.folder, backup):
@@ -163,13 +163,13 @@ async def test_a_backup_taken_while_training_restores(postgresql: Server, tmp_pa
     _restore(url, backup / "gateway.sql")
     async with site.running() as rest:
         old = Training(rest, model_id)
-        assert await old.result(known) == answer, "an answer of before"
+        assert await old.result(known) == answer, "an answer from before the backup"
         listed = (await rest.http.get(f"training_runs/{model_id}/checkpoints")).json()["checkpoints"]
         assert [item["tinker_path"] for item in listed] == [kept]
         assert (await rest.post("session_heartbeat", session_id=session_id)).status_code == 200
         new = await _begin(rest)
         await new.run("load_weights", path=kept, optimizer=True)
-        assert await new.result(await new.loss()) == answer, "the same weights to the bit"
+        assert await new.result(await new.loss()) == answer, "the weights must be bit-identical"
         await new.step()
         assert (await new.run("save_weights", path="later"))["path"]
 
@@ -178,7 +178,7 @@ async def test_a_backup_taken_while_training_restores(postgresql: Server, tmp_pa
 async def test_tables_of_the_previous_schema_are_migrated_with_what_they_hold(
     postgresql: Server, tmp_path: Path
 ) -> None:
-    """The trainer's models, answers and checkpoints outlive a gateway of the previous schema."""
+    """The trainer's models, answers and checkpoints survive the upgrade of a gateway with the previous schema."""
     url, previous = postgresql.new_url(), int(REVISION) - 1
     site = Site(tmp_path / "site", url)
     site.folder.mkdir()

@@ -1,4 +1,4 @@
-"""Each bad input gets an error that names the field; the next good call succeeds and nothing has changed."""
+"""Each invalid input gets an error that names the field; the next valid call succeeds and nothing has changed."""
 
 from collections.abc import AsyncIterator, Callable
 
@@ -95,7 +95,7 @@ IMAGE_CASES: list[tuple[Change, str, str]] = [
 
 @pytest.fixture
 async def model(qwen3_vl: Bench) -> AsyncIterator[str]:
-    """A model that has seen a good call."""
+    """A model with one valid call."""
     model_id = await qwen3_vl.adapter(vision=True)
     yield model_id
     await _still_good(qwen3_vl, model_id)
@@ -122,7 +122,7 @@ async def test_feature_whose_bytes_differ(qwen3_vl: Bench, model: str) -> None:
 
 
 async def test_feature_of_other_ids(qwen3_vl: Bench, model: str) -> None:
-    """An embedding fewer than the tensors make, for an image that was fetched before and for one that was not."""
+    """One embedding fewer than the tensors make, for an image that was fetched before and for one that was not."""
 
     def change(datum: trainer_pb2.Datum) -> None:
         feature = datum.input.spans[0].feature
@@ -184,7 +184,7 @@ async def test_streams_out_of_order(qwen3_vl: Bench, model: str) -> None:
 
 
 def _copied(bench: Bench) -> str:
-    """The digest of a known image's tensors under a name that no rank has cached."""
+    """Returns the digest of a known image's tensors under a name that no rank has cached."""
     known = datums_of(bench.images, "image")[1].input.spans[0].feature.digest
     name = f"{len(bench.images.features):064x}"
     bench.images.features[name] = bench.images.features[known]
@@ -201,7 +201,7 @@ async def _refused(
     error: type[FoveaError],
     index: int = 0,
 ) -> None:
-    """A call of good datums but one: refused as a whole."""
+    """Sends a call with one invalid datum; the whole call must be refused."""
     datums = datums_of(bench.images, kind)
     good, bad = datums[-1], datums[index]
     change(bad)
@@ -212,7 +212,7 @@ async def _refused(
 
 
 async def _still_good(bench: Bench, model_id: str) -> None:
-    """The bad call has left no gradient, and a good one works."""
+    """Checks that the refused call left no gradient and that a valid one works."""
     response = await bench.client.optim_step(model_id, adam())
     assert response.metrics.values["grad_norm:mean"] == 0
     datums = datums_of(bench.images, "text" if bench.kind == "qwen3" else "mixed")

@@ -1,4 +1,4 @@
-"""What the trainer computes is what plain transformers computes: log-probabilities, losses, gradients."""
+"""The trainer's log-probabilities, losses and gradients equal those of plain transformers."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ KINDS = ["text", "image", "mixed"]
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_forward_equals_transformers(vlm: Bench, kind: str) -> None:
-    """With a frozen tower too, whose outputs are remembered: the second call takes them from there."""
+    """Includes a frozen tower with cached outputs: the second call reads them from the cache."""
     datums = datums_of(vlm.images, kind)
     trained, frozen = await vlm.adapter(vision=True), await vlm.adapter()
     for model_id in (trained, frozen, frozen):
@@ -67,7 +67,7 @@ async def test_packed_equals_unpacked(vlm: Bench, kind: str) -> None:
 
 
 async def test_adapter_gradients_equal_peft(vlm: Bench) -> None:
-    """Attention, MLP, unembedding, vision tower and mergers; the folder that a snapshot writes is what PEFT loads."""
+    """Attention, MLP, unembedding, vision tower and mergers; PEFT loads the folder of a snapshot."""
     model_id = await vlm.adapter(vision=True)
     datums = datums_of(vlm.images, "mixed")
     await _disturb(vlm, model_id)
@@ -99,7 +99,7 @@ async def test_full_gradients_of_one_rank_equal_transformers(one_rank: Bench) ->
 
 
 async def _assert_full_gradients_equal_transformers(bench: Bench) -> None:
-    """Over two calls, whose gradients add up."""
+    """Accumulates gradients over two calls."""
     model_id = await bench.create(None)
     datums = datums_of(bench.images, "mixed")
     for _ in range(2):
@@ -137,7 +137,7 @@ async def test_full_training_reduces_the_loss_and_leaves_the_base_alone(vlm: Ben
 
 
 async def test_several_targets_a_position(qwen3: Bench) -> None:
-    """[N, K] targets next to [N] ones, in one micro-batch: shapes and values as one target at a time."""
+    """[N, K] targets beside [N] ones in one micro-batch: the same shapes and values as one target at a time."""
     model_id = await qwen3.adapter()
     rendered = qwen3.images.render([text(9, 1)])
     targets = np.random.default_rng(0).integers(0, 1200, (9, 3)).astype(np.int64)
@@ -171,7 +171,7 @@ async def test_importance_sampling(qwen3: Bench) -> None:
 
 
 async def _disturb(bench: Bench, model_id: str) -> None:
-    """Some steps, so that B is not zero and every part of the adapter counts; then a fresh optimizer."""
+    """Takes some steps, so that B is not zero and every part of the adapter matters; then resets the optimizer."""
     datums = datums_of(bench.images, "mixed")
     for _ in range(2):
         await bench.client.forward_backward(header(model_id, len(datums)), datums)
@@ -186,7 +186,7 @@ def _fresh(bench: Bench) -> torch.nn.Module:
 
 
 def _relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over all tensors against the norm of the second."""
+    """Returns the norm of the difference over all tensors relative to the norm of the second."""
     assert set(first) == set(second)
     difference = torch.stack([(first[name].double() - second[name].double()).norm() for name in second]).norm()
     return float(difference / torch.stack([tensor.double().norm() for tensor in second.values()]).norm())

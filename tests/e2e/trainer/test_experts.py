@@ -1,6 +1,6 @@
-"""A mixture of experts on two ranks: states, snapshots and exports hold its experts in the form that each is for.
+"""A mixture of experts on two ranks: states, snapshots and exports store the experts in their own formats.
 
-Whether both ranks compute all of them or each half of them: it shows in no file, and a state is loaded by either.
+No file depends on whether ranks share each expert or divide the experts, and both modes load the same state.
 """
 
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ LORA = weights_pb2.LoraConfig(rank=4, train_attention=True, train_mlp=True)
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> dict[str, tuple[str, dict[str, Tensor]]]:
-    """Of models trained by the first of the benches: the folder of a state, and weights some steps later."""
+    """The folder of a state, and the weights some steps later, of models that the first bench trained."""
     return {}
 
 
@@ -43,7 +43,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 async def _train(bench: Bench, model_id: str, steps: int) -> dict[str, float]:
-    """Steps on texts; metrics of the last one's forward_backward."""
+    """Takes steps on texts; returns the metrics of the last forward_backward."""
     generator, datums = np.random.default_rng(1), []
     for seed, length in enumerate((17, 5, 40, 17, 3)):
         ids, targets = generator.integers(0, 1000, (2, length))

@@ -1,10 +1,9 @@
-"""Families whose layers differ, with images, on several ranks: sharded, recomputed, and gradients as on one.
+"""Families with unusual layers and images on several ranks: sharded, recomputed, with the gradients of one rank.
 
-Qwen3.5 mixes layers with attention and with a state, Qwen3-VL's mixture shards its experts, or spreads them over ranks,
-of two replicas too.
-Mistral 3's tower is called once for each shape of images, so not equally often for the images of each rank.
-Gemma 4 (`gemma4_e2b`: windows, shared keys, embeddings of each layer, constants that nobody trains) was run the same
-way, and takes another minute.
+Qwen3.5 mixes layers with attention and with a state. Qwen3-VL's mixture shards its experts, or spreads them over ranks,
+also of two replicas. Mistral 3 calls its tower once per image shape, so a different number of times on each rank. Gemma
+4 (`gemma4_e2b`: windows, shared keys, per-layer embeddings, untrained constants) passed the same test, which takes
+another minute.
 """
 
 from pathlib import Path
@@ -65,5 +64,5 @@ def test_two_ranks_are_one(name: str, tmp_path: Path) -> None:
 def rendered(
     maker: DocumentMaker, contents: list[Content], address: str, held: dict[str, FeatureTensors]
 ) -> model_input_pb2.RenderedInput:
-    """What a renderer makes of the contents; it gives the tensors out under `address`."""
+    """Returns the renderer's output for the contents; it serves the tensors under `address`."""
     return maker.splice(contents).rendered(address, held)

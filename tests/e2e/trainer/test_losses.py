@@ -1,4 +1,4 @@
-"""Every loss through the real trainer: two ranks, several micro-batches, packing, accumulation, and what fails."""
+"""Every loss through the real trainer: two ranks, several micro-batches, packing, accumulation and failures."""
 
 import asyncio
 from contextlib import suppress
@@ -31,7 +31,7 @@ RANKS = {"logprobs": 1, "sampled": 1, "advantages": 1}
 
 
 async def _policy_datums(bench: Bench, model_id: str) -> list[trainer_pb2.Datum]:
-    """Datums whose sampler differs from the model by some noise."""
+    """Returns datums with the model's log-probabilities plus some noise as the sampler's."""
     rendered = [bench.images.render(chunks) for chunks in chunk_lists("text")]
     plain = [datum(one, seed) for seed, one in enumerate(rendered)]
     scored = await bench.client.forward_backward(header(model_id, len(plain), backward=False), plain)
@@ -52,7 +52,7 @@ async def _policy_datums(bench: Bench, model_id: str) -> list[trainer_pb2.Datum]
 
 
 def _for(name: str, datums: list[trainer_pb2.Datum]) -> list[trainer_pb2.Datum]:
-    """With the inputs that the loss takes."""
+    """Returns the datums with only the inputs that the loss accepts."""
     keys = {"target_tokens", "logprobs", "advantages", *(["sequence_ratio_mask"] if name == "gspo" else ["weights"])}
     return [
         trainer_pb2.Datum(input=one.input, loss_inputs={key: one.loss_inputs[key] for key in keys}) for one in datums
@@ -70,7 +70,7 @@ def _reference(name: str, datums: list[trainer_pb2.Datum], result: ForwardBackwa
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 async def test_packed_equals_unpacked_and_the_reference(qwen3: Bench, name: str) -> None:
-    """One call equals one call for each datum, in losses, log-probabilities and accumulated gradients (C88, C89)."""
+    """One call equals one call per datum in losses, log-probabilities and accumulated gradients (C88, C89)."""
     packed, alone = await qwen3.adapter(), await qwen3.adapter()
     datums = _for(name, await _policy_datums(qwen3, packed))
     config = CONFIGS.get(name, {})
@@ -107,7 +107,7 @@ async def test_thresholds_of_positions_override_those_of_the_call(qwen3: Bench) 
 
 
 def policy(logprobs: Any, sampled: Any, advantages: Any) -> Any:
-    """Not a sum over positions: needs whole datums."""
+    """A loss that is not a sum over positions, so it needs whole datums."""
     ratio = torch.exp((logprobs - sampled).mean())
     loss = -ratio * (advantages * logprobs).sum() + logprobs.std(unbiased=False)
     return loss, {"custom/ratio:mean": ratio, "custom/length:sum": torch.ones_like(logprobs).sum()}
@@ -147,7 +147,7 @@ async def test_a_traced_loss_equals_its_function(qwen3: Bench) -> None:
 
 @pytest.mark.parametrize("place", range(5))
 async def test_a_traced_loss_that_fails_on_one_datum(qwen3: Bench, place: int) -> None:
-    """Whatever rank and micro-batch that datum is in: one error, gradients dropped, and the trainer goes on."""
+    """For any rank and micro-batch of that datum: one error, the gradients are dropped, and the trainer continues."""
     model_id = await qwen3.adapter()
     datums = await _policy_datums(qwen3, model_id)
     for index, one in enumerate(datums):
@@ -184,7 +184,7 @@ BOMBS: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
     "time": (
         graph(
             node("call_method", "one", "new_ones", X, 1),
-            node("call_method", "z", "expand", ref("one"), 2**22),  # a view: all of the time goes to what follows
+            node("call_method", "z", "expand", ref("one"), 2**22),  # a view, so all of the time is spent below
             *(node("call_method", f"m{i}", "lgamma", ref("z")) for i in range(12)),
             node("call_method", "total", "sum", X),
         ),
@@ -195,7 +195,7 @@ BOMBS: dict[str, tuple[trainer_pb2.CustomLoss, str]] = {
 
 @pytest.mark.parametrize("name", BOMBS)
 async def test_a_traced_loss_that_takes_too_much_costs_its_own_call(qwen3: Bench, name: str) -> None:
-    """On either rank, in whatever micro-batch: a neighbour trains on meanwhile, and both models are still there."""
+    """On either rank and in any micro-batch: a neighbour trains meanwhile, and both models survive."""
     message, words = BOMBS[name]
     bomber, neighbour = await qwen3.adapter(), await qwen3.adapter()
     datums = await _policy_datums(qwen3, neighbour)
@@ -223,8 +223,10 @@ async def test_a_traced_loss_that_takes_too_much_costs_its_own_call(qwen3: Bench
     assert good.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
-async def test_nobody_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
-    """Of a trainer's life, for which torch is loaded: not while rank 1 is not ready, and not if that fails."""
+async def test_no_call_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
+    """The trainer's first traced loss imports torch. Other calls do not wait while rank 1 is not ready, or if that
+    fails.
+    """
     datums = await _policy_datums(qwen3, await qwen3.adapter())
     process = CopiedTrainer(qwen3.model_dir, qwen3.scratch / "first-traced.log")
     try:
@@ -256,12 +258,12 @@ async def test_nobody_waits_for_the_first_traced_loss(qwen3: Bench) -> None:
 
 
 async def _sandbox_of(process: CopiedTrainer, rank: int) -> psutil.Process:
-    """What evaluates traced losses for a rank, once it has begun to start."""
+    """Returns the sandbox process of a rank's traced losses, once it has started."""
     return await _child_of(process.rank_pids()[rank])
 
 
 async def _child_of(pid: int) -> psutil.Process:
-    """The process that another one starts to evaluate traced losses."""
+    """Returns the sandbox process that another process has started."""
     while True:
         for child in psutil.Process(pid).children():
             with suppress(psutil.Error):
@@ -290,7 +292,7 @@ async def test_a_loss_that_is_not_finite_is_refused(qwen3: Bench) -> None:
 
 
 async def test_several_targets_and_a_traced_loss(qwen3: Bench) -> None:
-    """[N, K] log-probabilities reach the graph as such."""
+    """[N, K] log-probabilities reach the graph with that shape."""
     model_id = await qwen3.adapter()
     rendered = qwen3.images.render(chunk_lists("text")[0])
     targets = np.random.default_rng(0).integers(0, 1200, (17, 3)).astype(np.int64)
@@ -316,7 +318,7 @@ def squared(logprobs: Any) -> Any:
 
 
 def preference(scores: list[torch.Tensor]) -> torch.Tensor:
-    """Direct preference optimization over pairs (Rafailov et al., 2023), against a reference of zero."""
+    """Direct preference optimization over pairs (Rafailov et al., 2023), with a reference of zero."""
     sums = [one.sum() for one in scores]
     margins = [sums[i] / len(scores[i]) - sums[i + 1] / len(scores[i + 1]) for i in range(0, len(sums) - 1, 2)]
     return -torch.nn.functional.logsigmoid(torch.stack(margins) * 2).sum()
@@ -324,7 +326,7 @@ def preference(scores: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["squared", "preference"])
 async def test_custom_losses_equal_autograd_through_the_whole_model(qwen3: Bench, name: str) -> None:
-    """C91: as the SDK does it for pairs (a forward, then cross_entropy with weights), and traced for one datum."""
+    """C91: as the SDK does it for pairs (a forward, then weighted cross_entropy), and traced for one datum."""
     model_id = await qwen3.adapter()
     chunks = chunk_lists("text")[:4]
     datums = [datum(qwen3.images.render(one), seed) for seed, one in enumerate(chunks)]

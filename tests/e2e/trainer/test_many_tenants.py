@@ -1,4 +1,4 @@
-"""Many tenants on storage that is too slow for them, and on a device that is too small: killed in the middle."""
+"""Many tenants on storage that is too slow and a device that is too small, with a kill in the middle."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ AT_START_BYTES = 2**20
 
 @dataclass
 class Tenant:
-    """As its gateway: numbers its commands, keeps them with their answers, and asks again after a restart."""
+    """A minimal gateway: it numbers its commands, stores them with their answers, and repeats them after a restart."""
 
     model_id: str
     seed: int
@@ -45,12 +45,12 @@ class Tenant:
     refused: list[str] = field(default_factory=list)
 
     async def train(self, client: TrainerClient, steps: int) -> None:
-        """A pass, a step and a sampling client, over and over."""
+        """Runs a pass, a step and a sampling client in a loop."""
         for seq_id in range(len(self.answers) + 1, 2 * steps + 1):
             self.answers[seq_id] = await self._command(client, seq_id)
 
     async def restore(self, client: TrainerClient) -> int:
-        """Returns the last command of the durable point. What comes after it must give the same answers again."""
+        """Returns the last command of the durable point. Repeated later commands must give the same answers."""
         try:
             durable = (await client.restore_model(self.model_id, LORA)).seq_id
         except NotFound:
@@ -91,7 +91,7 @@ class Tenant:
 
 @asynccontextmanager
 async def slow_disk(folder: Path) -> AsyncIterator[None]:
-    """Lets a `credit://` disk write so many bytes a second, from now on."""
+    """Limits a `credit://` disk to a number of bytes per second from now on."""
     credit, begun = folder / "credit", time.monotonic()
 
     async def grant() -> None:
@@ -108,7 +108,7 @@ async def slow_disk(folder: Path) -> AsyncIterator[None]:
 
 
 def metric(port: int, name: str) -> float:
-    """A gauge of the trainer."""
+    """Returns a gauge of the trainer."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
         found = re.search(rf"^fovea_trainer_{name} (\S+)", page.read().decode(), re.MULTILINE)
     assert found
@@ -147,7 +147,7 @@ async def test_killed_while_storage_is_behind_and_models_are_away_nothing_is_los
     (tmp_path / "credit").write_text(str(AT_START_BYTES))
     first = trainer("first", *options)
     client = await first.ready()
-    async with slow_disk(tmp_path):  # a slow start earns no credit, with which storage would keep up
+    async with slow_disk(tmp_path):  # a slow start must not earn credit, with which storage would keep up
         for tenant in tenants:
             await client.create_model(tenant.model_id, LORA)
         training = asyncio.gather(*(tenant.train(client, KILL_AFTER) for tenant in tenants))
@@ -183,7 +183,7 @@ async def test_killed_while_storage_is_behind_and_models_are_away_nothing_is_los
         assert [one.digest for one in tenant.snapshots.values()] == [one.digest for one in other.snapshots.values()]
     assert on_host >= TENANTS / 3
     assert any(durable)
-    assert min(durable) < 2 * KILL_AFTER, "something had to be computed again"
+    assert min(durable) < 2 * KILL_AFTER, "some commands must be computed again"
     assert any("snapshot-memory-mib" in words for words in refused)
     assert any("states and snapshots" in words for words in refused)
     assert most_waiting <= BOUND_MIB * 2**20

@@ -1,4 +1,4 @@
-"""Memory that is counted, and memory that runs out for real: what does not fit is refused, and nobody loses a model."""
+"""Accounted memory and real exhaustion: requests that do not fit are refused, and no model is lost."""
 
 import re
 import resource
@@ -22,7 +22,7 @@ LORA = weights_pb2.LoraConfig(rank=8, seed=1, train_attention=True, train_mlp=Tr
 
 
 class Cramped:
-    """A trainer on two ranks whose memory a test may make scarce."""
+    """A trainer on two ranks with memory that a test can limit."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         model_dir = fovea_tinyvlm.ensure("qwen3")
@@ -34,18 +34,18 @@ class Cramped:
         return [datum(self.images.render([text(length, seed)]), seed) for seed, length in enumerate(lengths)]
 
     async def add(self, model_id: str, *lengths: int) -> list[float]:
-        """forward_backward; the first log-probability of each datum."""
+        """Calls forward_backward; returns the first log-probability of each datum."""
         result = await self.client.forward_backward(header(model_id, len(lengths)), self.datums(*lengths))
         return [float(logprobs_of(output).flatten()[0]) for output in result.outputs]
 
     async def step(self, model_id: str) -> tuple[float, int]:
-        """optim_step; the norm of its gradient and the count of steps."""
+        """Calls optim_step; returns the norm of its gradient and the number of steps."""
         response = await self.client.optim_step(model_id, adam())
         return response.metrics.values["grad_norm:mean"], response.step
 
     @contextmanager
     def left(self, room_bytes: int) -> Iterator[None]:
-        """Leaves every rank so much address space beside what it has now: the kernel refuses more."""
+        """Limits every rank's address space to its present size plus this; the kernel refuses more."""
         pids = self.process.rank_pids()
         before = [resource.prlimit(pid, resource.RLIMIT_AS) for pid in pids]
         for pid in pids:
@@ -71,8 +71,8 @@ async def cramped(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
         started.process.kill()
 
 
-async def test_running_out_of_memory_costs_one_call_and_nobody_a_model(cramped: Cramped) -> None:
-    """The neighbour and the model itself go on, with the gradients that earlier calls had added."""
+async def test_running_out_of_memory_costs_one_call_and_no_model(cramped: Cramped) -> None:
+    """The neighbour and the model itself continue, with the gradients of earlier calls."""
     for name in ("neighbour", "m", "alike"):
         await cramped.client.create_model(name, LORA)
     for name in ("m", "alike"):
@@ -88,7 +88,7 @@ async def test_running_out_of_memory_costs_one_call_and_nobody_a_model(cramped: 
 
 
 async def test_a_call_that_fits_in_smaller_pieces_is_computed_in_them(cramped: Cramped) -> None:
-    """The second time with one datum a micro-batch, activations computed again: the same log-probabilities."""
+    """The second attempt has one datum per micro-batch and recomputes activations: the same log-probabilities."""
     lengths = [700] * 20
     for name in ("m", "alike"):
         await cramped.client.create_model(name, LORA)
@@ -101,7 +101,9 @@ async def test_a_call_that_fits_in_smaller_pieces_is_computed_in_them(cramped: C
 
 @pytest.mark.parametrize("cramped", [("--memory-limit-mib", "1500")], indirect=True)
 async def test_models_and_snapshots_that_do_not_fit_are_refused_by_name(cramped: Cramped) -> None:
-    """Creates until it is full; what is there trains; snapshots until there is no room; models less make room."""
+    """Creates models until memory is full; they train; takes snapshots until they are refused; deleted models make
+    room.
+    """
     large = weights_pb2.LoraConfig(rank=1024, train_attention=True, train_mlp=True)
 
     async def create(name: str) -> None:
@@ -125,9 +127,9 @@ async def test_models_and_snapshots_that_do_not_fit_are_refused_by_name(cramped:
     frozen, refused = await _until_refused(freeze)
     assert len(frozen) < len(names)
     assert refused.message.startswith(f"a snapshot of model 'm{len(frozen)}' needs 28 MiB of the trainer's memory")
-    while True:  # snapshots took of the room since, and copies for recovery leave it when they are written
+    while True:  # snapshots took some of the room since, and recovery copies leave it once written
         await cramped.client.delete_model(names.pop())
-        assert names, "all models are deleted, and there is no room for one"
+        assert names, "deleting all models must make room for one"
         with suppress(ResourceExhausted):
             await create("again")
             break

@@ -1,4 +1,4 @@
-"""A trainer of several nodes: it computes what one node does, and its nodes end together, whatever ends one of them."""
+"""A trainer of several nodes computes the same as one node, and its nodes end together for any cause."""
 
 import asyncio
 import os
@@ -44,7 +44,9 @@ async def start(qwen3_vl: Bench, tmp_path: Path) -> AsyncIterator[Callable[[int,
 
 
 async def test_one_rank_each(qwen3_vl: Bench, start: Callable[[int, int], TwoNodes]) -> None:
-    """As many ranks as the one node has. The node without rank 0 is told to stop: what runs ends, then both."""
+    """As many ranks as the single node. The node without rank 0 gets SIGTERM: the running command ends, then both
+    nodes.
+    """
     nodes = start(1, 1)
     client = await nodes.leader.ready()
     assert (await client.info()).world_size == 2
@@ -71,7 +73,7 @@ async def test_one_rank_each(qwen3_vl: Bench, start: Callable[[int, int], TwoNod
 
 
 async def test_more_ranks_on_one_than_on_the_other(qwen3_vl: Bench, start: Callable[[int, int], TwoNodes]) -> None:
-    """A rank of the other node is killed: everybody ends and says which one it was."""
+    """A rank of the other node is killed: all processes end and report its number."""
     nodes = start(1, 2)
     client = await nodes.leader.ready()
     assert (await client.info()).world_size == 3
@@ -115,7 +117,7 @@ def _listens(port: int) -> bool:
 
 
 async def _assert_computes_the_same(client: TrainerClient, bench: Bench) -> None:
-    """As one node of two ranks: log-probabilities and loss, before a step and after it."""
+    """Compares log-probabilities and loss before and after a step with one node of two ranks."""
     datums = datums_of(bench.images, "mixed")
     await client.create_model("m", LORA)
     model_id = await bench.create(LORA)
@@ -132,7 +134,7 @@ async def _assert_computes_the_same(client: TrainerClient, bench: Bench) -> None
 
 
 def _descent(rate: float) -> trainer_pb2.AdamParams:
-    """Plain gradient descent: AdamW whose eps is huge."""
+    """Returns plain gradient descent: AdamW with a huge eps."""
     return adam(learning_rate=rate * 1e10, eps=1e10)
 
 

@@ -1,8 +1,8 @@
-"""A power cut at any moment: what a client was told is there afterwards, and every named checkpoint is whole; what
-changed a model is in a durable point of the trainer's or in the gateway's journal.
+"""A power cut at any moment: acknowledged work is kept, and every named checkpoint is complete.
 
-A real gateway and a real trainer work for a client while all that they do to the disk is recorded. Then the disk is
-made as it may be after a cut, 200 times, and looked at.
+Each change of a model is in a durable point of the trainer or in the gateway's journal. A real gateway and a real
+trainer serve a client while all their disk operations are recorded. Then 200 possible states of the disk after a cut
+are built and checked.
 """
 
 import json
@@ -39,14 +39,14 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the recorder
 
 
 class Told:
-    """A client that notes in the record what it is told, when it is told."""
+    """A client that writes each acknowledgement into the record when it arrives."""
 
     def __init__(self, rest: Rest, recording: Recording) -> None:
         self._rest, self._recording, self._seq_id = rest, recording, 0
         self.model_id = ""
 
     async def create(self, number: int, lora: dict[str, object]) -> None:
-        """A model, whose commands come next."""
+        """Creates the model of the following commands."""
         self._seq_id = 0
         body = {"session_id": self._rest.session_id, "model_seq_id": number, "base_model": "fovea/fake-vl"}
         self.model_id = str(
@@ -55,12 +55,12 @@ class Told:
         self._note_change()
 
     async def run(self, route: str, **body: object) -> dict[str, object]:
-        """A command's result."""
+        """Runs a command; returns its result."""
         self._seq_id += 1
         return await self._wait(await self._rest.ok(route, model_id=self.model_id, seq_id=self._seq_id, **body))
 
     async def train(self) -> None:
-        """A loss and a step."""
+        """Runs a loss and a step."""
         self._seq_id += 1
         await self._wait((await self._rest.forward_backward(self.model_id, self._seq_id)).json())
         self._note_change()
@@ -68,17 +68,17 @@ class Told:
         self._note_change()
 
     async def load(self, path: object) -> None:
-        """A state into the model."""
+        """Loads a state into the model."""
         await self.run("load_weights", path=path, optimizer=True)
         self._note_change()
 
     async def finish(self) -> None:
-        """The session, and with it the model."""
+        """Ends the session, and with it the model."""
         self._recording.mark(ended=self.model_id)
         await self._rest.ok(f"sessions/{self._rest.session_id}/finish", reason={"type": "success"}, detail=None)
 
     async def copy(self, path: object, number: int) -> None:
-        """A copy of a checkpoint."""
+        """Copies a checkpoint."""
         body = {"source_path": path, "session_id": self._rest.session_id, "model_seq_id": number}
         copied = await self._rest.ok("copy_weights", **body)
         self._recording.mark(named=copied["tinker_path"])
@@ -104,7 +104,9 @@ class Told:
 
 
 async def work(told: Told) -> None:
-    """Everything that is kept: states, weights to sample from, exports, copies; saved over, deleted, loaded."""
+    """Exercises all kinds of storage: states, sampler weights, exports and copies, with overwrites, deletions and
+    loads.
+    """
     await told.create(0, {"rank": 4})
     await told.train()
     first = await told.run("save_weights", path="a")
@@ -121,7 +123,7 @@ async def work(told: Told) -> None:
 
 
 async def work_on_all(told: Told) -> None:
-    """The same for all parameters, which ranks write together."""
+    """The same for full parameters, which ranks write together."""
     await told.create(0, {"rank": 0})
     await told.train()
     saved = await told.run("save_weights", path="full")
@@ -132,20 +134,20 @@ async def work_on_all(told: Told) -> None:
 
 @dataclass
 class Recorded:
-    """What happened, and the inode of the folder in which it did."""
+    """The recorded events, and the inode of the recorded folder."""
 
     events: list[Event]
     root: Path
 
     def disk(self) -> Disk:
-        """Before anything happened."""
+        """Returns the disk before the first event."""
         disk = Disk()
         disk.sees_root(self.root.stat().st_ino)
         return disk
 
     @cached_property
     def whole(self) -> dict[str, dict[str, bytes]]:
-        """The files of each checkpoint's folder, as they were when it was put in place, or at the end."""
+        """The files of each checkpoint's folder when it was published, or at the end."""
         disk, found = self.disk(), dict[str, dict[str, bytes]]()
         for event in self.events:
             disk.do(event)
@@ -160,14 +162,14 @@ class Recorded:
 
     @cached_property
     def answers(self) -> dict[str, bytes]:
-        """The results of all futures, as they were kept."""
+        """The stored results of all futures."""
         with closing(sqlite3.connect(self.root / _DATABASE)) as connection:
             return dict(connection.execute("SELECT future_id, result FROM future_results"))
 
 
 @pytest.fixture(scope="module")
 async def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """One recording for all tests here."""
+    """One recording for all tests of this file."""
     folder = tmp_path_factory.mktemp("power")
     root = folder / "disk"
     root.mkdir()
@@ -209,7 +211,7 @@ def test_the_record_has_all_that_was_done(recorded: Recorded) -> None:
     there = {str(path.relative_to(recorded.root)): path for path in recorded.root.rglob("*") if path.is_file()}
     found = disk.files()
     assert sorted(found) == sorted(there)
-    # SQLite maps its index of the log into memory, and makes it anew after a crash.
+    # SQLite maps the index of its log into memory, and rebuilds it after a crash.
     assert [name for name in found if found[name] != there[name].read_bytes() and not name.endswith("-shm")] == []
 
 
@@ -230,10 +232,10 @@ def test_without_syncs_the_same_look_finds_what_is_lost(
 
 
 def problems(recorded: Recorded, scratch: Path, unsynced: str = "-") -> Iterator[str]:
-    """What is wrong after cuts at random moments.
+    """Yields the faults after cuts at random moments.
 
     Args:
-        unsynced: What the paths begin with whose syncs are taken for none.
+        unsynced: Prefix of paths; their syncs are ignored.
     """
     ignored = {event.inode for event in recorded.events if event.path.startswith(unsynced)}
     chance = random.Random(16)
@@ -253,14 +255,16 @@ def problems(recorded: Recorded, scratch: Path, unsynced: str = "-") -> Iterator
 
 
 def journaled(database: Path, model_id: str) -> set[int]:
-    """Commands of a model that could be done again."""
+    """Returns the commands of a model that could be replayed."""
     query = "SELECT seq_id FROM journal JOIN journal_requests USING (model_id, seq_id) WHERE model_id = ?"
     with closing(sqlite3.connect(database)) as connection:
         return {row[0] for row in connection.execute(query, (model_id,))}
 
 
 def newest_point(files: dict[str, bytes], whole: dict[str, dict[str, bytes]], model_id: str) -> tuple[int, bool]:
-    """From which command a trainer would restore a model, -1 if from none, and whether that has all its bytes."""
+    """Returns the command from which a trainer would restore a model (-1 if none), and whether that
+    point is complete.
+    """
     parent = f"recovery/{quote(model_id, safe='').replace('.', '%2E')}/"
     names = {path.removeprefix(parent).partition("/")[0] for path in files if path.startswith(parent)}
     for name in sorted((name for name in names if name.isdecimal()), key=int, reverse=True):
@@ -272,12 +276,12 @@ def newest_point(files: dict[str, bytes], whole: dict[str, dict[str, bytes]], mo
 
 
 def below(files: dict[str, bytes], folder: str) -> dict[str, bytes]:
-    """The files of a folder."""
+    """Returns the files of a folder."""
     return {path: data for path, data in files.items() if path.startswith(f"{folder}/")}
 
 
 class Promises:
-    """What clients have been told so far."""
+    """The acknowledgements that clients have received so far."""
 
     def __init__(self) -> None:
         self._accepted: set[str] = set()
@@ -286,7 +290,7 @@ class Promises:
         self._changed: dict[str, set[int]] = {}
 
     def note(self, event: Event) -> None:
-        """Takes up what a mark says."""
+        """Records the content of a mark."""
         if event.kind is Kind.MARK:
             told = event.told()
             self._accepted |= {told[name] for name in ("accepted",) if name in told}
@@ -302,7 +306,7 @@ class Promises:
         self, database: Path, files: dict[str, bytes], whole: dict[str, dict[str, bytes]], answers: dict[str, bytes],
         root: str,
     ) -> Iterator[str]:  # fmt: skip
-        """Which of them a disk does not keep."""
+        """Yields the promises that a disk breaks."""
         if not database.exists():
             if self._accepted:
                 yield "the database is gone"

@@ -1,4 +1,4 @@
-"""Snapshots arrive in samplers over gloo, whole and identical; samplers that fail do not take the others with them."""
+"""Snapshots arrive in samplers over gloo complete and identical; a failing sampler does not affect the others."""
 
 import asyncio
 import uuid
@@ -46,7 +46,7 @@ async def test_adapters_go_from_memory_to_memory(qwen3_vl: Bench, sampler: Recei
         assert [(r.sampler, r.error, r.pause_s) for r in response.results] == [(sampler.address, "", 0.5)]
     assert (first.step, second.step) == (0, 1)
     assert first.digest != second.digest
-    assert len(sampler.joined) == 1, "the group is kept"
+    assert len(sampler.joined) == 1, "the group must be kept"
     _assert_equal(sampler.received[second.snapshot_id], load_file(folder / "adapter_model.safetensors"))
     lora = sampler.manifests[first.snapshot_id].lora
     assert (lora.rank, lora.alpha, lora.train_vision) == (8, 16.0, True)
@@ -65,7 +65,7 @@ async def test_snapshot_that_a_sampler_holds_is_not_sent_again(qwen3: Bench, sam
 async def test_full_parameters_and_the_base(
     vlm: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler
 ) -> None:
-    """Several samplers at once; the base can be pushed also while a full-parameter model is trained."""
+    """Several samplers at once. The base can also be pushed while a full model is trained."""
     model_id = await vlm.create(None)
     await _train(vlm, model_id)
     folder = vlm.scratch / f"{model_id}-full"
@@ -130,7 +130,7 @@ async def test_sampler_that_refuses_or_differs_is_reported(
         f"{model_id}@1", [sampler.address, second_sampler.address], timeout_s=30
     )
     assert [result.error for result in response.results] == ["", "manifest: no room"]
-    with pytest.raises(InvalidInput, match="manifest: no room"):  # none ever will: no retries
+    with pytest.raises(InvalidInput, match="manifest: no room"):  # no sampler will ever come, so do not retry
         await qwen3.client.push_snapshot(f"{model_id}@1", [second_sampler.address], timeout_s=30)
     second_sampler.refuse_manifest = False
     second_sampler.lie_about_digest = True
@@ -168,7 +168,7 @@ async def test_sampler_that_was_restarted_joins_anew(qwen3: Bench, sampler: Rece
     assert len(sampler.joined) == 2
 
 
-async def test_a_sampler_that_does_not_come_keeps_nobody_elses_push_waiting(
+async def test_an_absent_sampler_delays_no_other_push(
     qwen3: Bench, sampler: ReceivingSampler, second_sampler: ReceivingSampler
 ) -> None:
     model_id = await qwen3.adapter()
@@ -185,7 +185,7 @@ async def test_a_sampler_that_does_not_come_keeps_nobody_elses_push_waiting(
 
 
 async def test_a_full_snapshot_stays_until_its_push_is_over(qwen3: Bench, sampler: ReceivingSampler) -> None:
-    """Another is taken after the first was described and before it is broadcast, and there is room for one."""
+    """The second snapshot follows the first one's description and precedes its broadcast, with memory for one."""
     model_id = await qwen3.create(None)
     await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
     sampler.may_join.clear()

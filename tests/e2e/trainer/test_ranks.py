@@ -1,7 +1,7 @@
-"""In bfloat16 too the number of ranks changes gradients by no more than float32 sums in another order do.
+"""In bfloat16, too, the number of ranks changes gradients only by the rounding of float32 sums.
 
-Each datum is a micro-batch by itself, so that one rank and two compute the same activations to the bit; what differs is
-how gradients are added up.
+Each datum is its own micro-batch, so that one rank and two compute bit-identical activations; only the order of
+gradient sums differs.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def images() -> Iterator[ImageService]:
 
 @pytest.fixture(scope="module")
 def found(images: ImageService, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By kind of model, what training came to on one rank and on two."""
+    """Training results on one rank and on two, by kind of model."""
     datums = [datum.SerializeToString() for datum in datums_of(images, "mixed")]
     loras = {"adapter": LoraSettings(8, 32.0, 7, True, True, True, True), "full": None}
     calls = [Call(lora, datums, 3, ADAM) for lora in loras.values()]
@@ -52,13 +52,13 @@ def test_two_ranks_sum_gradients_as_one_does(found: dict[str, list[dict[str, Any
     norms = [[metrics["grad_norm:mean"] for metrics in each["metrics"]] for each in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     for name, weights in one["weights"].items():
-        # Adam divides a gradient by its own size: where one is all but zero, even its last bits show in that element.
+        # Adam divides a gradient by its own size, so even the last bits of a nearly zero gradient change that element.
         difference = (two["weights"][name] - weights).square().mean().sqrt().item()
         assert difference < 0.1 * ADAM.learning_rate, name
 
 
 def test_a_family_by_rule_is_sharded_and_recomputed(tmp_path: Path) -> None:
-    """Gemma 3, whose layers slide and whose embeddings are scaled, in float32."""
+    """Gemma 3, with sliding layers and scaled embeddings, in float32."""
     config = Gemma3TextConfig(
         vocab_size=1280, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, sliding_window=8, query_pre_attn_scalar=24, max_position_embeddings=256,
@@ -75,6 +75,6 @@ def test_a_family_by_rule_is_sharded_and_recomputed(tmp_path: Path) -> None:
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference over the norm."""
+    """Returns the norm of the difference over the norm."""
     norm = exact.norm().item()
     return (found - exact).norm().item() / norm if norm else found.norm().item()

@@ -1,4 +1,4 @@
-"""Small calls of several models in one pass: results, gradients and failures are those of each call alone."""
+"""Small calls of several models in one pass: results, gradients and failures equal those of separate calls."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ Call = tuple[trainer_pb2.ForwardBackwardHeader, list[trainer_pb2.Datum]]
 
 
 async def _trained(bench: Bench, count: int) -> list[str]:
-    """Adapters that differ, each with one step taken so that both factors matter."""
+    """Returns different adapters, each after one step so that both factors matter."""
     models = [await bench.adapter(seed=seed) for seed in range(count)]
     for seed, model in enumerate(models):
         await bench.client.forward_backward(*_call(bench, model, [text(20, seed)]))
@@ -32,7 +32,7 @@ def _call(bench: Bench, model: str, chunks: list, loss: str = "cross_entropy", p
 
 
 async def _together(bench: Bench, calls: list[Call]) -> list[ForwardBackwardResult | BaseException]:
-    """Runs calls while a longer one occupies the trainer, so that all of them wait at the same time."""
+    """Runs calls while a longer one occupies the trainer, so that all of them wait together."""
     busy = await bench.adapter()
     running = asyncio.create_task(
         bench.client.forward_backward(*_call(bench, busy, [text(400, seed) for seed in range(24)]))
@@ -55,7 +55,7 @@ async def test_each_call_gives_what_it_gives_alone(shared: Bench) -> None:
     found = await _together(shared, calls)
     for model, result, expected, gradient in zip(models, found, alone, gradients, strict=True):
         assert isinstance(result, ForwardBackwardResult)
-        assert result.metrics == expected.metrics, "on a CPU a call has the same bits alone and in a shared pass"
+        assert result.metrics == expected.metrics, "on a CPU a call must have the same bits alone and in a shared pass"
         assert result.outputs == expected.outputs
         descended = await shared.descend(model)
         assert descended.keys() == gradient.keys()
@@ -91,5 +91,5 @@ async def test_a_call_that_fails_leaves_the_others_alone(shared: Bench) -> None:
     for result in (found[0], found[1], found[3]):
         assert isinstance(result, ForwardBackwardResult)
     norms = [(await shared.client.optim_step(model, adam())).metrics.values["grad_norm:mean"] for model in models]
-    assert norms[2] == 0, "the failed call added no gradients"
+    assert norms[2] == 0, "the failed call must add no gradients"
     assert min(norms[0], norms[1], norms[3]) > 0

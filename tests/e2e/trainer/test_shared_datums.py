@@ -1,6 +1,6 @@
-"""Datums above the token budget, which ranks compute together: results and gradients are those of one rank.
+"""Ranks compute datums above the token budget together: results and gradients equal those of one rank.
 
-So are those of several replicas, with short datums and long ones, text and pictures.
+The same holds for several replicas, with short and long datums, text and pictures.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ LORAS = {
 
 @pytest.fixture(scope="module")
 def datums() -> Iterator[list[bytes]]:
-    """Short and long ones, with and without pictures; lengths that ranks do not divide."""
+    """Returns short and long datums with and without pictures; the ranks do not divide their lengths."""
     model = AutoModelForImageTextToText.from_pretrained(fovea_tinyvlm.ensure("qwen3_vl"), dtype=torch.float32)
     service = ImageService(fovea_tinyvlm.ensure("qwen3_vl"), model.model.get_rope_index)
     long = [

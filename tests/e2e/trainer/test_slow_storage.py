@@ -1,4 +1,6 @@
-"""Recovery of many models in a whole trainer, on storage that takes less than their snapshots: it writes on credit."""
+"""Recovery of many models in a whole trainer, on storage that is slower than their snapshots: writing is limited by a
+byte credit.
+"""
 
 import asyncio
 import os
@@ -51,7 +53,9 @@ CREDIT_DISK = """
 
 
 def install(folder: Path, credit: Path) -> None:
-    """A package that gives fsspec the protocol `credit`: a local disk that writes no more bytes than a file says."""
+    """Installs a package with the fsspec protocol `credit`: a local disk that writes at most the bytes that a file
+    grants.
+    """
     about = folder / "credit_disk-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: credit-disk\nVersion: 1\n")

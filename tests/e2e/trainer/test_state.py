@@ -1,4 +1,4 @@
-"""What was saved is what is loaded, and training goes on from it as if nothing had been."""
+"""Loads restore saved states, and training continues as if uninterrupted."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.small_disk import fill
 
 @pytest.mark.parametrize("kind", ["adapter", "full"])
 async def test_resumes_bit_close(vlm: Bench, kind: str, new_bucket: Callable[[], str]) -> None:
-    """One family keeps its states in a bucket, the other on a disk: neither knows of the other's choice."""
+    """One family stores its states in a bucket, the other on a disk."""
     place = "s3" if vlm.kind == "qwen3_vl" else "disk"
     lora = weights_pb2.LoraConfig(rank=4, train_attention=True, train_unembedding=True) if kind == "adapter" else None
     folder = f"{vlm.scratch if place == 'disk' else new_bucket()}/states/{kind}"
@@ -63,9 +63,9 @@ async def test_a_full_disk_is_named_and_nothing_else_is_lost(qwen3: Bench, kind:
         with pytest.raises(ResourceExhausted, match="is full"):
             await qwen3.client.take_snapshot(model_id, f"{model_id}@{spare_bytes}", f"{small_disk}/snapshot")
         (small_disk / "junk").unlink()
-    assert os.listdir(small_disk) == ["first"], "what failed left nothing"
+    assert os.listdir(small_disk) == ["first"], "a failed save must leave nothing"
     assert await qwen3.client.load_state(model_id, f"{small_disk}/first", optimizer=True) == 0, (
-        "what was there is whole"
+        "the previous state must be complete"
     )
     await _train(qwen3, model_id, 1)
     assert (await qwen3.client.save_state(model_id, f"{small_disk}/second")).step == 1
@@ -98,7 +98,7 @@ async def test_snapshots_kept_in_a_bucket_are_whole(qwen3: Bench, kind: str, new
 
 @pytest.mark.parametrize("place", ["disk", "s3"])
 @pytest.mark.parametrize("kind", ["adapter", "full"])
-async def test_what_storage_refuses_is_said_and_costs_nothing(qwen3: Bench, kind: str, place: str) -> None:
+async def test_a_refusal_of_storage_is_reported_and_costs_nothing(qwen3: Bench, kind: str, place: str) -> None:
     (qwen3.scratch / "file").touch()
     url, said = (f"{qwen3.scratch}/file/below", "NotADirectoryError") if place == "disk" else ("s3://none/b", "bucket")
     model_id = await (qwen3.adapter() if kind == "adapter" else qwen3.create(None))
@@ -156,7 +156,7 @@ async def test_state_that_does_not_fit_is_refused(qwen3: Bench) -> None:
 
 @pytest.mark.parametrize("kind", ["adapter", "full"])
 async def test_a_state_with_weights_out_of_bounds_is_refused(qwen3: Bench, kind: str) -> None:
-    """Above the largest float16, a finite number is refused as one that is not is; the model stays as it was."""
+    """Numbers above the largest float16 are refused like non-finite ones; the model stays unchanged."""
     model_id = await (qwen3.adapter(rank=32) if kind == "adapter" else qwen3.create(None))
     folder = qwen3.scratch / f"large-{kind}"
     await qwen3.client.save_state(model_id, str(folder))
@@ -171,7 +171,7 @@ async def test_a_state_with_weights_out_of_bounds_is_refused(qwen3: Bench, kind:
 
 
 def _spoil(folder: Path, kind: str, value: float) -> str:
-    """Sets one number of the weights that were saved; returns the name of its tensor."""
+    """Changes one number of the saved weights; returns the name of its tensor."""
     if kind == "adapter":
         weights = load_file(folder / "adapter_model.safetensors")
         name = sorted(weights)[-1]
@@ -197,7 +197,7 @@ async def test_full_state_of_another_model_is_refused(qwen3: Bench, qwen3_vl: Be
 
 
 class _Attack:
-    """Unpickled, makes a folder."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -221,9 +221,8 @@ async def test_a_checkpoint_that_would_run_code_is_refused(qwen3: Bench) -> None
     "uri", ["http://127.0.0.1:1/state", "{outside}/a", "{scratch}/../../{name}/a", "{scratch}/out/a"]
 )
 async def test_places_outside_of_the_roots_are_refused(qwen3: Bench, uri: str) -> None:
-    """By every call that takes a place; the trainer goes on.
-
-    The places are empty folders made for this: a trainer that is wrong replaces what it finds there.
+    """Every call with a path refuses it; the trainer continues. The paths are empty folders made for this test, because
+    a faulty trainer would overwrite them.
     """
     roots = qwen3.scratch.parent  # see TrainerProcess
     with tempfile.TemporaryDirectory(prefix="fovea-outside-", dir=roots.parent) as outside:

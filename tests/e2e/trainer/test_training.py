@@ -1,4 +1,4 @@
-"""Models side by side, gradients, steps, and the rules of who may exist with whom."""
+"""Several models, gradients, steps, and the rules for models that may exist together."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -63,7 +63,7 @@ async def test_seed_fixes_the_start(qwen3: Bench) -> None:
 
 
 async def test_adapters_do_not_touch_each_other(qwen3_vl: Bench) -> None:
-    """Interleaved training of two adapters of different shape gives what training each alone gives."""
+    """Interleaved training of two adapters of different shapes equals training each alone."""
     datums = datums_of(qwen3_vl.images, "mixed")
 
     async def train(model_id: str) -> None:
@@ -254,7 +254,7 @@ async def test_unknown_models_are_not_found(qwen3: Bench) -> None:
 
 
 async def test_two_ranks_equal_one(one_rank: Bench, qwen3_vl: Bench) -> None:
-    """The number of ranks changes neither losses, nor log-probabilities, nor where training leads."""
+    """The number of ranks changes neither losses, log-probabilities nor the trained weights."""
     datums = datums_of(qwen3_vl.images, "mixed")
     answers = []
     for bench in (one_rank, qwen3_vl):
@@ -271,7 +271,7 @@ async def test_two_ranks_equal_one(one_rank: Bench, qwen3_vl: Bench) -> None:
 
 
 async def test_a_rank_without_datum_or_image_joins_in(vlm: Bench) -> None:
-    """One datum for two ranks; an image beside text only; both with the vision tower trained."""
+    """One datum for two ranks, and an image beside text only; both with the vision tower trained."""
     model_id = await vlm.adapter(vision=True)
     image = datums_of(vlm.images, "image")[0]
     words = datums_of(vlm.images, "text")[0]
@@ -282,7 +282,7 @@ async def test_a_rank_without_datum_or_image_joins_in(vlm: Bench) -> None:
 
 
 async def test_known_images_beside_new_ones(vlm: Bench) -> None:
-    """One rank remembers an image, the other has a new one: no hang, no second fetch, the same answers."""
+    """One rank has an image in its cache, the other has a new one: no hang, no second fetch, the same answers."""
     model_id = await vlm.adapter()
     pictures = [picture(140, 140, 1000 + number) for number in range(3)]
     datums = [datum(vlm.images.render([text(3, 1), one, text(5, 2)]), 9) for one in pictures]
@@ -292,7 +292,7 @@ async def test_known_images_beside_new_ones(vlm: Bench) -> None:
         result = await vlm.client.forward_backward(header(model_id, len(batch)), batch)
         np.testing.assert_allclose(logprobs_of(result.outputs[0]), logprobs_of(alone[0].outputs[0]), atol=1e-5)
     digests = [one.input.spans[0].feature.digest for one in datums]
-    # Each rank keeps its own, so an image may be asked for once by each.
+    # Each rank has its own cache, so each may fetch an image once.
     assert all(1 <= vlm.images.fetched.count(digest) <= 2 for digest in digests)
 
 
@@ -308,7 +308,7 @@ async def test_images_are_seen(qwen3_vl: Bench) -> None:
 
 
 async def test_a_numbered_command_that_is_asked_for_twice_is_done_once(vlm: Bench) -> None:
-    """Also if its caller left in the middle of it, as a gateway does that is killed."""
+    """Even if its caller disconnects in the middle, as a killed gateway does."""
     datums = datums_of(vlm.images, "mixed")
 
     async def train(is_repeated: bool) -> tuple[list[bytes], dict[str, float], dict[str, torch.Tensor]]:
@@ -334,7 +334,7 @@ async def test_a_numbered_command_that_is_asked_for_twice_is_done_once(vlm: Benc
 
 
 async def leave(call: Coroutine[Any, Any, Any]) -> None:
-    """Gives a call up a moment after it was begun."""
+    """Cancels a call a moment after its start."""
     task = asyncio.create_task(call)
     await asyncio.sleep(0.05)
     task.cancel()

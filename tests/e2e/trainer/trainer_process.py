@@ -1,4 +1,4 @@
-"""A real trainer: its launcher, its ranks, and a client."""
+"""A real trainer: its launcher, its ranks and a client."""
 
 import asyncio
 import os
@@ -51,11 +51,11 @@ class TrainerProcess:
             return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     async def ready(self) -> TrainerClient:
-        """A client, once the trainer serves."""
+        """Returns a client once the trainer serves."""
         return await until_serving(self.address, lambda: self.process.poll() is None, self.log.read_text)
 
     def rank_pids(self) -> list[int]:
-        """Process ids of the ranks, rank 0 first."""
+        """Returns the process ids of the ranks, rank 0 first."""
         named = [(child.name().partition("trainer-rank"), child.pid) for child in self._children()]
         return [pid for _, pid in sorted((int(rank), pid) for (_, found, rank), pid in named if found)]
 
@@ -63,19 +63,19 @@ class TrainerProcess:
         return psutil.Process(self.process.pid).children()
 
     def stop(self, timeout_s: float = 40.0) -> int:
-        """SIGTERM; returns the exit status."""
+        """Sends SIGTERM; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
     def kill(self) -> None:
-        """SIGKILL to the launcher, with which its ranks end."""
+        """Sends SIGKILL to the launcher, which ends its ranks."""
         self.process.kill()
         self.process.wait()
 
 
 async def until_serving(address: str, lives: Callable[[], bool], said: Callable[[], str]) -> TrainerClient:
-    """A client of a trainer, once that serves."""
+    """Returns a client of a trainer once it serves."""
     client = TrainerClient(address)
     deadline = time.monotonic() + START_TIMEOUT_S
     while not await client.is_serving("fovea.api.v1.TrainerService"):
@@ -86,5 +86,5 @@ async def until_serving(address: str, lives: Callable[[], bool], said: Callable[
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Below the folder that all tests share, and in any bucket."""
+    """Checkpoint roots: the folder that all tests share, and any bucket."""
     return ["--checkpoints", str(folder), "--checkpoints", "s3://"]

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: what two pods run, with their own ports."""
+"""Two nodes on one machine: the processes of two pods, with their own ports."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.e2e.trainer.copied_trainer import CopiedTrainer
 
 
 class TwoNodes:
-    """A trainer of two nodes with so many ranks; node 0 serves."""
+    """A trainer of two nodes with the given numbers of ranks; node 0 serves."""
 
     def __init__(self, model_dir: Path, folder: Path, ranks: tuple[int, int], *arguments: str) -> None:
         (port,) = free_ports(1)
@@ -30,10 +30,10 @@ class TwoNodes:
         return [process for root in launchers for process in (root, *root.children(recursive=True))]
 
     def logs(self) -> str:
-        """What both have said."""
+        """Returns the logs of both nodes."""
         return "".join(node.log.read_text() for node in (self.leader, self.follower))
 
     def kill(self) -> None:
-        """Ends the launchers, and with them their ranks."""
+        """Kills the launchers, which ends their ranks."""
         for node in (self.leader, self.follower):
             node.kill()

@@ -1,4 +1,4 @@
-"""Inputs of a given size."""
+"""Inputs with a given size."""
 
 import io
 from typing import Any

@@ -1,4 +1,4 @@
-"""The benchmark of a layer's experts runs where there is no GPU, and sees differences."""
+"""The benchmark of a layer's experts runs without a GPU and detects differences."""
 
 import json
 import sys
@@ -20,6 +20,6 @@ def test_a_tiny_layer_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert all(line["value"] > 0 and line["sizes"]["tokens"] == 16 for line in lines)
 
 
-def test_a_difference_is_told_relative_to_the_values() -> None:
+def test_differences_are_relative_to_the_values() -> None:
     expected = {"output": torch.tensor([3.0, -4.0])}
     assert experts.differences({"output": torch.tensor([3.0, -2.0])}, expected) == {"output": (0.5, 0.4)}

@@ -1,4 +1,4 @@
-"""A figure's line."""
+"""The JSON line of a figure."""
 
 import json
 from pathlib import Path

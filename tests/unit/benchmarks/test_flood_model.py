@@ -1,4 +1,6 @@
-"""In a model of a flood the quiet tenant has what issue 16 promises, and both together what the flood alone has."""
+"""In a model of a flood the quiet tenant has what issue 16 promises, and the total throughput
+equals the flood's alone.
+"""
 
 import pytest
 
@@ -13,4 +15,4 @@ def test_a_single_sample_takes_at_most_twice_as_long_beside_a_flood(device: Devi
     found = measure(device, beside, samples)
     assert quantile(found.beside, 0.99) <= 2 * quantile(found.alone, 0.99)
     assert found.share >= 0.45
-    assert found.total >= 0.97 * found.flood_alone, "nothing is held back while both have much waiting"
+    assert found.total >= 0.97 * found.flood_alone, "no place is held back while both have many requests"

@@ -1,4 +1,4 @@
-"""What the FLOPs of a shape are counted from, against transformers' own model of that shape."""
+"""The FLOP count of a shape against transformers' own model of that shape."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def shape(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def model(shape: str) -> torch.nn.Module:
-    """Without memory: on the meta device."""
+    """A model without memory, on the meta device."""
     text, vision = SHAPES[shape]
     common = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
     tower = {"num_heads": 16, "out_hidden_size": text["hidden_size"], "patch_size": 16}
@@ -42,12 +42,12 @@ def test_all_parameters_cost_half_as_much_again_as_adapters(shape: str) -> None:
 
 
 def weights_of(module: torch.nn.Module) -> int:
-    """Elements of all matrices of linear layers."""
+    """Returns the number of elements of all linear layers."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, torch.nn.Linear))
 
 
 def test_a_family_at_published_size_is_counted_on_its_own_model() -> None:
-    """Qwen3.5 9B: 8.95 billion parameters without the tower, of which the embedding table is no work."""
+    """Qwen3.5 9B: 8.95 billion parameters without the tower; the embedding table costs no FLOPs."""
     size = size_of("qwen3_5-9b")
     assert size.language_parameters == pytest.approx(8.95e9 - 248320 * 4096, rel=0.002)
     assert len(size.attention) == 8
@@ -61,7 +61,7 @@ def test_a_window_bounds_what_attention_costs() -> None:
     assert windowed.flops([80], 0, False) == whole.flops([80], 0, False)
 
 
-def test_of_a_mixture_the_active_parameters_count() -> None:
+def test_only_active_parameters_of_a_mixture_count() -> None:
     """Qwen3-VL-30B-A3B: attention, router and 8 of 128 experts in each of 48 layers, and the head."""
     size = size_of("qwen3_vl-30b-a3b")
     layer = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128 + 8 * 3 * 2048 * 768

@@ -1,4 +1,4 @@
-"""The figures of a small house whose flaws are known."""
+"""The figures of a small house with known flaws."""
 
 import ast
 
@@ -87,6 +87,6 @@ class Record:
         ("log = Log(); log.since = 3", False),
     ],
 )
-def test_what_is_set_by_another(statement: str, is_foreign: bool) -> None:
+def test_assignments_to_foreign_attributes_are_found(statement: str, is_foreign: bool) -> None:
     found = foreign_attributes({"fovea_gateway/board.py": ast.parse(CLASSES.format(statement))})
     assert bool(found) is is_foreign

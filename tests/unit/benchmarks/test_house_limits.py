@@ -1,4 +1,4 @@
-"""House limits lie in one file and may only fall: `python -m benchmarks.house --list` shows each figure's causes."""
+"""House limits are in one file and may only fall: `python -m benchmarks.house --list` shows each figure's causes."""
 
 import json
 import shutil

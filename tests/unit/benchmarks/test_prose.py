@@ -1,11 +1,11 @@
-"""The English of code and documents: patterns that make it hard to read, which may only become fewer."""
+"""The English of code, documents and tests: patterns that make it hard to read may only become fewer."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.prose import Finding, Text, counts, files, findings, texts
+from benchmarks.prose import Finding, Text, counts, files, findings, is_test, texts
 
 ROOT = Path(__file__).parents[3]
 LIMITS: dict[str, int] = json.loads((ROOT / "tools/benchmarks/house_limits.json").read_text())
@@ -16,10 +16,12 @@ def found() -> list[Finding]:
     return [finding for path in files([]) for text in texts(path) for finding in findings(text)]
 
 
+@pytest.mark.parametrize("scope", ["prose", "prose_tests"])
 @pytest.mark.parametrize("name", sorted(counts([])))
-def test_no_pattern_occurs_more_often_than_its_limit(found: list[Finding], name: str) -> None:
-    own = [finding for finding in found if finding.pattern == name]
-    assert len(own) <= LIMITS[f"prose_{name}"], "\n".join(map(str, own))
+def test_no_pattern_occurs_more_often_than_its_limit(found: list[Finding], scope: str, name: str) -> None:
+    in_tests = scope == "prose_tests"
+    own = [finding for finding in found if finding.pattern == name and is_test(finding.text.path) == in_tests]
+    assert len(own) <= LIMITS[f"{scope}_{name}"], "\n".join(map(str, own))
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,8 @@ def test_a_pattern_is_found(kind: str, words: str, pattern: str) -> None:
 @pytest.mark.parametrize("words", ["People who train models", "It is for users who have a GPU."])
 def test_people_may_be_who(words: str) -> None:
     assert not list(findings(Text(Path("a.md"), 1, "document", words)))
+
+
+def test_only_messages_of_assertions_count_as_messages_of_tests() -> None:
+    found = {text.words for text in texts(Path(__file__).relative_to(ROOT)) if text.kind == "message"}
+    assert found == {"\n", "expected the messages of this file"}, "expected the messages of this file"

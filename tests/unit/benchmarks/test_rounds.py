@@ -1,4 +1,4 @@
-"""How rounds become figures."""
+"""Aggregation of rounds into figures."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from benchmarks.sampler_ways import Timing
 
 
 class Counting:
-    """A way that notes how many samples are under way."""
+    """A workload that counts the samples in progress."""
 
     name = "counting"
 
@@ -67,6 +67,6 @@ def test_cores_of_a_busy_process() -> None:
         begun = time.process_time()
         while time.process_time() < begun + 0.5:
             pass
-    # Both are this process, read one after the other in the kernel's ticks of 10 ms.
+    # Both read this process one after the other; the kernel counts ticks of 10 ms.
     assert cores["this"] == pytest.approx(cores["client"], rel=0.1)
     assert cores["this"] > 0

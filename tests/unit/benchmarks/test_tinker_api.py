@@ -1,4 +1,4 @@
-"""How rows of the peer-neutral script become figures."""
+"""Aggregation of rows of the peer-neutral script into figures."""
 
 import sys
 from typing import Any

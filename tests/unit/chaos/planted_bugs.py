@@ -1,5 +1,5 @@
-"""Bugs to be found: `python -m tests.unit.chaos.planted_bugs NAME...` plants each in a gateway of its own and runs
-seeds until one breaks a promise; prints which.
+"""Planted bugs: `python -m tests.unit.chaos.planted_bugs NAME...` plants each bug in its own gateway and runs seeds
+until one breaks a promise; prints the seed.
 """
 
 import logging
@@ -12,11 +12,11 @@ from typing import Any
 
 MOST_SEEDS = 200
 FIRST = {"replay_skips_a_command": 60, "newest_snapshot_sampled": 7}
-"""Where to begin with bugs that the seeds before did not show so far."""
+"""First seeds for bugs that no earlier seed has revealed so far."""
 
 
 def answer_not_kept() -> None:
-    """What else a command changed is not written together with its answer."""
+    """Other changes of a command are not written together with its answer."""
     from fovea_gateway.sessions.futures import Futures
 
     keep = Futures.finish
@@ -37,7 +37,7 @@ def journal_row_dropped() -> None:
 
 
 def replay_skips_a_command() -> None:
-    """The first command after a durable point is not run again."""
+    """The replay skips the first command after a durable point."""
     from fovea_gateway.training.trainer_queue import Replay
 
     remaining = Replay._remaining
@@ -49,7 +49,7 @@ def replay_skips_a_command() -> None:
 
 
 def commands_without_numbers() -> None:
-    """The trainer is not told which step it is asked for, so that it takes one twice if it is asked twice."""
+    """The trainer does not get the number of a step, so a repeated request runs twice."""
     from fovea.client import TrainerClient
 
     step = TrainerClient.optim_step
@@ -57,14 +57,14 @@ def commands_without_numbers() -> None:
 
 
 def submission_not_kept() -> None:
-    """A submission is accepted and not written down."""
+    """A submission is accepted and not stored."""
     from fovea_gateway.sessions import futures
 
     _put(futures.rows, "insert", lambda connection, accepted: [True for _ in accepted])
 
 
 def newest_snapshot_sampled() -> None:
-    """Sampling sessions follow their model, where clients asked for one snapshot."""
+    """Sampling sessions follow their model, although clients asked for one snapshot."""
     from fovea_gateway.sampling.sampling_sessions import Sampling
 
     begin = Sampling.open_on_snapshot
@@ -84,7 +84,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 
 def is_found(name: str, template: Path) -> bool:
-    """Plants a bug, for the rest of this process, and prints which seed breaks a promise."""
+    """Plants a bug for the rest of this process, and prints the seed that breaks a promise."""
     from chaos.simulation.seed_run import run_seed
 
     next(bug for bug in BUGS if bug.__name__ == name)()
@@ -98,7 +98,7 @@ def is_found(name: str, template: Path) -> bool:
 
 
 def main(names: list[str]) -> int:
-    """0 if all were found. Each is looked for in a copy of this process, which has imported the gateway."""
+    """Returns 0 if all bugs were found. Each is searched in a fork of this process, which has imported the gateway."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         command = [sys.executable, "-m", "tests.unit.chaos.planted_bugs", *names]
         os.execve(sys.executable, command, os.environ | {"PYTHONHASHSEED": "0"})
@@ -114,7 +114,7 @@ def main(names: list[str]) -> int:
         template = make_template(folder / "template.db")
         for name in names:
             if not (child := os.fork()):
-                status = 2  # of one that raised, whose trace is told
+                status = 2  # for an exception; its traceback is printed
                 try:
                     status = 0 if is_found(name, template) else 1
                 except BaseException:

@@ -1,4 +1,4 @@
-"""Each promise holds for a good history, and is shown to be broken by one that breaks it."""
+"""Each promise holds for a good history, and a history that breaks it is reported."""
 
 import copy
 import json
@@ -16,7 +16,9 @@ LAST_FAULT_S = 50.0
 
 
 def good() -> History:
-    """A client with one model: two batches and two steps, a snapshot after each, a sample and a save."""
+    """Returns the history of a client with one model: two batches and two steps, a snapshot after each, a sample and a
+    save.
+    """
     operations: list[tuple[str, dict[str, object], dict[str, object]]] = [
         ("create_model", {}, {"model_id": "m"}),
         ("forward_backward", {"round": 0}, {"loss": 2.5, "digest": "a"}),
@@ -39,13 +41,13 @@ def good() -> History:
 
 
 def finishes() -> list[Finish]:
-    """What the gateway has of them."""
+    """Returns the gateway's finished requests of a history."""
     kinds = [one.operation for one in good().of("c") if one.operation in checker.TRAINING]
     return [Finish("m", seq_id, kind, "done", 10 + seq_id) for seq_id, kind in enumerate(kinds)]
 
 
 def check(history: History) -> list[Violation]:
-    """All promises that histories are checked for."""
+    """Checks all promises about histories."""
     return [
         *checker.answered_once(history),
         *checker.in_order(history, finishes()),
@@ -158,7 +160,7 @@ def test_saved_weights_are_compared_tensor_by_tensor() -> None:
     for other in ({"adapter:a": "1", "adapter:b": "3"}, {"adapter:a": "1"}, {}):
         assert checker.same_weights({"c final": other}, saved)
     assert checker.same_weights({}, saved)
-    assert checker.same_weights({"c final": {}}, {"c final": {}}), "nothing was compared"
+    assert checker.same_weights({"c final": {}}, {"c final": {}}), "something must have been compared"
 
 
 def test_what_an_undisturbed_run_leaves_may_be_left_and_no_more() -> None:
@@ -179,7 +181,7 @@ def test_a_sample_that_failed_breaks_one_promise_alone() -> None:
 
 
 def test_an_alarm_of_the_gateway_breaks_a_promise() -> None:
-    # In the words of gateway/fovea_gateway/training/trainer_queue.py.
+    # The message of gateway/fovea_gateway/training/trainer_queue.py.
     alarm = "ERROR gateway: request 4 (optim_step) of model m gave another answer when it ran again than the one"
     assert checker.no_alarm("INFO ready\nERROR the disk of /state is full\n") == []
     assert checker.no_alarm(f"INFO ready\n{alarm}\n") == [Violation("same results", alarm)]

@@ -1,4 +1,4 @@
-"""A plan follows from its seed, and a log is a plan again."""
+"""A seed determines the plan, and a log can be read as a plan again."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A link passes bytes on both ways, and can be cut, left hanging and slowed."""
+"""A link forwards bytes in both directions, and can be cut, stalled and slowed."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from chaos.links import Link, Trouble
 
 @pytest.fixture
 async def link() -> AsyncIterator[Link]:
-    """Before a server that answers each line with itself."""
+    """A link to a server that echoes each line."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():

@@ -1,6 +1,6 @@
-"""The simulated gateway: seeds break no promise, and one seed is the same run each time.
+"""The simulated gateway: no seed breaks a promise, and one seed gives the same run each time.
 
-They run in processes of their own, each of which has a made-up clock before it imports the gateway.
+The simulations run in their own processes, which install a simulated clock before they import the gateway.
 """
 
 import re
@@ -22,7 +22,7 @@ BROKE_ONCE = {
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m chaos.simulation` with these arguments."""
+    """Runs `python -m chaos.simulation` with these arguments."""
     return _run("chaos.simulation", *arguments)
 
 
@@ -42,7 +42,7 @@ def test_no_seed_breaks_a_promise(count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
 def test_no_seed_breaks_a_promise_with_two_trainers(count: int) -> None:
-    """Trainers are killed, drained and cut off; their models continue in the other one."""
+    """Trainers are killed, drained and disconnected; their models continue on the other one."""
     done = simulate("--seeds", str(count), "--trainers", "2")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     print(done.stdout)
@@ -62,9 +62,9 @@ def test_a_seed_is_the_same_run_each_time() -> None:
     first, second = simulate("--seed", "7"), simulate("--seed", "7")
     assert "world killed " in first.stderr
     assert first.stdout == second.stdout
-    # Of each process, not of the seed: where the database is, and what request ids begin with.
+    # These depend on the process and not on the seed: the path of the database, and the prefix of request ids.
     drawn = re.compile(r"fovea-simulation-\w+|request \w{6}-")
-    assert drawn.sub("", first.stderr) == drawn.sub("", second.stderr), "the logs differ, times included"
+    assert drawn.sub("", first.stderr) == drawn.sub("", second.stderr), "the logs must be equal, including times"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the soak says of memory: a cache that fills is no leak, what grows to the end is one."""
+"""The soak's memory check: a cache that fills is no leak, growth to the end is one."""
 
 from chaos.soak import FULL, memory_lines
 

@@ -1,4 +1,4 @@
-"""Selecting checks, judging them, and writing down what came out."""
+"""Selection of checks, their verdicts, and the report."""
 
 import json
 import time

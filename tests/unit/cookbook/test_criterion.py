@@ -1,4 +1,4 @@
-"""Criteria judge what was logged, and never pass on nothing."""
+"""Criteria judge logged figures, and never pass without any."""
 
 import math
 

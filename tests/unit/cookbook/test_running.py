@@ -1,4 +1,4 @@
-"""A run: the commands that a recipe turns into, how it ends, and what it starts from."""
+"""A recipe's run: its commands, its end, and its start state."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ folder.mkdir(parents=True, exist_ok=True)
 
 @dataclasses.dataclass(frozen=True)
 class Here(Environment):
-    """The interpreter of the tests in place of a client environment's."""
+    """The tests' interpreter in place of a client environment's."""
 
     @property
     def python(self) -> Path:
@@ -126,7 +126,7 @@ def test_a_client_environment_finds_our_programs(recipe: Recipe, here: Situation
 
 @pytest.mark.parametrize("name", ["loss_fn", "temperature", "top_p"])
 def test_no_recipe_runs_with_another_loss_or_sampling(name: str) -> None:
-    """The check that changed the loss of the script under check hid that Fovea refused the script's own."""
+    """A changed loss would hide that Fovea refuses the script's own, as happened before."""
     with pytest.raises(ValueError, match=f"mine replaces .'{name}'.: recipes run with their own loss and sampling"):
         Recipe("mine", ("C1",), "a.module", {}, (), replaces={name: Replaced("ppo", {"0.6.1": "own"}, "why")})
 

@@ -1,4 +1,4 @@
-"""The folder that stands for Caltech-101."""
+"""The folder that replaces Caltech-101."""
 
 from pathlib import Path
 

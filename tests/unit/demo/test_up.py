@@ -1,4 +1,4 @@
-"""Whoever starts a Fovea ends it, too."""
+"""A program that starts a Fovea also stops it."""
 
 import pathlib
 import signal

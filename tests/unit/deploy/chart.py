@@ -1,4 +1,4 @@
-"""The chart as tests see it. `python -m tests.unit.deploy.chart` writes the golden files anew."""
+"""The chart in tests. `python -m tests.unit.deploy.chart` writes the golden files."""
 
 import os
 import re
@@ -20,13 +20,13 @@ HELM = shutil.which("helm", path=os.pathsep.join([str(BIN), os.environ.get("PATH
 MISSING = f"helm is neither in {BIN} nor on the path: python -m deploy.cluster build helm"
 
 KUBERNETES = "1.36.0"
-"""A helm that was built by `go install` takes the cluster for version 1.20 if it is not told."""
+"""A helm from `go install` assumes version 1.20 of the cluster unless it is set."""
 
 Manifest = dict[str, Any]
 
 
 class Chart:
-    """A copy of the chart whose dashboard and alerts are placeholders: those have tests of their own.
+    """A copy of the chart with placeholders for dashboard and alerts, which have their own tests.
 
     Args:
         folder: Empty folder for the copy.
@@ -41,34 +41,34 @@ class Chart:
         (files / "alerts.yaml").write_text("groups: []\n")
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """What helm says to `template` or `lint`; `CHART` among the arguments stands for the chart's folder."""
+        """Runs `template` or `lint` of helm; `CHART` among the arguments stands for the chart's folder."""
         assert HELM is not None
         words = [str(self.path) if argument == "CHART" else argument for argument in arguments]
         command = [HELM, *words, "--kube-version", KUBERNETES]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def values_file(self, value_set: str) -> str:
-        """The path of the values of a set."""
+        """Returns the path of a value set."""
         return str(self.path / f"values-{value_set}.yaml")
 
     def render(self, *arguments: str, release: str = "fovea") -> str:
-        """The manifests, as text. Raises AssertionError with helm's words if it refuses."""
+        """Returns the manifests as text. Raises AssertionError with helm's message if it refuses."""
         done = self.run("template", release, "CHART", "--namespace", "ml", *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def manifests(self, *arguments: str, release: str = "fovea") -> list[Manifest]:
-        """The manifests."""
+        """Returns the parsed manifests."""
         return [manifest for manifest in yaml.safe_load_all(self.render(*arguments, release=release)) if manifest]
 
     def golden(self, value_set: str) -> str:
-        """What the golden file of a set is compared with: the manifests without the key that is made by chance."""
+        """Returns the manifests of a set without random keys, for comparison with its golden file."""
         text = self.render("--values", self.values_file(value_set))
         return re.sub(r"(?m)^(  (?:api-keys|service-secret): ).*$", r"\1MADE-AT-INSTALL", text)
 
 
 def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Pod templates by the name of their Deployment, StatefulSet or LeaderWorkerSet."""
+    """Returns the pod templates by the name of their Deployment, StatefulSet or LeaderWorkerSet."""
     found = {}
     for item in manifests:
         if item["kind"] == "LeaderWorkerSet":
@@ -79,7 +79,7 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    """Manifests of a kind, by name."""
+    """Returns a dict of the manifests of a kind."""
     return {item["metadata"]["name"]: item for item in manifests if item["kind"] == kind}
 
 

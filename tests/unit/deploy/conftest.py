@@ -7,7 +7,7 @@ from tests.unit.deploy.chart import HELM, MISSING, Chart
 
 @pytest.fixture(scope="session")
 def chart(tmp_path_factory: pytest.TempPathFactory) -> Chart:
-    """The chart; tests that ask for it are skipped where helm is missing."""
+    """The chart; tests that use it are skipped if helm is missing."""
     if HELM is None:
         pytest.skip(MISSING)
     return Chart(tmp_path_factory.mktemp("chart"))

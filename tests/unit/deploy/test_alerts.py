@@ -1,4 +1,4 @@
-"""Every alert fires on what it is for and on nothing else: Prometheus's own promtool runs `alerts_test.yaml`."""
+"""Every alert fires in its own case and in no other: Prometheus's promtool runs `alerts_test.yaml`."""
 
 import os
 import pathlib
@@ -28,7 +28,7 @@ def run(*arguments: str | pathlib.Path) -> None:
 
 
 def completed(tests: list[dict[str, Any]]) -> dict[str, Any]:
-    """A file for promtool, which compares all annotations: each alert that is expected gets its rule's runbook."""
+    """Returns a file for promtool, which compares all annotations: each expected alert gets its rule's runbook."""
     for test in tests:
         for moment in test["alert_rule_test"]:
             for alert in moment.get("exp_alerts", ()):

@@ -1,4 +1,4 @@
-"""The chart through helm: what it renders, and what it refuses."""
+"""The chart through helm: rendered manifests and refused values."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def test_wrong_values_are_refused_by_name(chart: Chart, assignment: str, words: 
 
 
 def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every variable is a setting of that service, and its value is one that the service takes."""
+    """Every variable is a setting of that service, with a valid value."""
     for pod in pods(manifests).values():
         service = container(pod)
         settings = SETTINGS[service["name"]]
@@ -84,7 +84,7 @@ def test_environment_is_settings(manifests: list[Manifest], monkeypatch: pytest.
 
 
 def _injected(source: Manifest) -> str:
-    """What the cluster could put there: the number of a pod, or an entry of a secret."""
+    """Returns an example of a value that the cluster injects: the number of a pod, or an entry of a secret."""
     field = source.get("fieldRef", {}).get("fieldPath", "")
     if source.get("secretKeyRef", {}).get("key") == "service-secret":
         return "x" * 40
@@ -192,7 +192,7 @@ def test_two_nodes_meet_at_the_leader_of_their_group(chart: Chart) -> None:
     group = of_kind(manifests, "LeaderWorkerSet")["fovea-trainers"]["spec"]
     assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (1, 2)
     assert group["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
-    assert "leaderTemplate" not in group["leaderWorkerTemplate"], "all nodes run the same pod"
+    assert "leaderTemplate" not in group["leaderWorkerTemplate"], "all nodes must run the same pod"
     only = container(pods(manifests)["fovea-trainers"])
     assert "command" not in only
     variables = {item["name"].removeprefix("FOVEA_TRAINER_"): item for item in only["env"]}
@@ -216,7 +216,7 @@ def test_a_long_release_name_leaves_room(chart: Chart) -> None:
     found = chart.manifests("--values", chart.values_file("two-nodes"), release="a" * 53)
     names = [item["metadata"]["name"] for item in found]
     assert len(names) == len(set(zip(names, [item["kind"] for item in found], strict=True)))
-    # A stateful set puts its name and a hash of ten characters into a label of 63.
+    # A stateful set writes its name and a hash of ten characters into a label of 63.
     assert max(map(len, of_kind(found, "StatefulSet"))) <= 52
 
 
@@ -229,7 +229,7 @@ def test_a_key_is_made_unless_one_is_given(chart: Chart) -> None:
 
 
 def test_a_service_secret_is_made_unless_one_is_given(chart: Chart) -> None:
-    """All pods are given the same one."""
+    """All pods get the same secret."""
     made = [re.search(r"(?m)^  service-secret: (\S+)$", chart.render()) for _ in range(2)]
     assert made[0]
     assert made[1]
@@ -259,7 +259,7 @@ def test_with_tls_every_pod_has_the_certificate_and_probes_a_port_without(chart:
 
 
 def test_the_notes_say_what_to_do_next(chart: Chart, tmp_path: Path) -> None:
-    """`helm template` does not show them: a copy of the chart has them as a manifest."""
+    """`helm template` does not print them, so a copy of the chart has them as a manifest."""
     copy = Chart(tmp_path)
     (copy.path / "files/notes.txt").write_text((copy.path / "templates/NOTES.txt").read_text())
     shown = 'notes: {{ tpl (.Files.Get "files/notes.txt") . | toJson }}'
@@ -323,7 +323,7 @@ def test_every_pod_has_time_to_drain(manifests: list[Manifest]) -> None:
 
 
 def test_the_gateway_reads_variables_from_secrets(chart: Chart) -> None:
-    """Its own secret does not reach other services, and comes after the bucket's, so it overrides those."""
+    """Its own secret does not reach other services, and comes after the bucket's, so that it overrides those."""
     bucket = ["--set", "checkpoints.secret=bucket,checkpoints.url=s3://b/f"]
     both = pods(chart.manifests(*bucket, "--set", "gateway.envSecret=sign-in"))
     names = {

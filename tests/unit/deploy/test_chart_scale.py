@@ -1,4 +1,4 @@
-"""The chart for a team: queues, quotas, autoscaling, claimed GPUs, and secrets that stay the same."""
+"""The chart's options for teams: queues, quotas, autoscaling, claimed GPUs, and stable secrets."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ def _secrets(manifests: list[Manifest]) -> dict[str, str]:
 
 
 def test_a_queue_holds_back_single_pods_one_by_one(chart: Chart) -> None:
-    """Kueue refuses to resize a StatefulSet that has the label itself, so the pods have it."""
+    """Kueue refuses to resize a StatefulSet with its label, so the pods have the label."""
     found = chart.manifests("--set", "kueue.queue=gpus")
     labelled = {name for name, pod in pods(found).items() if _labels(pod).get(_QUEUE) == "gpus"}
     assert labelled == {"fovea-sampler", "fovea-trainer"}
@@ -110,7 +110,7 @@ def test_the_gateway_reads_the_tokenizer_where_the_others_store_it(chart: Chart)
 
 
 def test_a_team_keeps_its_state_and_secrets_outside(chart: Chart) -> None:
-    """Two renders of the value set are equal, and name the secrets that its first lines describe."""
+    """Two renders of the value set are equal and refer to the secrets that its first lines describe."""
     first, second = (chart.render("--values", chart.values_file("team")) for _ in range(2))
     assert first == second
     found = chart.manifests("--values", chart.values_file("team"))

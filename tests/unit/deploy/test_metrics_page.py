@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md is what the code says."""
+"""docs/reference/metrics.md equals the code."""
 
 from deploy import metrics_page
 from tests.unit.deploy.test_dashboard import KNOWN

@@ -1,4 +1,4 @@
-"""A release can be traced: pinned by hash and digest, looked up, listed, signed."""
+"""A release is traceable: pinned by hash and digest, audited, listed, signed."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_pip_installs_by_hash_alone() -> None:
 
 @pytest.mark.parametrize("case", PACKAGES)
 def test_a_package_that_was_not_looked_up_does_not_pass(case: str) -> None:
-    """pip-audit ends with 0 where it could look up nothing."""
+    """pip-audit exits with 0 if it could look up nothing."""
     package, code, lines = PACKAGES[case]
     program = f"print({json.dumps(json.dumps({'dependencies': [package]}))})"
     assert look_up([sys.executable, "-c", program]) == (code, lines)
@@ -57,7 +57,7 @@ def test_advisories_that_cannot_be_reached_are_no_verdict() -> None:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> dict[str, str]:
-    """Programs in the place of make, docker and cosign that write down how they are called."""
+    """Programs that replace make, docker and cosign and record their calls."""
     note = f'echo "$(basename "$0") $*" >> {tmp_path}/calls\n'
     metadata = (
         f'while [ "$1" != --metadata-file ]; do shift; done\necho \'{{"containerimage.digest": "{DIGEST}"}}\' > "$2"\n'

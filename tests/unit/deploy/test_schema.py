@@ -1,4 +1,4 @@
-"""The schema of the chart's values: what it says of itself, and of the values that come with the chart."""
+"""The schema of the chart's values: its descriptions, and the value sets that come with the chart."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ def test_the_file_is_what_the_settings_say() -> None:
 
 
 def test_every_object_is_closed() -> None:
-    """But for maps, whose values have a type, and for what only the API server knows."""
+    """Except typed maps, and fields that only the API server knows."""
 
     def objects(node: Any) -> list[dict[str, Any]]:
         if isinstance(node, list):
@@ -36,7 +36,7 @@ def test_every_object_is_closed() -> None:
 
 
 @pytest.mark.parametrize("service", schema.SETTINGS)
-def test_what_the_chart_sets_itself_are_settings(service: str) -> None:
+def test_values_that_the_chart_sets_itself_are_settings(service: str) -> None:
     own = {*schema.OWN[service].split(), *schema.OWN_OF_ALL.split()}
     assert own <= set(schema.SETTINGS[service].model_fields)
 

@@ -1,4 +1,4 @@
-"""docs/reference/settings.md is what the code says."""
+"""docs/reference/settings.md equals the code."""
 
 from deploy import settings_page
 from deploy.helm.schema import SETTINGS

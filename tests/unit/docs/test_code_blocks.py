@@ -1,6 +1,6 @@
-"""Code in the documents is right: Python compiles and names what exists, commands and their options exist.
+"""Code in the documents is valid: Python compiles and uses existing names, and commands and their options exist.
 
-Blocks that a test can run are run elsewhere: tests/contract/fovea_rollout/test_guide.py.
+Some blocks also run: tests/contract/fovea_rollout/test_guide.py.
 """
 
 import ast
@@ -38,7 +38,7 @@ _FOLDERS = ("deploy/", "docs/", "examples/", "requirements/", "services/", "test
 
 
 class Code(NamedTuple):
-    """A piece of code of a page."""
+    """A block of code of a page."""
 
     where: str
     language: str
@@ -89,12 +89,12 @@ def test_data_can_be_read() -> None:
 
 
 def _commands(code: Code) -> Iterator[list[str]]:
-    """The words of each command of a block of shell."""
+    """Returns the words of each command of a shell block."""
     for line in code.text.replace("\\\n", " ").splitlines():
         for part in _PARTS.split(re.sub(r"(^|\s)#.*", "", line.strip().removeprefix("$ "))):
             try:
                 words = shlex.split(part)
-            except ValueError:  # a quotation that reaches over several lines, or prose
+            except ValueError:  # a quotation over several lines, or prose
                 continue
             while words and re.match(r"\w+=", words[0]):
                 words = words[1:]
@@ -107,7 +107,7 @@ _OWN = [(where, words) for where, words in COMMANDS if words[0] == "fovea"]
 
 
 def _place(words: list[str]) -> tuple[str, Any]:
-    """The command that words of `fovea` name, as far as it is one of the tree, and its node."""
+    """Returns the subcommand of `fovea` that the words name, and its node."""
     node: Any = typer.main.get_command(app)
     name = "fovea"
     for word in words[1:]:
@@ -119,7 +119,7 @@ def _place(words: list[str]) -> tuple[str, Any]:
 
 @cache
 def _helps() -> dict[tuple[str, ...], str]:
-    """The help of each program behind `fovea`, and of its subcommands, from one process."""
+    """Returns the help of each program behind `fovea` and of its subcommands, from one process."""
     subcommands = {"fovea keys": ("create", "list", "revoke", "expire"), "fovea owners": ("list", "set")}
     asked = {
         (name, *more): [PROGRAMS[name].module, [*PROGRAMS[name].arguments, *more]]
@@ -152,7 +152,9 @@ def test_commands_of_fovea_have_the_options_that_the_documents_give_them(where: 
 
 
 def _findable(module: str) -> str:
-    """The name of a module, or of its package if another project has it: finding it would import the package."""
+    """Returns the name of a module, or of its package if another project owns it: finding the
+    module would import it.
+    """
     package = module.partition(".")[0]
     return module if package.startswith("fovea") or (ROOT / package).is_dir() else package
 

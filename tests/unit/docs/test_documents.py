@@ -1,4 +1,4 @@
-"""Links and file names in the documents exist, and the README's figures are the measured ones."""
+"""Links and file names in the documents exist, and the README's figures equal the measured ones."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ _FENCES = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: pathlib.Path) -> set[str]:
-    """The link anchors of a page's headings."""
+    """Returns the link anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", _FENCES.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""`fovea doctor`: no secret is in its archive, and its findings name what is wrong."""
+"""`fovea doctor`: its archive contains no secret, and its findings name the fault."""
 
 import json
 import os
@@ -50,7 +50,7 @@ LINES = {
     "-----BEGIN PRIVATE KEY-----MIIEvQIBADANBg-----END PRIVATE KEY-----": "MIIEvQIBADANBg",
     "and of itself: state-secret-in-up-json, pass@word-9, client secret of oidc": "pass@word-9",
 }
-"""Lines of a log, and the part of each that must go."""
+"""Lines of a log, and the part of each that must be removed."""
 KEPT = [
     "model sess-1:train:0 has 1,024 tokens and max_tokens=512",
     "renderer at 127.0.0.1:5001 serves after 3.2 s, key key-0123456789ab has scope train",
@@ -87,7 +87,7 @@ def test_names_of_secrets(name: str, is_secret: bool) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The state folder of a Fovea that runs, with a database and a log."""
+    """The state folder of a running Fovea, with a database and a log."""
     state = tmp_path / ".fovea"
     state.mkdir()
     log_folder(state).mkdir()
@@ -162,7 +162,7 @@ def test_a_folder_without_a_fovea(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert "no Fovea runs in this folder" in run.stdout
     assert json.loads(files["fovea-doctor/database.json"]) == {}
-    assert (tmp_path / "none").exists() is False, "it only reads"
+    assert (tmp_path / "none").exists() is False, "it must only read"
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loss of preferences against its formula, and what a pair is."""
+"""The preference loss against its formula, and the datums of a pair."""
 
 import numpy as np
 import tinker

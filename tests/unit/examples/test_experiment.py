@@ -1,4 +1,4 @@
-"""The command line of the examples, and what their evaluations count."""
+"""The command line of the examples, and the counts of their evaluations."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ def test_too_few_steps_for_the_stages_are_refused_by_name(
 
 
 class Asking:
-    """One question; an environment that is broken fails when it is answered."""
+    """Asks one question. A broken environment fails when it is answered."""
 
     def __init__(self, *, is_broken: bool) -> None:
         self._is_broken = is_broken
@@ -43,7 +43,7 @@ class Asking:
 
 
 class Training:
-    """What an experiment asks of a training client before it trains."""
+    """The calls that an experiment makes on a training client before training."""
 
     def get_tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(fovea_tinyvlm.ensure())

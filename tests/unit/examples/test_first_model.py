@@ -1,4 +1,6 @@
-"""What the first look at a model says of one that cannot be tried, and of one that is computed in two ways."""
+"""Errors and warnings of the first-model example, for models that cannot load and for two
+computations that disagree.
+"""
 
 import json
 import os
@@ -17,7 +19,7 @@ CODES = {"gated": (403, "GatedRepo"), "private": (404, "RepoNotFound"), "without
 
 
 class Refusal(BaseHTTPRequestHandler):
-    """A hub that refuses every file, each owner's with another code."""
+    """A hub that refuses every file, with another status for each owner."""
 
     def do_HEAD(self) -> None:
         status, code = CODES[self.path.split("/")[1]]
@@ -28,7 +30,7 @@ class Refusal(BaseHTTPRequestHandler):
 
 
 def refusals(tmp_path: Path, names: list[str], **environment: str) -> list[str]:
-    """Why models of these names cannot be had, by another process: the hub's address is read once."""
+    """Returns the errors of models with these names, from another process because the hub's address is read once."""
     code = (
         "import sys\n"
         "from examples.download import CannotTry, checkpoint\n"

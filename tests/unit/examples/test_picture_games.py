@@ -1,4 +1,4 @@
-"""The games of VisGym's shape: drawn so that their state can be read, and always solvable."""
+"""Games in VisGym's format: the picture shows the whole state, and each game is solvable."""
 
 import gymnasium
 import numpy as np

@@ -1,4 +1,4 @@
-"""The scans as an environment."""
+"""Digit scans as an environment."""
 
 from examples.rl_digits import DigitEnvironment
 from fovea_demo.digits import load_scans

@@ -1,4 +1,4 @@
-"""Bars on squared paper, and the tool that judges their measurement."""
+"""Bars on squared paper, and the tool that checks their measurement."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The drawn problems: rows of the recipe's shape, right answers, and a player that sees but guesses."""
+"""The drawn problems: rows in the recipe's format, correct answers, and a player that sees but guesses."""
 
 import io
 import pathlib
@@ -13,7 +13,7 @@ from fovea_rollout.environments.math_grading import is_same_answer
 from fovea_rollout.policies.policy import Chunk
 
 
-def test_rows_hold_pictures_whose_answer_is_the_one_given(tmp_path: pathlib.Path) -> None:
+def test_the_pictures_of_rows_match_their_answers(tmp_path: pathlib.Path) -> None:
     records = write_rows(tmp_path / "train.jsonl", np.random.default_rng(0), 40)
     answers = set()
     for index, record in enumerate(records):

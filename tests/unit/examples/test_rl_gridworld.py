@@ -1,4 +1,4 @@
-"""The room: starts differ, and rewards by steps lead to the goal on a shortest way."""
+"""The room: starts differ, and rewards per step lead to the goal on a shortest path."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from fovea_rollout.environments.environment import Answer
 
 @cache
 def play(seed: int, words: tuple[str, ...], *, by_steps: bool = False) -> tuple[float, float]:
-    """Reward of a walk's last step, and whether it succeeded; the words may be more than it takes."""
+    """Plays a walk; returns the reward of its last step and whether it succeeded. Extra words are ignored."""
     environment = make_environment(seed, by_steps=by_steps)
     environment.reset()
     for word in words:
@@ -29,7 +29,7 @@ def test_starts_differ_and_the_same_seed_gives_the_same() -> None:
 
 
 def test_from_every_start_some_step_brings_nearer_by_one_and_none_by_more() -> None:
-    """So what a walk earns by steps is how far the start was, counted in actions, and the longest way is allowed."""
+    """So the total step reward is the distance of the start in actions, and the longest path is allowed."""
     longest = 0
     for seed in range(60):
         lengths = set()
@@ -37,13 +37,13 @@ def test_from_every_start_some_step_brings_nearer_by_one_and_none_by_more() -> N
             earned, is_there = walk_greedily(seed, order)
             assert is_there
             lengths.add(earned)
-        assert len(lengths) == 1, "every greedy walk is a shortest one"
+        assert len(lengths) == 1, "every greedy walk must be a shortest path"
         longest = max(longest, *lengths)
     assert longest == MAX_STEPS
 
 
 def walk_greedily(seed: int, order: tuple[str, ...]) -> tuple[int, bool]:
-    """Steps that always take the first word that brings nearer; how many, and whether they end at the goal."""
+    """Always takes the first word that comes nearer; returns the number of steps and whether they end at the goal."""
     taken: tuple[str, ...] = ()
     while len(taken) < MAX_STEPS:
         rewards = {word: play(seed, (*taken, word), by_steps=True) for word in order}

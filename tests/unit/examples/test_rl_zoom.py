@@ -1,4 +1,4 @@
-"""The puzzle with the zoom tool: what its pictures show, and what players who know more or less of it get."""
+"""The puzzle with the zoom tool: its pictures, and the scores of players with more or less information."""
 
 import io
 
@@ -12,7 +12,7 @@ from fovea_rollout.messages import Picture
 
 
 def shown(picture: Picture) -> set[tuple[int, ...]]:
-    """Its colours."""
+    """Returns the colours of a picture."""
     with Image.open(io.BytesIO(picture.data)) as image:
         return {tuple(int(value) for value in pixel) for pixel in np.asarray(image).reshape(-1, 3)}
 
@@ -32,7 +32,7 @@ def test_only_the_right_zoom_shows_the_seal(place: str, colour: str) -> None:
     assert puzzle.draw() == Puzzle(place, next(other for other in COLOURS if other != colour)).draw()
 
 
-async def test_whoever_looks_and_zooms_is_right() -> None:
+async def test_looking_and_zooming_gives_the_right_answer() -> None:
     step = await say(ZoomEnvironment(Puzzle("top", "blue")), zoom_call("left"), zoom_call("top"))
     (message,) = step.messages
     (picture,) = message.pictures  # type: ignore[union-attr]
@@ -42,7 +42,7 @@ async def test_whoever_looks_and_zooms_is_right() -> None:
 
 
 @pytest.mark.parametrize("call", [zoom_call("centre"), "<tool_call>zoom</tool_call>"])
-async def test_a_wrong_call_costs_its_turn_and_is_told(call: str) -> None:
+async def test_a_wrong_call_costs_its_turn_and_gets_an_explanation(call: str) -> None:
     environment = ZoomEnvironment(Puzzle("top", "blue"))
     step = await say(environment, call)
     (message,) = step.messages

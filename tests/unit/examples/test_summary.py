@@ -1,4 +1,4 @@
-"""The table of what the examples learnt."""
+"""The table of the examples' results."""
 
 import json
 import pathlib

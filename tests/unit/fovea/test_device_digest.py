@@ -1,4 +1,4 @@
-"""The kernel, run by Triton's interpreter, gives what the digest's operators give; and it compiles for a GPU."""
+"""The digest kernel in Triton's interpreter equals torch's operators, and it compiles for a GPU."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.slow
 def test_the_kernel_sums_as_the_operators_do() -> None:
-    # The variable is read when Triton is imported, here long ago.
+    # The variable is read when Triton is imported, which happened earlier in this process.
     assert run(PROGRAM, str(list(SIZES)), TRITON_INTERPRET="1") == "equal\n"
 
 
@@ -41,7 +41,7 @@ def test_the_kernel_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.Monk
         types = {"words": "*i64", "sums": "*i64", "start": start, "count": start, "BLOCK": "constexpr"}
         source = ASTSource(_kernel(), signature=types, constexprs={"BLOCK": 4096})
         assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-    assert list(tmp_path.rglob("*.cubin")), "nothing was kept from before"
+    assert list(tmp_path.rglob("*.cubin")), "nothing may remain from before"
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:

@@ -1,6 +1,6 @@
-"""What every process shares stays light: nobody pays for torch, vllm or transformers by importing fovea.
+"""Shared modules stay light: importing fovea loads neither torch, vllm nor transformers.
 
-Of the gateway, tests/unit/gateway/test_imports.py asks more.
+tests/unit/gateway/test_imports.py has stricter rules for the gateway.
 """
 
 import json
@@ -31,7 +31,7 @@ print(json.dumps(loaded))
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, list[str]]:
-    """The packages that each module loads which those before it did not: all in one process."""
+    """Returns the packages that each module loads in addition to those before it, in one process."""
     command = [sys.executable, "-c", PROGRAM, *MODULES]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, list[str]] = json.loads(said)

@@ -1,4 +1,4 @@
-"""How members of a group take turns at memory that all see; here a tensor of the host. The GPU's own: tests/gpu."""
+"""Group members take turns at shared memory, here a host tensor. tests/gpu covers GPU memory."""
 
 import time
 from collections.abc import Iterator
@@ -49,14 +49,14 @@ def test_every_receiver_gets_all_of_what_is_larger_than_the_memory(
         ]
         assert all(work.result(30).is_completed() for work in works)
         assert all(torch.equal(each, sent) for each in tensors)
-    assert not groups[0]._store.check(["0"]), "what all have taken leaves nothing in the store"
+    assert not groups[0]._store.check(["0"]), "after all members have read, the store must be empty"
 
 
 @pytest.mark.parametrize("leaver", range(MEMBERS))
-def test_who_leaves_ends_the_wait_of_the_others(
+def test_a_leaving_member_ends_the_wait_of_the_others(
     groups: list[SharedGpuGroup], threads: ThreadPoolExecutor, leaver: int
 ) -> None:
-    """Two thirds of them have begun, and the leaver itself may be in the middle."""
+    """Two thirds of the members have started, and the leaving one itself may be in the middle."""
     waiting = [
         threads.submit(group.broadcast, [torch.zeros(250, dtype=torch.uint8)], options(60))
         for rank, group in enumerate(groups)
@@ -70,9 +70,7 @@ def test_who_leaves_ends_the_wait_of_the_others(
             work.result(20)
 
 
-def test_who_waits_in_a_broadcast_can_be_told_to_leave(
-    groups: list[SharedGpuGroup], threads: ThreadPoolExecutor
-) -> None:
+def test_a_waiting_broadcast_can_be_aborted(groups: list[SharedGpuGroup], threads: ThreadPoolExecutor) -> None:
     waiting = threads.submit(groups[1].broadcast, [torch.zeros(8, dtype=torch.uint8)], options(60))
     groups[1].abort()
     with pytest.raises(RuntimeError, match="a member left it"):

@@ -1,4 +1,4 @@
-"""Vision-language families: geometry as transformers computes it, positions as get_rope_index computes them."""
+"""Vision-language families: geometry as in transformers, positions as in get_rope_index."""
 
 import re
 from typing import Any
@@ -47,7 +47,7 @@ def test_an_unknown_vision_model_is_refused_with_the_supported_ones(tower: str) 
 
 
 @pytest.mark.parametrize(("model_type", "piece"), vision.MISSING_PIECES.items())
-def test_a_family_that_is_refused_is_told_the_missing_piece(model_type: str, piece: str) -> None:
+def test_a_refused_family_names_the_missing_piece(model_type: str, piece: str) -> None:
     tower: dict[str, Any] = {} if model_type in ("gpt_oss", "nemotron_h") else {"vision_config": {}}
     with pytest.raises(ValueError, match=f"'{model_type}' .*: {re.escape(piece)}; supported are "):
         check_supported({"model_type": model_type, **tower})
@@ -83,13 +83,13 @@ def test_the_configuration_alone_reserves_what_it_names() -> None:
 def test_a_placeholder_after_the_opener_is_a_lost_image(qwen3_vl: VisionFamily, placeholder: int) -> None:
     assert qwen3_vl.find_lost_image(np.array([1, START, placeholder])) == 2
     assert qwen3_vl.find_lost_image(np.array([placeholder]), previous_id=START) == 0
-    assert qwen3_vl.find_lost_image(np.array([1, placeholder, START, -1])) is None  # sampled; and an image is there
+    assert qwen3_vl.find_lost_image(np.array([1, placeholder, START, -1])) is None  # sampled, and with an image
     assert qwen3_vl.find_lost_image(np.array([], np.int32)) is None
 
 
 @pytest.mark.parametrize(
     ("width", "height", "count"),
-    # Contract section 6, recomputed there with transformers 5.19; every size also the other way round.
+    # Contract section 6, recomputed with transformers 5.19; every size also with its sides swapped.
     [
         (224, 224, 64),
         (150, 224, 70),
@@ -116,7 +116,7 @@ def test_counts_are_those_of_smart_resize(width: int, height: int, model_type: s
 
 
 def of_grid(*grid: int) -> dict[str, np.ndarray]:
-    """As much of an image's tensors as says its grid."""
+    """Returns the tensors of an image that encode its grid."""
     return {"image_grid_thw": np.array([grid], np.int64)}
 
 
@@ -141,7 +141,7 @@ def test_positions_of_text_image_text(qwen3_vl: VisionFamily) -> None:
 
 
 def test_two_images_in_a_row_are_placed_one_after_the_other(qwen3_vl: VisionFamily) -> None:
-    # transformers' get_rope_index cannot say this: it takes the run of placeholders for one image.
+    # transformers' get_rope_index cannot do this: it reads the run of placeholders as one image.
     positions = qwen3_vl.positions(6, [ImageAt(0, of_grid(1, 2, 4)), ImageAt(2, of_grid(1, 4, 4))])
     assert positions is not None
     assert positions.tolist() == [[0, 0, 2, 2, 2, 2], [0, 0, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]]
@@ -216,14 +216,14 @@ PROCESSED: dict[str, dict[str, Any]] = {
 
 
 def processed(model_type: str) -> VisionFamily:
-    """A family whose own processor makes its images."""
+    """A family that handles images with its own processor."""
     bound = vision.bind({"model_type": model_type} | PROCESSED[model_type], ADDED_TOKENS)
     assert bound is not None
     return bound
 
 
 @pytest.mark.parametrize("model_type", PROCESSED)
-def test_what_a_processor_made_is_checked(model_type: str) -> None:
+def test_the_output_of_a_processor_is_checked(model_type: str) -> None:
     bound = processed(model_type)
     tensors = bound.blank_image()
     assert not bound.tensors_problem(tensors)
@@ -264,7 +264,7 @@ def test_an_image_in_its_own_proportions() -> None:
     assert "makes 0 embeddings" in bound.tensors_problem(tensors | {"pixel_values": pixels[..., :10]})
 
 
-# Tiles with the view of the whole of images of (height, width) pixels, as LLaVA-OneVision 7B takes them.
+# Tiles, including the overview, of images of (height, width) pixels in LLaVA-OneVision 7B.
 ONEVISION = {(384, 384): 2, (37, 100): 2, (500, 30): 3, (384, 9000): 7, (944, 1153): 13, (2304, 2304): 37}
 
 
@@ -300,7 +300,7 @@ def test_places_and_sizes_are_checked() -> None:
         assert "the tower makes 0 embeddings" in bound.tensors_problem(tensors)
 
 
-def test_of_llava_only_a_pixtral_tower_is_taken() -> None:
+def test_llava_is_supported_only_with_a_pixtral_tower() -> None:
     with pytest.raises(ValueError, match="'clip_vision_model'; for LLaVA, Fovea supports only pixtral towers"):
         vision.bind(
             {"model_type": "llava", "image_token_index": 1, "vision_config": {"model_type": "clip_vision_model"}}, {}

@@ -1,4 +1,4 @@
-"""A merged checkpoint is what transformers makes of the base and the trainer's adapter, parameter by parameter."""
+"""A merged checkpoint equals transformers' base plus the trainer's adapter, parameter by parameter."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from fovea_trainer.weights.weight_files import one_by_one, peft_files
 from tests.families import ensure_family
 
 CPU = torch.device("cpu")
-# Tied, renamed by transformers, with experts in each of the three layouts, with layers that carry a state.
+# Tied, renamed by transformers, with experts in each of the three layouts, with stateful layers.
 NAMES = ["qwen3_vl", "gemma3", "qwen3_vl_moe"]
 MORE = [
     "qwen2_vl",
@@ -39,7 +39,7 @@ HALVES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 def trained(directory: Path, rank: int = 4) -> LoraWeights:
-    """An adapter of all that can be adapted, as the trainer has it, B not zero any more."""
+    """Returns the trainer's adapter of all modules, with B no longer zero."""
     family, _, module = build_model(TrainerSettings(model=str(directory), dtype="float32"), directory, CPU)
     targets = list(family.lora_targets(module.hf))
     sees = any(target.vision for target in targets)
@@ -51,7 +51,7 @@ def trained(directory: Path, rank: int = 4) -> LoraWeights:
 
 
 def written(weights: LoraWeights, directory: Path, folder: Path, is_export: bool) -> Path:
-    """The adapter's files as the trainer writes them: for itself, or as an export."""
+    """Writes the adapter's files as the trainer does: for itself, or as an export."""
     tensors = dict(weights.named(weights.flat.detach()))
     named = one_by_one(tensors) if is_export else tensors.items()
     folder.mkdir()
@@ -66,7 +66,7 @@ def loaded(directory: Path) -> Any:
 
 
 def expected(directory: Path, weights: LoraWeights) -> dict[str, Tensor]:
-    """Parameters of the base with the adapter added, by their names in transformers' model."""
+    """Returns the base's parameters with the adapter added, by their names in transformers' model."""
     model = loaded(directory)
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
     factors = {
@@ -106,7 +106,7 @@ def test_each_family_is_merged_as_its_modules_are(name: str, tmp_path: Path) -> 
         assert found.keys() == wanted.keys()
         for key, tensor in wanted.items():
             torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6, msg=key)
-    assert names[0] == names[1], "the trainer's own export names the same modules"
+    assert names[0] == names[1], "the trainer's own export must name the same modules"
 
 
 def test_files_have_the_base_s_names_and_a_head_of_their_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows of each shape as conversations."""
+"""Conversion of each kind of row to a conversation."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Datasets of every source: lengths, order, splits, and rows that are named when they are broken."""
+"""Datasets of every source: lengths, order, splits, and errors that name the broken row."""
 
 import io
 import json
@@ -196,7 +196,7 @@ def test_a_picture_that_an_object_loads_later_is_named_by_row() -> None:
 
 
 class Undecodable:
-    """A list whose rows raise when they are read, as a column of Hugging Face `datasets` does."""
+    """A list that raises an error when a row is read, like a column of Hugging Face `datasets`."""
 
     def __len__(self) -> int:
         return 1
@@ -234,7 +234,7 @@ def test_rows_that_come_in_one_order_only_are_refused() -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield chat(0)
 
-    with pytest.raises(InvalidInput, match="rows is a generator, which has its rows in one order only: write it to"):
+    with pytest.raises(InvalidInput, match="rows is a generator, which can only be read in order: write it to"):
         load_chats(rows())  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Conversations as datums: exactly what the model reads, with loss on its answers only."""
+"""Conversations as datums: exactly the model's input, with loss on its answers only."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ def conversation(*messages: tuple[str, Any]) -> Conversation:
 
 
 def text(template: str, datum: tinker.Datum) -> str:
-    """A datum's input with its last target, decoded; a picture is #."""
+    """Returns a datum's input with its last target, decoded; a picture is #."""
     ids: list[int] = []
     for chunk in datum.model_input.chunks:
         ids += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else tokenizer(template).encode("#")

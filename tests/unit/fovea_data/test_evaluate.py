@@ -1,4 +1,4 @@
-"""What `fovea evaluate` plays and prints, with a model that follows a script."""
+"""The requests and the output of `fovea evaluate`, with a scripted model."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SETTINGS = RolloutSettings(SamplingSettings(max_tokens=8), max_context=100)
 
 
 class Echo:
-    """The reward is how often the answer has the truth in it."""
+    """Rewards the number of times that the answer contains the truth."""
 
     def __init__(self, record: Any) -> None:
         self._record = record

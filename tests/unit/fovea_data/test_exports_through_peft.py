@@ -1,6 +1,6 @@
-"""PEFT on plain transformers makes of an exported adapter what the merged model is; where it does not, a note says so.
+"""An exported adapter in PEFT on plain transformers equals the merged model; exceptions have a note.
 
-The merged model's weights are checked against the trainer's own factors in `test_adapter_merge.py`.
+`test_adapter_merge.py` compares the merged weights with the trainer's own factors.
 """
 
 import warnings
@@ -29,14 +29,14 @@ IDS = torch.arange(5, 37)[None]
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """PEFT warns of tied heads and of entries that it does not know; both are meant."""
+    """Ignores PEFT's warnings of tied heads and unknown entries, which are intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def exported(directory: Path, folder: Path) -> Path:
-    """An adapter of all that can be adapted, as the trainer exports it."""
+    """Returns the trainer's export of an adapter of all modules."""
     weights = trained(directory)
     lora = weights_pb2.LoraConfig(rank=weights.settings.rank, alpha=weights.settings.alpha)
     form = ExportForm(read_json(directory / "config.json")["model_type"])
@@ -47,7 +47,7 @@ def exported(directory: Path, folder: Path) -> Path:
 
 
 def answers(model: Any) -> Tensor:
-    """Log-probabilities, float32 [32, vocabulary]."""
+    """Returns log-probabilities, float32 [32, vocabulary]."""
     with torch.no_grad():
         logits: Tensor = model.eval()(input_ids=IDS).logits[0]
     return logits.log_softmax(-1)
@@ -67,7 +67,7 @@ def test_peft_reads_an_export_as_the_merged_model_has_it_or_a_note_says_otherwis
     found = answers(PeftModel.from_pretrained(base, str(adapter)))
     gap = (found - wanted).abs().max().item()
     if "experts" in notes:
-        assert gap > 0.1, "PEFT reads it by now: add the family to PEFT_READS_EXPERTS_OF"
+        assert gap > 0.1, "PEFT now reads it: add the family to PEFT_READS_EXPERTS_OF"
         return
     assert gap < 1e-3
     is_tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight

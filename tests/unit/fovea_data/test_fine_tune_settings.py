@@ -1,4 +1,4 @@
-"""What settings of fine-tuning say of its steps, and what its state keeps."""
+"""The steps that fine-tuning settings give, and the stored state."""
 
 import dataclasses
 import pathlib

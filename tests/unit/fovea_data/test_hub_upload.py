@@ -1,4 +1,4 @@
-"""Uploads to the hub, against a server on this machine that answers as the hub does."""
+"""Uploads to the hub, against a local server with the hub's API."""
 
 import base64
 import json
@@ -30,11 +30,11 @@ except FoveaError as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """Takes files in commits, not as large ones.
+    """Accepts files in commits, but no large files.
 
     Attributes:
         made: Repositories, and whether each is private.
-        files: What commits brought, by path.
+        files: Committed files by path.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def push(folder: Path, endpoint: str, token: str) -> str:
-    """In a process of its own: the hub's address is read when its library is imported."""
+    """Pushes in a separate process, because the hub's address is read when its library is imported."""
     settings = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     settings |= {"HF_HOME": str(folder / ".cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-c", PUSH, str(folder)]

@@ -1,4 +1,4 @@
-"""What `from fovea_data import ...` offers, and what it needs."""
+"""Names in `from fovea_data import ...`, and the requirements of that import."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Tokens of pictures, from files or by asking, once per size."""
+"""Numbers of tokens of pictures, from files or by request, once per size."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Pictures of rows, in each form that they come in."""
+"""Pictures of rows in each input form."""
 
 import base64
 import io
@@ -110,7 +110,7 @@ def test_what_is_no_picture_is_refused_by_name(value: object, message: str, tmp_
     ],
 )
 def test_pixels_that_would_be_clipped_are_refused_by_name(value: object, words: str) -> None:
-    """They became black and white without a word."""
+    """Before this check, they became black and white silently."""
     with pytest.raises(InvalidInput, match=f"^rows.7. .*{words}"):
         read_picture(value, "rows[7]")
     if isinstance(value, Image.Image):

@@ -1,4 +1,4 @@
-"""The chat templates that tests render with, and sampled turns for them."""
+"""Chat templates that tests render with, and sampled turns for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOOLS = (
 
 @cache
 def tokenizer(name: str) -> Any:
-    """The tiny model's, with a chat template of `NAMES`."""
+    """Returns the tiny model's tokenizer with a chat template of `NAMES`."""
     from transformers import AutoTokenizer
 
     kind, _, stem = name.partition("/")
@@ -46,28 +46,28 @@ def tokenizer(name: str) -> Any:
 
 
 def square(red: int, green: int, blue: int) -> Picture:
-    """A square of 56 x 56 pixels."""
+    """Returns a square of 56 x 56 pixels."""
     return Picture.of_pixels(np.full((56, 56, 3), (red, green, blue), np.uint8))
 
 
 def sampled(name: str, text: str, *, is_cut: bool = False) -> Sampled:
-    """A turn as its canonical tokens; `text` has its end of turn."""
+    """Returns a turn with its canonical tokens; `text` includes the end of turn."""
     return sampled_ids(tokenizer(name).encode(text, add_special_tokens=False), is_cut=is_cut)
 
 
 def sampled_ids(ids: Sequence[int], *, is_cut: bool = False) -> Sampled:
-    """A turn of any tokens."""
+    """Returns a turn with any tokens."""
     return Sampled(tuple(ids), (-0.5,) * len(ids), "length" if is_cut else "stop", WeightVersions(0, 0))
 
 
 def flat(name: str, chunks: Sequence[Chunk]) -> list[int]:
-    """Token ids, one placeholder a picture."""
+    """Returns the token ids, with one placeholder per picture."""
     placeholder = tokenizer(name).convert_tokens_to_ids(PLACEHOLDER)
     return [token for chunk in chunks for token in (chunk.ids if isinstance(chunk, Tokens) else (placeholder,))]
 
 
 def text_of(name: str, chunks: Sequence[Chunk]) -> str:
-    """The prompt, decoded."""
+    """Returns the decoded prompt."""
     return str(tokenizer(name).decode(flat(name, chunks)))
 
 

@@ -1,4 +1,4 @@
-"""Rollouts for tests, made by hand."""
+"""Handmade rollouts for tests."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ PICTURE_TOKENS = 4
 
 
 class FourTokenPictures:
-    """A policy whose pictures take four tokens; it never samples."""
+    """A policy with pictures of four tokens; it never samples."""
 
     async def sample(self, prompt: object, settings: SamplingSettings, stop_ids: object, conversation: str) -> Sampled:
         raise NotImplementedError
@@ -30,14 +30,14 @@ def turn(
     text: str = "answer",
     **metrics: float,
 ) -> Turn:
-    """A turn that read `prompt` (token ids and pictures) and wrote `ids`."""
+    """Returns a turn that read `prompt` (token ids and pictures) and sampled `ids`."""
     chunks = tuple(Tokens((item,)) if isinstance(item, int) else item for item in prompt)
     sampled = Sampled(tuple(ids), tuple(logprobs), "stop", versions)
     return Turn(chunks, (Message("user", tuple(said)),), sampled, Answer(text), reward, metrics)
 
 
 def rollout(*turns: Turn, conversation: str = "c", failure: Failure | None = None) -> Trajectory:
-    """A rollout of an append-only template."""
+    """Returns a rollout with an append-only template."""
     found = Trajectory(conversation, end="failed" if failure else "done", failure=failure)
     for one in turns:
         found.append(one, is_append_only=True)

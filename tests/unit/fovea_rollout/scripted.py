@@ -1,4 +1,4 @@
-"""A model that follows a script and a template of one token a letter, so that tests can say what comes out."""
+"""A scripted model and a template with one token per letter, so that tests can predict the tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PICTURE_TOKENS = 4
 
 
 def ids_of(text: str) -> tuple[int, ...]:
-    """One token a letter."""
+    """Encodes one token per letter."""
     return tuple(map(ord, text))
 
 
 def text_of(chunks: Sequence[Chunk]) -> str:
-    """What a prompt reads like; a picture is `#`, the end of a turn `|`."""
+    """Returns a prompt as text, with `#` for a picture and `|` for the end of a turn."""
     return "".join(
         "#" if isinstance(chunk, Picture) else "".join(chr(i) if i else "|" for i in chunk.ids) for chunk in chunks
     )
 
 
 class LetterTemplate:
-    """`u:...|a:...|`; if `strips`, what precedes a `>` in earlier answers is left out."""
+    """Renders `u:...|a:...|`; with `strips`, omits the part before a `>` in earlier answers."""
 
     stop_ids = (END,)
 
@@ -34,7 +34,7 @@ class LetterTemplate:
         self.is_append_only = not strips
 
     def render(self, history: Sequence[Message | Sampled]) -> tuple[Chunk, ...]:
-        """With `a:` at the end."""
+        """Renders with `a:` at the end."""
         chunks: list[Chunk] = []
         for entry in history:
             if isinstance(entry, Sampled):
@@ -52,13 +52,13 @@ class LetterTemplate:
         return (*chunks, Tokens(ids_of("a:")))
 
     def read(self, sampled: Sampled) -> Answer:
-        """The text behind the thinking."""
+        """Returns the text after the thinking."""
         thinking, mark, text = text_of([Tokens(sampled.ids)]).rstrip("|").rpartition(">")
         return Answer(text, thinking + mark, is_cut=sampled.stop_reason == "length")
 
 
 class ScriptedPolicy:
-    """Says what `script` answers to what a prompt reads like; a text without `|` was cut."""
+    """Answers a prompt with the result of `script`; a text without `|` was cut off."""
 
     def __init__(self, script: Callable[[str], str], version: int = 0) -> None:
         self._script = script
@@ -85,5 +85,5 @@ class ScriptedPolicy:
         return Sampled(ids, logprobs, "stop" if said.endswith("|") else "length", versions)
 
     async def token_count(self, picture: Picture) -> int:
-        """The same for all."""
+        """Returns the same count for all pictures."""
         return PICTURE_TOKENS

@@ -1,4 +1,4 @@
-"""Advantages, against the papers' formulas written out."""
+"""Advantages against the formulas of the papers."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_failed_ones_are_left_out_of_the_statistics(estimate) -> None:
 def test_groups_that_teach_nothing(estimate) -> None:
     assert estimate(groups([7.0])).tolist() == [[0.0]]
     assert estimate(groups([0.1, 0.1, 0.1])).tolist() == [[0.0, 0.0, 0.0]]
-    assert estimate(groups([0.3, 0.1 + 0.2])).tolist() == [[0.0, 0.0]], "rounding is no signal"
+    assert estimate(groups([0.3, 0.1 + 0.2])).tolist() == [[0.0, 0.0]], "rounding must not count as signal"
     alone = estimate(groups([NAN, 2.0]))[0]
     assert np.isnan(alone[0])
     assert alone[1] == 0.0

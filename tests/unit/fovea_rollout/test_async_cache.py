@@ -1,4 +1,4 @@
-"""A value is asked for once, whoever asks and whoever gives up."""
+"""A value is requested once, whichever callers want it or cancel."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from fovea_rollout.policies.async_cache import AsyncCache
 
 
 class Asked:
-    """Answers with ten times the key, once the gate is open."""
+    """Returns ten times the key once the gate is open."""
 
     def __init__(self, cache: AsyncCache[int, int]) -> None:
         self._cache = cache
@@ -33,7 +33,7 @@ async def test_concurrent_callers_wait_for_one_call() -> None:
     ask = Asked(AsyncCache())
     tasks = [asyncio.create_task(ask.get(key)) for key in [8, 8, 4] * 10]
     await ask.began.wait()
-    tasks[0].cancel()  # it began the call; the others get their value nevertheless
+    tasks[0].cancel()  # it started the call; the others must get their value nevertheless
     await asyncio.sleep(0)
     ask.gate.set()
     assert await asyncio.gather(*tasks[1:]) == ([80, 80, 40] * 10)[1:]
@@ -61,7 +61,9 @@ async def test_a_value_that_was_forgotten_is_asked_for_again() -> None:
 
 
 async def test_a_value_that_has_been_replaced_is_not_forgotten() -> None:
-    """Two callers find the same value lost. The later one must not drop the value that the first one has made again."""
+    """Two callers find the same value lost. The later one must not drop the value that the first one has requested
+    again.
+    """
     cache: AsyncCache[str, object] = AsyncCache()
     made: list[object] = []
 

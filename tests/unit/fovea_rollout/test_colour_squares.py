@@ -1,4 +1,4 @@
-"""Golden: two turns about coloured squares, token by token, for a template that appends and for one that strips."""
+"""Golden test: two turns about coloured squares, token by token, for an appending and a stripping template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PICTURE = "<|vision_start|> <|image_pad|> <|vision_end|>"
 FIRST_QUESTION = f"<|im_start|> user Ċ {PICTURE} Which Ġcolour Ġis Ġit ? <|im_end|> Ċ <|im_start|> a ss istant Ċ"
 SECOND_QUESTION = f"<|im_start|> user Ċ {PICTURE} A nd Ġn ow ? <|im_end|> Ċ <|im_start|> a ss istant Ċ"
 
-# Letter by letter, as no tokenizer would: a prompt with `red` in one token was tokenized anew.
+# Letter by letter, unlike any tokenizer: a prompt with `red` as one token would have been re-tokenized.
 PLAIN_TURNS = ("r e d <|im_end|>", "b l u e <|im_end|>")
 THINKING_TURNS = (
     "<think> Ċ I Ġsee Ġred . Ċ </think> Ċ Ċ r e d <|im_end|>",
@@ -28,7 +28,7 @@ THINKING_TURNS = (
 
 
 class ColourSquares:
-    """Shows a red square, then a blue one; a right colour is worth 1."""
+    """Shows a red square and then a blue one; a correct colour has reward 1."""
 
     def __init__(self) -> None:
         self._colours = ["red", "blue"]
@@ -45,7 +45,7 @@ class ColourSquares:
 
 
 class Script:
-    """A policy that says given tokens; a token's log-probability is minus its place."""
+    """A policy that samples given tokens; a token's log-probability is minus its position."""
 
     def __init__(self, name: str, turns: Sequence[str]) -> None:
         self._name = name
@@ -65,7 +65,7 @@ class Script:
 
 
 def ids_of(name: str, tokens: str) -> list[int]:
-    """Of tokens written out, a space between two."""
+    """Returns the ids of space-separated tokens."""
     ids: list[int] = tokenizer(name).convert_tokens_to_ids(tokens.split())
     assert None not in ids
     return ids
@@ -76,7 +76,7 @@ def logprobs_of(ids: Sequence[int]) -> tuple[float, ...]:
 
 
 async def play(name: str, turns: Sequence[str]) -> tuple[list[list[int]], Trajectory]:
-    """The prompts, flat, and the trajectory."""
+    """Plays an episode; returns the flat prompts and the trajectory."""
     script = Script(name, turns)
     template = ChatTemplate(tokenizer(name))
     trajectory = await run_rollout(script, template, ColourSquares, RolloutSettings(), "squares")
@@ -87,7 +87,7 @@ async def play(name: str, turns: Sequence[str]) -> tuple[list[list[int]], Trajec
 
 
 def assert_segment(name: str, segment: Segment, tokens: Sequence[str], sampled: Sequence[bool]) -> None:
-    """That a segment is these runs of tokens, and has loss on those that were sampled."""
+    """Checks that a segment consists of these runs of tokens, with loss on the sampled ones."""
     runs = [ids_of(name, run) for run in tokens]
     assert flat(name, segment.chunks) == [token for run in runs for token in run]
     loss: list[float | None] = []

@@ -1,4 +1,4 @@
-"""The learning rate of whoever names none."""
+"""The default learning rate."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Sampled text, read."""
+"""Parsing of sampled text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""An environment's host leaves no coroutine behind that is never awaited."""
+"""An environment's host never leaves a coroutine that is not awaited."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ from fovea_rollout.messages import Message
 
 
 class Held:
-    """Its step returns a coroutine once the gate is open; its reset, which comes behind, says so."""
+    """Its step returns a coroutine once the gate is open; its later reset sets an event."""
 
     def __init__(self) -> None:
         self.begun, self.gate, self.came_behind = threading.Event(), threading.Event(), threading.Event()
@@ -44,7 +44,7 @@ async def test_a_step_that_is_cancelled_as_its_result_comes_closes_it() -> None:
     reset = asyncio.create_task(host.reset())
     await asyncio.sleep(0)
     environment.gate.set()
-    assert environment.came_behind.wait(60)  # The result of the step waits in the loop, which stands still here.
+    assert environment.came_behind.wait(60)  # The step's result waits in the event loop, which is blocked here.
     asyncio.get_running_loop().call_soon(step.cancel)
     with pytest.raises(asyncio.CancelledError):
         await step

@@ -1,4 +1,4 @@
-"""Geometry-3K's protocol, and answers that are the same as mathematics."""
+"""Geometry-3K's protocol, and mathematically equal answers."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_right_call_ends_it() -> None:
     assert (step.reward, step.is_done, step.metrics) == (1.0, True, {"right": 1.0, "is_called": 1.0})
 
 
-def test_a_wrong_call_is_told_so_and_the_last_turn_wants_the_answer_alone() -> None:
+def test_a_wrong_call_gets_an_error_and_the_last_turn_asks_for_the_answer_only() -> None:
     first, second, last = played(made(), call(4), call("5"), "It is \\boxed{\\sqrt{18}}, I think.")
     assert "The score is 0.0" in said(first)
     assert "only the final answer" not in said(first)
@@ -70,7 +70,7 @@ def test_three_wrong_calls_end_it() -> None:
 
 
 def test_a_number_with_a_huge_exponent_is_left_to_the_process_that_has_a_limit() -> None:
-    """Written out, it would have 30 million digits."""
+    """Written out, it would have 30 million digits; only the limited process evaluates it."""
     assert math_grading._number("1e30000000") is None
     assert math_grading._number("1.5e3") == math_grading._number("3000/2") == 1500
 
@@ -176,7 +176,7 @@ def test_another_answer(truth: str, answer: str) -> None:
 
 
 def test_an_answer_that_never_ends_is_wrong_and_the_next_is_graded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_same_answer("\\sqrt{2}", "2^{1/2}")  # the process runs
+    assert is_same_answer("\\sqrt{2}", "2^{1/2}")  # the process is running
     monkeypatch.setattr(math_grading, "TIMEOUT_S", 1.0)
     assert not is_same_answer("12", "9^{9^{9^{9^9}}}!")
     monkeypatch.undo()

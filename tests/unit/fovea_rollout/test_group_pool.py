@@ -1,4 +1,4 @@
-"""Which groups are taken when: by events, not by time."""
+"""The order in which groups are chosen, controlled by events instead of time."""
 
 import asyncio
 from collections import defaultdict
@@ -11,7 +11,7 @@ from tests.unit.fovea_rollout.rollouts import FourTokenPictures
 
 
 class Stage:
-    """Groups that end when they are told to."""
+    """Groups that end on command."""
 
     def __init__(self, total: int, buggy: int | None = None, begun: int = 0, replays: int = 0) -> None:
         self.buggy = buggy
@@ -45,7 +45,7 @@ class Stage:
         return [int(group[0].conversation) for group in groups]
 
     async def is_waiting(self, taking: "asyncio.Task[list[int]]") -> bool:
-        """After everybody had several turns."""
+        """Returns whether the caller still waits after several turns of the event loop."""
         for _ in range(10):
             await asyncio.sleep(0)
         return not taking.done()
@@ -78,7 +78,7 @@ async def test_one_step_off_leaves_the_next_batch_running() -> None:
     stage.fill(1, 4)
     stage.end(4, 5)
     taking = asyncio.create_task(stage.take(2, 0))
-    assert await stage.is_waiting(taking), "2 and 3 began with version 0"
+    assert await stage.is_waiting(taking), "2 and 3 started with version 0"
     stage.end(2, 3)
     assert await taking == [2, 3]
     assert stage.begun == [0, 1, 2, 3, 4, 5]
@@ -103,7 +103,7 @@ async def test_inflight_takes_what_is_done_first_but_nothing_gets_older_than_all
         assert all(step - versions[index] <= max_lag for index in groups)
         taken += groups
     assert len(set(taken)) == len(taken)
-    assert taken != sorted(taken), "the fast ones overtake"
+    assert taken != sorted(taken), "the fast ones must overtake"
     await stage.pool.close()
 
 
@@ -114,14 +114,16 @@ async def test_a_group_that_would_get_too_old_is_played_again_until_its_cancella
     assert await stage.take(2, -1) == [0, 1]
     stage.fill(1, 4)
     stage.end(4, 5)
-    assert await stage.take(2, 0) == [4, 5], "2 and 3 began with version 0 and still run, but need not be waited for"
+    assert await stage.take(2, 0) == [4, 5], (
+        "2 and 3 started with version 0 and still run, but the step need not wait for them"
+    )
     await asyncio.sleep(0)
     assert stage.cancelled == [2, 3]
     assert (stage.begun, stage.pool.cancelled) == ([0, 1, 2, 3, 4, 5, 2, 3], 2)
     stage.fill(2, 4)
     stage.end(6, 7)
     taking = asyncio.create_task(stage.take(2, 1))
-    assert await stage.is_waiting(taking), "they began again with version 1; now they are waited for"
+    assert await stage.is_waiting(taking), "they started again with version 1; now the step must wait for them"
     stage.end(2, 3)
     assert await taking == [2, 3]
     assert stage.cancelled == [2, 3]
@@ -150,7 +152,7 @@ async def test_closing_cancels_and_waits() -> None:
     assert stage.cancelled == [0, 1, 2]
 
 
-async def test_what_playing_raises_is_raised() -> None:
+async def test_an_exception_during_play_is_raised() -> None:
     stage = Stage(20, buggy=13)
     stage.fill(0, 15)
     stage.end(13)

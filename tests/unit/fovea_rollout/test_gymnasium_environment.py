@@ -1,4 +1,4 @@
-"""Real gymnasium environments, played by words."""
+"""Real gymnasium environments, played with words."""
 
 import io
 import random

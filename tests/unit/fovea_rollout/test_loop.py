@@ -1,4 +1,4 @@
-"""Settings of the loop; what it does is in tests/e2e/fovea_rollout/test_loop.py."""
+"""Settings of the loop; tests/e2e/fovea_rollout/test_loop.py tests the loop itself."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_a_learning_rate_may_fall_with_the_steps() -> None:
     assert fixed.adam_params(3, 0.25).learning_rate == 0.125, "a share of it"
     falling = LoopSettings(4, 1, 2, learning_rate=0.5)
     assert [falling.adam_params(step).learning_rate for step in range(4)] == [0.5, 0.375, 0.25, 0.125]
-    assert falling.adam_params(3, 0.5).learning_rate == 0.0625, "a share of what is left of it"
+    assert falling.adam_params(3, 0.5).learning_rate == 0.0625, "a share of the rest"
     assert (fixed.first_rate(0.1), falling.first_rate(0.1)) == (0.1, 0.2), "the same on average"
 
 

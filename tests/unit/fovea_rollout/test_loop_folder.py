@@ -1,4 +1,4 @@
-"""Figures that a loop's folder keeps; how it goes on with one is in tests/e2e/fovea_rollout/test_resumed_loop.py."""
+"""Figures in a loop's folder; tests/e2e/fovea_rollout/test_resumed_loop.py tests the resumption."""
 
 from fovea_rollout.evaluation import Evaluation
 from fovea_rollout.loop.loop_folder import figures_of
@@ -10,7 +10,7 @@ from tests.unit.fovea_rollout.rollouts import FourTokenPictures, rollout, turn
 BROKEN = Failure("reset", "OSError: no display")
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_figures_are_left_out() -> None:
     groups = [[rollout(failure=BROKEN)]]
     figures = figures_of(step_report(0, groups, TrainingBatch([]), [], {"rollout": 1.5}, FourTokenPictures(), 0.25))
     assert figures == {

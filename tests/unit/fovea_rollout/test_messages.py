@@ -1,4 +1,4 @@
-"""Messages and their pictures, whose size is read from the header of the file."""
+"""Messages and their pictures. The size of a picture comes from the header of its file."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""What `from fovea_rollout import ...` offers, and what it costs."""
+"""Names in `from fovea_rollout import ...`, and the cost of that import."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""OpenEnv: a client that follows its protocol, and its own client and server where it is (`make environments`)."""
+"""OpenEnv: a client of its protocol, and its own client and server where they are installed (`make environments`)."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ class Result:
 
 
 class Countdown:
-    """Counts down from what reset is told; the reward is 1 for each `down`."""
+    """Counts down from the number given to reset; the reward is 1 for each `down`."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -70,7 +70,7 @@ async def test_no_reward_is_none_of_it() -> None:
     assert trajectory.reward == 0.0
 
 
-async def test_what_is_over_before_it_began_is_a_failure_and_is_closed() -> None:
+async def test_an_episode_that_is_done_at_reset_fails_and_is_closed() -> None:
     client = Countdown()
     trajectory = await play(client, "down|", start=0)
     assert trajectory.failure is not None
@@ -110,8 +110,8 @@ def test_nothing_to_show_and_broken_pictures_are_refused(observation: Any) -> No
 
 
 def colour_app() -> Any:
-    """A real OpenEnv server: names the colour of a square, which changes with every turn; three squares."""
-    env_server = pytest.importorskip("openenv.core.env_server", reason="OpenEnv is in an environment of its own")
+    """A real OpenEnv server: the answer is the colour of a square, which changes with every turn; three squares."""
+    env_server = pytest.importorskip("openenv.core.env_server", reason="OpenEnv is installed in a separate environment")
     http_server = pytest.importorskip("openenv.core.env_server.http_server")
 
     class Name(env_server.Action):  # type: ignore[name-defined, misc]

@@ -1,4 +1,4 @@
-"""A rollout that the base model cannot score fails alone; the others of its group and batch are trained on."""
+"""A rollout that the base model cannot score fails alone; training uses the rest of its group and batch."""
 
 import math
 from functools import partial
@@ -16,13 +16,13 @@ REFUSED = ValueError("the prompt has one token more than the server takes")
 
 
 class Base:
-    """Scores each token with -1, but what it reads of a rollout that says `bad` with `last`, or refuses that."""
+    """Scores each token with -1, except the answer of a rollout that says `bad`: it gets `last`, or an error."""
 
     def __init__(self, bad: int, last: float | Exception | None) -> None:
         self._bad, self._last = bad, last
 
     async def compute_logprobs(self, read: tinker.ModelInput) -> list[float | None]:
-        """One for each token, the first without."""
+        """Returns one score per token; the first has none."""
         ids = read.to_ints()
         scores: list[float | None] = [None] + [-1.0] * (len(ids) - 1)
         if ids[-1] != self._bad:
@@ -33,7 +33,7 @@ class Base:
 
 
 def played() -> list[list[Trajectory]]:
-    """One group; the rollout that says 0 has a reward that would move the others' mean."""
+    """Returns one group; the rollout that says 0 has a reward that would move the others' mean."""
     return [
         [
             rollout(turn([1, 2], [5, said], [-0.5, -0.5], reward=reward), conversation=f"group-0/{said}")
@@ -48,12 +48,12 @@ async def penalised(groups: list[list[Trajectory]], base: Any) -> TrainingBatch:
 
 
 @pytest.mark.parametrize("last", [REFUSED, None, math.nan, -math.inf])
-async def test_what_the_base_cannot_score_is_left_out_alone(last: float | Exception | None) -> None:
+async def test_a_rollout_that_the_base_cannot_score_is_left_out_alone(last: float | Exception | None) -> None:
     groups = played()
     batch = await penalised(groups, Base(0, last))
     assert [datum.conversation for datum in batch.data] == ["group-0/7", "group-0/8"]
     advantages = [datum.datum.loss_fn_inputs["advantages"].tolist() for datum in batch.data]
-    assert advantages == [[0.0, 0.5, 0.5], [0.0, -0.5, -0.5]], "the failed one is not in the group's mean"
+    assert advantages == [[0.0, 0.5, 0.5], [0.0, -0.5, -0.5]], "the failed one must not count in the group's mean"
     assert batch.base_kl == pytest.approx(0.5)
     broken, *others = groups[0]
     assert (broken.end, broken.is_scored) == ("failed", False)
@@ -71,7 +71,7 @@ async def test_a_base_that_scores_nothing_is_an_error() -> None:
     groups = played()
     with pytest.raises(FoveaError, match="has 3 targets, but the base model scored 0"):
         await penalised(groups, Nothing())
-    assert [one.failure for one in groups[0]] == [None] * 3, "a wrong setting is no rollout's fault"
+    assert [one.failure for one in groups[0]] == [None] * 3, "a wrong setting is not a rollout's fault"
 
 
 async def test_a_batch_without_rollouts_has_no_penalty() -> None:

@@ -1,4 +1,4 @@
-"""What the warm-up clones."""
+"""The rollouts that the warm-up clones."""
 
 import itertools
 from typing import Any

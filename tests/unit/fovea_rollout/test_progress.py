@@ -1,4 +1,4 @@
-"""What the two lines say."""
+"""The two lines of progress output."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_without_a_terminal_plain_lines_come_regularly(
     monkeypatch.setattr(progress, "_PLAIN_S", 0.01)
     with FineTuneProgress(9, 4, None) as shown:
         said = ""
-        while "resumed after step 4" not in said:  # it waits for the server, and says so
+        while "resumed after step 4" not in said:  # it waits for the server and reports the resumption
             said += capsys.readouterr().err
         shown.count_step(5, 0.25)
         shown.count_evaluation({"held_out_loss": 0.5})

@@ -1,4 +1,4 @@
-"""Datasets: what is read, and what a bad one says."""
+"""Datasets: parsed rows, and errors for invalid ones."""
 
 import json
 import pathlib
@@ -37,7 +37,7 @@ def image_url(picture: Picture) -> dict[str, Any]:
 
 
 def geometry(**changes: Any) -> dict[str, Any]:
-    """A row of Geometry-3K, as its recipe writes them, with two pictures."""
+    """Returns a row of Geometry-3K in its recipe's format, with two pictures."""
     problem = "<image><image>Find x in both triangles."
     return {
         "prompt": [
@@ -53,7 +53,7 @@ def geometry(**changes: Any) -> dict[str, Any]:
 
 
 def ticket(**changes: Any) -> dict[str, Any]:
-    """A row of VisGym's recipe: the environment makes prompt and reward."""
+    """Returns a row of VisGym's recipe; the environment makes prompt and reward."""
     return {
         "prompt": [{"role": "user", "content": "placeholder"}],
         "env_class": "visgym",
@@ -64,7 +64,7 @@ def ticket(**changes: Any) -> dict[str, Any]:
 def write_as(path: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
     if path.suffix == ".jsonl":
         return write(path, *rows)
-    # Columns are taken from the first row alone.
+    # Columns come from the first row only.
     names = dict.fromkeys(name for one in rows for name in one)
     parquet.write_table(pyarrow.Table.from_pylist([{name: one.get(name) for name in names} for one in rows]), path)
     return path
@@ -181,7 +181,7 @@ def test_bad_files(tmp_path: pathlib.Path) -> None:
 
 
 class Count:
-    """Remembers the record that made it."""
+    """Stores the record that created it."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.record = record
@@ -236,7 +236,7 @@ def _marked(*texts: str, **columns: Any) -> dict[str, Any]:
 
 
 def test_pictures_of_a_column_take_the_places_of_marks() -> None:
-    """verl's and EasyR1's rows: the picture was dropped, and the model trained blind."""
+    """Rows of verl and EasyR1. Before this was supported, the picture was dropped and the model trained blind."""
     found = parse_record(
         _marked("<image>Find x in <image>.", images=[{"bytes": PICTURE.data, "path": None}, WIDE.data])
     )

@@ -1,4 +1,4 @@
-"""Turns of several requests: no token is lost or doubled, whatever moves or stops between the requests."""
+"""Turns of several requests: no token is lost or repeated when weights change or a sampler stops between requests."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,12 +28,12 @@ def letters(ids: Sequence[int]) -> str:
 
 
 class Speaker:
-    """Says a text, from where the prompt left off, as a server: a request ends at its length or at its own stop text.
+    """Samples a text from the end of the prompt like a server: a request ends at its length or at its own stop text.
 
     Attributes:
-        seeds: Of each request.
-        heard: The text behind the first prompt of each request.
-        on_request: Called before each.
+        seeds: The seed of each request.
+        heard: The text after the first prompt, for each request.
+        on_request: Called before each request.
     """
 
     def __init__(self, text: str, version: int, on_request: Callable[[], None] = lambda: None) -> None:
@@ -72,7 +72,7 @@ async def test_a_turn_continues_with_newer_weights() -> None:
     policy = ResumingPolicy(Speaker("", 0), 5, letters)
     policy.move(Speaker(NUMBERS + "|", 4, on_request=lambda: policy.move(newer)))
     sampled = await policy.sample(PROMPT, SamplingSettings(max_tokens=100, seed=3), (END,), "c")
-    assert letters(sampled.ids) == "one t" + NUMBERS.upper()[5:] + "|", "nothing is lost or doubled"
+    assert letters(sampled.ids) == "one t" + NUMBERS.upper()[5:] + "|", "no token may be lost or repeated"
     assert sampled.logprobs == tuple(-float(place) for place in range(24))
     assert newer.heard == ["one t", "one tWO TH", "one tWO THREE F", "one tWO THREE FOUR F"]
     assert (sampled.stop_reason, sampled.versions, sampled.sequence_id) == ("stop", WeightVersions(4, 7), "")
@@ -82,8 +82,10 @@ async def test_a_turn_continues_with_newer_weights() -> None:
     )
     assert sampled.experts is not None
     read = len(text_of(PROMPT))
-    assert sampled.experts.ravel().tolist() == [4] * (read + 4) + [7] * 19, "of the request that first read each"
-    assert newer.seeds == [derived_seed(3, place) for place in (5, 10, 15, 20)], "a request never repeats a seed"
+    assert sampled.experts.ravel().tolist() == [4] * (read + 4) + [7] * 19, (
+        "versions of the request that first read each token"
+    )
+    assert newer.seeds == [derived_seed(3, place) for place in (5, 10, 15, 20)], "a request must never repeat a seed"
     assert await policy.token_count(PROMPT[1]) == PICTURE_TOKENS + 7  # type: ignore[arg-type]
 
 

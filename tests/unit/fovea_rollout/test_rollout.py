@@ -1,4 +1,4 @@
-"""One episode: how it ends, what is kept, who is closed."""
+"""One episode: its end, its record, and the closing of its environment."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ SETTINGS = RolloutSettings(SamplingSettings(max_tokens=8, seed=1), max_turns=4, 
 
 
 class Guess:
-    """Asks until it hears `yes`. `faults` says in which method what is raised or done."""
+    """Asks until it gets `yes`. `faults` maps a method to its error or action."""
 
     def __init__(self, **faults: Any) -> None:
         self.faults, self.calls, self.threads = faults, [], set()
@@ -50,7 +50,7 @@ class Guess:
 
 
 class PlainGuess(Guess):
-    """The same with plain methods."""
+    """The same with synchronous methods."""
 
     def reset(self) -> Sequence[MessageLike]:  # type: ignore[override]
         return self._run(super().reset())  # type: ignore[no-any-return]
@@ -138,7 +138,7 @@ async def test_a_crash_is_recorded_and_the_environment_closed(
     assert f'_note("{stage}")' in trajectory.failure.traceback
     assert trajectory.end == ("done" if stage == "close" else "failed")
     assert environment.calls.count("close") == 1
-    assert len(trajectory.turns) == (0 if stage == "reset" else 1), "what was sampled is kept"
+    assert len(trajectory.turns) == (0 if stage == "reset" else 1), "sampled turns must be kept"
 
 
 async def test_a_plain_method_may_raise_stop_iteration() -> None:
@@ -152,7 +152,7 @@ async def test_a_plain_method_may_raise_stop_iteration() -> None:
 
 
 class Panic(BaseException):
-    """An error that is no Exception, as extensions in Rust raise."""
+    """An error that is not an Exception, as extensions in Rust raise."""
 
 
 @pytest.mark.parametrize("stage", ["reset", "step", "close"])
@@ -173,7 +173,7 @@ async def test_a_machine_without_a_further_thread_fails_the_rollout(monkeypatch:
     assert (trajectory.failure.stage, trajectory.end) == ("make", "failed")
 
 
-async def test_who_cannot_be_made_is_recorded() -> None:
+async def test_an_environment_that_cannot_be_created_is_recorded() -> None:
     def factory() -> Any:
         raise OSError("no display")
 
@@ -220,7 +220,7 @@ async def test_what_the_server_raises_ends_the_rollout() -> None:
 
 
 class Hanging(ScriptedPolicy):
-    """Never answers; notes that it was cancelled."""
+    """Never answers; records its cancellation."""
 
     is_cancelled = False
 

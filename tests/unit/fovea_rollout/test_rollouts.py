@@ -1,4 +1,4 @@
-"""Many episodes: order, concurrency, isolation, the line on the terminal."""
+"""Many episodes: order, concurrency, isolation, and the progress line."""
 
 import asyncio
 import subprocess
@@ -19,7 +19,7 @@ SETTINGS = RolloutSettings(SamplingSettings(max_tokens=4, seed=0), max_turns=3, 
 
 
 class Numbered:
-    """Says its number; every 20th crashes in one of three ways."""
+    """Answers with its number; every 20th crashes in one of three ways."""
 
     closed = 0
 
@@ -111,5 +111,5 @@ print(trajectory.failure.stage)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["deadline"]
-    assert "close rollout/0: CancelledError" in done.stderr, "that it was never closed is said"
+    assert "close rollout/0: CancelledError" in done.stderr, "the log must say that it was never closed"
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""The file that a killed run goes on from, and the figures that are kept of it."""
+"""The file from which a killed run resumes, and its logged figures."""
 
 import json
 import pathlib
@@ -49,7 +49,7 @@ def test_a_file_that_no_run_wrote_is_refused_by_name(text: str, tmp_path: pathli
         RunState.begin_or_resume(path, IDENTITY)
 
 
-def test_what_is_known_later_is_confirmed(tmp_path: pathlib.Path) -> None:
+def test_entries_that_are_known_later_are_confirmed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "state.json"
     state = RunState.begin_or_resume(path, IDENTITY, later=("rows",))
     state.confirm(path, {"rows": "3 rows, a"})
@@ -66,7 +66,7 @@ def test_figures_of_steps_that_are_taken_again_are_dropped(tmp_path: pathlib.Pat
         first.log(step, {"loss": 1 / step})
     first.close()
     with first.path.open("a") as file:
-        file.write('{"step": 4, "lo')  # a kill
+        file.write('{"step": 4, "lo')  # a kill during the write
     second = JsonLinesLogger(tmp_path / "metrics.jsonl", 2)
     second.log(3, {"loss": 0.25})
     assert [(row["step"], row["loss"]) for row in second.rows()] == [(1, 1.0), (2, 0.5), (3, 0.25)]
@@ -74,7 +74,7 @@ def test_figures_of_steps_that_are_taken_again_are_dropped(tmp_path: pathlib.Pat
 
 
 class Board:
-    """What stands for TensorBoard's writer, which is not installed for tests."""
+    """Replaces TensorBoard's writer, which is not installed for tests."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.rows, self.is_closed = pathlib.Path(folder), list[tuple[str, float, int]](), False
@@ -104,7 +104,7 @@ def test_tensorboard_gets_every_figure(tmp_path: pathlib.Path, monkeypatch: pyte
 
 
 class Kept:
-    """A logger of one's own."""
+    """A custom logger."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 

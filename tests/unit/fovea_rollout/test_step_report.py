@@ -1,4 +1,4 @@
-"""What a report says of a step."""
+"""Figures of a step's report."""
 
 import math
 
@@ -53,7 +53,7 @@ async def test_report() -> None:
         "trainer/loss:sum": pytest.approx(11 / 3),
         "trainer/late:sum": 2.0,
     }
-    assert report.moved_kl == pytest.approx((np.e - 2) / 3, rel=1e-5), "of the substep that met the most"
+    assert report.moved_kl == pytest.approx((np.e - 2) / 3, rel=1e-5), "from the substep with the largest value"
     assert report.rate_share == 0.25
     assert report.seconds == {"train": 1.5}
     assert [datum.versions.oldest for datum in report.data] == [2, 3]

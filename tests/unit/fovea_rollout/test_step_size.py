@@ -1,4 +1,4 @@
-"""How the learning rate follows how far steps went."""
+"""Adaptation of the learning rate to the size of past steps."""
 
 import pytest
 
@@ -9,10 +9,10 @@ def test_it_begins_low_and_grows_while_steps_are_short() -> None:
     size = StepSize(target=0.004)
     assert size.share == FIRST
     size.observe(0.0)
-    assert size.share == pytest.approx(FIRST * 1.2), "by a fifth a step at most"
+    assert size.share == pytest.approx(FIRST * 1.2), "by at most a fifth per step"
     for _ in range(20):
         size.observe(0.001)
-    assert size.share == 1.0, "never above the rate that was asked for"
+    assert size.share == 1.0, "never above the requested rate"
 
 
 @pytest.mark.parametrize(("moved", "factor"), [(0.004, 1.0), (0.016, 0.5), (0.009, 2 / 3), (4.0, 1 / 3)])

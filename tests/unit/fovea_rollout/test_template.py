@@ -30,7 +30,7 @@ _calls = st.just('<tool_call>\n{"name": "calc_score", "arguments": {"value": 7}}
 
 @st.composite
 def _conversations(draw: Any, name: str) -> list[Message | tuple[str, str, bool]]:
-    """Messages, and turns of the model: thinking, answer, and whether it ended by itself."""
+    """Draws messages and turns of the model: thinking, answer, and whether it ended by itself."""
     parts = _texts if name in chat.TEXT_ONLY else st.one_of(_texts, st.sampled_from([RED, BLUE]))
     messages = st.lists(parts, min_size=1, max_size=3).map(tuple)
     conversation: list[Message | tuple[str, str, bool]] = []
@@ -71,7 +71,7 @@ TYPED = (
 
 @pytest.mark.parametrize("name", chat.NAMES)
 def test_control_tokens_in_a_text_stay_text(name: str) -> None:
-    """They had opened turns, and a placeholder had taken the place of a picture."""
+    """Before this, such text opened turns, and a placeholder replaced a picture."""
     template, loaded = ChatTemplate(tokenizer(name)), tokenizer(name)
     pictures = () if name in chat.TEXT_ONLY else (RED,)
     plain = flat(name, template.render([user("x y", *pictures)]))
@@ -103,7 +103,7 @@ def test_thinking_and_tool_calls_of_others_are_text_and_those_of_the_model_are_t
 
     plain = counts("x")
     assert counts("<think></think><tool_call></tool_call><tool_response></tool_response>") == plain
-    assert plain[1] >= 2  # the template's own, which says how tools are called, and the model's
+    assert plain[1] >= 2  # the template's own explanation of calls, and the model's call
     given = template.render([user("Score?"), Message("assistant", (call,)), Message("tool", ("7",))])
     assert [flat(name, given).count(token) for token in (called, response)] == [plain[1], 1]
     environments = Message("user", ("<tool_response>7</tool_response><|im_end|>",), has_markup=True)
@@ -140,7 +140,7 @@ def test_html_that_a_tokenizer_has_as_tokens_stays_these_tokens() -> None:
 
 @pytest.mark.parametrize("name", chat.NAMES)
 def test_a_prompt_is_what_the_template_writes(name: str) -> None:
-    """With tools and without: what takes longest is to make conversations up."""
+    """With tools and without. Generating the conversations takes most of the time."""
     templates = [(tools, ChatTemplate(tokenizer(name), tools)) for tools in ((), chat.TOOLS)]
     opening = "<think>\n" if name == THINKING else ""
 
@@ -174,13 +174,13 @@ def test_tokens_that_no_tokenizer_would_choose_survive(name: str) -> None:
     assert ids != tokenizer(name).encode(text)
     prompt = flat(name, template.render([user("Which?")]))
     later = flat(name, template.render([user("Which?"), sampled_ids(ids), user("And now?")]))
-    if name == THINKING:  # Thinking that was never closed stays.
+    if name == THINKING:  # Unclosed thinking stays.
         assert tokenizer(name).decode(prompt).endswith("<think>\n")
     assert later[: len(prompt) + len(ids)] == [*prompt, *ids]
 
 
 @pytest.mark.parametrize("name", chat.NAMES)
-def test_what_appends_is_told_by_a_probe(name: str) -> None:
+def test_a_probe_detects_append_only_templates(name: str) -> None:
     assert ChatTemplate(tokenizer(name)).is_append_only == (name in APPEND_ONLY)
 
 
@@ -224,7 +224,7 @@ def test_thinking_stays_until_the_next_question(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["released/qwen3", THINKING])
-def test_what_follows_stripped_thinking_keeps_its_tokens(name: str) -> None:
+def test_tokens_after_stripped_thinking_stay_unchanged(name: str) -> None:
     encode = tokenizer(name).encode
     letters = [token for letter in "Seven" for token in encode(letter)]
     assert letters != encode("Seven")
@@ -234,7 +234,7 @@ def test_what_follows_stripped_thinking_keeps_its_tokens(name: str) -> None:
 
 
 def test_a_token_across_the_end_of_thinking_is_split_as_text() -> None:
-    """A tokenizer to which `</think>` is no token of its own, so that one token can hold both its end and more."""
+    """A tokenizer without a token for `</think>`, so that one token can contain its end and more."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -360,7 +360,7 @@ def test_a_template_may_write_names() -> None:
 
 
 def test_a_template_that_joins_strings_gets_strings_and_takes_no_pictures() -> None:
-    """As SmolLM2's, which fails on a list of parts."""
+    """A template such as SmolLM2's, which fails on a list of parts."""
     loaded = copy.copy(tokenizer("tiny/qwen3_vl"))
     loaded.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -390,7 +390,7 @@ _AROUND = [(before, after) for before in ("a", "a\n", "a\n\n") for after in ("b"
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_line_feeds_around_a_picture_are_those_of_the_models_processor(before: str, after: str, count: int) -> None:
-    """Gemma 3's processor writes two on each side of a picture, and its tokenizer joins them with their neighbours."""
+    """Gemma 3's processor writes two on each side of a picture, and its tokenizer merges them with their neighbours."""
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(ensure_family("gemma3"))

@@ -1,4 +1,4 @@
-"""Groups as datums: what is left out, and what advantages land where."""
+"""Groups as datums: dropped rollouts, and the positions of advantages."""
 
 from dataclasses import replace
 
@@ -15,7 +15,9 @@ BROKEN = Failure("step", "ValueError: no")
 
 
 def one(reward: float, *, is_broken: bool = False):
-    """Two turns: 1, picture -> 5 6; then 7 -> 8. A sampled 0 with probability 1 must not look like a prompt's."""
+    """Returns two turns: 1, picture -> 5 6; then 7 -> 8. A sampled 0 with probability 1 must not
+    look like a prompt's.
+    """
     first = turn([1, PICTURE], [5, 0], [-0.5, 0.0])
     second = turn([1, PICTURE, 5, 0, 7], [8], [-1.5], reward=reward)
     return rollout(first, second, failure=BROKEN if is_broken else None)
@@ -39,7 +41,7 @@ async def test_experts_are_those_of_the_turn_that_met_a_token_first() -> None:
         experts = np.full((count, 3, 3), number, np.uint8)
         return replace(turn_, sampled=replace(turn_.sampled, experts=experts))
 
-    # 1, picture -> 5 0; then 7 -> 8: of the nine tokens the last is no input, the first turn met all but 0, 7.
+    # 1, picture -> 5 0; then 7 -> 8: of the nine tokens the last is no input, and the first turn read all except 0, 7.
     first, second = one(1.0).turns
     played = rollout(met(first, 1, 6), met(second, 2, 8))
     half = rollout(met(first, 1, 6), second)
@@ -65,7 +67,7 @@ async def test_failures_and_groups_without_signal_are_left_out() -> None:
     assert [datum.datum.loss_fn_inputs["advantages"].tolist()[-1] for datum in batch.data] == [1.0, -1.0]
     everything = await training_batch(groups, "rloo", filter_groups=False, policy=FourTokenPictures())
     assert [datum.datum.loss_fn_inputs["advantages"].tolist()[-1] for datum in everything.data] == [1, -1, 0, 0, 0, 0]
-    assert all(mask.sum() == 3 for mask in everything.masks), "an advantage of 0 is no loss mask of 0"
+    assert all(mask.sum() == 3 for mask in everything.masks), "an advantage of 0 must not become a loss mask of 0"
 
 
 async def test_no_group_at_all() -> None:
@@ -119,7 +121,7 @@ async def test_a_rollout_of_which_no_datum_can_be_made_fails_alone(discount: flo
     batch = await training_batch([group], "dr_grpo", filter_groups=True, policy=FourTokenPictures(), discount=discount)
     assert [datum.conversation for datum in batch.data] == ["a", "b"]
     last = [datum.datum.loss_fn_inputs["advantages"].tolist()[-1] for datum in batch.data]
-    assert last == [0.5, -0.5], "the failed one is not in the group's mean"
+    assert last == [0.5, -0.5], "the failed one must not count in the group's mean"
     failure = group[0].failure
     assert failure is not None
     assert (failure.stage, group[0].is_scored) == ("batch", False)

@@ -32,7 +32,7 @@ async def test_targets_are_shifted_and_the_mask_is_what_was_sampled() -> None:
     chunks = made.datum.model_input.chunks
     kinds = [list(chunk.tokens) if chunk.type == "encoded_text" else chunk.expected_tokens for chunk in chunks]
     assert kinds == [[1, 2], 4, [3], [4, 5], [6], 4, [7], [8]]
-    assert chunks[1].data is RED.data, "pictures go by reference"
+    assert chunks[1].data is RED.data, "pictures must be sent by reference"
     inputs = {name: column.to_numpy() for name, column in made.datum.loss_fn_inputs.items()}
     assert made.datum.model_input.length == len(inputs["target_tokens"]) == 2 * PICTURE_TOKENS + 8
     targets = [0, *[0] * 4, 0, 4, 5, 0, *[0] * 4, 0, 8, 9]
@@ -46,7 +46,7 @@ async def test_targets_are_shifted_and_the_mask_is_what_was_sampled() -> None:
 
 
 def resumed(ids: tuple[int, ...], *portions: tuple[int, int, str]) -> Sampled:
-    """A turn of several requests, each with its number of tokens, its version and its sequence."""
+    """Returns a turn of several requests, each with its number of tokens, its version and its sequence."""
     made = tuple(Portion(count, WeightVersions(version, version), name) for count, version, name in portions)
     bounds = WeightVersions(portions[0][1], portions[-1][1])
     return Sampled(ids, (-1.0,) * len(ids), "stop", bounds, resumed=made)
@@ -113,7 +113,7 @@ async def test_a_segment_each_where_the_history_was_rewritten() -> None:
     assert second.versions == WeightVersions(1, 1)
 
 
-async def test_what_was_not_sampled_is_cut_off_the_end() -> None:
+async def test_unsampled_tokens_at_the_end_are_cut_off() -> None:
     rollout = trajectory(((Tokens((1,)),), (2,)), ((Tokens((1, 2, 7)), RED), ()))
     (made,) = await training_datums(rollout, [1.0, 1.0], POLICY)
     assert [list(c.tokens) for c in made.datum.model_input.chunks] == [[1]]

@@ -1,4 +1,4 @@
-"""How segments grow, and when a new one begins."""
+"""Growth of segments, and the start of new ones."""
 
 import pytest
 

@@ -16,7 +16,7 @@ from fovea_rollout.trajectory import Trajectory
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 
 IS_HERE = importlib.util.find_spec("verifiers") is not None
-real = pytest.mark.skipif(not IS_HERE, reason="verifiers is in an environment of its own")
+real = pytest.mark.skipif(not IS_HERE, reason="verifiers is installed in a separate environment")
 SETTINGS = RolloutSettings(SamplingSettings(max_tokens=16), max_turns=6)
 SQUARE = Picture.of_pixels(np.full((32, 32, 3), 200, np.uint8))
 
@@ -139,7 +139,7 @@ async def test_a_tool_is_called_and_its_result_is_read() -> None:
     import verifiers as vf
 
     def double(number: int) -> int:
-        """Twice a number."""
+        """Returns twice a number."""
         return number * 2
 
     env = vf.ToolEnv(

@@ -1,4 +1,4 @@
-"""The page: what is in it, what cannot get out of it, and that its script shows it."""
+"""The viewer page: its contents, escaping of model output, and its script in a browser."""
 
 import json
 import pathlib
@@ -58,7 +58,7 @@ def test_everything_is_in_the_page_once(tmp_path: pathlib.Path) -> None:
     assert (whole["reward"], whole["tokens"], whole["turns"][1]["metrics"]) == (0.75, 5, {"near": 2.0})
     (segment,) = whole["segments"]
     scores = [row[2] for piece in segment["pieces"] for row in piece.get("tokens", [])]
-    assert scores == [None, -0.1, -2.0, -3.0, -0.5, None, None, -0.25], "only sampled tokens have loss on"
+    assert scores == [None, -0.1, -2.0, -3.0, -0.5, None, None, -0.25], "only sampled tokens must have loss"
     assert [piece["picture"] for piece in segment["pieces"] if "picture" in piece] == [
         PICTURE.digest,
         PICTURE.digest,
@@ -98,7 +98,7 @@ def test_a_browser_shows_it(tmp_path: pathlib.Path) -> None:
             f"file://{tmp_path}/run.html{place}",
         ]
         page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-        assert "<title>A &lt;run&gt;</title>" in page, "a script that a model wrote did not run"
+        assert "<title>A &lt;run&gt;</title>" in page, "a script that a model wrote must not run"
         return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
     first = shown("")

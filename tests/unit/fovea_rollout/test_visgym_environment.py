@@ -1,4 +1,4 @@
-"""VisGym's tickets, played on the games of the examples and on one that says odd things."""
+"""VisGym's tickets, with the games of the examples and one with unusual answers."""
 
 import io
 from collections.abc import Iterator
@@ -150,7 +150,7 @@ def test_a_tagged_answer_is_rewarded_for_task_and_format() -> None:
 
 
 class Odd(gymnasium.Env[int, str]):
-    """Says nothing of an action, pays all the time, and is cut off by a limit."""
+    """Describes no action, rewards every step, and is truncated by a limit."""
 
     render_mode = "rgb_array"
     observation_space = action_space = gymnasium.spaces.Discrete(2)

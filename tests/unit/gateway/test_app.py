@@ -11,7 +11,7 @@ from fovea_gateway.settings import GatewaySettings
 
 def test_answers_do_not_wait_for_an_ack() -> None:
     with listen("127.0.0.1", 0) as listener:
-        assert listener.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY on such sockets only"
+        assert listener.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY only on such sockets"
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fovea_gateway.access.fair_queue import FairQueue, Turn
 
 
 class Line:
-    """A queue whose work lasts until it is told to end, and who was let in, in order."""
+    """A queue with work that lasts until the test ends it, and the admitted turns in order."""
 
     def __init__(self, places: int = 1, alone: int = 0, beside: int = 0, **weights: float) -> None:
         self.queue = FairQueue(places, lambda owner: weights.get(owner, 1.0), alone, beside)
@@ -45,7 +45,7 @@ class Line:
                 turn.settle(used)
 
     async def end(self, count: int = 1) -> None:
-        """Ends the work that has lasted longest."""
+        """Ends the oldest running work."""
         for _ in range(count):
             if self.inside:
                 self.inside.pop(0)[1].set()
@@ -56,7 +56,7 @@ class Line:
         return sum(1 for turn, _ in self.inside if turn.owner == owner)
 
     async def end_of(self, owner: str) -> None:
-        """Ends the work of one owner that has lasted longest."""
+        """Ends the oldest running work of one owner."""
         place = next(place for place, (turn, _) in enumerate(self.inside) if turn.owner == owner)
         self.inside.insert(0, self.inside.pop(place))
         await self.end()
@@ -75,7 +75,7 @@ async def test_ten_thousand_of_one_delay_one_of_another_by_a_round() -> None:
     (turn,) = await line.send("b", 1)
     assert "at most number 1 of the 1" in line.queue.describe(turn)
     await line.end()
-    assert line.begun[-1] is turn, "the next place is its own"
+    assert line.begun[-1] is turn, "the next place must be its own"
     for task in line.tasks:
         task.cancel()
 
@@ -92,7 +92,7 @@ async def test_tokens_are_shared_by_weight_whatever_the_requests_cost(weight: fl
         task.cancel()
 
 
-async def test_what_was_not_used_is_given_back() -> None:
+async def test_unused_cost_is_refunded() -> None:
     line = Line()
     await line.send("a", 500, cost=1000, used=10)
     await line.send("b", 500, cost=10, used=10)
@@ -102,7 +102,7 @@ async def test_what_was_not_used_is_given_back() -> None:
         task.cancel()
 
 
-async def test_who_was_away_neither_saves_up_a_share_nor_owes_one() -> None:
+async def test_an_absent_owner_neither_saves_a_share_nor_owes_one() -> None:
     line = Line()
     await line.send("a", 100)
     await line.end(50)
@@ -119,14 +119,14 @@ async def test_who_was_away_neither_saves_up_a_share_nor_owes_one() -> None:
         task.cancel()
 
 
-async def test_requests_of_one_owner_go_in_their_order_and_those_who_give_up_take_no_place_along() -> None:
+async def test_requests_of_one_owner_run_in_order_and_cancelled_ones_keep_no_place() -> None:
     line = Line()
     first, second, third, fourth = await line.send("a", 4)
     line.tasks[1].cancel()  # while it waits
     await asyncio.sleep(0)
     line.inside[0][1].set()
     await asyncio.sleep(0)
-    line.tasks[2].cancel()  # in the moment in which it is let in
+    line.tasks[2].cancel()  # at the moment of its admission
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert [turn for turn in line.begun if turn is not second] == [first, fourth]
@@ -147,7 +147,7 @@ def test_an_owner_of_short_work_has_its_share_of_the_seconds_beside_a_flood_of_l
     async def one_after_another(queue: FairQueue, counts: dict[str, int]) -> None:
         while True:
             await work(queue, "b", 0.1, counts)
-            await asyncio.sleep(0.03)  # until its client has the answer, and has sent the next
+            await asyncio.sleep(0.03)  # until its client has the answer and has sent the next request
 
     async def run() -> None:
         queue, counts = FairQueue(1, lambda owner: 1.0), {"a": 0, "b": 0}
@@ -155,11 +155,11 @@ def test_an_owner_of_short_work_has_its_share_of_the_seconds_beside_a_flood_of_l
         tasks.append(asyncio.create_task(one_after_another(queue, counts)))
         await asyncio.sleep(200.0)
         assert 15 <= counts["a"] <= 22
-        assert counts["b"] > 600, "by turns it would have had one for each of the flood's"
+        assert counts["b"] > 600, "in strict turns it would have had one for each of the flood's"
         tasks[-1].cancel()
         done = counts["a"]
         await asyncio.sleep(50.0)
-        assert counts["a"] - done >= 9, "an owner that does not come back keeps no place"
+        assert counts["a"] - done >= 9, "an owner that does not return must keep no place"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -176,7 +176,7 @@ def test_work_that_no_client_waits_for_gives_way_and_loses_nothing() -> None:
         await line.send("g", 4)
         wanted["g"] = False
         await line.send("b", 2)
-        assert line.owners() == "g", "what runs is not broken off"
+        assert line.owners() == "g", "running work must not be interrupted"
         await line.end()
         await asyncio.sleep(0.1)
         await line.end()
@@ -185,7 +185,7 @@ def test_work_that_no_client_waits_for_gives_way_and_loses_nothing() -> None:
         assert "gives way" in line.queue.describe(line.sent[1])
         await line.end()
         await asyncio.sleep(2.0)
-        assert line.owners() == "gbbg", "nothing else waits"
+        assert line.owners() == "gbbg", "no other request waits"
         await line.send("b", 1)
         await line.end()
         await asyncio.sleep(0.1)
@@ -238,11 +238,11 @@ async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_
     assert line.owners() == "aa"
     await line.send("b", 1)
     await line.end()
-    assert line.owners() == "aa", "one is inside, and two owners are there"
+    assert line.owners() == "aa", "one request runs, and two owners are active"
     await line.end()
     assert line.owners() == "aab"
     await line.end()
-    assert line.owners() == "aaba", "the other is expected back"
+    assert line.owners() == "aaba", "the other owner is expected to return"
     now += 31.0
     await line.send("a", 1)
     await asyncio.sleep(0)
@@ -254,7 +254,7 @@ async def test_one_owner_has_the_next_piece_of_work_sent_ahead_and_several_have_
 
 @pytest.mark.parametrize("size", [1, 16])
 async def test_a_step_waits_for_one_batch_of_a_flood_however_many_were_taken_before(size: int) -> None:
-    """Also if a batch uses all slots and a step one of them: the slot kept for the step is not enough for a batch."""
+    """This holds even if a batch uses all slots and a step one: the slot reserved for the step does not fit a batch."""
     line = Line(places=size, alone=2 * size)
     await line.send("b", 1)
     await line.end()
@@ -275,12 +275,12 @@ async def test_a_step_waits_for_one_batch_of_a_flood_however_many_were_taken_bef
         task.cancel()
 
 
-async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> None:
+async def test_an_owner_of_sequential_requests_has_half_beside_a_flood() -> None:
     line = Line()
     line.steady = "b"
     await line.send("a", 100)
     for _ in range(40):
-        await asyncio.sleep(0.002)  # so long takes everything, and so long may the next one of b take to come
+        await asyncio.sleep(0.002)  # the duration of each request, and of the pause before b's next one
         await line.end()
         if not any(turn.owner == "b" and not turn.admitted.done() for turn in line.sent):
             await line.send("b", 1)
@@ -288,13 +288,13 @@ async def test_who_sends_one_thing_after_another_has_half_beside_a_flood() -> No
     for _ in range(3):
         await line.end()
     await asyncio.sleep(1.1)
-    assert line.begun[-1].owner == "a", "a place is not kept for ever"
+    assert line.begun[-1].owner == "a", "a place must not be reserved for ever"
     assert line.inside
     for task in line.tasks:
         task.cancel()
 
 
-async def test_a_flood_has_all_places_alone_and_few_beside_somebody_who_sends_a_little(
+async def test_a_flood_has_all_places_alone_and_few_beside_another_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, now = asyncio.get_running_loop(), 100.0
@@ -305,25 +305,25 @@ async def test_a_flood_has_all_places_alone_and_few_beside_somebody_who_sends_a_
     assert line.inside_of("a") == 20
     (turn,) = await line.send("b", 1)
     await line.end()
-    assert line.begun[-1] is turn, "the next place is its own, though more than 8 are taken"
+    assert line.begun[-1] is turn, "the next place must be its own, although more than 8 are in use"
     for _ in range(60):
         await line.end_of("a")
     assert (line.inside_of("a"), line.inside_of("b")) == (7, 1)
     await line.end_of("b")
     for _ in range(60):
         await line.end()
-    assert line.inside_of("a") == 7, "one of eight is kept free for who is expected back"
+    assert line.inside_of("a") == 7, "one of eight must stay free for the owner that is expected to return"
     await line.send("b", 1)
     assert line.inside_of("b") == 1, "at once"
     await line.end_of("b")
     now += 31.0
     await line.end()
-    assert line.inside_of("a") == 20, "nobody else was there lately"
+    assert line.inside_of("a") == 20, "no other owner was active lately"
     for task in line.tasks:
         task.cancel()
 
 
-def test_a_flood_gets_all_places_when_nobody_is_expected_back_though_nothing_has_ended() -> None:
+def test_a_flood_gets_all_places_if_no_owner_is_expected_back() -> None:
     async def flood() -> None:
         line = Line(places=20, beside=8)
         await line.send("b", 1)
@@ -343,7 +343,7 @@ def test_a_flood_gets_all_places_when_nobody_is_expected_back_though_nothing_has
 
 
 async def test_a_flood_is_judged_by_its_newest_price_also_what_was_sent_before_it_was_known() -> None:
-    """Many models of one owner send at once; each call takes 5 s, as the first one shows."""
+    """Many models of one owner send requests at once. Each call takes 5 s, as the first one shows."""
     queue, known, begun, is_here = FairQueue(1, lambda owner: 1.0), 1.0, list[str](), asyncio.Event()
 
     async def flood() -> None:
@@ -398,7 +398,7 @@ async def test_a_long_call_of_all_slots_does_not_begin_beside_a_short_one_of_an_
     assert begun == ["flood", *["other"] * 6, *["flood"] * 3]
 
 
-async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> None:
+async def test_owners_with_enough_requests_get_all_places() -> None:
     line = Line(places=20, beside=8)
     await line.send("b", 1)
     await line.send("a", 400)
@@ -410,7 +410,7 @@ async def test_owners_who_ask_for_as_much_as_they_can_have_get_all_places() -> N
         task.cancel()
 
 
-async def test_of_few_places_everybody_has_an_equal_part_whatever_the_others_have() -> None:
+async def test_few_places_are_divided_equally_among_owners() -> None:
     line = Line(places=20, beside=9)
     await line.send("c", 1)
     await line.send("b", 12)
@@ -440,14 +440,14 @@ async def test_work_of_many_places_begins_with_one_and_gives_them_back_one_by_on
     for _ in range(6):
         line.queue.free(first, 1)
     await asyncio.sleep(0)
-    assert line.begun == [first, second], "ten places are taken"
+    assert line.begun == [first, second], "ten places are in use"
     line.queue.free(first, 1)
     await asyncio.sleep(0)
     assert line.begun == [first, second, turn]
     line.queue.free(first, 1)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert third not in line.begun, "the last place is kept to the end"
+    assert third not in line.begun, "the last place must stay reserved to the end"
     await line.end(2)
     await asyncio.sleep(0)
     assert third in line.begun
@@ -458,7 +458,7 @@ async def test_work_of_many_places_begins_with_one_and_gives_them_back_one_by_on
 
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_work_of_the_server_beside_a_turn_is_no_owners(is_measured: bool) -> None:
-    """Sixteen owners take equal steps. The server copies something during some of them, more often for some owners."""
+    """Sixteen owners take equal steps. The server copies data during some of them, more often for some owners."""
     steps, chance = Counter[str](), random.Random(3)
 
     async def take_steps(name: str, share: float, queue: FairQueue) -> None:

@@ -1,4 +1,4 @@
-"""The gateway stays light, and its files stay small."""
+"""The gateway's imports stay light and its files small."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ HEAVY = {
 
 @pytest.fixture(scope="module")
 def ended() -> list[Ended]:
-    """The gateway asked for help, and started with an option that it does not have."""
+    """The results of `--help` and of a start with an unknown option."""
     return run_copies("fovea_gateway.fronts.app", ["fovea_gateway", "--help"], ["fovea_gateway", "--nonsense", "1"])
 
 

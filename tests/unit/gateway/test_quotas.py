@@ -1,4 +1,4 @@
-"""What one owner may have of what all share."""
+"""Limits of one owner on shared resources."""
 
 from contextlib import suppress
 
@@ -9,7 +9,7 @@ from fovea_gateway.access.owners import Quota
 
 
 def fill(quota: Quota, owner: str) -> int:
-    """Takes until refused; returns how many."""
+    """Takes until refused; returns the number."""
     taken = 0
     with suppress(ResourceExhausted):
         while True:
@@ -21,12 +21,12 @@ def fill(quota: Quota, owner: str) -> int:
     return taken
 
 
-def test_nobody_gets_it_all_and_newcomers_find_room() -> None:
+def test_no_owner_gets_everything_and_newcomers_find_room() -> None:
     quota = Quota("max_things", 1024, "things")
     assert [fill(quota, owner) for owner in "abcd"] == [512, 256, 128, 64]
     for _ in range(512):
         quota.give("a")
-    assert fill(quota, "e") == 288, "what one gives back is everybody's"
+    assert fill(quota, "e") == 288, "a returned share must be free for all owners"
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 6, 7])
@@ -34,7 +34,7 @@ def test_one_owner_takes_half_but_never_nothing(capacity: int) -> None:
     assert fill(Quota("max_things", capacity, "things"), "a") == (capacity + 1) // 2
 
 
-def test_what_must_be_taken_counts() -> None:
+def test_forced_takes_count() -> None:
     quota = Quota("max_things", 4, "things")
     for _ in range(5):
         quota.take("a")

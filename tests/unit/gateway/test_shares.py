@@ -1,4 +1,4 @@
-"""Gateways with shards divide samplers and owners' limits by the work of each."""
+"""Gateways with shards divide samplers and owners' limits by their load."""
 
 import time
 
@@ -12,14 +12,14 @@ WEIGHTS = {"heavy": 3.0}
 
 
 def shares(number: int, count: int = 2) -> Shares:
-    """The division as the gateway of a shard sees it."""
+    """Returns the division as a shard's gateway computes it."""
     shards = Shards(count)
     shards.number = number
     return Shares(shards, lambda owner: WEIGHTS.get(owner, 1.0))
 
 
 def report(shard: int, *owners: str, age_s: float = 0.0, **models: int) -> ShardOwner:
-    """The report of a gateway."""
+    """Returns the report of a gateway."""
     return ShardOwner(shard, "", "", {"owners": list(owners), "models": models}, time.time() - age_s)
 
 

@@ -1,4 +1,4 @@
-"""An adapter of one kind of module that a sampler leaves out is seen."""
+"""The check detects a sampler that ignores an adapter of one kind of module."""
 
 import numpy as np
 import pytest
@@ -20,6 +20,6 @@ def test_a_sampler_that_ignores_an_adapter() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
-def test_an_adapter_whose_absence_nobody_would_see(share: float) -> None:
+def test_an_adapter_with_an_effect_too_small_to_prove(share: float) -> None:
     assert "too little to prove" in AdapterEffect(0.0, share * LEAST_MOVED).problem
     assert LEAST_MOVED > MOST_NAT

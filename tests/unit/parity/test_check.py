@@ -1,4 +1,4 @@
-"""What `fovea models check` does with checkpoints that work, that do not, and that end the process."""
+"""`fovea models check` on checkpoints that work, that fail, and that crash the process."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def test_a_checkpoint_is_cut_with_its_tokenizer(tmp_path: Path, has_weights: boo
     assert AutoConfig.from_pretrained(tmp_path / "cut").num_hidden_layers == 2
 
 
-def test_a_checkpoint_whose_layers_differ_is_cut(tmp_path: Path) -> None:
+def test_a_checkpoint_with_different_layers_is_truncated(tmp_path: Path) -> None:
     assert cut(ensure_family("gemma4_e2b"), tmp_path / "cut") == 3
     text = AutoConfig.from_pretrained(tmp_path / "cut").get_text_config()
     sizes = [text.per_layer_config[index].head_dim for index in range(3)]
@@ -56,7 +56,7 @@ def test_a_checkpoint_with_experts_is_cut_in_the_layout_that_was_published(tmp_p
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "evil.Model"}}))
-    with pytest.raises(ValueError, match="needs code of its own"):
+    with pytest.raises(ValueError, match="needs custom code"):
         cut(tmp_path, tmp_path / "cut")
 
 

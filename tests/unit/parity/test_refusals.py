@@ -1,4 +1,4 @@
-"""Whether something wrong is refused by name, asked of services that do so, and of those that do not."""
+"""The parity check of refusals, on services that refuse invalid tensors with a reason and on those that do not."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ PIXELS = {"pixel_values": np.zeros((1, 2, 3), np.float32)}
 
 
 def service(refusal: str = "", breaks: bool = False) -> Ask:
-    """One that says `refusal` of a with_wrong_tensors input, and may answer nothing afterwards."""
+    """Returns a service that refuses wrong tensors with `refusal`, and may fail afterwards."""
     refused: list[str] = []
 
     async def ask(rendered: model_input_pb2.RenderedInput) -> None:

@@ -1,4 +1,4 @@
-"""The plan's sizes are the bytes that the ranks of a real trainer allocate."""
+"""The plan's sizes equal the bytes that the ranks of a real trainer allocate."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def _size(tensors: Any) -> int:
 
 
 def _rank(rank: int, size: int, directory: Path, given: dict[str, Any], folder: Path) -> None:
-    """Rank 0 writes the bytes of what it holds."""
+    """Runs one rank; rank 0 writes the bytes that it holds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     settings = TrainerSettings(model=str(directory), device="cpu", recovery="", **given)
@@ -75,5 +75,7 @@ def test_a_rank_allocates_what_is_planned(layout: str, tmp_path: Path) -> None:
     adapter, full = plan.adapter(LORA), plan.full()
     assert plan.base_bytes == found["base"]
     assert adapter.size_bytes == found["adapter"]
-    assert full.size_bytes == pytest.approx(found["full"] + found["passing"], rel=0.03)  # of one rank, norms pass too
+    assert full.size_bytes == pytest.approx(
+        found["full"] + found["passing"], rel=0.03
+    )  # norms pass through each rank, too
     assert (adapter.snapshot_bytes, full.snapshot_bytes) == (found["adapter snapshot"], found["full snapshot"])

@@ -1,4 +1,4 @@
-"""The plan's peak against the peaks that H200s have shown: `trainer.memory` in tools/benchmarks/results."""
+"""The plan's peak against measured peaks on H200s: `trainer.memory` in tools/benchmarks/results."""
 
 import json
 from pathlib import Path
@@ -25,18 +25,18 @@ NOT_PLANNED = {
     "h200-moe-2026-11-24.jsonl": "the trainer's part of a shared card was not recorded; FSDP around one rank",
     "h200x2-8b-2026-11-22.jsonl": "one of two cards was shared, and its part was not recorded",
 }
-"""Files of which the settings are unknown, or the code was another."""
+"""Files with unknown settings or another version of the code."""
 
 
 BEFORE_WIDE_STREAMS = "2026-11-29"
-"""The date since which families of Llama's kind keep the inputs of norms in float32."""
+"""The date since which families like Llama keep the inputs of norms in float32."""
 
 MISSED = {"qwen3_vl-30b-a3b": 0.2}
-"""Shapes that miss a tenth, with the bound that they keep. The trainer counts more for experts than kernels retain."""
+"""Shapes that exceed a tenth, with their own bound. The trainer counts more memory for experts than kernels keep."""
 
 
 def measured() -> list[tuple[str, dict[str, Any]]]:
-    """The measured peaks with the names of their files."""
+    """Yields the measured peaks with the names of their files."""
     found = []
     for path in sorted(RESULTS.glob("*.jsonl")):
         lines = map(json.loads, path.read_text().splitlines())
@@ -46,7 +46,7 @@ def measured() -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainerPlan]:
-    """By shape, the plan of a trainer with an H200 of its own."""
+    """The plan of a trainer with its own H200, by shape."""
     found = {}
     for shape in {line["sizes"]["shape"] for _, line in measured()}:
         directory = tmp_path_factory.mktemp(shape)
@@ -59,7 +59,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainerPlan]:
 
 
 def _write_qwen3_vl(shape: str, directory: Path) -> None:
-    """The small files of a checkpoint of the tests' own, with the sizes of the shape."""
+    """Writes the small files of a checkpoint with the sizes of the shape."""
     for path in fovea_tinyvlm.ensure("qwen3_vl").iterdir():
         if path.is_file() and "safetensors" not in path.name:
             (directory / path.name).write_bytes(path.read_bytes())
@@ -79,7 +79,7 @@ def _is_old(name: str) -> bool:
 
 
 def _streams_bytes(plan: TrainerPlan, tokens: int) -> int:
-    """The two bytes for each number by which the inputs of two norms a layer are larger than at the measurement."""
+    """Returns the two bytes per number by which the inputs of two norms per layer have grown since the measurement."""
     text = plan.config.get_text_config()
     widened = stream_dtype(text.model_type, plan.dtype).itemsize - plan.dtype.itemsize
     return int(tokens * text.num_hidden_layers * 2 * text.hidden_size * widened)

@@ -1,4 +1,4 @@
-"""`fovea plan` says what fits, reads no weights, and refuses with the words of the service that would refuse."""
+"""`fovea plan` reports what fits, reads no weights, and refuses with the message of the service that would refuse."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The names and the order of rows of a Llama's tensors in GGUF files, against transformers' own rotary embedding."""
+"""Names and row order of a Llama's tensors in GGUF files, against transformers' own rotary embedding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Small model directories for tests that need no weights and no processor: configurations as released ones have."""
+"""Small model directories for tests without weights or a processor: configurations like released ones."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 def config(model_type: str) -> dict[str, Any]:
-    """config.json of a model of this type."""
+    """Returns the config.json of a model of this type."""
     text = {"vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 8192}
     if model_type == "qwen3":
         return {"model_type": model_type, **text}
@@ -29,7 +29,7 @@ def config(model_type: str) -> dict[str, Any]:
 
 
 def family(model_type: str) -> VisionFamily:
-    """The vision-language family of such a model."""
+    """Returns the vision-language family of such a model."""
     bound = vision.bind(config(model_type), ADDED_TOKENS)
     assert bound is not None
     return bound

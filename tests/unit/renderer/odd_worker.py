@@ -1,4 +1,6 @@
-"""A worker that speaks the real protocol over a real socket, starts at once, and misbehaves by the image's width."""
+"""A worker with the real protocol over a real socket. It starts at once and misbehaves depending on
+the image's width.
+"""
 
 import argparse
 import hashlib

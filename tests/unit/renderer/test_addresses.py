@@ -1,4 +1,4 @@
-"""Which addresses a name may lead to."""
+"""Addresses to which a name may resolve."""
 
 import pytest
 

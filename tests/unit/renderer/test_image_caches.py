@@ -1,4 +1,4 @@
-"""One image is processed once, whoever asks, and whoever gives up."""
+"""One image is processed once, for any number of callers and cancellations."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -20,7 +20,7 @@ def processed(size_bytes: int = 100) -> ProcessedImage:
 
 
 class Work:
-    """Processing that waits until it is let go, and counts."""
+    """Processing that waits until it is released, and counts its calls."""
 
     def __init__(self, outcome: ProcessedImage | Exception) -> None:
         self.outcome, self.started, self.cancelled = outcome, 0, 0
@@ -45,7 +45,7 @@ def at_once(size_bytes: int) -> Callable[[], Awaitable[ProcessedImage]]:
     return process
 
 
-async def test_all_who_ask_at_once_share_one_processing() -> None:
+async def test_concurrent_callers_share_one_processing() -> None:
     store, work = FeatureCache(1000), Work(processed())
     asking = [asyncio.create_task(store.get("d", work)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -58,7 +58,7 @@ async def test_all_who_ask_at_once_share_one_processing() -> None:
     assert work.started == 1
 
 
-async def test_all_who_ask_at_once_share_one_refusal_and_the_next_tries_again() -> None:
+async def test_concurrent_callers_share_one_refusal_and_the_next_retries() -> None:
     store, work = FeatureCache(1000), Work(InvalidChunk("corrupt", "broken"))
     asking = [asyncio.create_task(store.get("d", work)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -69,7 +69,7 @@ async def test_all_who_ask_at_once_share_one_refusal_and_the_next_tries_again() 
     assert (await store.get("d", at_once(100))).digest == "d"
 
 
-async def test_one_who_gives_up_leaves_the_others_theirs() -> None:
+async def test_a_cancelled_caller_does_not_affect_the_others() -> None:
     store, work = FeatureCache(1000), Work(processed())
     impatient, patient = (asyncio.create_task(store.get("d", work)) for _ in range(2))
     await asyncio.sleep(0)
@@ -80,7 +80,7 @@ async def test_one_who_gives_up_leaves_the_others_theirs() -> None:
     assert (work.started, work.cancelled) == (1, 0)
 
 
-async def test_work_that_nobody_waits_for_is_dropped() -> None:
+async def test_work_without_callers_is_cancelled() -> None:
     store, work = FeatureCache(1000), Work(processed())
     asking = [asyncio.create_task(store.get("d", work)) for _ in range(2)]
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Images by address: allowed hosts only, over real sockets."""
+"""Images by URL: allowed hosts only, over real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 async def server() -> AsyncIterator[int]:
-    """An HTTP server on 127.0.0.1 that says what `ANSWERS` has; its port."""
+    """Runs an HTTP server on 127.0.0.1 with the responses in `ANSWERS`; yields its port."""
     unanswered = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Headers are read and bounded before anybody decodes."""
+"""Image headers are read and bounded before decoding."""
 
 import struct
 import zlib
@@ -15,7 +15,7 @@ from tests.unit.renderer.pictures import encoded, picture, png
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says a size and holds nothing of it."""
+    """Returns a PNG that declares a size and contains no pixels."""
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
 
@@ -35,7 +35,9 @@ def test_scans_are_counted_and_nothing_that_looks_like_them() -> None:
     data = encoded(picture(31, 17), "JPEG", progressive=True)
     last = data[data.rfind(b"\xff\xda") : -2]
     within = image_header.MAX_SCANS - data.count(b"\xff\xda")
-    image_header.read(data[:-2] + last * within + data[-2:] + last * 500, "JPEG")  # those behind the end are a film's
+    image_header.read(
+        data[:-2] + last * within + data[-2:] + last * 500, "JPEG"
+    )  # sizes after the end belong to an animation
     image_header.read(encoded(picture(31, 17), "JPEG", comment=b"\xff\xda" * 500), "JPEG")
     with pytest.raises(InvalidChunk, match="more than 100 scans") as refused:
         image_header.read(data[:-2] + last * (within + 1) + data[-2:], "JPEG")

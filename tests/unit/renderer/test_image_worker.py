@@ -1,4 +1,4 @@
-"""Our own patches are the Hugging Face processor's, bit for bit."""
+"""Our patches equal the Hugging Face processor's, bit for bit."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ QWEN2_5 = {"patch_size": 14, "size": {"shortest_edge": 3_136, "longest_edge": 50
 
 
 def write(directory: Path, **config: Any) -> Path:
-    """A directory with a processor of Qwen's class."""
+    """Writes a directory with a processor of Qwen's class."""
     content = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2, **config}
     (directory / "preprocessor_config.json").write_text(json.dumps(content))
     return directory
@@ -31,7 +31,7 @@ def write(directory: Path, **config: Any) -> Path:
 
 @pytest.fixture(scope="module", params=[QWEN3, QWEN2_5], ids=["16", "14"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[QwenPatches, Any]:
-    """Ours and the family's own."""
+    """Our processor and the family's own."""
     own = AutoImageProcessor.from_pretrained(write(tmp_path_factory.mktemp("model"), **request.param))
     return QwenPatches(json.loads(own.to_json_string())), own
 
@@ -54,7 +54,7 @@ def test_any_size(pair: tuple[QwenPatches, Any], width: int, height: int, seed: 
 
 @cache
 def drawn(width: int, height: int) -> Image.Image:
-    """Once for both processors: a large one takes a second."""
+    """Draws a picture once for both processors, because a large one takes a second."""
     return picture(width, height)
 
 

@@ -1,4 +1,4 @@
-"""Which model directories the renderer reads, and what is said of the others."""
+"""Model directories that the renderer accepts, and its errors for the others."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every kind of PNG and JPEG becomes the RGB that a person would see."""
+"""Every kind of PNG and JPEG decodes to the RGB that a viewer shows."""
 
 import io
 
@@ -26,7 +26,7 @@ def decoded(data: bytes, declared: ImageFormat = "PNG", width: int = WIDTH, heig
 
 
 def on_white(colour: Image.Image, alpha: Image.Image) -> np.ndarray:
-    """The formula of compositing: colour * alpha + white * (1 - alpha), float."""
+    """Returns colour * alpha + white * (1 - alpha), the formula of compositing, as floats."""
     share = np.asarray(alpha, dtype=np.float64)[..., None] / 255
     return np.asarray(colour.convert("RGB"), dtype=np.float64) * share + 255 * (1 - share)
 
@@ -36,7 +36,7 @@ def test_rgb_png_is_itself() -> None:
 
 
 def test_interlaced_png_is_itself() -> None:
-    # Adam7 by hand: Pillow writes no interlaced PNG.
+    # Adam7 by hand, because Pillow writes no interlaced PNG.
     assert np.array_equal(decoded(interlaced_png(pixels_of(RGB))), pixels_of(RGB))
 
 
@@ -185,7 +185,7 @@ def test_damaged_files_decode_or_are_refused(declared: ImageFormat, where: int, 
 
 
 def interlaced_png(values: np.ndarray) -> bytes:
-    """An Adam7 PNG (PNG specification, section 8.2) of uint8 [height, width, 3]."""
+    """Returns an Adam7 PNG (PNG specification, section 8.2) of uint8 [height, width, 3]."""
     import struct
     import zlib
 

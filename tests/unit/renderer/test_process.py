@@ -1,4 +1,4 @@
-"""The command line, and what the service process loads."""
+"""The command line, and the modules of the service process."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HEAVY = {"torch", "torchvision", "transformers", "vllm", "PIL"}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `nothing`, and `unknown`: a model of no known family."""
+    """A folder with `nothing`, and with `unknown`, a model of no known family."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("nothing", "unknown"):
         (folder / name).mkdir()
@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(directory: Path) -> dict[str, Ended]:
-    """The service, started with other arguments each time."""
+    """The results of starting the service with different arguments."""
     arguments = {
         "help": ["--help"],
         "no model": ["--model", str(directory / "nothing")],

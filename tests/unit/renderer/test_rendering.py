@@ -1,4 +1,4 @@
-"""Splicing: whatever the chunks, ids arrive exactly, images stand where they should, positions fit."""
+"""Splicing: for any chunks, ids are exact, images are at their places, and positions match."""
 
 import hashlib
 import itertools
@@ -25,7 +25,7 @@ IMAGES = {size: png(*size) for size in SIZES}
 
 
 async def geometry_only(header: ImageHeader, data: bytes, max_side: int) -> ProcessedImage:
-    """Processes an image as Qwen3-VL's geometry says, with one byte a patch in the place of pixels."""
+    """Processes an image with Qwen3-VL's geometry and one byte per patch instead of pixels."""
     grids = {(32, 32): (16, 16), (224, 224): (16, 16), (150, 224): (20, 14), (40, 200): (36, 8)}
     rows, columns = (4, 4) if max_side else grids[header.width, header.height]
     grid = np.array([[1, rows, columns]], dtype=np.int64)
@@ -103,7 +103,9 @@ async def test_splicing_keeps_every_id_and_places_every_image(renderer: Renderer
 
 
 def check_positions(rendered: Rendered) -> None:
-    """Text goes up by one in all rows; an image starts where text would, and text goes on above all of it."""
+    """Checks that text counts up by one in all rows, an image starts at the next text position, and text continues
+    above the image's maximum.
+    """
     if not rendered.images:
         assert rendered.positions is None
         return

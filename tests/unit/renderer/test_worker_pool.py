@@ -1,4 +1,4 @@
-"""Workers that die, hang or fail cost their own job at most."""
+"""Workers that die, hang or fail only lose their own job."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -47,13 +47,13 @@ async def test_a_failing_job_is_answered_and_the_next_one_works(
     assert processed.tensors["pixel_values"].tobytes() == b"good"
 
 
-async def test_a_job_whose_worker_dies_is_tried_on_another(pool: WorkerPool) -> None:
+async def test_a_job_moves_to_another_worker_if_its_own_dies(pool: WorkerPool) -> None:
     processed = await pool.process(header(odd_worker.DIES_ONCE), b"unlucky")
     assert processed.tensors["pixel_values"].tobytes() == b"unlucky"
 
 
 async def test_a_worker_has_no_secret_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It decodes files that tenants send: a fault in a decoder must not give the services' secret away."""
+    """It decodes files of tenants, and a fault in a decoder must not reveal the services' secret."""
     for name in ("FOVEA_SERVICE_SECRET", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a secret of this machine")
     pool = WorkerPool(settings(tmp_path), worker_count=1, max_pending=3)

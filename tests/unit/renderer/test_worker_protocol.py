@@ -1,4 +1,4 @@
-"""Tensors cross between two processes and stay what they were."""
+"""Tensors cross between two processes unchanged."""
 
 import os
 
@@ -21,7 +21,7 @@ def tensors(rows: int) -> dict[str, np.ndarray]:
     return {"pixel_values": rng.integers(0, 255, (rows, 7), dtype=np.uint8), "image_grid_thw": grid}
 
 
-def test_what_one_end_puts_the_other_takes() -> None:
+def test_tensors_cross_shared_memory_unchanged() -> None:
     ours = SharedMemory.create()
     theirs = SharedMemory(os.dup(ours.descriptor))
     kept = [(rows, ours.copy(put(theirs, tensors(rows)))) for rows in (3, 100_000, 1, 0)]

@@ -1,6 +1,6 @@
-"""Runs the kernels of adapters in Triton's interpreter, and compares them with products in float64.
+"""Runs the kernels of adapters in Triton's interpreter and compares them with float64 products.
 
-A program of its own, because Triton reads TRITON_INTERPRET when it is imported. In float16, because the interpreter
+A separate program, because Triton reads TRITON_INTERPRET when it is imported. In float16, because the interpreter
 multiplies bfloat16 bit patterns as integers.
 """
 
@@ -60,7 +60,7 @@ def check(case: Case) -> None:
     lora_kernels.add_products(x, a, b, y, *step, firsts, ranks, widths)
     lora_kernels.add_products(x, a, b, again, *step, firsts, ranks, widths)
     assert torch.equal(y, again)
-    # The kernels round the reduced rows to 16 bits, as the adapters themselves.
+    # The kernels round the reduced rows to 16 bits, as the adapters do.
     assert (y.double() - expected).abs().max() < 0.02, (case, (y.double() - expected).abs().max())
 
 

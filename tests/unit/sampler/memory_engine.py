@@ -1,4 +1,6 @@
-"""An engine without a model: draws known tokens and keeps the names of weights. For tests of what surrounds it."""
+"""An engine without a model: it draws known tokens and records the names of weights. For tests of
+the code around it.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,14 +15,14 @@ from fovea_sampler.engine_api import AdapterName, AltRows, Delta, Event, Finish,
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until something holds, ten seconds at most."""
+    """Waits until a condition holds, ten seconds at most."""
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - conditions are of any kind
             await asyncio.sleep(0)
 
 
 def facts_of(spec: SampleSpec) -> PromptResult:
-    """Targets score minus their own id; token i is drawn at row i."""
+    """Returns prompt results: a target's score is minus its id, and row i draws token i."""
     alt = None
     if spec.request.alt_token_count:
         ids = np.repeat(np.arange(len(spec.tokens) - 1, dtype=np.int32)[:, None], spec.request.alt_token_count, axis=1)
@@ -35,7 +37,7 @@ def facts_of(spec: SampleSpec) -> PromptResult:
 
 
 class MemoryEngine:
-    """Sequence i of a prompt draws the prompt's tokens plus i, one a step, until `max_tokens`."""
+    """Sequence i of a prompt draws the prompt's tokens plus i, one per step, until `max_tokens`."""
 
     def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
@@ -46,25 +48,25 @@ class MemoryEngine:
         self.full = "base"
         self.running = 0
         self.pinned = 0
-        """Running sequences whose weights must not change."""
+        """Running sequences that need their present weights."""
         self.fail_loading = False
         self.stop_at: int | None = None
         """The token before which `step` is cleared, once."""
         self.overflowing: set[str] = set()
-        """Digests of adapters whose log-probabilities are NaN after the first token."""
+        """Digests of adapters with NaN log-probabilities after the first token."""
         self.step = asyncio.Event()
         self.step.set()
         self.arrived = asyncio.Event()
         self.arrived.set()
 
     def prompt(self, spec: SampleSpec, images: Sequence[FeatureTensors]) -> Any:
-        """The images' sizes, to be seen by tests."""
+        """The images' sizes, visible to tests."""
         return [image["pixel_values"].shape for image in images]
 
     async def sample(
         self, spec: SampleSpec, index: int, prompt: Any, adapter: AdapterName | None
     ) -> AsyncGenerator[Event]:
-        """Draws."""
+        """Draws tokens."""
         if adapter is not None:
             self.used_names.append(adapter.name)
             if adapter.name not in self.adapters:
@@ -91,22 +93,22 @@ class MemoryEngine:
             self.pinned -= not spec.request.follow_updates
 
     async def join_group(self, request: sampler_pb2.JoinTransferGroupRequest) -> None:
-        """Nobody listens on port 1."""
+        """Joins a group; nothing listens on port 1."""
         if request.master_port == 1:
             raise Unavailable("did not meet")
         self.groups.add(request.group_id)
 
     async def leave_group(self, group_id: str) -> None:
-        """Leaves."""
+        """Leaves the group."""
         self.groups.discard(group_id)
 
     async def check(self, manifest: weights_pb2.SnapshotManifest) -> None:
-        """Manifests without tensors are refused."""
+        """Refuses manifests without tensors."""
         if not manifest.tensors:
             raise InvalidInput("manifest: the manifest lists no tensors", field="manifest")
 
     async def start_receive(self, group_id: str, manifest: weights_pb2.SnapshotManifest, timeout_s: float) -> str:
-        """Begins. Manifests without tensors are refused."""
+        """Starts to receive. Refuses manifests without tensors."""
         if not manifest.tensors:
             raise InvalidInput("manifest: the manifest lists no tensors", field="manifest")
         task_id = f"task-{len(self.digests)}"
@@ -124,11 +126,11 @@ class MemoryEngine:
         return self.digests[task_id]
 
     async def forget_task(self, task_id: str) -> None:
-        """Forgets."""
+        """Forgets a task."""
         self.tasks.pop(task_id, None)
 
     async def store_adapter(self, task_id: str, adapter: AdapterName, digest: str, timeout_s: float) -> str:
-        """Waits for `arrived`, then keeps."""
+        """Waits for `arrived`, then stores the adapter."""
         assert adapter.name not in self.adapters, "a name was used twice"
         arrived = await self.wait_received(task_id, timeout_s)
         if arrived == digest:
@@ -136,13 +138,15 @@ class MemoryEngine:
         return arrived
 
     async def forget_adapter(self, adapter: AdapterName) -> None:
-        """Forgets, in two steps. A request that uses the adapter would find it gone, and the engine would end."""
+        """Forgets an adapter in two steps. A request that uses the adapter would find it gone, and the engine would
+        crash.
+        """
         await asyncio.sleep(0)
         self.adapters.pop(adapter.name, None)
 
     async def load_full(self, task_id: str, version: str) -> float:
-        """Loads, in two steps."""
-        assert not self.pinned, "weights changed under a request"
+        """Loads full weights in two steps."""
+        assert not self.pinned, "weights changed during a request"
         if self.fail_loading:
             raise Unavailable("half-loaded")
         self.full = "?"

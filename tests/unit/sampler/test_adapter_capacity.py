@@ -1,4 +1,4 @@
-"""How many adapters the engine gets room for, unless the settings say."""
+"""The number of adapter slots in the engine, unless the settings give one."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from fovea_sampler.settings import SamplerSettings
 from tests.e2e.sampler.reference import Reference, random_adapter
 
 GIB = 2**30
-# One layer of 3 in and 5 out, tied embeddings of 4 by 3, and what takes no adapter: 8 + 7 a rank.
+# One layer with 3 inputs and 5 outputs, tied embeddings of 4 by 3, and parameters without adapters: 8 + 7 per rank.
 SHAPES = {
     "model.up.weight": (5, 3),
     "model.up.bias": (5,),
@@ -28,7 +28,7 @@ ADAPTER_BYTES = 2 * RANK * 15
 
 
 def room(shapes: dict[str, Any] = SHAPES, slot_bytes: int = GIB, host_bytes: int = GIB, **settings: Any) -> Any:
-    """Of bfloat16."""
+    """Returns the room for bfloat16 adapters."""
     return capacity_for(SamplerSettings(model="m", **settings), shapes, 2, slot_bytes, host_bytes)
 
 
@@ -62,7 +62,7 @@ def test_without_shapes() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_experts_share_their_outer_factors(together: bool, transposed: bool) -> None:
-    """Two layers of 4 experts of width 5 in a model of width 3; its router takes an adapter of vLLM's too."""
+    """Two layers of 4 experts of width 5 in a model of width 3; vLLM also adapts the router."""
     both, down = ((3, 10), (5, 3)) if transposed else ((10, 3), (3, 5))
     apart = {"gate_proj.weight": (5, 3), "up_proj.weight": (5, 3), "down_proj.weight": (3, 5)}
     one = {"gate_up_proj": (4, *both), "down_proj": (4, *down)}
@@ -72,7 +72,7 @@ def test_experts_share_their_outer_factors(together: bool, transposed: bool) -> 
         prefix = f"model.layers.{layer}.mlp"
         shapes |= {f"{prefix}.experts.{name}": shape for name, shape in (one if together else each).items()}
         shapes |= {f"{prefix}.gate.weight": (4, 3), f"{prefix}.shared_expert.up_proj.weight": (6, 3)}
-    assert room(shapes, slot_bytes=10 * room(shapes).adapter_bytes).batched == 10, "a whole slot for each"
+    assert room(shapes, slot_bytes=10 * room(shapes).adapter_bytes).batched == 10, "each must have a whole slot"
     per_layer = 3 * (4 * 5 + 3) + (4 + 3) + (6 + 3)
     assert room(shapes).adapter_bytes == 2 * RANK * (2 * per_layer + 7)
 
@@ -86,18 +86,20 @@ def test_the_largest_adapter_of_a_model_is_what_it_takes(kind: str) -> None:
 
 
 def test_on_a_cpu_slots_take_no_more_than_the_weights() -> None:
-    """SmolLM2 135M on a machine with 17 GiB free: a slot takes 87 MiB, and 17 of them took 1.5 GiB of the 24 GiB."""
+    """SmolLM2 135M on a machine with 17 GiB free: a slot takes 87 MiB, and 17 of them would take
+    1.5 GiB of the 24 GiB.
+    """
     weights, slot, least = 513 << 20, 87 << 20, 256 << 20
     assert cpu_room(least, weights, 17 * GIB) == weights
     assert room(slot_bytes=weights // slot * ADAPTER_BYTES).slots == 5
-    assert cpu_room(least, weights, 6 * GIB) == 384 << 20, "a sixteenth of what is free"
+    assert cpu_room(least, weights, 6 * GIB) == 384 << 20, "a sixteenth of the free memory"
     assert cpu_room(least, 4 << 20, 17 * GIB) == cpu_room(least, 0, 0) == least
 
 
 def test_the_slots_of_models_on_a_cpu(tmp_path: Path) -> None:
     """The weights are a header and a hole in a file."""
     small = measure_adapter_capacity(SamplerSettings(model=str(fovea_tinyvlm.ensure()), device="cpu"))
-    assert small.batched == 64, "small ones have room for a whole batch"
+    assert small.batched == 64, "small models must have slots for a whole batch"
     layer = {
         "q": (576, 576),
         "k": (192, 576),
@@ -120,4 +122,4 @@ def test_the_slots_of_models_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     found = measure_adapter_capacity(SamplerSettings(model=str(tmp_path), device="cpu"))
     assert found.slots >= 4
-    assert found.slots * found.adapter_bytes <= end, "slots take no more than the weights"
+    assert found.slots * found.adapter_bytes <= end, "slots must not take more than the weights"

@@ -1,4 +1,4 @@
-"""A draw reports log-probabilities before and after the cuts, and the tokens that remained."""
+"""A draw reports log-probabilities before and after truncation, and the remaining tokens."""
 
 import pickle
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ ROWS = 4
 
 
 def min_p_of(*values: float) -> Any:
-    """vLLM's own processor, with a batch of requests."""
+    """Applies vLLM's own min-p processor to a batch of requests."""
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=ROWS))
     processor = MinPLogitsProcessor(config, torch.device("cpu"), False)
     added: list[Any] = [(row, SimpleNamespace(min_p=value), None, []) for row, value in enumerate(values)]
@@ -41,7 +41,7 @@ def draw(
 
 
 def rows_of(sampler: DrawLogprobs, recorded: list[int]) -> list[list[int]]:
-    """The recorded rows, after a journey between processes."""
+    """Returns the recorded rows after their transfer between processes."""
     step = pickle.loads(pickle.dumps(StepSupports(recorded, recorded, sampler.supports)))
     found = []
     for index in recorded:
@@ -69,7 +69,7 @@ def test_rows_that_ask_are_renormalised_over_what_was_left(cuts: dict[str, Any])
         assert int(tokens[row]) in ids
         assert ids == torch.isfinite(logprobs[row]).nonzero()[:, 0].tolist()
         torch.testing.assert_close(logprobs[row, ids], logits[row, ids].log_softmax(-1))
-        assert whole[row, ids].min() >= whole[row].sort().values[-len(ids)], "the most likely ones are left"
+        assert whole[row, ids].min() >= whole[row].sort().values[-len(ids)], "the most likely ones must remain"
     if "k" in cuts and len(cuts) == 1:
         assert [len(ids) for ids in rows_of(sampler, recorded)] == [3, 7, 1]
 

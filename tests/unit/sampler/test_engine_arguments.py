@@ -1,4 +1,4 @@
-"""What of vLLM's engine arguments a sampler takes, and how it says no to the others."""
+"""vLLM engine arguments that a sampler accepts, and its errors for the others."""
 
 import dataclasses
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_json_comes_by_argument_and_by_variable(monkeypatch: pytest.MonkeyPatch)
         read("s", ["--model", "m"])
 
 
-def test_experts_are_spread_only_where_there_are_some_and_somebody_to_share_them() -> None:
+def test_expert_parallelism_needs_experts_and_several_devices() -> None:
     settings = SamplerSettings(model="m", expert_parallel=True, tensor_parallel=2)
     check_expert_parallel(settings, {"num_experts": 8})
     with pytest.raises(ValueError, match="--expert-parallel: m has no experts"):

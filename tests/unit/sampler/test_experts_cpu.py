@@ -1,4 +1,4 @@
-"""Experts on CPU against products of one pair of token and expert at a time."""
+"""Experts on CPU against separate products for each pair of token and expert."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +51,7 @@ def experts(context: Any, biases: tuple[torch.Tensor, torch.Tensor] | None = Non
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slot: int, expert: int) -> torch.Tensor:
-    """An expert's weight with an adapter's part; a factor of all experts counts for each."""
+    """Returns an expert's weight with an adapter's part; a shared factor applies to each expert."""
     one_a, one_b = (stacked[slot][min(expert, stacked.shape[1] - 1)] for stacked in (a, b))
     return weight + one_b @ one_a
 
@@ -101,7 +101,7 @@ def test_one_pair_at_a_time(factors: SimpleNamespace, activation: MoEActivation,
 
 
 def test_weights_that_were_multiplied_before(factors: SimpleNamespace) -> None:
-    """Of one expert for each token."""
+    """Weights that are already multiplied in, with one expert for each token."""
     x, both, down = random(TOKENS, WIDTH), random(EXPERTS, 2 * INNER, WIDTH), random(EXPERTS, WIDTH, INNER)
     ids, weights = torch.arange(TOKENS)[:, None] % EXPERTS, torch.full((TOKENS, 1), 0.3)
     output = torch.empty(TOKENS, WIDTH)

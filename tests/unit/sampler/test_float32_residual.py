@@ -1,4 +1,4 @@
-"""The sampler keeps the stream of those families in float32 for which the trainer does, whatever vLLM's class."""
+"""The sampler keeps the residual stream in float32 for the same families as the trainer, for any vLLM class."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ EPSILON = 1e-6
 
 @contextmanager
 def _one_worker(config: VllmConfig, folder: Path) -> Iterator[None]:
-    """vLLM's parallel state for a single worker, which its layers ask for."""
+    """vLLM's parallel state for a single worker, which its layers need."""
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
         patch.setenv("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/meet", 0, "gloo")

@@ -1,4 +1,4 @@
-"""Grammars that take too much are refused by name, before the engine sees them and in the engine; others are not."""
+"""Grammars that exceed the limits are refused with a reason, before the engine sees them and inside it; others work."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ AMBIGUOUS = 'root ::= s\ns ::= s s s | s s | [a-z] | ""'
 
 
 def tokenizer_info() -> xgrammar.TokenizerInfo:
-    """Returns one of every byte, and of runs of the letter a."""
+    """Returns a tokenizer with one token for every byte and for runs of the letter a."""
     return xgrammar.TokenizerInfo(
         VOCABULARY, vocab_type=xgrammar.VocabType.RAW, vocab_size=len(VOCABULARY), stop_token_ids=[0]
     )
@@ -39,7 +39,7 @@ async def trials() -> AsyncIterator[GrammarTrials]:
 
 
 async def refusal(trials: GrammarTrials, asked: dict[str, Any], owner: str = "owner") -> str:
-    """Returns what is said of a request's structure; nothing if it may be used."""
+    """Returns the refusal of a request's structure; empty if it is accepted."""
     structure = structure_of(json.dumps(asked))
     assert structure is not None
     try:
@@ -106,19 +106,19 @@ async def test_an_owners_trials_run_one_after_the_other(trials: GrammarTrials) -
 
     first, *waiting = [asyncio.create_task(asked(number)) for number in (1, 2, 3)]
     await first
-    waiting.append(asyncio.create_task(asked(4)))  # comes while the second has its turn, and the third waits
+    waiting.append(asyncio.create_task(asked(4)))  # arrives while the second one runs and the third waits
     most = 0
     while not all(task.done() for task in waiting):
         assert trials._forks is not None
         most = max(most, len(trials._forks.answers))
         await asyncio.sleep(0)
     assert [await task for task in (first, *waiting)] == [""] * 4
-    assert most == 1, "trials of one owner ran side by side"
+    assert most == 1, "trials of one owner must not run side by side"
 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> XgrammarBackend:
-    """vLLM's backend over the small vocabulary, which makes grammars with budgets."""
+    """vLLM's backend over the small vocabulary, which creates grammars with budgets."""
     made: Any = object.__new__(XgrammarBackend)
     made.compiler = xgrammar.GrammarCompiler(tokenizer_info(), cache_enabled=False)
     made.vocab_size, made.num_speculative_tokens, made.disable_any_whitespace = len(VOCABULARY), 0, False
@@ -129,7 +129,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> XgrammarBackend:
 
 
 def steps_until_refused(grammar: Any, most: int) -> int:
-    """Returns after how many tokens a grammar accepts no more; `most` if it accepts them all."""
+    """Returns the number of tokens after which a grammar accepts no more; `most` if it accepts them all."""
     mask = torch.zeros(1, (len(VOCABULARY) + 31) // 32, dtype=torch.int32)
     for step in range(most):
         grammar.fill_bitmask(mask, 0)
@@ -147,7 +147,7 @@ def test_the_engine_ends_what_a_trial_did_not_reach_and_compiles_it_no_more(back
     same = backend.compile_grammar(StructuredOutputOptions.REGEX, BOMB)
     assert isinstance(bomb, BudgetedGrammar)
     assert steps_until_refused(bomb, 300) < 300
-    assert steps_until_refused(same, 300) == 0, "requests with the same grammar have one budget"
+    assert steps_until_refused(same, 300) == 0, "requests with the same grammar must share one budget"
     assert not same.is_terminated()
     assert budget_of(StructuredOutputOptions.REGEX, BOMB).is_spent
     with pytest.raises(ValueError, match="took too much time in an earlier request"):

@@ -1,4 +1,4 @@
-"""Where snapshots wait. Pinned memory is tried in tests/gpu."""
+"""The choice between device and host for snapshots. tests/gpu tests pinned memory."""
 
 import logging
 
@@ -33,7 +33,7 @@ GIB = 2**30
     [
         (8.3, 126, 1, 10.3),  # 4B on an H200, at the default share
         (15.3, 71, 1, 17.3),  # 8B on an H100
-        (57, 126, 1, 0),  # 30B: nothing like it is left
+        (57, 126, 1, 0),  # 30B: far less is left
         (57, 126, 2, 0),  # each GPU would have to hold all of it beside its half
         (57, 126 * 2, 2, 59),
     ],

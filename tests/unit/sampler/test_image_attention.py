@@ -1,4 +1,4 @@
-"""Images that see themselves whole on vLLM's CPU backend: where a step is cut, and what its kernel makes of it."""
+"""Images with full attention to themselves on vLLM's CPU backend: where a step is cut, and the result of its kernel."""
 
 # ruff: noqa: N806 -- shape suffixes
 
@@ -22,7 +22,9 @@ def test_a_step_is_cut_where_images_begin_and_end() -> None:
 
 
 def test_what_earlier_steps_computed_is_left_out() -> None:
-    """A request whose image is cached but for its last token, one that decodes after an image, one without images."""
+    """A request with an image that is cached except for its last token, one that decodes after an image, one without
+    images.
+    """
     found = list(segments([0, 4, 5, 8], [10, 21, 3], {0: [(0, 2), (3, 6)], 1: [(4, 9)]}))
     assert found == [
         Segment(0, 1, 7, False),
@@ -95,7 +97,7 @@ def test_images_longer_than_a_window_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("computed", "end", "splits"),
-    [(4, 8, True), (5, 8, True), (5, 9, False), (3, 8, False)],  # the last is vLLM's own affair
+    [(4, 8, True), (5, 8, True), (5, 9, False), (3, 8, False)],  # vLLM itself handles the last case
 )
 def test_a_step_that_begins_with_an_image_or_in_it_ends_after_it(computed: int, end: int, splits: bool) -> None:
     image = SimpleNamespace(mm_position=SimpleNamespace(offset=4, length=5))

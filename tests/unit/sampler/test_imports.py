@@ -1,4 +1,4 @@
-"""The heavy libraries stay in the engine's modules."""
+"""Heavy libraries are imported only by the engine's modules."""
 
 import subprocess
 import sys

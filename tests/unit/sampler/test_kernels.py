@@ -1,4 +1,4 @@
-"""Our kernels for vLLM's CPU engine, against their formulas."""
+"""Our kernels for vLLM's CPU engine against their formulas."""
 
 # ruff: noqa: N806 -- shape suffixes
 
@@ -68,7 +68,9 @@ def test_what_the_kernels_cannot_do_is_left_to_vllm() -> None:
 
 @pytest.mark.parametrize("steps", [[100], [64, 36], [1] * 5 + [95], [70] + [1] * 30], ids=str)
 def test_a_delta_net_goes_on_where_it_was(steps: list[int]) -> None:
-    """Two sequences whose states lie apart, in parts of a prompt and token by token, as transformers has them whole."""
+    """Two sequences with non-adjacent states, in parts of a prompt and token by token, against transformers' whole
+    sequence.
+    """
     torch.manual_seed(1)
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     net = Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(hidden_size=24, linear_value_head_dim=12, **sizes), 0)
@@ -76,7 +78,7 @@ def test_a_delta_net_goes_on_where_it_was(steps: list[int]) -> None:
     hidden = torch.randn(2, 100, 24)
     wanted = net(hidden)
     names = ("key_dim", "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", "A_log", "dt_bias", "conv1d")
-    # What is in the states of sequences that begin must not matter.
+    # The old states of new sequences must not matter.
     caches = torch.full((5, 3, 2 * 16 + 48), 7.0), torch.full((5, 4, 12, 8), 7.0)
     layer = SimpleNamespace(tp_size=1, kv_cache=caches, **{name: getattr(net, name) for name in names})
     slots, parts = torch.tensor([3, 1]), []

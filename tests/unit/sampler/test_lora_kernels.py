@@ -1,4 +1,4 @@
-"""The kernels of adapters, run by Triton's interpreter, give what products in float64 give; they compile for a GPU."""
+"""The adapter kernels in Triton's interpreter equal float64 products; they compile for a GPU."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 
 def test_they_give_the_products_of_each_rows_own_adapter() -> None:
-    # The variable is read when Triton is imported, in this process long ago.
+    # The variable is read when Triton is imported, which happened earlier in this process.
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.sampler.interpreted_adapters"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr

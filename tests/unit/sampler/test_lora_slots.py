@@ -1,4 +1,4 @@
-"""Adapters of mixed ranks in one memory: vLLM's own manager and layers on a CPU, without an engine around them."""
+"""Adapters of mixed ranks in one memory: vLLM's own manager and layers on a CPU, without an engine."""
 
 import itertools
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class Attention(nn.Module, SupportsLoRA):
 
 
 class Adapted:
-    """A model with slots, and the adapters that it may load."""
+    """A model with slots, and the adapters that it can load."""
 
     def __init__(self, config: VllmConfig) -> None:
         lora = LoRAConfig(max_lora_rank=SLOT_RANKS, max_loras=MOST, max_cpu_loras=32, lora_dtype=torch.float32)
@@ -85,7 +85,7 @@ class Adapted:
         self.tensors[name] = cut(flat)
 
     def step(self, rows: list[str], x: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of qkv and o for rows with these adapters; an empty name is none."""
+        """Returns the outputs of qkv and o for rows with these adapters; an empty name means none."""
         ids = {name: 1 + [*self.adapters].index(name) for name in rows if name}
         mapping = tuple(ids.get(name, 0) for name in rows)
         self.worker.set_active_adapters(
@@ -96,7 +96,7 @@ class Adapted:
         return torch.cat([qkv, out], dim=1)
 
     def expected(self, rows: list[str], x: torch.Tensor) -> torch.Tensor:
-        """Returns the same from the adapters' own tensors."""
+        """Returns the same outputs, computed from the adapters' own tensors."""
         base = torch.cat([x @ weight.T for weight in self.model.weights], dim=1)
         for row, name in enumerate(rows):
             start = 0
@@ -124,11 +124,11 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapted
         parallel_state.destroy_distributed_environment()
 
 
-RANKS = (32, 8, 8, 16, 4, 12, 8)  # 32 + 8 + 8 + 16 + 8 + 16 + 8 = 96 ranks, all there are
+RANKS = (32, 8, 8, 16, 4, 12, 8)  # 32 + 8 + 8 + 16 + 8 + 16 + 8 = 96 ranks, which is all
 
 
 def test_adapters_of_mixed_ranks_share_the_memory_of_three(adapted: Adapted) -> None:
-    """Seven adapters fill it to the last rank. Each row gets the result that it gets alone, to the bit."""
+    """Seven adapters fill it to the last rank. Each row gets the same result as alone, to the bit."""
     for number, rank in enumerate(RANKS):
         adapted.add(f"a{number}", rank)
     assert adapted.model.qkv_proj.lora_a_stacked[0].shape == (SLOTS, 1, SLOT_RANKS, HIDDEN)
@@ -142,7 +142,7 @@ def test_adapters_of_mixed_ranks_share_the_memory_of_three(adapted: Adapted) -> 
 
 
 def test_adapters_take_over_each_others_memory(adapted: Adapted) -> None:
-    """Sets of adapters in turns, of other ranks and other layers: nothing of the one before is left."""
+    """Sets of adapters in turns, with other ranks and layers: no value of the previous set remains."""
     for number, (rank, names) in enumerate(itertools.product((32, 8, 16, 4), (tuple(WIDTHS), ("k_proj", "o_proj")))):
         adapted.add(f"a{number}", rank, names)
     sets = [["a0", "a1", "a2", "a3"], ["a4", "a5", "a6", "a7", "a2", "a0"], ["a1", "a6"], ["a3", "a5", "a0", "a7"]]
@@ -152,7 +152,9 @@ def test_adapters_take_over_each_others_memory(adapted: Adapted) -> None:
 
 
 def test_free_ranks_between_adapters_are_joined(adapted: Adapted) -> None:
-    """After small adapters have ended, those that remain lie apart, and a large one needs the ranks between them."""
+    """After small adapters have ended, the remaining ones are not adjacent, and a large one needs the ranks between
+    them.
+    """
     for number in range(MOST):
         adapted.add(f"small{number}", 8)
     adapted.add("large0", 32)
@@ -175,12 +177,12 @@ def test_a_push_takes_no_slot_from_requests_in_flight(adapted: Adapted) -> None:
     assert adapted.manager.lora_index_to_id == before
     adapted.step(["a0"], x[:1])
     adapted.worker.add_adapter(request_of("a3", 4))
-    assert 4 in adapted.manager.lora_index_to_id, "it takes a slot of an adapter that is idle"
+    assert 4 in adapted.manager.lora_index_to_id, "it must get a slot of an idle adapter"
     assert torch.allclose(adapted.step(["a3"], x[:1]), adapted.expected(["a3"], x[:1]), rtol=1e-4, atol=1e-3)
 
 
 def test_what_fits_in_total_fits() -> None:
-    """All multisets of classes that fill two slots of 320, whose classes are 8, 16, 32, 64 and 320."""
+    """All multisets of classes that fill two slots of 320; the classes are 8, 16, 32, 64 and 320."""
     for counts in itertools.product(range(0, 11), range(0, 3), range(0, 3), range(0, 2)):
         used = sum(count * width for count, width in zip(counts, (64, 32, 16, 320), strict=True))
         if used > 640:

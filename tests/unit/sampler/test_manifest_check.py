@@ -1,4 +1,4 @@
-"""Manifests are checked against the checkpoint before anything is sent."""
+"""Manifests are checked against the checkpoint before tensors are sent."""
 
 import json
 import re
@@ -15,25 +15,25 @@ PREFIX = "base_model.model."
 
 
 def checker() -> ManifestChecker:
-    """vLLM puts `vllm.` before every name and can adapt two modules."""
+    """Returns a checker; vLLM prefixes every name with `vllm.` and can adapt two modules."""
     return ManifestChecker(SHAPES, lambda name: f"vllm.{name}", set(), {"vllm.model.up", "vllm.lm_head"}, max_rank=8)
 
 
 def full(**changes: tuple[int, ...] | None) -> weights_pb2.SnapshotManifest:
-    """All parameters, some changed or left out."""
+    """Returns a manifest of all parameters, some changed or left out."""
     shapes = {name: shape for name, shape in (SHAPES | changes).items() if shape is not None}
     return manifest(weights_pb2.SNAPSHOT_KIND_FULL, shapes)
 
 
 def adapter(shapes: dict[str, tuple[int, ...]], rank: int = 2, alpha: float = 32) -> weights_pb2.SnapshotManifest:
-    """An adapter."""
+    """Returns an adapter's manifest."""
     result = manifest(weights_pb2.SNAPSHOT_KIND_ADAPTER, shapes)
     result.lora.rank, result.lora.alpha = rank, alpha
     return result
 
 
 def manifest(kind: int, shapes: dict[str, tuple[int, ...]]) -> weights_pb2.SnapshotManifest:
-    """A manifest."""
+    """Returns a manifest."""
     result = weights_pb2.SnapshotManifest(bucket_bytes=64)
     result.snapshot.kind = kind  # type: ignore[assignment]
     for name, shape in shapes.items():
@@ -42,7 +42,7 @@ def manifest(kind: int, shapes: dict[str, tuple[int, ...]]) -> weights_pb2.Snaps
 
 
 def pair(module: str, out_width: int, in_width: int, rank: int = 2) -> dict[str, tuple[int, ...]]:
-    """Both halves of a module's adapter."""
+    """Returns the shapes of both factors of a module's adapter."""
     return {
         f"{PREFIX}{module}.lora_A.weight": (rank, in_width),
         f"{PREFIX}{module}.lora_B.weight": (out_width, rank),
@@ -51,7 +51,7 @@ def pair(module: str, out_width: int, in_width: int, rank: int = 2) -> dict[str,
 
 def test_what_fits() -> None:
     assert checker().problem(full()) == ""
-    assert checker().problem(full(**{"lm_head.weight": (10, 4)})) == "", "a tied unembedding may be sent"
+    assert checker().problem(full(**{"lm_head.weight": (10, 4)})) == "", "a tied unembedding must be accepted"
     assert checker().problem(adapter(pair("model.up", 6, 4) | pair("lm_head", 10, 4))) == ""
 
 
@@ -70,7 +70,7 @@ def test_what_vllm_leaves_out_need_not_be_sent() -> None:
 
 
 def experts(rank: int = 2, **changes: tuple[int, ...] | None) -> dict[str, tuple[int, ...]]:
-    """An adapter of three experts of width 5 in a model of width 4, some shapes changed or left out."""
+    """Returns the shapes of an adapter of three experts of width 5 in a model of width 4, some changed or left out."""
     shapes: dict[str, tuple[int, ...] | None] = {
         "w1.lora_A": (1, rank, 4),
         "w1.lora_B": (3, 5, rank),

@@ -1,4 +1,4 @@
-"""Conversations of OpenAI's Responses API and of Anthropic's Messages API become chat messages."""
+"""Conversations of OpenAI's Responses API and Anthropic's Messages API become chat messages."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PARAMETERS = {"type": "object", "properties": {"way": {"enum": ["left", "right"]
 
 
 class Unguarded:
-    """A renderer whose tokenizer has no control tokens."""
+    """A renderer with a tokenizer that has no control tokens."""
 
     async def guard(self, messages: Any) -> Any:
         return messages
@@ -144,7 +144,7 @@ CALL = '<tool_call>\n{"name": "move", "arguments": {"way": "left"}}\n</tool_call
     ],
 )
 def test_complete_calls_before_an_incomplete_one_are_kept(ending: str, count: int, content: str | None) -> None:
-    parser = ToolParserManager.get_tool_parser("hermes")(Any)  # it reads the tokenizer in streams only
+    parser = ToolParserManager.get_tool_parser("hermes")(Any)  # it only reads the tokenizer in streams
     found = parser.extract_tool_calls(CALL + ending, Any)
     assert found.tools_called
     assert [call.function.name for call in found.tool_calls] == ["move"] * count

@@ -1,4 +1,4 @@
-"""Which models the sampler refuses before it starts an engine."""
+"""Models that the sampler refuses before it starts an engine."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_a_family_without_lora_in_vllm_gets_no_room_for_adapters(tmp_path: Path)
 
 
 def test_workers_share_the_hosts_memory_for_adapters(tmp_path: Path) -> None:
-    """Each holds all of them: two may hold half as much."""
+    """Each holds all adapters, so two workers may use half as much each."""
     settings = SamplerSettings(model=_write(tmp_path, model_type="llama"), device="cpu")
     one = measure_adapter_capacity(settings).held_bytes
     assert measure_adapter_capacity(settings.model_copy(update={"tensor_parallel": 2})).held_bytes == one // 2

@@ -1,4 +1,6 @@
-"""Answers in OpenAI's format, written by vLLM's own classes, are equal whichever sampler draws their tokens."""
+"""Answers in OpenAI's format, written by vLLM's own classes, are equal whether the writing sampler draws or another
+one.
+"""
 
 import asyncio
 import json
@@ -31,7 +33,7 @@ from tests.unit.sampler.memory_engine import MemoryEngine
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Où est-ce? 🦊"}], "max_completion_tokens": 9, "n": 2}
 _COMPILER = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([chr(letter) for letter in range(128)]))
 MADE = re.compile(r'"(id|created|random_tool_id)":("[^"]*"|\d+)')
-"""The fields that differ between two answers to one request."""
+"""Fields that differ between two answers to one request."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def serving() -> OpenAIServing:
 
 @pytest.fixture
 async def client(serving: OpenAIServing) -> AsyncIterator[SamplerClient]:
-    """A client of a sampler with these classes, and with an engine that repeats the prompt."""
+    """A client of a sampler with these classes and an engine that repeats the prompt."""
     engine, images = MemoryEngine(), ImageFetcher(None, 1 << 20, "")
     weights = WeightStore(engine, AdapterCache(2, 1000), SlotQueue(8, 64, 512, 64))
     facts = EngineInfo("model", "instance", "float32", 64, "gloo", 1, Limits(2000, 50000, 4, 5, 2, 8), 8, 9 << 20, 64)
@@ -71,10 +73,10 @@ async def answer(
 
     Args:
         here: Whether the sampler that writes the answer also draws its tokens.
-        broken: Breaks off the first try of each prompt after this many events.
+        broken: Number of events after which the first attempt of each prompt breaks.
 
     Returns:
-        The answer without what differs each time, and the number of tokens that came to the caller.
+        The answer without fields that differ each time, and the number of tokens that reached the caller.
     """
     told: asyncio.Queue[sampler_pb2.AnswerOpenAIRequest] = asyncio.Queue()
     asked = sampler_pb2.OpenAIRequest(route=route, body=json.dumps(body).encode())
@@ -117,7 +119,7 @@ async def test_an_answer_is_equal_whether_its_own_sampler_draws_or_another(clien
     for route, body, count in ((chats, chat, 18), (completions, prompts, 10)):
         relayed, crossed = await answer(client, route, body, here=False)
         assert crossed == count
-        if stream:  # choices of a stream come in any order
+        if stream:  # choices of a stream arrive in any order
             relayed = "\n".join(sorted(relayed.split("\n\n")))
         written, crossed = await answer(client, route, body, here=True)
         if stream:
@@ -135,7 +137,7 @@ async def test_a_try_that_was_broken_off_leaves_nothing_in_the_answer(client: Sa
 
 @pytest.mark.slow
 async def test_a_streamed_response_begins_with_its_first_event(client: SamplerClient) -> None:
-    """vLLM writes two events before it asks the engine for tokens; the plan comes before both."""
+    """vLLM writes two events before it asks the engine for tokens; the plan precedes both."""
     body = {"model": "m", "input": "Où est-ce? 🦊", "max_output_tokens": 5, "stream": True}
     text, crossed = await answer(client, sampler_pb2.OPEN_AI_ROUTE_RESPONSES, body, here=False)
     kinds = re.findall(r"^event: (.*)$", text, re.MULTILINE)
@@ -148,7 +150,7 @@ async def test_a_streamed_response_begins_with_its_first_event(client: SamplerCl
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chat", "response"])
 async def test_a_required_tool_ends_although_the_model_prefers_spaces(serving: OpenAIServing, name: str) -> None:
-    """xgrammar lets a call have 16 spaces between two parts, and no more."""
+    """xgrammar allows at most 16 spaces between two parts of a call."""
     function = {"name": "move", "parameters": {"type": "object", "properties": {"way": {"enum": ["left"]}}}}
     chat = {**CHAT, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     response = {"model": "m", "input": "Go.", "tools": [{"type": "function", **function}], "tool_choice": "required"}

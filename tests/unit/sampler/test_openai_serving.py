@@ -1,4 +1,4 @@
-"""OpenAI's fields that ask for nothing are taken, and bytes of log-probabilities are the tokens' own."""
+"""Neutral values of OpenAI's fields are accepted, and bytes of log-probabilities are the tokens' own."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TEXT = "one café 🦊 two"
 
 
 def read(**more: Any) -> Any:
-    """Reads a chat request with more fields."""
+    """Parses a chat request with more fields."""
     return openai_requests.read(
         sampler_pb2.OPEN_AI_ROUTE_CHAT_COMPLETIONS, {"model": "m", "messages": MESSAGES, **more}, 8
     )
@@ -50,7 +50,7 @@ def test_a_field_that_asks_for_nothing_is_taken(name: str, idle: Any, asking: An
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose tokens are bytes, as characters."""
+    """Returns a tokenizer with bytes as tokens, written as characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

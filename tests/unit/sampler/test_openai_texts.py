@@ -1,4 +1,4 @@
-"""Control tokens that a message has as text stay text, and ids of other messages are the chat template's."""
+"""Control tokens in a message's text stay text, and ids of other messages equal the chat template's."""
 
 import copy
 from typing import Any
@@ -135,7 +135,7 @@ async def test_control_tokens_in_a_tool_stay_text_and_the_templates_own_are_toke
 
 
 class Lossy:
-    """vLLM's renderer, with a tokenizer that writes a space before each piece, as SentencePiece's do."""
+    """vLLM's renderer with a tokenizer that writes a space before each piece, as SentencePiece's do."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""What a request may ask of its prompt's distributions, and how much of it fits into one message."""
+"""Options for a prompt's distributions, and their limits within one message."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ LIMITS = Limits(
 
 
 def request(length: int = 4, **fields: int | bool) -> sampler_pb2.SampleRequest:
-    """A prompt of `length` tokens."""
+    """Returns a prompt of `length` tokens."""
     result = sampler_pb2.SampleRequest(sample_count=1, **fields)  # type: ignore[arg-type]
     result.prompt.tokens = tensors.encode_tokens([1] * length)
     return result
 
 
 def read(wanted: sampler_pb2.SampleRequest) -> SampleSpec:
-    """The checked request."""
+    """Returns the checked request."""
     return read_request(wanted, LIMITS, None)
 
 

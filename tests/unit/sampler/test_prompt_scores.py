@@ -1,4 +1,4 @@
-"""The workers' scores of a prompt against the plain definition, whatever the chunks."""
+"""The workers' prompt scores against the plain definition, for any chunks."""
 
 from itertools import pairwise
 
@@ -18,14 +18,14 @@ VOCABULARY = 11
 
 
 def logits_of(row_count: int, seed: int = 0) -> torch.Tensor:
-    """Random logits, float32 [rows, vocabulary]."""
+    """Returns random logits, float32 [rows, vocabulary]."""
     return torch.randn(row_count, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
 
 
 def spec_of(
     prompt: list[int], rows: list[list[int]] | None = None, temperature: float = 1.0, **options: int | bool
 ) -> SampleSpec:
-    """A request that asks for scores."""
+    """Returns a request for scores."""
     targets = None
     if rows is not None:
         ids = np.asarray([token for row in rows for token in row], dtype=np.int32)
@@ -36,7 +36,7 @@ def spec_of(
 
 
 def run(spec: SampleSpec, logits: torch.Tensor, cuts: list[int], block: int = 3, seed: int = 5) -> Scores:
-    """Scores in chunks that end at `cuts`, by way of the wire, blocks of rows as the runner makes them."""
+    """Returns scores in chunks that end at `cuts`, via the wire, with blocks of rows as the runner makes them."""
     plan = ScorePlan.of(spec, seed)
     message = msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_message()))
     scores = PromptScores(ScorePlan.from_message(message), spec.tokens.tolist())
@@ -49,7 +49,7 @@ def run(spec: SampleSpec, logits: torch.Tensor, cuts: list[int], block: int = 3,
 
 
 def expected(logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    """log-softmax, computed in float64."""
+    """Returns log-softmax computed in float64."""
     return logits.double().log_softmax(-1).float().numpy()
 
 
@@ -107,7 +107,7 @@ def test_only_wanted_rows_need_logits() -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_distribution_at_the_temperature(temperature: float) -> None:
-    """A chi-squared statistic of 3000 draws at each of 4 positions, 10 degrees of freedom each."""
+    """A chi-squared statistic of 3000 draws at each of 4 positions, with 10 degrees of freedom each."""
     count = 3000
     spec = spec_of([0] * 5, temperature=temperature, alt_token_count=count)
     logits = logits_of(4)
@@ -115,7 +115,7 @@ def test_draws_follow_the_distribution_at_the_temperature(temperature: float) ->
     masses = (logits.double() / temperature).softmax(-1).numpy()
     for row, mass in zip(drawn, masses, strict=True):
         seen = np.bincount(row, minlength=VOCABULARY)
-        # Rare tokens together, as the statistic asks for at least a few expected draws.
+        # Rare tokens are merged, because the statistic needs at least a few expected draws.
         rare = mass * count < 5
         seen_all = np.append(seen[~rare], seen[rare].sum())
         wanted = np.append(mass[~rare], mass[rare].sum()) * count
@@ -134,7 +134,7 @@ def test_seeds_and_the_greedy_temperature() -> None:
 
 
 def test_draws_at_the_edges_of_the_distribution() -> None:
-    """Tokens without mass are never drawn, not even by the largest number below 1."""
+    """Tokens without mass are never drawn, not even with the largest number below 1."""
     spec = spec_of([0, 0], alt_token_count=2)
     scores = PromptScores(ScorePlan.of(spec, 0), [0, 0])
     scores._uniform[:] = [[0.0, np.nextafter(1.0, 0.0)]]

@@ -1,4 +1,4 @@
-"""Rows of experts on their way out of a worker."""
+"""Transfer of expert rows from a worker."""
 
 import numpy as np
 import torch
@@ -7,13 +7,13 @@ from fovea_sampler.vllm_patches.routed_experts import _Rows, _RowsConnector
 
 
 def rows(start: int, end: int) -> np.ndarray:
-    """Those of positions."""
+    """Returns the rows of positions."""
     return np.arange(start, end, dtype=np.uint8)[:, None, None].repeat(3, 1).repeat(2, 2)
 
 
 def test_each_row_leaves_once_in_order_whatever_is_computed_again() -> None:
     found = _Rows(torch.zeros(4, 3, 2, dtype=torch.uint8))
-    found.put(0, rows(0, 5))  # a chunk of a prompt, of which nothing is told yet
+    found.put(0, rows(0, 5))  # a chunk of a prompt, which yields no rows yet
     found.put(5, rows(5, 100))
     start, sent = found.take(100)
     assert (start, sent.tolist()) == (0, rows(0, 100).tolist())

@@ -1,4 +1,4 @@
-"""What a request may hold. The end-to-end tests show that the engine survives the rest; here is the whole table."""
+"""Limits of a request. The end-to-end tests show that the engine survives refused ones; this is the whole table."""
 
 import math
 
@@ -22,7 +22,7 @@ SHA = "0" * 64
 
 
 def request(image_count: int = 1) -> sampler_pb2.SampleRequest:
-    """Two tokens, then images of four tokens with a token after each."""
+    """Returns two tokens, then images of four tokens with a token after each."""
     result = sampler_pb2.SampleRequest(request_id="r", sample_count=1)
     ids = [1, 2]
     for _ in range(image_count):

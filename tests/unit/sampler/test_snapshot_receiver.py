@@ -46,7 +46,7 @@ def _met(
     )
     for receiver in receivers:
         receiver.start_join("join", request, "gloo")
-    # One after the other, as a trainer's ranks come.
+    # One after the other, as the ranks of a trainer do.
     groups = [each.open(GROUP, 1 + WORKERS, "gloo", 20, 20) for each in senders]
     for receiver in receivers:
         assert _ended(receiver, "join") == {"phase": "done", "error": "", "digest": ""}
@@ -91,7 +91,7 @@ def test_every_worker_gets_all_in_order(senders: list[TransferGroups], threads: 
 
 
 def test_a_sender_hears_that_the_group_was_closed(senders: list[TransferGroups], threads: ThreadPoolExecutor) -> None:
-    """Nobody receives; only rank 0 knows why, and closes."""
+    """No worker receives; only rank 0 knows the reason, and closes the group."""
     groups, _ = _met(senders, threads)
     sending = threads.submit(groups[1].send, torch.zeros(1 << 24, dtype=torch.uint8), 20)
     senders[0].close(GROUP)

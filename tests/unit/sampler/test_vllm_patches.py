@@ -1,7 +1,7 @@
-"""Whether vLLM still needs what Fovea replaces in it: each test fails once it does not.
+"""Checks that vLLM still needs each of Fovea's patches; a test fails once vLLM does not.
 
-A test shows what vLLM does by itself. Where that takes a GPU or an engine, the source that the patch was written
-against is compared instead.
+A test shows vLLM's behaviour without the patch. If that takes a GPU or an engine, the test compares the source against
+which the patch was written.
 """
 
 import ast
@@ -103,7 +103,7 @@ WRITTEN_AGAINST = {
 
 
 def file_of(module: str) -> Path:
-    """Where a module lies, without importing it."""
+    """Returns the path of a module without importing it."""
     spec = importlib.util.find_spec(module)
     assert spec is not None, f"vLLM has no module {module} any more"
     assert spec.origin is not None
@@ -111,7 +111,7 @@ def file_of(module: str) -> Path:
 
 
 def source(name: str) -> str:
-    """The lines of `module:Class.method` without its docstring."""
+    """Returns the lines of `module:Class.method` without its docstring."""
     module, _, path = name.partition(":")
     text = file_of(module).read_text()
     body = ast.parse(text).body
@@ -127,7 +127,7 @@ def source(name: str) -> str:
 
 
 def unchanged(name: str) -> None:
-    """Asserts that vLLM's code is the one that our patch was written against."""
+    """Asserts that vLLM's code equals the code for which our patch was written."""
     digest = hashlib.sha256(source(name).encode()).hexdigest()[:16]
     assert digest == WRITTEN_AGAINST[name], (
         f"vLLM has changed {name}: see whether the patch is still needed and still right, then write {digest} here"
@@ -171,7 +171,7 @@ def test_a_module_with_two_names_is_adapted_by_both(one_worker: VllmConfig) -> N
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_experts_whose_kernel_takes_no_adapters_are_left_alone(takes: bool) -> None:
+def test_experts_with_a_kernel_without_adapters_stay_unchanged(takes: bool) -> None:
     assert "supports_lora" not in source("vllm.lora.layers.fused_moe:FusedMoEWithLoRA.can_replace_layer")
     runner = MoERunner.__new__(MoERunner)
     torch.nn.Module.__init__(runner)
@@ -210,7 +210,7 @@ def test_a_head_of_any_vocabulary_takes_adapters(token_count: int) -> None:
 
 
 def test_vllm_still_makes_room_for_one_image_in_gemma_4_s_tower() -> None:
-    """Once it does not, `vllm_launch` need not keep adapters from it."""
+    """Once it does not, `vllm_launch` need not exclude adapters from it."""
     vision = SimpleNamespace(pooling_kernel_size=3, default_output_length=280)
     model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     count = Gemma4ForConditionalGeneration.get_mm_lora_token_counts
@@ -219,7 +219,7 @@ def test_vllm_still_makes_room_for_one_image_in_gemma_4_s_tower() -> None:
 
 
 def test_vllm_still_needs_float32_residual(one_worker: VllmConfig) -> None:
-    """It rounds the sum to the dtype of the model."""
+    """vLLM rounds the sum to the dtype of the model."""
     x, residual = torch.randn(2, 4, 16).bfloat16()
     assert RMSNorm(16, dtype=torch.bfloat16)(x, residual)[1].dtype == torch.bfloat16
     unchanged("vllm.v1.worker.gpu_worker:Worker.load_model")
@@ -317,7 +317,7 @@ def test_vllm_still_needs_kernels_cpu() -> None:
     ops.rotary_embedding(positions, rotated, heads.clone(), 8, rotary.cos_sin_cache, True)
     wrong = flat.clone().view(3, 2, 8)
     ops.rotary_embedding(positions, wrong, heads.clone().view(3, 1, 8), 8, rotary.cos_sin_cache, True)
-    assert not torch.allclose(wrong.view(3, 16), rotated), "vLLM's kernel knows heads from tokens now"
+    assert not torch.allclose(wrong.view(3, 16), rotated), "vLLM's kernel now distinguishes heads from tokens"
     kernels_cpu.apply()
     right, _ = rotary.forward_cpu(positions, flat.clone().view(3, 2, 8), heads.clone().view(3, 1, 8))
     assert torch.allclose(right.view(3, 16), rotated)
@@ -330,7 +330,7 @@ def test_vllm_still_needs_kernels_cpu() -> None:
 def test_vllm_still_needs_draws() -> None:
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0))
     _, logprobs = TopKTopPSampler("processed_logprobs")(logits, {}, torch.tensor([2]), None)
-    assert logprobs.isinf().sum() == 8, "what top-k cuts off has logprobs now"
+    assert logprobs.isinf().sum() == 8, "tokens cut off by top-k now have logprobs"
     with pytest.raises(RuntimeError, match="does not use offset"):
         torch.Generator().get_offset()
     assert "set_offset" in source("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync")
@@ -375,7 +375,7 @@ def test_vllm_still_needs_lora_memory() -> None:
 
 
 def test_two_adapters_and_one_picture_take_one_pass_of_the_tower() -> None:
-    """vLLM's scheduler encodes a picture if its cache of outputs lacks the picture's key."""
+    """vLLM's scheduler encodes a picture if its output cache lacks the picture's key."""
     lora_memory.apply()
     processor = InputProcessor.__new__(InputProcessor)
     cache = EncoderCacheManager(cache_size=64)
@@ -398,7 +398,7 @@ def test_two_adapters_and_one_picture_take_one_pass_of_the_tower() -> None:
 
 
 def test_vllm_still_needs_lora_slots() -> None:
-    assert not [field for field in LoRARequest.__struct_fields__ if "tensor" in field], "requests carry tensors now"
+    assert not [field for field in LoRARequest.__struct_fields__ if "tensor" in field], "requests now carry tensors"
     unchanged("vllm.lora.model_manager:LoRAModelManager.activate_adapter")
     unchanged("vllm.lora.model_manager:LoRAModelManager._add_adapter")
     unchanged("vllm.lora.model_manager:LoRAModelManager._slice_moe_lora_ep")
@@ -408,7 +408,7 @@ def test_vllm_still_needs_lora_slots() -> None:
 
 
 class TiedModel(torch.nn.Module):
-    """An embedding and an unembedding of one weight, float32 [64, 16]."""
+    """An embedding and an unembedding with one weight, float32 [64, 16]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,18 +416,18 @@ class TiedModel(torch.nn.Module):
         self.head = ParallelLMHead(64, 16).tie_weights(self.embedding)
 
     def load(self, weight: torch.Tensor) -> None:
-        """Loads the weight as a checkpoint has it: once."""
+        """Loads the weight as a checkpoint stores it: once."""
         parameter = self.embedding.weight
         parameter.weight_loader(parameter, weight)
 
     def error(self, hidden: torch.Tensor, weight: torch.Tensor) -> float:
-        """How far the logits are from those of a weight."""
+        """Returns the difference of the logits from those of a weight."""
         return float((self.head.quant_method.apply(self.head, hidden) - hidden @ weight.T).abs().max())
 
 
 @pytest.fixture
 def one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
-    """vLLM's parallel state for a single worker, which its layers ask for."""
+    """vLLM's parallel state for a single worker, which its layers need."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
     config = VllmConfig()
     with set_current_vllm_config(config):
@@ -459,13 +459,15 @@ BLOCK, HEADS, SIZE = 32, 2, 32
 
 
 def attention_after(stale: float, dtype: torch.dtype, new_tokens: int, length: int = 40) -> torch.Tensor:
-    """Of the last tokens of a sequence [new_tokens, heads, size], in a cache that was filled with a number before."""
+    """Returns the attention of a sequence's last tokens [new_tokens, heads, size], in a cache that was filled with a
+    number.
+    """
     torch.manual_seed(0)
     cache = torch.full((4, HEADS, 2 * BLOCK, SIZE), stale, dtype=dtype)
     keys, values = cache.chunk(2, dim=2)
     isa, scales = _get_attn_isa(dtype, BLOCK, SIZE, "auto"), {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
     key, value, query = torch.randn(3, length, HEADS, SIZE).to(dtype)
-    slots = BLOCK + torch.arange(length)  # the first block is nobody's
+    slots = BLOCK + torch.arange(length)  # no sequence uses the first block
     ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa, **scales)
     starts, lengths = torch.tensor([0, new_tokens], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
     causal: dict[str, Any] = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
@@ -506,14 +508,14 @@ def test_vllm_still_needs_fresh_blocks(dtype: torch.dtype, new_tokens: int) -> N
     unchanged("vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing")
     unchanged("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids")
     spoiled = attention_after(math.nan, dtype, new_tokens)
-    assert spoiled[-1].isnan().all(), "the kernel no longer reads what lies behind a sequence"
+    assert spoiled[-1].isnan().all(), "the kernel no longer reads past the end of a sequence"
     clean = attention_after(0.0, dtype, new_tokens)
     assert clean.isfinite().all()
-    assert torch.equal(clean, attention_after(1e30, dtype, new_tokens)), "what is finite is masked"
+    assert torch.equal(clean, attention_after(1e30, dtype, new_tokens)), "finite values are masked"
 
 
 def test_new_blocks_of_all_layers_with_attention_are_zeroed_and_no_others() -> None:
-    """Layers with windows too, of which vLLM leaves the blocks as they were; and blocks that the kernel sees as two."""
+    """This includes layers with windows, which vLLM does not clear, and blocks that the kernel reads as two."""
     shared, alone = torch.full((4, 2, 64, 8), math.nan), torch.full((8, 2, 32, 8), math.nan).bfloat16()
     states = torch.full((4, 8), math.nan)
     layers = {
@@ -552,7 +554,7 @@ def test_the_scheduler_names_new_blocks_of_every_model() -> None:
 
 
 def test_vllm_still_needs_weight_versions() -> None:
-    """By itself it says who made the tokens in a sequence's last output only."""
+    """By itself vLLM reports the versions of tokens only in a sequence's last output."""
     make = RequestState._new_completion_output
     source = inspect.getsource(getattr(make, "__wrapped__", make))
     assert "weight_versions=self._weight_version_spans() if finished else None" in source

@@ -1,4 +1,4 @@
-"""Which experts take full weights: kernels that keep them in a form of their own do so once, when vLLM starts."""
+"""Expert kernels that accept full weights: those with their own packed format only pack once, when vLLM starts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,14 @@ from fovea_sampler.engine import weight_loading
 
 
 class Method:
-    """What vLLM knows of a kernel of experts."""
+    """vLLM's description of an expert kernel."""
 
     def __init__(self, backend: UnquantizedMoeBackend) -> None:
         self.unquantized_backend = backend
 
 
 def model(method: Any, adapted: bool) -> nn.Module:
-    """A model with one layer of experts."""
+    """Returns a model with one layer of experts."""
     experts = RoutedExperts.__new__(RoutedExperts)
     nn.Module.__init__(experts)
     experts.quant_method = method
@@ -38,7 +38,7 @@ def test_experts_that_are_read_as_they_come(backend: str, adapted: bool) -> None
 
 
 def test_experts_in_a_form_of_their_own() -> None:
-    """Without adapters vLLM brings later weights into that form; of a quantized method nothing is known."""
+    """Without adapters vLLM packs later weights, too; nothing is known of a quantized method."""
     packing = Method(UnquantizedMoeBackend.FLASHINFER_TRTLLM)
     assert weight_loading.problem(model(packing, adapted=False)) == ""
     for method in (packing, SimpleNamespace()):

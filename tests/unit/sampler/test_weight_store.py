@@ -1,4 +1,4 @@
-"""Who may use which weights when."""
+"""Access of requests to weights over time."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ SIZE_BYTES = 40
 
 
 class Sampler:
-    """Everything around one engine."""
+    """The components around one engine."""
 
     def __init__(self, max_count: int = 2, max_bytes: int = 1000, slots: SlotQueue | None = None) -> None:
         self.engine = MemoryEngine()
@@ -48,7 +48,7 @@ class Sampler:
         size_bytes: int = SIZE_BYTES,
         model_id: str = "",
     ) -> list[Ready | Loaded]:
-        """Joins and receives."""
+        """Joins a group and receives."""
         await self.pushes.join(meeting(group))
         announced = manifest(snapshot_id, kind, digest, size_bytes)
         announced.snapshot.model_id = model_id
@@ -56,7 +56,7 @@ class Sampler:
 
 
 def meeting(group: str, port: int = 5) -> sampler_pb2.JoinTransferGroupRequest:
-    """A group of a trainer and this sampler."""
+    """Returns a group of a trainer and this sampler."""
     return sampler_pb2.JoinTransferGroupRequest(
         group_id=group, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, timeout_s=5
     )
@@ -65,7 +65,7 @@ def meeting(group: str, port: int = 5) -> sampler_pb2.JoinTransferGroupRequest:
 def manifest(
     snapshot_id: str, kind: int = ADAPTER, digest: str = "d", size_bytes: int = SIZE_BYTES
 ) -> weights_pb2.SnapshotManifest:
-    """A manifest of one tensor."""
+    """Returns a manifest of one tensor."""
     result = weights_pb2.SnapshotManifest(bucket_bytes=100)
     result.snapshot.CopyFrom(weights_pb2.Snapshot(snapshot_id=snapshot_id, digest=digest, kind=kind))
     result.tensors.add(name="t", dtype="float32", shape=[size_bytes // 4])
@@ -73,7 +73,7 @@ def manifest(
 
 
 def held(snapshot_id: str, number: int, size_bytes: int = SIZE_BYTES) -> HeldAdapter:
-    """An adapter on a cache."""
+    """Returns an adapter on a cache."""
     return HeldAdapter(snapshot_id, AdapterName(snapshot_id, number), "d", size_bytes, 8)
 
 
@@ -119,7 +119,7 @@ async def test_adapters_in_use_never_leave() -> None:
 
 
 async def test_a_request_never_loses_the_adapter_that_it_has_begun_with() -> None:
-    """Room for one large adapter takes several away; once the first has gone, requests ask for the others."""
+    """Making room for one large adapter evicts several; once the first is gone, requests ask for the others."""
     sampler = Sampler(max_count=4, max_bytes=4 * SIZE_BYTES)
     names = [f"{letter}@1" for letter in "abcd"]
     for name in names:
@@ -189,7 +189,7 @@ def test_names_are_never_used_twice() -> None:
     assert all(name.lora_id > 0 for name in names)
 
 
-async def test_dropping_waits_until_nobody_uses_it() -> None:
+async def test_dropping_waits_until_no_request_uses_it() -> None:
     sampler = Sampler()
     await sampler.push("a@1")
     async with sampler.weights.use("a@1") as name:
@@ -207,7 +207,7 @@ async def test_dropping_waits_until_nobody_uses_it() -> None:
     await sampler.weights.drop("nobody@1")
 
 
-async def test_a_drop_whose_caller_leaves_still_happens() -> None:
+async def test_a_drop_completes_after_its_caller_leaves() -> None:
     sampler = Sampler()
     await sampler.push("a@1")
     async with sampler.weights.use("a@1"):
@@ -304,7 +304,7 @@ async def test_bytes_that_differ_from_the_manifest() -> None:
     with pytest.raises(Internal, match="digest other, the manifest says promised"):
         await pushing
     assert not sampler.engine.adapters
-    assert sampler.engine.groups == {"g"}, "all bytes came: the group is in step"
+    assert sampler.engine.groups == {"g"}, "all bytes arrived, so the group is in step"
 
 
 @pytest.mark.parametrize("leave", ["deadline", "cancel"])
@@ -405,7 +405,7 @@ async def test_a_quarantined_snapshot_is_refused_by_name_and_no_other() -> None:
         with pytest.raises(NotFinite, match=r"'a@1' cannot be sampled.*lower learning rate"):
             sampler.weights.require("a@1")
         await sampler.weights.drop("a@1")
-        await sampler.push("a@1")  # its weights are the same: a snapshot never changes
+        await sampler.push("a@1")  # its weights are the same, because a snapshot never changes
     assert sampler.weights.require("a@2") is not None
     assert sampler.weights.require("") is None
 
@@ -417,7 +417,7 @@ async def test_the_base_model_is_never_quarantined() -> None:
 
 
 class Order:
-    """The order in which requests of a SlotQueue begin, each until `end`."""
+    """The order in which requests of a SlotQueue start; each lasts until `end`."""
 
     def __init__(self, queue: SlotQueue) -> None:
         self.queue = queue
@@ -432,7 +432,7 @@ class Order:
         await self.settle()
 
     async def end(self, request: str) -> None:
-        """Ends a request that has begun."""
+        """Ends a started request."""
         self._ends[request].set()
         await self._tasks.pop(request)
         await self.settle()
@@ -447,7 +447,7 @@ class Order:
         await self.settle()
 
     async def settle(self) -> None:
-        """Lets everything happen that can."""
+        """Runs the event loop until nothing changes."""
         for _ in range(10):
             await asyncio.sleep(0)
 
@@ -458,7 +458,7 @@ class Order:
 
 
 def waiting() -> float:
-    """Requests that wait for a slot, as the metric says."""
+    """Returns the requests that wait for a slot, from the metric."""
     return float(sampler_metrics.WAITING_FOR_SLOT._value.get())
 
 
@@ -466,10 +466,10 @@ async def test_requests_wait_for_a_slot_in_order_and_together() -> None:
     order = Order(SlotQueue(2, 64, 128, most_passing=8))
     for request, adapter in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("c2", 3), ("a2", 1)):
         await order.ask(request, adapter)
-    assert order.begun == ["a", "b", "a2"], "requests of one adapter share its slot"
+    assert order.begun == ["a", "b", "a2"], "requests of one adapter must share its slot"
     assert waiting() == 3
     await order.end("a")
-    assert order.begun == ["a", "b", "a2"], "a2 still uses the slot"
+    assert order.begun == ["a", "b", "a2"], "a2 must still use the slot"
     await order.end("b")
     assert order.begun[3:] == ["c", "c2"]
     await order.end("a2")
@@ -530,7 +530,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_no_trace() -> N
 
 
 async def test_newer_full_weights_go_under_requests_that_follow_their_model() -> None:
-    """Another model's wait for them, and any wait for a request that names exactly its own."""
+    """Another model's weights wait for them, and any weights wait for a request that names an exact version."""
     sampler, lost = Sampler(), list[Exception]()
     await sampler.push("m@1", FULL, model_id="m")
     async with sampler.weights.use("m@1", lost.append):

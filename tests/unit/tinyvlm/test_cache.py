@@ -1,4 +1,4 @@
-"""The cache: one build a recipe, names that follow the recipe, nothing half-built in sight."""
+"""The cache: one build per recipe, names that follow the recipe, and no visible partial build."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _ensure(recipe: Recipe) -> str:
 
 
 @pytest.mark.slow
-def test_what_two_processes_ask_for_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_build_a_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOVEA_CACHE", str(tmp_path))
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         first, second = pool.map(_ensure, [RECIPE, RECIPE])
     assert first == second
     assert [str(path) for path in tmp_path.iterdir() if path.is_dir()] == [first]
     modified = Path(first, "model.safetensors").stat().st_mtime_ns
-    assert _ensure(RECIPE) == first, "nor does a later call build"
+    assert _ensure(RECIPE) == first, "a later call must not build either"
     assert Path(first, "model.safetensors").stat().st_mtime_ns == modified
 
 

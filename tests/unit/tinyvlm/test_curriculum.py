@@ -1,4 +1,4 @@
-"""The pictures: no digits among them, answers true, patches equal to the processor's."""
+"""The pictures: no digits among them, correct answers, patches equal to the processor's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_dots_are_as_many_as_the_answer_says() -> None:
     for _ in range(20):
         scene = dots_scene(rng)
         ink = (scene.pixels != scene.pixels[0, 0]).any(axis=-1)
-        # No dot crosses a line between the cells of the 3x3 grid, so a cell holds ink when it holds a dot.
+        # No dot crosses a line between the cells of the 3x3 grid, so a cell has ink if it has a dot.
         cells = [block.any() for rows in np.array_split(ink, 3) for block in np.array_split(rows, 3, axis=1)]
         assert sum(cells) == int(scene.facts[COUNT_QUESTION])
 

@@ -1,4 +1,4 @@
-"""The tiny families: transformers loads each, an image changes what it says, and saving it again loses nothing."""
+"""The tiny families: transformers loads each, an image changes its answer, and saving it again loses nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformers import (
 
 from fovea_tinyvlm.families import FAMILIES, build_family, ensure_families
 
-# GLM's and others' processors hand torch tensors to numpy 2 in the old way.
+# Some processors, such as GLM's, convert torch tensors to numpy 2 in a deprecated way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -126,7 +126,7 @@ def test_tied_embeddings_are_saved_once(directories: dict[str, Path], name: str)
 
 def test_equal_seeds_give_equal_weights(tmp_path: Path) -> None:
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        torch.randn(3)  # what the caller drew before does not matter
+        torch.randn(3)  # earlier random draws of the caller do not matter
         build_family("mistral", tmp_path / folder, seed)
     a, b, c = (load_file(tmp_path / folder / "model.safetensors") for folder in "abc")
     assert all(torch.equal(a[key], b[key]) for key in a)

@@ -1,4 +1,4 @@
-"""Processor, tokenizer and chat template behave as the released Qwen checkpoints'."""
+"""Processor, tokenizer and chat template behave like those of the released Qwen checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands in order, results back, and nothing that waits for ever."""
+"""Commands run in order, results return, and nothing waits for ever."""
 
 import asyncio
 import threading
@@ -92,7 +92,7 @@ def _call(model_id: str, rows: int = 64, kind: str = "a") -> ForwardBackward:
 
 
 async def test_waiting_calls_of_other_models_come_with_the_first_one() -> None:
-    """Jobs of one model keep their order, and a pass takes no more calls than it has slots."""
+    """Jobs of one model keep their order, and a pass has at most as many calls as slots."""
     queue = CommandQueue(60)
     queue.open()
     commands = [
@@ -113,7 +113,9 @@ async def test_waiting_calls_of_other_models_come_with_the_first_one() -> None:
 
 
 async def test_models_that_do_not_fit_on_the_device_together_run_one_after_another() -> None:
-    """Also steps, which share whatever the size of their models: sixteen large ones could end the trainer."""
+    """This includes steps, which share passes for any model size: sixteen large ones could exhaust the trainer's
+    memory.
+    """
     queue = CommandQueue(60)
     queue.open()
     calls = [asyncio.create_task(queue.submit(OptimStep(name, Adam(0.1)))) for name in ("a", "large", "c", "large")]

@@ -1,4 +1,4 @@
-"""The gap counts positions with an advantage, of losses that have sampled log-probabilities, token by token."""
+"""The gap counts positions with an advantage, for losses with sampled log-probabilities, token by token."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""On a CPU, a call has the same bits alone and beside calls of other models: results, gradients and the step after."""
+"""On a CPU, a call has the same bits alone and beside calls of other models: results, gradients and the next step."""
 
 import json
 from concurrent.futures import Future
@@ -36,7 +36,7 @@ CALLS = {
     "of rank 1": (1, [[30], [20, 35], [21]]),
     "and rank 1": (1, [[28], [20], [40]]),
 }
-"""The rank of each model's adapter, and the tokens of each datum of each of its calls before a step."""
+"""The rank of each model's adapter, and the tokens of each datum of each call before a step."""
 
 
 def _command(engine: TrainingEngine, name: str, lengths: list[int], seed: int) -> ForwardBackward:
@@ -70,7 +70,7 @@ def _create(engine: TrainingEngine) -> None:
 
 
 def _found(engine: TrainingEngine, together: bool) -> dict[str, Any]:
-    """Log-probabilities and metrics of each call, and weights and moments after a step, as text."""
+    """Returns log-probabilities and metrics of each call, and weights and moments after a step, as text."""
     _create(engine)
     found: dict[str, Any] = {name: [] for name in CALLS}
     for number in range(3):
@@ -91,7 +91,7 @@ def _found(engine: TrainingEngine, together: bool) -> dict[str, Any]:
 
 
 def _groups(commands: list[ForwardBackward]) -> list[list[ForwardBackward]]:
-    """The calls that the trainer takes together if all of them wait."""
+    """Returns the calls that the trainer groups if all of them wait."""
     queue = CommandQueue(60)
     groups: list[Any] = []
     for command in commands:

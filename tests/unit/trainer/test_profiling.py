@@ -1,4 +1,4 @@
-"""What a profile says of the device's time."""
+"""The device times of a profile."""
 
 from fovea_trainer.rank_worker import HostTime, busy_lines, host_lines
 

@@ -1,4 +1,4 @@
-"""Which combinations of settings the trainer refuses, and by which name."""
+"""Combinations of settings that the trainer refuses, and the setting that each error names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Calls of several models in one pass: those that may not share, and failures that concern one call."""
+"""Calls of several models in one pass: calls that may not share a pass, and failures of a single call."""
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -114,7 +114,7 @@ def _places(found: list[ForwardBackwardResult | FoveaError]) -> list[str]:
 
 
 def test_inputs_that_cannot_be_read_fail_their_own_call() -> None:
-    """As alone, whatever the exception: it does not end the trainer."""
+    """As for a call alone, no exception ends the trainer."""
     trainer = _Trainer()
     models = {name: trainer.model(name) for name in ("a", "b")}
     trainer.broken = "a"
@@ -125,7 +125,7 @@ def test_inputs_that_cannot_be_read_fail_their_own_call() -> None:
 
 
 def test_a_traced_loss_shares_no_pass_also_where_it_is_only_checked() -> None:
-    """Its time would count as the time of other tenants."""
+    """Otherwise its time would count against other tenants."""
     trainer = _Trainer()
     model, custom = trainer.model("a"), Custom.__new__(Custom)
     custom.config, custom._seconds_left = {"temperature": 1.0}, None  # as `loss_of` makes it without a sandbox
@@ -169,7 +169,7 @@ def test_a_place_that_no_pass_has_is_none(given: str) -> None:
 def test_memory_that_runs_out_on_one_rank_ends_the_passes_of_that_rank_and_all_ranks_start_anew(
     here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that alone dropped gathered parameters would wait for the others in its next pass, for ever."""
+    """If only one rank dropped gathered parameters, it would wait for the others in its next pass for ever."""
     trainer = _Trainer(fits=lambda _: False, control=_FirstOfTwo(({}, not here)))
     models = {name: trainer.model(name) for name in "abcd"}
     passes: list[int] = []

@@ -48,7 +48,7 @@ def c121_sampling_only(target: Target) -> str:
         except (tinker.BadRequestError, tinker.RequestFailedError) as error:
             expect(name in str(error), f"the refusal does not name {name}: {error}")
         else:
-            raise Failed(f"{name} is listed as not trainable, and a training client of it was made")
+            raise Failed(f"{name} is listed as not trainable, but a training client was created for it")
         sampling = service.create_sampling_client(base_model=name).result(60)
         sampling.sample(target.prompt(), 1, types.SamplingParams(max_tokens=1)).result(60)
     return f"{names} refused with their names, and sampled"

@@ -49,7 +49,7 @@ def rows_for(target: Target, check_id: str) -> list[Row]:
         raise NotApplicable(f"{reasons[0]['recipe']}: {reasons[0]['detail'].removeprefix('not applicable: ')}")
     bad = [f"{row['recipe']} with {row['version']}: {row['detail'][:200]}" for row in rows if not row["ok"]]
     expect(not bad, "; ".join(bad))
-    expect(bool(rows), f"no recipe stands for {check_id}")
+    expect(bool(rows), f"no recipe covers {check_id}")
     return rows
 
 

@@ -209,7 +209,7 @@ def c24_twice(target: Target) -> str:
 
 @check("C25", "A payload above the inline limit gives complete_metadata once, then the payload")
 def c25_metadata(target: Target) -> str:
-    """Retrieves a result of about 2 MB: first its size, and then its payload. The SDK must read it without noticing."""
+    """Retrieves a result of about 2 MB: first its size, and then its payload. The SDK must do both transparently."""
     request_id = _large_result(target)
     first = _once(target, request_id, metadata=True, accept=_PROTOBUF)
     if _PROTOBUF in first.headers.get("content-type", ""):

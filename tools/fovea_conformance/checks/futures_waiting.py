@@ -43,7 +43,7 @@ def c13_submit_while_busy(target: Target) -> str:
         if still_busy:
             worst = max(slowest, key=slowest.__getitem__)
             return f"{len(slowest)} kinds while busy, the slowest {worst} in {slowest[worst]:.3f} s"
-    raise Failed(f"the trainer ended losses sized to take it {4 * _BUSY_S[-1]:.0f} s too soon to be seen busy")
+    raise Failed(f"losses sized for {4 * _BUSY_S[-1]:.0f} s ended before the trainer could be seen busy")
 
 
 def _submit_while_busy(target: Target, busy_s: float) -> tuple[dict[str, float], bool]:

@@ -285,7 +285,7 @@ class LoraSlots:
         for lora_id, adapter in sorted(found.items(), key=lambda item: -item[1].rank):
             index = self._give(adapter.rank)
             if index is None:
-                raise RuntimeError(f"the adapters of a step need more than the {len(found)} slots' memory")
+                raise RuntimeError(f"the adapters of a step need more memory than its {len(found)} slots have")
             self._fill(index, lora_id, adapter)
         return True
 

@@ -280,7 +280,7 @@ def _expert_layout(model: Any) -> ExpertLayout:
 
 
 def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that checkpoints contain. They are not trained; an example is Gemma 4's factor of a layer."""
+    """Yields the buffers that checkpoints contain. They are not trained. Gemma 4's layers have one."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:

@@ -191,7 +191,7 @@ class RecoveryKeeper:
         return model.durable or 0, await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
 
     async def stored(self, model_id: str) -> tuple[int, int]:
-        """Returns what `flush` returns, for a model that is not loaded; 0 and 0 if it has no files."""
+        """Returns the same as `flush`, for a model that is not loaded; 0 and 0 if it has no files."""
         found = await self._in_order(lambda: self._writer.folder.newest(model_id))
         size_bytes = await self._in_order(lambda: self._writer.folder.size_bytes(model_id))
         return (found[1].seq_id if found else 0), size_bytes

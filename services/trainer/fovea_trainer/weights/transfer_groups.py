@@ -137,7 +137,7 @@ class SenderGroup:
         while not work.is_completed():
             if self._store.check([_closed(self.group_id)]) or time.monotonic() > deadline:
                 self.close()
-                raise RuntimeError(f"transfer group {self.group_id} is closed: a member broke off")
+                raise RuntimeError(f"transfer group {self.group_id} is closed: a member disconnected")
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class TransferGroups:
         with self._lock:
             group = self._open.get(group_id)
         if group is None:
-            raise RuntimeError(f"transfer group {group_id} is closed: a member broke off")
+            raise RuntimeError(f"transfer group {group_id} is closed: a member disconnected")
         return group
 
     def close_others(self, group_ids: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""The ground of all tests here."""
+"""Fixtures of the tests that break trainers."""
 
 from collections.abc import AsyncIterator
 
@@ -25,6 +25,6 @@ async def shared_ground(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterat
 
 @pytest.fixture
 async def ground(shared_ground: Ground) -> AsyncIterator[Ground]:
-    """Without models of other tests."""
+    """The shared folder and trainer, without models of other tests."""
     yield shared_ground
     await shared_ground.clear()

@@ -1,4 +1,6 @@
-"""Trainers that tests break: one runs at a time, and the next test takes it if it lives and was started alike."""
+"""Trainers that tests break: one runs at a time, and the next test reuses it if it is alive and has
+the same arguments.
+"""
 
 import asyncio
 import os
@@ -27,7 +29,7 @@ _ARGUMENTS = ("--heartbeat-s", "1", "--metrics-port", "0", "--drain-s", "120")
 
 @dataclass
 class Ground:
-    """A folder where trainers are started one after the other."""
+    """A folder in which trainers are started one after the other."""
 
     folder: Path
     images: ImageService
@@ -38,7 +40,7 @@ class Ground:
 
     @property
     def kept(self) -> Path:
-        """What is kept for recovery."""
+        """The folder of recovery data."""
         return self.folder / "recovery"
 
     @property
@@ -48,18 +50,18 @@ class Ground:
         return self.process
 
     def metrics_address(self) -> str:
-        """host:port of its page of metrics, as it says itself."""
+        """host:port of its metrics, as it reports it."""
         found = re.search(r"metrics on (\S+)", self.running.log.read_text())
         assert found
         return found.group(1)
 
     def processes(self) -> list[psutil.Process]:
-        """The launcher and its ranks."""
+        """Returns the launcher and its ranks."""
         root = psutil.Process(self.running.process.pid)
         return [root, *root.children(recursive=True)]
 
     async def trainer(self, *arguments: str) -> TrainerClient:
-        """The trainer that runs, if it was started with these arguments; else another one."""
+        """Returns the running trainer if it has these arguments; otherwise starts another."""
         if self._client is not None and self._is_alive() and self._started == arguments:
             return self._client
         await self.stop()
@@ -70,27 +72,27 @@ class Ground:
         return self._client
 
     async def any_trainer(self) -> TrainerClient:
-        """The trainer that runs, however it was started; else one without arguments of its own."""
+        """Returns the running trainer with any arguments; otherwise starts one without extra arguments."""
         return await self.trainer(*(self._started if self._is_alive() else ()))
 
     async def kill(self, victim: int | None, model_id: str, running: "asyncio.Task[None] | None" = None) -> None:
-        """SIGKILL of a rank, or of the launcher if None: all of the trainer ends, and commands fail at once.
+        """Sends SIGKILL to a rank, or to the launcher if None; the whole trainer ends, and commands fail at once.
 
         Args:
-            victim: Who is killed.
-            model_id: A model that the trainer has.
-            running: Calls that are under way.
+            victim: The rank to kill.
+            model_id: A model of the trainer.
+            running: Calls in progress.
         """
         assert self._client is not None
         everything, pids = self.processes(), self.running.rank_pids()
         os.kill(self.running.process.pid if victim is None else pids[victim], signal.SIGKILL)
         if running is not None:
-            # Rank 0 tells of others; nobody tells of rank 0.
+            # Rank 0 reports the death of others; nothing reports the death of rank 0.
             with pytest.raises(Unavailable, match="rank 1 of the trainer died" if victim == 1 else None):
                 await asyncio.wait_for(running, SECONDS)
         with pytest.raises(Unavailable):
             await self._client.optim_step(model_id, adam(), timeout_s=SECONDS)
-        with pytest.raises(Unavailable):  # it no longer says that it holds models
+        with pytest.raises(Unavailable):  # it no longer reports that it holds models
             await self._client.info(timeout_s=SECONDS)
         status = await asyncio.to_thread(self.running.process.wait, 30)
         assert status == (-signal.SIGKILL if victim is None else 1)
@@ -99,7 +101,7 @@ class Ground:
             assert "rank 1 on node 0 died" in self.running.log.read_text()
 
     async def stop(self) -> None:
-        """Ends the trainer, if one runs, which must end well."""
+        """Ends the trainer, if one runs; it must exit cleanly."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -107,7 +109,7 @@ class Ground:
             assert await asyncio.to_thread(self.running.stop) == 0, self.running.log.read_text()
 
     async def clear(self) -> None:
-        """Without models and what is kept of them. A trainer that cannot do that runs no more."""
+        """Deletes models and their recovery data. A trainer that cannot do this has ended."""
         if self._client is None or not self._is_alive():
             shutil.rmtree(self.kept, ignore_errors=True)
             return
@@ -125,7 +127,9 @@ class Ground:
             self.process.kill()
 
     async def weights(self, model_id: str) -> dict[str, torch.Tensor]:
-        """Weights, and moments of an adapter, as SaveState writes them; of full parameters, the snapshot's weights."""
+        """Returns weights, and an adapter's moments, as SaveState writes them; for full parameters, the snapshot's
+        weights.
+        """
         assert self._client is not None
         folders = [self.folder / f"{model_id}-{self.count}-{what}" for what in ("state", "snapshot")]
         await self._client.save_state(model_id, str(folders[0]))

@@ -1,4 +1,4 @@
-"""A trainer alone listens where it was told to, and nowhere else."""
+"""A standalone trainer listens only at the configured addresses."""
 
 from tests.e2e.trainer.breaking.ground import Ground
 from tests.listeners import listeners, unasked

@@ -1,4 +1,4 @@
-"""A trainer that is killed anywhere and started again restores its models, and what is asked again is the same bits."""
+"""A trainer that is killed at any moment restores its models, and repeated commands give the same bits."""
 
 import asyncio
 import random
@@ -29,16 +29,16 @@ COMMANDS = 3 * STEPS
 LORA = weights_pb2.LoraConfig(rank=4, seed=3, train_attention=True, train_mlp=True, train_unembedding=True)
 KINDS = {"adapter": LORA, "full": None}
 SHARED = ("--token-budget", "28")
-"""With these options both ranks compute each datum of more than 28 tokens together, half of all."""
+"""With these options both ranks compute each datum of more than 28 tokens together, which is half of all."""
 REPLICAS = ("--ranks", "4", "--replicas", "2", "--keep-gathered", "never", *SHARED)
 """Two replicas, each sharded over two ranks; up to four ranks compute a datum together."""
 
 
 @dataclass
 class Gateway:
-    """What a gateway does: numbers commands, remembers them, and asks again what a restored model has not seen.
+    """A minimal gateway: it numbers commands, records them, and repeats those that a restored model has not seen.
 
-    Answers are kept by number; one that is given again must be the same.
+    Answers are stored by number; a repeated one must be equal.
     """
 
     images: ImageService
@@ -51,7 +51,9 @@ class Gateway:
         await client.create_model(self.model_id, self.lora)
 
     async def train(self, client: TrainerClient, until: int = COMMANDS) -> None:
-        """All commands that have no answer yet: two passes and a step, over and over; a snapshot after the second."""
+        """Sends all commands without an answer: two passes and a step in a loop, with a snapshot
+        after the second step.
+        """
         for seq_id in range(len(self.answers) + 1, until + 1):
             self.answers[seq_id] = await self.command(client, seq_id)
 
@@ -72,13 +74,15 @@ class Gateway:
         return dict(result.metrics), [logprobs_of(output).tolist() for output in result.outputs]
 
     async def restore(self, client: TrainerClient) -> int:
-        """Brings the model back to where its answers end; returns the last command of the durable point."""
+        """Restores the model up to its last answer; returns the last command of the durable point."""
         try:
             durable = (await client.restore_model(self.model_id, self.lora)).seq_id
         except NotFound:
             await self.create(client)
             durable = 0
-        for seq_id in range(max(durable, 1), len(self.answers) + 1):  # the durable command too: it has its answer
+        for seq_id in range(
+            max(durable, 1), len(self.answers) + 1
+        ):  # including the durable command, which has an answer
             assert await self.command(client, seq_id) == self.answers[seq_id], f"command {seq_id} after {durable}"
         return durable
 
@@ -99,7 +103,7 @@ async def _until_durable(client: TrainerClient, model_id: str, seq_id: int) -> N
 
 
 def flip(path: Path) -> None:
-    """Turns one bit of a file."""
+    """Flips one bit of a file."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -119,9 +123,9 @@ def flip(path: Path) -> None:
 async def test_killed_at_any_moment_it_comes_back_as_it_was(
     ground: Ground, kind: str, victims: tuple[int | None, ...], options: tuple[str, ...]
 ) -> None:
-    """Whichever rank was killed, or the launcher; those who called and what was killed with it are told of it.
+    """Kills any rank or the launcher; callers and the rest of the trainer notice it.
 
-    `make long` runs the other variants: replicas share datums too.
+    `make long` runs the other variants, including replicas that share datums.
     """
     chance = random.Random(kind)
     client = await ground.trainer(*options)
@@ -140,12 +144,12 @@ async def test_killed_at_any_moment_it_comes_back_as_it_was(
     restored = []
     for victim, answered in zip(victims, sorted(chance.sample(range(7, COMMANDS - 4), len(victims))), strict=True):
         await disturbed.train(client, answered)
-        training = asyncio.create_task(disturbed.train(client))  # five commands at least, of which one may end
+        training = asyncio.create_task(disturbed.train(client))  # at least five commands, of which one may end
         await asyncio.sleep(chance.uniform(0.0, shortest_s))
         await ground.kill(victim, disturbed.model_id, training)
         client = await ground.trainer(*options)
         restored.append(await disturbed.restore(client))
-    assert any(restored), "nothing was durable when it was killed"
+    assert any(restored), "a durable point must exist before a kill"
     await disturbed.train(client)
     assert disturbed.answers == undisturbed.answers
     found = await ground.weights(disturbed.model_id)
@@ -158,7 +162,7 @@ async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Grou
     client = await ground.trainer(*REPLICAS)
     gateways = [Gateway(ground.images, model_id, lora) for model_id, lora in KINDS.items()]
     before = {}
-    for gateway in gateways:  # one after the other: all parameters need the trainer for themselves
+    for gateway in gateways:  # one after the other, because a full model needs the whole trainer
         await gateway.create(client)
         await gateway.train(client, 6)
         before[gateway.model_id] = await ground.weights(gateway.model_id)
@@ -176,7 +180,7 @@ async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Grou
         restored = await client.restore_model(gateway.model_id, gateway.lora)
         assert (restored.seq_id, restored.step) == (6, 2)
         in_the_way = next(other for other in gateways if other is not gateway)
-        with pytest.raises(ResourceExhausted):  # a model that was here before waits for room
+        with pytest.raises(ResourceExhausted):  # a restored model waits for a free place
             await client.restore_model(in_the_way.model_id, in_the_way.lora)
         after = await ground.weights(gateway.model_id)
         assert all(torch.equal(after[name], tensor) for name, tensor in before[gateway.model_id].items())
@@ -202,7 +206,7 @@ async def test_another_number_of_ranks_takes_the_models_as_they_are(ground: Grou
 async def test_storage_that_fails_parking_snapshots_and_damage(
     ground: Ground, sampler: ReceivingSampler, tmp_path: Path
 ) -> None:
-    """Of an adapter on a base in bfloat16. A rank is killed while the trainer is idle."""
+    """An adapter on a bfloat16 base. A rank is killed while the trainer is idle."""
     base = ("--dtype", "bfloat16")
     await ground.stop()
     shutil.rmtree(ground.kept, ignore_errors=True)
@@ -228,7 +232,7 @@ async def test_storage_that_fails_parking_snapshots_and_damage(
     info = await client.info(with_kept=True)
     assert (list(info.model_ids), list(info.kept_model_ids)) == ([], ["a.b/c"])
     assert await gateway.restore(client) == 12
-    await asyncio.sleep(2.5)  # idle ranks have given each other signs of life
+    await asyncio.sleep(2.5)  # idle ranks have exchanged heartbeats
     await ground.kill(1, "a.b/c")
 
     flip(ground.kept / "a%2Eb%2Fc" / "12" / "optimizer.safetensors")

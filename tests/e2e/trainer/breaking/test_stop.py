@@ -1,4 +1,4 @@
-"""A trainer that is told to stop: it ends what runs first, and answers until then."""
+"""SIGTERM to a trainer: it finishes the running command and answers until then."""
 
 import asyncio
 import re
@@ -16,13 +16,13 @@ from tests.waiting import eventually
 
 
 async def test_sigterm_ends_what_runs_first(ground: Ground) -> None:
-    """Health, info, reflection and metrics answer while a command runs; a stop waits for it."""
+    """Health, info, reflection and metrics answer while a command runs, and a stop waits for the command."""
     client = await ground.any_trainer()
     process, processes = ground.running, ground.processes()
     await client.create_model("m", weights_pb2.LoraConfig(rank=4, train_attention=True, train_mlp=True))
     work = [datum(ground.images.render([text(512, seed)]), seed) for seed in range(16)]
     held = psutil.Process(process.rank_pids()[1])
-    held.suspend()  # the command ends when we want, on every machine
+    held.suspend()  # the test decides when the command ends, on every machine
     running = asyncio.create_task(client.forward_backward(header("m", 16), work))
     await asyncio.sleep(0.2)
     assert (await client.info(timeout_s=SECONDS)).world_size == 2

@@ -1,4 +1,4 @@
-"""Where the tools lie."""
+"""The folder of the tools."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the `fovea` command says to a person who made a mistake."""
+"""Messages of the `fovea` command for user errors."""
 
 import json
 import os
@@ -166,7 +166,7 @@ def test_a_database_is_made_only_in_a_folder_that_is_named(tmp_path: pathlib.Pat
         looked = run(access, *words, "--state-dir", "named")
         assert looked.returncode == 1
         assert "named contains no gateway database: name another folder" in looked.stderr
-    assert list(tmp_path.iterdir()) == [], "a look at the wrong folder makes none"
+    assert list(tmp_path.iterdir()) == [], "a look at the wrong folder must not create one"
     for is_new in (True, False):
         made = run(access, "keys", "create", "--owner", "alice", "--state-dir", "named")
         assert made.returncode == 0

@@ -1,4 +1,4 @@
-"""Which cards trainer and samplers get, and what is refused because it cannot fit."""
+"""The GPUs of trainer and samplers, and refusals of layouts that cannot fit."""
 
 import os
 import pathlib
@@ -73,7 +73,7 @@ def test_what_cannot_fit_is_refused(
 
 @pytest.mark.parametrize(("free_gib", "samplers"), [(0, 1), (1, 1), (2, 1), (3, 2), (0, 0)])
 def test_a_card_that_another_process_fills_is_refused(free_gib: int, samplers: int) -> None:
-    """A model of 5 MB would fit by its weights; each process takes more than that. No free byte is not an unknown."""
+    """A model of 5 MB would fit by its weights, but each process takes more. Zero free bytes does not mean unknown."""
     with pytest.raises(StartRefused, match=rf"^--model: .*{free_gib or 0}\.0 GiB"):
         split(cards(1, free_gib), 5 << 20, samplers, None)
 
@@ -128,7 +128,7 @@ def test_what_is_free_is_compared_before_the_start(
 
 
 def tell(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *free_mib: int) -> None:
-    """Puts a program on the path that tells of cards of 80 GB, as the driver's does."""
+    """Puts a program on the path that reports cards of 80 GB, like the driver's."""
     lines = [f"echo '{index}, GPU-{index}{index}, 81559, {free}'" for index, free in enumerate(free_mib)]
     program = folder / "nvidia-smi"
     program.write_text("\n".join(["#!/bin/sh", *lines, ""]))
@@ -140,7 +140,7 @@ def tell(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *free_mib: int) 
 
 @pytest.fixture
 def driver(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cards, of which the driver tells."""
+    """A driver that reports two cards."""
     tell(tmp_path, monkeypatch, 80_000, 79_000)
 
 

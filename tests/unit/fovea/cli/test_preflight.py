@@ -1,4 +1,4 @@
-"""`fovea up` that cannot work says why at once: one line that names the flag, before anything starts."""
+"""`fovea up` with invalid options fails at once: one line names the flag, before any service starts."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from fovea.runtime.hosts import free_ports
 from fovea_tinyvlm.cache import fingerprint, locked
 from fovea_tinyvlm.recipe import default_recipe
 
-pytestmark = pytest.mark.slow  # a process each
+pytestmark = pytest.mark.slow  # one process per case
 
 QWEN = {"model_type": "qwen3", "dtype": "bfloat16"}
 
 
 class Place:
-    """Where one `fovea up` is tried.
+    """The surroundings of one `fovea up`.
 
     Attributes:
-        folder: Of its model, state and keys.
-        environment: Added to that of the process.
+        folder: Folder of its model, state and keys.
+        environment: Variables added to those of the process.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -36,7 +36,7 @@ class Place:
         self.held: list[socket.socket | StateFolder] = []
 
     def model(self, config: str | dict[str, object] = QWEN, weight_bytes: int = 100) -> str:
-        """A checkpoint's folder, with weights that take no room on the disk."""
+        """Returns a checkpoint's folder, with weights that use no disk space."""
         folder = self.folder / "model"
         folder.mkdir()
         (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -50,7 +50,7 @@ class Place:
         return str(self.folder / name)
 
     def port(self) -> str:
-        """One that is taken."""
+        """A port that is in use."""
         taken = socket.create_server(("127.0.0.1", free_ports(1)[0]))
         self.held.append(taken)
         return str(taken.getsockname()[1])
@@ -68,7 +68,7 @@ class Place:
         return str(self.folder)
 
     def gpus(self, *free_mib: int) -> None:
-        """A driver that tells of cards of 80 GiB."""
+        """A driver that reports cards of 80 GiB."""
         lines = [f"{index}, GPU-{index}, 81920, {free}" for index, free in enumerate(free_mib)]
         program = self.folder / "bin" / "nvidia-smi"
         program.parent.mkdir()
@@ -175,7 +175,7 @@ def test_a_start_that_cannot_work_is_refused_in_one_line(way: str, place: Place)
     (line,) = result.stderr.splitlines()
     assert flag in line
     assert words in line
-    assert not (place.folder / "state").is_dir()  # commands in this folder would look there for a Fovea
+    assert not (place.folder / "state").is_dir()  # commands in this folder would look for a Fovea there
 
 
 def test_a_start_holds_its_folder_while_the_tiny_model_is_built(tmp_path: pathlib.Path) -> None:
@@ -184,7 +184,9 @@ def test_a_start_holds_its_folder_while_the_tiny_model_is_built(tmp_path: pathli
     fovea = str(pathlib.Path(sys.executable).with_name("fovea"))
     command = [fovea, "up", "--state-dir", str(state), "--port", "0", "--grpc-port", "0"]
     environment = os.environ | {"FOVEA_CACHE": str(cache)}
-    with locked(cache / f"tiny-{recipe.kind}-{fingerprint(recipe)}.lock"):  # as if another process built the model
+    with locked(
+        cache / f"tiny-{recipe.kind}-{fingerprint(recipe)}.lock"
+    ):  # as if another process were building the model
         first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
         try:
             while StateFolder(state).holder() is None:

@@ -1,4 +1,4 @@
-"""The log in the state folder: bounded, read by service, followed over its replacement."""
+"""The log in the state folder: bounded, readable by service, and followed across its replacement."""
 
 import itertools
 import pathlib
@@ -62,7 +62,7 @@ def test_it_is_followed_over_its_replacement_until_nothing_comes(tmp_path: pathl
     seen: list[str] = []
     reading = threading.Thread(target=lambda: seen.extend(texts(list(following))))
     reading.start()
-    for number in range(60):  # by parts, each less than what is put aside at once
+    for number in range(60):  # in parts smaller than the portion that is moved at once
         for service in ("gateway", "trainer"):
             log.write(service, f"{service} {number}")
         threading.Event().wait(0.05)

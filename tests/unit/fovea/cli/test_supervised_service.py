@@ -1,4 +1,4 @@
-"""A supervised process is started again when it dies, and takes its own children with it when it is stopped."""
+"""A supervised process is restarted when it dies, and its children end with it when it is stopped."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ def make(program: str) -> tuple[Service, list[str], list[str]]:
 
 
 def ignore() -> None:
-    """A start that nobody follows."""
+    """A start without a reader of its progress."""
 
 
 async def wait_for(lines: list[str], count: int) -> None:
@@ -57,7 +57,7 @@ async def test_a_dead_process_is_started_again_without_its_orphans() -> None:
 
 
 async def ends(program: str, count: int, serves: bool = False) -> tuple[list[str], list[float], list[str]]:
-    """How a process ended `count` times, the pauses that followed, and its lines."""
+    """Returns the exit statuses of `count` ends, the pauses after them, and the printed lines."""
     service, lines, hows = make(program)
     pauses: list[float] = []
     over = asyncio.Event()
@@ -89,7 +89,7 @@ async def test_a_process_that_keeps_dying_is_started_without_end_with_growing_pa
     assert lines == ["yes"] * 8
     for pause, most in zip(pauses, [0.01, 0.02] + [0.04] * 6, strict=True):
         assert 0.8 * most <= pause <= most
-    assert len(set(pauses)) == 8, "chance keeps many from starting at the same moment"
+    assert len(set(pauses)) == 8, "random delays must keep services from starting at the same moment"
 
 
 async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ async def test_one_that_served_for_long_starts_again_at_once(monkeypatch: pytest
     _, pauses, _ = await ends(program, 3, serves=True)
     assert max(pauses) <= 0.01
     _, pauses, _ = await ends(program, 3)
-    assert pauses[2] > 0.03, "it lived as long, and never served"
+    assert pauses[2] > 0.03, "it lived as long but never served"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ async def test_what_a_killed_process_leaves_in_its_temporary_folder_is_removed(t
     assert (left.exists(), own.exists()) == (False, True)
     assert own.parent == tmp_path / "own"
     await service.stop(5.0)
-    assert not own.parent.exists(), "a stop returns once it is removed"
+    assert not own.parent.exists(), "a stop must return once it is removed"
     await running
 
 

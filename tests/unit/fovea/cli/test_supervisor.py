@@ -1,4 +1,4 @@
-"""What `fovea up` runs: ports, devices and arguments of the four services."""
+"""The ports, devices and arguments of the four services of `fovea up`."""
 
 import asyncio
 import io
@@ -43,10 +43,10 @@ def test_four_services_on_different_ports() -> None:
 
 
 def test_temporary_files_have_short_paths_however_deep_the_state_folder_is() -> None:
-    """vLLM's sockets, 37 characters more, have paths of 107 at most."""
+    """vLLM's sockets add 37 characters, and a socket's path may have at most 107."""
     deep, deeper = (replace(OPTIONS, state_dir=pathlib.Path("/", *depth * ["deep"])) for depth in (30, 31))
     folders = [spec.temporary_dir for options in (deep, deep, deeper) for spec in service_specs(options)]
-    assert len(set(folders)) == 8, "of one state folder they stay the same"
+    assert len(set(folders)) == 8, "the paths of one state folder must not change"
     assert max(map(len, folders)) <= len(tempfile.gettempdir()) + 24
 
 
@@ -164,7 +164,7 @@ def test_settings_reach_their_kind_and_stand_above_suggestions(monkeypatch: pyte
     assert specs["trainer"].arguments[specs["trainer"].arguments.index("--checkpoints") + 1] == "/kept"
     monkeypatch.setenv("FOVEA_SAMPLER_GPU_MEMORY_FRACTION", "0.7")
     trainer = next(spec for spec in service_specs(options) if spec.name == "trainer")
-    assert "FOVEA_TRAINER_MEMORY_LIMIT_MIB" not in trainer.environment, "shares of one whole"
+    assert "FOVEA_TRAINER_MEMORY_LIMIT_MIB" not in trainer.environment, "the shares must make up the whole"
 
 
 def test_keys_reach_the_gateway_alone_and_no_argument(tmp_path: pathlib.Path) -> None:
@@ -228,7 +228,7 @@ async def test_a_second_one_in_the_same_folder_is_refused_and_takes_nothing(tmp_
 def supervisor_of(
     specs: list[ServiceSpec], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Supervisor, io.StringIO]:
-    """Of these parts, a gateway and a trainer by name, and what it shows."""
+    """Returns a supervisor of these services, which are named gateway and trainer, and its output."""
     shown = io.StringIO()
     monkeypatch.setattr(supervisor_module, "service_specs", lambda options: specs)
     monkeypatch.setattr(supervisor_module, "STOP_ORDER", ("gateway", "trainer"))
@@ -236,7 +236,7 @@ def supervisor_of(
 
 
 async def run_until(words: str, supervisor: Supervisor, shown: io.StringIO, patience_s: float) -> "asyncio.Task[int]":
-    """Starts it; it goes on when it has shown the words."""
+    """Starts the supervisor; waits until it has printed the words."""
     running = asyncio.create_task(supervisor.run())
     async with asyncio.timeout(patience_s):
         while words not in shown.getvalue():
@@ -249,7 +249,7 @@ async def run_until(words: str, supervisor: Supervisor, shown: io.StringIO, pati
 async def test_a_part_that_keeps_dying_ends_nobody_else(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others go on; each time it is said what happens next, and once it serves, that it is back."""
+    """The others keep running. Each time the next action is printed, and once it serves again, its return."""
     monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(service_module, "LONGEST_PAUSE_S", 0.04)
     count = tmp_path / "count"
@@ -271,7 +271,7 @@ async def test_a_part_that_keeps_dying_ends_nobody_else(
     ends = re.findall(
         r"gateway ended with code 3 \(count \d\); restarting it in (\S+) s, the other services keep running", lines
     )
-    assert len(ends) == 8, "of its first life the last lines are gRPC's"
+    assert len(ends) == 8, "the last lines of its first life are gRPC's"
     assert all(0.03 < float(pause) <= 0.04 for pause in ends[1:])
     assert "trainer ended" not in lines
     assert lines.count("trainer is ready") == lines.count("gateway is ready") == lines.count("gateway is back") == 1
@@ -336,7 +336,7 @@ async def test_what_is_killed_while_it_starts_is_started_again_twice(
 async def test_what_starts_after_another_finds_it_serving(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a sampler on the trainer's device, which takes what that leaves."""
+    """For example a sampler on the trainer's device, which uses the remaining memory."""
     first, second = free_ports(2)
     late = "import time\ntime.sleep(0.5)\n" + SERVING
     finds = f"import socket\nsocket.create_connection(('127.0.0.1', {first})).close()\n" + SERVING
@@ -375,7 +375,7 @@ def test_a_log_that_nobody_reads_ends_nobody(tmp_path: pathlib.Path) -> None:
 
 
 def status(folder: pathlib.Path) -> str:
-    """What `fovea status` prints; it must find all serving."""
+    """Returns the output of `fovea status`, which must find all services serving."""
     command = [sys.executable, "-m", "fovea.cli.main", "status", "--state-dir", str(folder)]
     wide = os.environ | {"COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=wide).stdout

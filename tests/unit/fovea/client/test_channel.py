@@ -1,4 +1,4 @@
-"""What a client says of a call that the service ended while it was being sent."""
+"""The client's error for a call that the service ended while it was being sent."""
 
 import grpc
 import pytest
@@ -9,14 +9,14 @@ from fovea.wire.errors import BrokenOff
 
 
 class Leaving(trainer_pb2_grpc.TrainerServiceServicer):
-    """A trainer that goes while a batch arrives."""
+    """A trainer that stops while a batch arrives."""
 
     async def ForwardBackward(self, requests: object, context: grpc.aio.ServicerContext[object, object]) -> None:  # noqa: N802
         await context.abort(grpc.StatusCode.UNAVAILABLE, "going")
 
 
 async def test_who_is_still_sending_to_a_service_that_goes_may_ask_again() -> None:
-    """gRPC says UNAVAILABLE, as the service did, or an internal error of its own: neither is the command's fault."""
+    """gRPC reports UNAVAILABLE, as the service did, or an internal error of its own; both may be retried."""
     server = grpc.aio.server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Leaving(), server)
     port = server.add_insecure_port("127.0.0.1:0")

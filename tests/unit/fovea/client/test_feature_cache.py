@@ -1,4 +1,4 @@
-"""Vision tensors are kept under both digests, up to a number of bytes."""
+"""Vision tensors are cached under both digests, up to a number of bytes."""
 
 import numpy as np
 import pytest
@@ -23,12 +23,12 @@ IMAGE_BYTES = 16 * 24 + 24
 
 
 def cache(limit_bytes: int, default_source: str = "") -> FeatureCache:
-    """For images of four-by-four patches."""
+    """A cache for images of four-by-four patches."""
     return FeatureCache(vision.bind(CONFIG, {}), limit_bytes, default_source)
 
 
 def feature(digest: str, tensors_sha256: str = "t", size_bytes: int = IMAGE_BYTES) -> model_input_pb2.VisionFeature:
-    """A reference to an image."""
+    """Returns a reference to an image."""
     return model_input_pb2.VisionFeature(digest=digest, tensors_sha256=tensors_sha256, size_bytes=size_bytes)
 
 

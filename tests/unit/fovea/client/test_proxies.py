@@ -1,4 +1,4 @@
-"""A proxy of the environment is never asked for this machine, and still asked for other hosts."""
+"""Requests to this machine never use a proxy of the environment; those to other hosts do."""
 
 import json
 import os
@@ -56,7 +56,7 @@ except OSError:
 
 
 class CountingProxy:
-    """Listens where the proxy should be; notes the first line of each connection, and refuses it."""
+    """Listens at the proxy's address; records the first line of each connection and refuses it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -79,7 +79,7 @@ class CountingProxy:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """The two answers of a gateway that the commands here ask for."""
+    """The two answers of a gateway that these commands need."""
 
     def do_GET(self) -> None:
         models = [{"model_name": "here", "trainable": True}]
@@ -136,7 +136,7 @@ def run(proxy: CountingProxy, *arguments: str, no_proxy: str = "") -> "subproces
 
 @pytest.mark.parametrize("no_proxy", ["", "intranet.invalid", "*"])
 def test_channels_to_this_machine_take_no_proxy(proxy: CountingProxy, address: str, no_proxy: str) -> None:
-    """A lone * exempts every host for HTTP clients; gRPC does not know it."""
+    """A lone * exempts every host for HTTP clients, but gRPC does not support it."""
     for place in (address, address.replace("127.0.0.1", "localhost")):
         ran = run(proxy, "-c", CHANNELS, place, no_proxy=no_proxy)
         assert ran.stdout.split() == ["1"] * 4, ran.stderr

@@ -1,4 +1,4 @@
-"""A wrong address of a server is an error at once that says what to change."""
+"""A wrong server address is an error at once, with a hint."""
 
 import http.server
 import threading
@@ -14,7 +14,7 @@ from fovea.wire.errors import FailedPrecondition
 
 
 class _Health(http.server.BaseHTTPRequestHandler):
-    """A server's health check, below /api/v1 alone."""
+    """A server's health check, only below /api/v1."""
 
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/api/v1/healthz" else 404)

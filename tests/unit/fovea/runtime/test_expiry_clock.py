@@ -1,4 +1,4 @@
-"""Jumps of the wall's clock, ahead and back, against one that nobody can set."""
+"""Jumps of the wall clock, forwards and backwards, against a monotonic clock."""
 
 from fovea.runtime.durable import ExpiryClock
 
@@ -7,14 +7,14 @@ YEAR_S = 365 * DAY_S
 
 
 class Clocks:
-    """Two clocks that tests turn."""
+    """Two clocks that tests set."""
 
     def __init__(self) -> None:
         self.wall_s, self.steady_s = 1.8e9, 5.0
         self.expiry = ExpiryClock(lambda: self.wall_s, lambda: self.steady_s)
 
     def passes(self, seconds: float) -> float:
-        """Time goes on; what it is then."""
+        """Advances the clocks; returns the present time."""
         self.wall_s += seconds
         self.steady_s += seconds
         return self.expiry.now()

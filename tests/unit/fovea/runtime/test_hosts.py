@@ -41,7 +41,7 @@ def test_a_port_that_another_process_found_and_does_not_use_yet_is_not_given(mon
         other.kill()
     _unclaim(free)
     drawn = iter([theirs, *free])
-    assert hosts.free_ports(1) == [theirs]  # a process that is killed leaves no claim
+    assert hosts.free_ports(1) == [theirs]  # a killed process leaves no claim
 
 
 def _unclaim(ports: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The newest log lines: bounded, searched, and without secrets, also over gRPC."""
+"""The newest log lines: bounded, searchable, and without secrets, also over gRPC."""
 
 import logging
 import sys
@@ -40,7 +40,7 @@ def test_the_newest_lines_are_kept(log: logging.Logger) -> None:
     assert found == [f"line {number}" for number in range(100 - len(found), 100)]
     assert 5 <= len(found) <= 10
     log.info("x" * 100_000)
-    assert [len(line.text) for line in ring.newest(NONE, 0, "", 50)] == [4096], "one entry is always kept, and cut"
+    assert [len(line.text) for line in ring.newest(NONE, 0, "", 50)] == [4096], "one entry must stay, truncated"
 
 
 def test_lines_are_found_by_level_and_text(ring: LogRing, log: logging.Logger) -> None:

@@ -1,4 +1,4 @@
-"""What clients send cannot write lines of its own into a log."""
+"""Client input cannot forge log lines."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from fovea.runtime.processes import configure_logging
 
 @pytest.fixture
 def root() -> object:
-    """The root logger, as it was before."""
+    """The root logger, restored afterwards."""
     logger = logging.getLogger()
     before, level = logger.handlers[:], logger.level
     yield logger
@@ -30,4 +30,4 @@ def test_a_message_is_one_line_and_holds_no_control_character(
     lines = capsys.readouterr().err.splitlines()
     assert r"\r\n12:00:00.000 test     INFO    root: forged\x1b[2J\x9b\u2028\u202e\ud800\x00" in lines[0]
     assert all(line.startswith("  ") for line in lines[1:])
-    assert len(lines) > 3, "the traceback is readable"
+    assert len(lines) > 3, "the traceback must be readable"

@@ -1,4 +1,4 @@
-"""GPU memory is asked for at every scrape; a process without the driver's library goes on without it."""
+"""GPU memory is queried at every scrape; a process without the driver's library continues without it."""
 
 import importlib.util
 import os
@@ -67,5 +67,5 @@ def test_without_a_gpu_a_service_takes_what_its_processes_have_resident() -> Non
     assert own.used_bytes < both.used_bytes < both.total_bytes
 
 
-def test_what_is_left_of_the_host_is_less_than_it_has() -> None:
+def test_free_host_memory_is_less_than_its_total() -> None:
     assert 2**28 < host_free_bytes() < host_memory_bytes() < 2**50

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say, to all services alike."""
+"""Properties of a checkpoint's files, which all services read alike."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """From a directory; the hub has one file for every name."""
+    """Reads the configuration from a directory; the hub has one file for every name."""
 
     def download(name: str, file: str) -> str:
         return str(fovea_tinyvlm.ensure("qwen3") / file)
@@ -32,7 +32,7 @@ def read_config(model: str) -> dict[str, Any]:
     [
         ({"max_position_embeddings": 40960}, 40960),
         ({"max_position_embeddings": 128000, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 128000),
-        # Qwen's instructions add these lines and leave the length as it was.
+        # Qwen's instructions add these lines and leave the length unchanged.
         (
             {
                 "max_position_embeddings": 40960,
@@ -41,7 +41,7 @@ def read_config(model: str) -> dict[str, Any]:
             131072,
         ),
         ({"max_position_embeddings": 32768, "rope_parameters": YARN}, 131072),
-        # DeepSeek's name the length after scaling.
+        # DeepSeek's set the length after scaling.
         (
             {"max_position_embeddings": 163840, "rope_scaling": {**YARN, "original_max_position_embeddings": 4096}},
             163840,
@@ -59,7 +59,7 @@ def test_context_lengths(config: dict[str, Any], length: int | None) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
 def test_all_services_read_one_context_under_yarn(kind: str, tmp_path: Path) -> None:
-    """The sampler and the renderer read config.json, the trainer has it from transformers."""
+    """The sampler and the renderer read config.json, the trainer gets it from transformers."""
     config = read_config(str(fovea_tinyvlm.ensure(kind)))
     text = config.get("text_config", config)
     text["rope_parameters"] |= {**YARN, "original_max_position_embeddings": text["max_position_embeddings"]}
@@ -71,7 +71,7 @@ def test_all_services_read_one_context_under_yarn(kind: str, tmp_path: Path) -> 
 
 
 def test_a_processor_that_transformers_5_saved(tmp_path: Path) -> None:
-    """One file for the processor and its parts, where there were two: the renderer and the trainer read the same."""
+    """One file for the processor and its parts instead of two; the renderer and the trainer read it alike."""
     model = fovea_tinyvlm.ensure("qwen3_vl")
     processor = AutoProcessor.from_pretrained(model)
     processor.image_processor.image_mean = [0.1, 0.2, 0.3]
@@ -113,7 +113,7 @@ def test_code_that_a_processor_alone_brings_is_refused_before_anything_starts(
     with pytest.raises(ValueError, match=rf"{name} needs custom code \(auto_map, .*which Fovea never runs"):
         check_directory(tmp_path)
     with pytest.raises(ValueError, match=f"{name} needs custom code"):
-        fingerprints(tmp_path)  # as every service does when it starts
+        fingerprints(tmp_path)  # as every service does at its start
 
 
 def test_a_hub_name() -> None:

@@ -1,4 +1,4 @@
-"""A child that was told to ends with its parent, however that ends; what it imports is not collected."""
+"""A child can be tied to its parent and ends with it in any case; its imports are excluded from garbage collection."""
 
 import gc
 import signal
@@ -30,18 +30,18 @@ def test_a_child_dies_with_a_parent_that_is_killed() -> None:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"up\n"
         parent.send_signal(signal.SIGKILL)
-        # The child holds the other end of the pipe: it ends when the child does.
+        # The child holds the other end of the pipe, which closes when the child ends.
         assert parent.stdout.read() == b""
 
 
-def test_a_child_whose_parent_has_died_already_ends_at_once() -> None:
+def test_a_child_of_a_dead_parent_exits_at_once() -> None:
     code = "from fovea.runtime.processes import die_with_parent; die_with_parent(1 << 22); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
 def test_nothing_is_collected_while_importing() -> None:
-    """Nor is what was imported looked at later."""
+    """Later collections skip the imported objects, too."""
     before = gc.get_freeze_count()
     with suppress(ImportError), importing():
         assert not gc.isenabled()
@@ -50,7 +50,7 @@ def test_nothing_is_collected_while_importing() -> None:
     assert gc.get_freeze_count() > before
 
 
-def test_what_is_left_out_is_missing_only_while_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_packages_are_missing_only_during_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     loaded = sys.modules["gc"]
     with importing("colorsys", "gc"):

@@ -1,4 +1,4 @@
-"""Who does not know the secret of a Fovea is refused by its services; beyond loopback none starts without one."""
+"""Services refuse callers without the secret of their Fovea; beyond loopback, a service does not start without one."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ SECRET = "0123456789abcdef"
 
 
 ENTERED: list[str] = []
-"""Streams that a servicer has begun to read."""
+"""Streams that a servicer has started to read."""
 
 
 class OpenRenderer(renderer_pb2_grpc.RendererServiceServicer):
@@ -64,7 +64,7 @@ class OpenTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """A service that knows the secret; who calls it does not yet."""
+    """A service with a secret, which the caller does not send yet."""
     ENTERED.clear()
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     server = ServiceServer(ServiceSettings(drain_s=0), [RENDERER_SERVICE])
@@ -107,7 +107,7 @@ async def test_calls_of_every_kind_need_the_secret(
     address: str, call: Callable[[str], Awaitable[object]], guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, guess)
-    # Who is still sending when it is refused hears only that the call has ended: grpcio 1.76, see the notes.
+    # A caller that still sends when it is refused only learns that the call has ended: grpcio 1.76, see the notes.
     late = (BrokenOff,) if call in (_put, _stream) else ()
     with pytest.raises(
         (Unauthenticated, *late), match=f"{SECRET_VARIABLE}|ended the call before the request was complete"

@@ -1,4 +1,4 @@
-"""The server of every service: errors arrive as they were raised, health follows, a stop drains."""
+"""The server of every service: errors arrive unchanged, health is reported, and a stop drains."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Background tasks, calls shared by many, work that is not stopped in the middle, and pauses between attempts."""
+"""Background tasks, shared calls, uninterruptible work, and backoff."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ async def test_join_waits_for_what_is_started_meanwhile() -> None:
 
 
 class _Source:
-    """Answers with how often it was called, once it is let."""
+    """Returns the number of its calls, once its gate is open."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -74,7 +74,7 @@ class _Source:
         return number
 
 
-async def test_a_call_is_made_once_for_all_who_wait() -> None:
+async def test_concurrent_callers_share_one_call() -> None:
     source, flight = _Source(), SingleFlight[str, int]()
     waiting = [asyncio.create_task(flight.run("key", source.answer)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_a_call_answers_its_other_keys() -> None:
 
 
 @pytest.mark.parametrize("abandon", [False, True])
-async def test_what_becomes_of_a_call_when_all_have_left(abandon: bool) -> None:
+async def test_a_call_without_callers_ends_or_continues_as_configured(abandon: bool) -> None:
     source, flight = _Source(), SingleFlight[str, int](abandon)
     waiting = [asyncio.create_task(flight.run("key", source.answer)) for _ in range(2)]
     await source.begun.wait()
@@ -160,7 +160,7 @@ async def test_work_that_fails_raises_what_it_raised() -> None:
         await run_to_end(fail())
 
 
-async def test_what_is_repeated_goes_on_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_repeated_task_continues_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     runs = 0
     enough = asyncio.Event()
 
@@ -199,7 +199,7 @@ def test_chance_shortens_pauses_by_no_more_than_its_share() -> None:
 async def test_no_pause_goes_beyond_the_deadline() -> None:
     backoff = Backoff(deadline_s=0.01, first_s=3600.0, longest_s=3600.0)
     await backoff.pause()
-    while not backoff.is_over:  # a timer may fire a clock's tick early
+    while not backoff.is_over:  # a timer may fire one clock tick early
         await backoff.pause()
     assert backoff.left_s == 0.0
 
@@ -209,7 +209,7 @@ def test_a_deadline_in_the_past() -> None:
     assert (backoff.is_over, backoff.left_s) == (True, 0.0)
 
 
-async def test_those_who_wait_go_on_once_the_last_member_has_left() -> None:
+async def test_waiters_continue_once_the_last_member_has_left() -> None:
     members = Members[str]()
     await members.wait_empty()
     with members.joined("a"):

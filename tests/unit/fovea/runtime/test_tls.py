@@ -1,4 +1,4 @@
-"""With certificates a service talks only to who has one of the same CA; probes and the gateway's clients need none."""
+"""With certificates, services only talk to peers of the same CA; probes and the gateway's clients need none."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @asynccontextmanager
 async def serving(settings: ServiceSettings | None = None) -> AsyncIterator[ServiceServer]:
-    """A server that answers health checks."""
+    """Runs a server that answers health checks."""
     server = ServiceServer(settings or ServiceSettings(drain_s=0), ["fovea.Part"])
     await server.start()
     await server.set_serving(True)
@@ -61,10 +61,10 @@ async def test_a_strangers_certificate_is_refused_on_both_sides(
         monkeypatch.setenv(credentials.TLS_VARIABLE, str(stranger))
         assert not await is_serving(server.address)
         (stranger / "ca.crt").write_bytes((folder / "ca.crt").read_bytes())
-        assert not await is_serving(server.address), "even if it believes ours"
+        assert not await is_serving(server.address), "even if it accepts our certificate"
         async with serving() as strange:
             monkeypatch.setenv(credentials.TLS_VARIABLE, str(folder))
-            assert not await is_serving(strange.address), "no client of ours talks to a stranger"
+            assert not await is_serving(strange.address), "our clients must not talk to a peer of another CA"
         assert await is_serving(server.address)
 
 

@@ -1,4 +1,4 @@
-"""Traces: spans with their parents arrive at a collector; without one nothing is loaded and nothing is sent."""
+"""Traces: spans and their parents arrive at a collector; without one nothing is imported or sent."""
 
 import asyncio
 import logging

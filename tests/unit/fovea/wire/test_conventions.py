@@ -1,4 +1,4 @@
-"""The names of services are those of the protos, and messages are grouped by size."""
+"""Service names equal those of the protos, and messages are grouped by size."""
 
 import pytest
 

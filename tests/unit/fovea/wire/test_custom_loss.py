@@ -1,4 +1,6 @@
-"""Graphs of traced losses: what the SDK writes is read; everything that is not on the lists is refused by name."""
+"""Graphs of traced losses: the SDK's output is accepted; anything outside the allowed lists is
+refused with its name.
+"""
 
 import json
 import math

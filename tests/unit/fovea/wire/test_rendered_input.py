@@ -1,4 +1,4 @@
-"""What a rendered input may hold. Every model server refuses the same, with the same words."""
+"""Validation of rendered inputs, which every model server does with the same messages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ Change = Callable[[model_input_pb2.RenderedInput], object]
 
 
 def rendered(image_count: int = 1) -> model_input_pb2.RenderedInput:
-    """Two tokens, then images of four tokens with a token after each."""
+    """Returns two tokens, then images of four tokens with a token after each."""
     result = model_input_pb2.RenderedInput()
     ids = [1, 2]
     for _ in range(image_count):
@@ -34,22 +34,22 @@ def rendered(image_count: int = 1) -> model_input_pb2.RenderedInput:
 
 
 def checked(given: model_input_pb2.RenderedInput, limits: InputLimits = LIMITS) -> CheckedInput:
-    """What the checker makes of it, under the name of `prompt`."""
+    """Returns the checker's result for an input with the field name `prompt`."""
     return check(given, limits, VISION, "prompt")
 
 
 def text(ids: Sequence[int]) -> model_input_pb2.RenderedInput:
-    """Tokens alone."""
+    """Returns tokens without images."""
     return model_input_pb2.RenderedInput(tokens=tensors.encode_tokens(ids))
 
 
 def positions(array: np.ndarray) -> Change:
-    """Gives an input these positions."""
+    """Sets these positions in an input."""
     return lambda given: given.positions.CopyFrom(tensors.encode(array))
 
 
 def mask(value: bytes) -> Change:
-    """Gives the first image this mask."""
+    """Sets this mask in the first image."""
     return lambda given: setattr(given.spans[0].feature, "embedding_mask", value)
 
 
@@ -122,7 +122,7 @@ def test_an_image_above_the_budget() -> None:
         checked(given, replace(LIMITS, max_image_tokens=3))
 
 
-def test_whether_positions_are_needed() -> None:
+def test_positions_are_required_if_the_limits_need_them() -> None:
     given = rendered()
     with pytest.raises(InvalidInput, match=r"prompt.positions is missing: .* int32 \[3, 7\]"):
         checked(given, replace(LIMITS, needs_positions=True))

@@ -1,4 +1,4 @@
-"""Tensors, errors, manifests and features survive the wire, and what is malformed is refused by name."""
+"""Tensors, errors, manifests and features survive the wire, and malformed ones are refused with a reason."""
 
 import pickle
 
@@ -128,4 +128,4 @@ def test_paths_of_the_server_are_hidden_and_nothing_else(text: str, told: str | 
     hidden = paths.hide(error)
     assert (type(hidden), hidden.message, hidden.field) == (errors.DiskFull, told or text, "uri")
     assert hidden.metadata == {"place": "the checkpoints"}
-    assert error.message == text, "the logs have it"
+    assert error.message == text, "the logs must contain it"

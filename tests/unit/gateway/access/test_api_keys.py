@@ -1,4 +1,4 @@
-"""The keys that settings give, the published key, and reads of keys and owners that overlap."""
+"""Keys from settings, the published key, and overlapping reads of keys and owners."""
 
 import asyncio
 from pathlib import Path
@@ -89,7 +89,7 @@ async def test_the_published_key_is_for_this_machine_alone(database_url: str) ->
 async def test_the_published_key_works_under_loopback_names_alone(
     database_url: str, addresses: list[str], is_taken: bool
 ) -> None:
-    """A page of any site can send it by DNS rebinding; it cannot send a key that it does not know."""
+    """A page of any site can send it by DNS rebinding, but not a key that it does not know."""
     database = Database(database_url)
     await database.open()
     ring = KeyRing(database, [GivenKey("", "tml-local"), GivenKey("bob", "tml-own")], "127.0.0.1", ["gpu7.lan"])
@@ -104,7 +104,7 @@ async def test_the_published_key_works_under_loopback_names_alone(
 
 
 class SlowDatabase(Database):
-    """A database of which one read returns late, with the rows as they were when it began."""
+    """A database with one read that returns late, with the rows from its start."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

@@ -15,4 +15,4 @@ async def test_it_closes_the_connection_of_a_read_that_its_task_no_longer_awaits
     await directory.close()
     await directory.look()
     assert directory.shards == []
-    assert directory._engine.pool.checkedin() == 0, "and opens no other"  # type: ignore[attr-defined]
+    assert directory._engine.pool.checkedin() == 0, "it must open no other"  # type: ignore[attr-defined]

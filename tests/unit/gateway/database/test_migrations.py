@@ -1,4 +1,4 @@
-"""A gateway makes its tables, upgrades those of earlier gateways, all or nothing, and refuses those of later ones."""
+"""A gateway creates its tables, upgrades those of earlier gateways atomically, and refuses those of later ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ _BACK = {
         "ALTER TABLE sessions DROP COLUMN display_name",
     ],
 }
-"""What makes the tables of a version that gateways from before alembic knew, out of the next version's."""
+"""Statements that turn the tables of the next version into those of a version before alembic."""
 _OWNED = {"owner": "key-012345678901", "key_hash": f"{12345678901:064d}", "created_at": 7.0}
 
 
@@ -56,7 +56,7 @@ _FUTURE = sa.insert(schema.futures).values(
 
 
 def run(url: str, work: Callable[[sa.Connection], object]) -> None:
-    """In a transaction of its own, without a gateway."""
+    """Runs a function in its own transaction, without a gateway."""
     engine = make_engine(parse_url(url), 1)
     with engine.begin() as connection:
         work(connection)
@@ -64,7 +64,7 @@ def run(url: str, work: Callable[[sa.Connection], object]) -> None:
 
 
 def make_tables(connection: sa.Connection, version: int) -> None:
-    """The tables of a version as gateways from before alembic left them; below 3 with a key of that time."""
+    """Creates the tables of a version as gateways before alembic left them; below 3 with a key of that time."""
     schema.metadata.create_all(connection)
     connection.execute(sa.insert(schema.schema_version).values(version=version))
     for later in range(4, version - 1, -1):
@@ -73,7 +73,7 @@ def make_tables(connection: sa.Connection, version: int) -> None:
 
 
 def differences(connection: sa.Connection) -> list[object]:
-    """What alembic would have to change to get today's tables."""
+    """Returns the changes that alembic would need to get today's tables."""
     options = {"include_object": lambda _, name, *others: name != schema.alembic_version.name}
     return list(compare_metadata(MigrationContext.configure(connection, opts=options), schema.metadata))
 
@@ -93,16 +93,18 @@ async def test_new_tables_are_those_of_the_last_revision(database_url: str) -> N
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 async def test_tables_of_an_earlier_version_become_todays(database_url: str, version: int) -> None:
     run(database_url, lambda connection: make_tables(connection, version))
-    for _ in range(2):  # at the second start there is nothing to do
+    for _ in range(2):  # the second start has nothing to do
         database = Database(database_url)
         await database.open()
         assert await database.read(differences) == []
         assert await database.read(migrations.find_revision) == schema.REVISION
         numbers = await database.read(lambda c: c.execute(sa.select(schema.schema_version.c.version)).scalars().all())
-        assert numbers == [int(schema.REVISION)], "gateways from before alembic know these tables, or refuse them"
+        assert numbers == [int(schema.REVISION)], (
+            "gateways from before alembic must recognise these tables or refuse them"
+        )
         if version < 3:
             (key,) = await database.read(all_keys)
-            assert (key.owner, key.key_hash, key.created_at) == tuple(_OWNED.values()), "its data stays its own"
+            assert (key.owner, key.key_hash, key.created_at) == tuple(_OWNED.values()), "its data must stay its own"
         await database.close()
 
 
@@ -146,7 +148,7 @@ async def test_a_database_of_another_version_is_refused(database_url: str, kept_
 
 
 def columns(connection: sa.Connection) -> dict[str, list[tuple[str, str, bool]]]:
-    """Name, type and whether it may be null of each column, by table; indexes too."""
+    """Returns name, type and nullability of each column by table, and the indexes."""
     seen = sa.inspect(connection)
     return {
         table: [(each["name"], str(each["type"]), each["nullable"]) for each in seen.get_columns(table)]
@@ -156,7 +158,7 @@ def columns(connection: sa.Connection) -> dict[str, list[tuple[str, str, bool]]]
 
 
 def fill_in(connection: sa.Connection) -> None:
-    """Keys of each scope and a future."""
+    """Inserts keys of each scope and a future."""
     for number, scope in enumerate(("train", "read", "admin")):
         connection.execute(
             sa.insert(schema.keys).values(
@@ -257,5 +259,5 @@ async def test_no_further_back_than_is_known(database_url: str) -> None:
     await database.open()
     await database.close()
     for revision in (3, int(schema.REVISION)):
-        with pytest.raises(FailedPrecondition, match=f"cannot become {revision}"):
+        with pytest.raises(FailedPrecondition, match=f"cannot be downgraded to {revision}"):
             migrations.downgrade_database(database_url, revision)

@@ -1,4 +1,4 @@
-"""Several gateways own one shard each of the sessions in one PostgreSQL; some tables are common."""
+"""Several gateways own one shard each of the sessions in one PostgreSQL; some tables are shared."""
 
 import asyncio
 import secrets
@@ -22,7 +22,7 @@ COUNT = 3
 
 @pytest.fixture
 async def shards(postgresql: Server) -> AsyncIterator[list[Database]]:
-    """Gateways' databases, one for each shard, by shard."""
+    """The databases of the gateways, by shard."""
     url = postgresql.new_url()
     opened = [Database(url, shard_count=COUNT) for _ in range(COUNT)]
     await asyncio.gather(*(each.open() for each in opened))

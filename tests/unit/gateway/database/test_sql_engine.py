@@ -18,14 +18,14 @@ def test_postgresql_means_psycopg_3(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("url", WRONG)
-def test_a_wrong_url_is_told_without_its_password(url: str) -> None:
+def test_a_wrong_url_is_reported_without_its_password(url: str) -> None:
     with pytest.raises(InvalidInput, match=r"database_url .*postgresql://USER:PASSWORD@HOST") as caught:
         parse_url(url)
     assert "s3cret" not in str(caught.value)
     assert caught.value.field == "database_url"
 
 
-async def test_who_is_not_let_in_is_told_why_without_the_password(postgresql: Server) -> None:
+async def test_a_rejected_connection_is_reported_without_the_password(postgresql: Server) -> None:
     good = postgresql.url()
     refused = {
         good.replace("fovea:se", "fovea:xse"): "password authentication failed",

@@ -1,4 +1,4 @@
-"""One gateway writes at a time, and what it writes survives the loss of its connection, once."""
+"""One gateway writes at a time, and its writes survive a lost connection exactly once."""
 
 import asyncio
 import logging
@@ -39,14 +39,14 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def second_waits(caplog: pytest.LogCaptureFixture) -> None:
-    """Until a gateway has found that another one has the state."""
+    """Waits until a gateway logs that another one owns the state."""
     await eventually(lambda: "waiting until the gateway that owns it exits" in caplog.text)
 
 
 async def test_a_second_gateway_waits_for_the_first(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
     url = postgresql.new_url()
     first = await opened(url)
-    elsewhere = await opened(postgresql.new_url())  # another schema is another gateway's
+    elsewhere = await opened(postgresql.new_url())  # another schema belongs to another gateway
     second = Database(url)
     waiting = asyncio.create_task(second.open())
     await first.write(keep("a"))  # type: ignore[arg-type]
@@ -89,18 +89,18 @@ async def test_writes_and_reads_wait_for_a_server_that_restarts(postgresql: Serv
     await asyncio.sleep(0.5)
     assert not any(write.done() for write in during)
     postgresql.start()
-    assert await asyncio.gather(*writes, *during) == [True] * 100, "no write is lost, none is taken for a repeat"
+    assert await asyncio.gather(*writes, *during) == [True] * 100, "no write may be lost or mistaken for a repeat"
     await reading
     assert await count(database) == 100
     await database.close()
 
 
-async def test_a_commit_whose_answer_is_lost_is_not_made_twice(postgresql: Server) -> None:
+async def test_a_commit_with_a_lost_answer_is_not_repeated(postgresql: Server) -> None:
     database = Database(postgresql.new_url())
     breaks: list[str] = []
 
     def break_off(connection: sa.Connection) -> None:
-        if breaks:  # as if the network broke between the commit and its answer, or just before the commit
+        if breaks:  # as if the network failed between the commit and its answer, or just before the commit
             if breaks.pop() == "after":
                 connection.connection.driver_connection.commit()  # type: ignore[union-attr]
             raise sa.exc.OperationalError("COMMIT", {}, psycopg.OperationalError("server closed the connection"))
@@ -109,20 +109,20 @@ async def test_a_commit_whose_answer_is_lost_is_not_made_twice(postgresql: Serve
     await database.open()
     for when in ("before", "after"):
         breaks.append(when)
-        assert await database.write(keep(when)) is True, "the row is new, whichever try wrote it"  # type: ignore[arg-type]
+        assert await database.write(keep(when)) is True, "the row must be new, whichever attempt wrote it"  # type: ignore[arg-type]
         assert not breaks
     assert await count(database) == 2
     await database.close()
 
 
-async def test_whoever_was_superseded_writes_nothing(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_superseded_gateway_writes_nothing(postgresql: Server, caplog: pytest.LogCaptureFixture) -> None:
     url = postgresql.new_url()
     gone = asyncio.Event()
     first, second = Database(url, on_superseded=gone.set), Database(url)
     await first.open()
     taking_over = asyncio.create_task(second.open())
     await second_waits(caplog)
-    # The first one's session ends unnoticed; the second one waits for just that.
+    # The first one's session ends unnoticed, which the second one waits for.
     postgresql.execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity JOIN pg_locks USING (pid)"
         " WHERE locktype = 'advisory' AND granted"
@@ -147,9 +147,9 @@ async def test_closing_does_not_wait_for_a_server_that_is_away(postgresql: Serve
     postgresql.start()
 
 
-async def test_what_cannot_be_kept_is_the_clients_mistake(postgresql: Server) -> None:
+async def test_a_value_that_cannot_be_stored_is_the_clients_error(postgresql: Server) -> None:
     database = await opened(postgresql.new_url())
     with pytest.raises(InvalidInput, match="NUL"):
         await database.write(keep("a\0b"))  # type: ignore[arg-type]
-    assert await database.write(keep("a" * 3000)) is True, "no length is enforced that SQLite does not"  # type: ignore[arg-type]
+    assert await database.write(keep("a" * 3000)) is True, "no length may be enforced that SQLite does not enforce"  # type: ignore[arg-type]
     await database.close()

@@ -1,4 +1,4 @@
-"""The shelf of uploaded images."""
+"""The cache of uploaded images."""
 
 import hashlib
 
@@ -65,7 +65,7 @@ def test_the_images_of_others_are_not_there() -> None:
     assert shelf.inline("alice", reference(b"one"), "prompt").chunks[0].image.data == b"one"
 
 
-def test_whoever_holds_most_makes_room() -> None:
+def test_the_owner_with_most_bytes_is_evicted_first() -> None:
     shelf = UploadedImages(capacity_bytes=12)
     shelf.put("alice", sha(b"aaaa"), b"aaaa")
     for data in (b"bbb1", b"bbb2", b"bbb3", b"bbb4"):

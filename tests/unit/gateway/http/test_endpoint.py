@@ -1,4 +1,4 @@
-"""A few at a time, in order, and others in between."""
+"""Handles a few requests at a time, in order, with other tasks in between."""
 
 import asyncio
 
@@ -21,13 +21,13 @@ async def test_a_crowd_goes_in_order_and_lets_others_through_in_between() -> Non
 
     crowd = [asyncio.create_task(one(number)) for number in range(100)]
     seen = await asyncio.create_task(other())
-    assert seen <= 8, "an unrelated task waits for a few of the crowd, not for all"
+    assert seen <= 8, "an unrelated task must wait for a few requests, not for all"
     await asyncio.gather(*crowd)
     assert order == list(range(100))
     await asyncio.wait_for(limiter.enter(), 5)
 
 
-async def test_who_goes_away_while_waiting_holds_up_nobody() -> None:
+async def test_a_cancelled_waiter_blocks_no_other() -> None:
     limiter, passed = BurstLimiter(1), []
 
     async def one(number: int) -> None:

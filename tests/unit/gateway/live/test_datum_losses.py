@@ -1,4 +1,4 @@
-"""The datums with the largest loss per token are found in stored losses, and shown with their pictures and targets."""
+"""Finds the datums with the largest loss per token in stored losses, and shows them with pictures and targets."""
 
 import math
 from typing import Any
@@ -45,11 +45,11 @@ def test_the_largest_loss_per_token_is_first() -> None:
         _datum([1, 2], [2, 3], None),
     ]
     found = _read(data, [[-9, -1, -2], [-9, -9, -9, -4], [-9, -9], [-1, -1]])
-    assert [one.loss for one in found.worst] == [4, 1.5, 1], "a datum without weights has no loss"
+    assert [one.loss for one in found.worst] == [4, 1.5, 1], "a datum without weights must have no loss"
     first, second, third = found.worst
     assert [piece.tolist() for piece in first.pieces] == [[5, 6, 7, 8]]
     assert (first.drawn.tokens.tolist(), first.drawn.logprobs.tolist()) == ([9], [-4])
-    assert [piece.tolist() for piece in second.pieces] == [[1, 2]], "until the first target with a weight"
+    assert [piece.tolist() for piece in second.pieces] == [[1, 2]], "up to the first target with a weight"
     assert (second.drawn.tokens.tolist(), second.drawn.logprobs.tolist()) == ([3, 4], [-1, -2])
     assert (first.drawn.sequence_id, first.drawn.at) == ("future:1", 5.0)
     assert third.drawn.tokens.tolist() == [2, 3]

@@ -1,4 +1,4 @@
-"""The gallery keeps the newest samples within its bytes, tells each owner of its own alone, and lets pictures go."""
+"""The gallery keeps the newest samples within its bytes, isolates owners, and drops pictures."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ def _drawn(name: str) -> Drawn:
     return Drawn(name, np.arange(3, dtype=np.int32), np.zeros(3, np.float32), "stop", 0.0)
 
 
-def test_what_is_drawn_for_one_prompt_is_together() -> None:
+def test_samples_of_one_prompt_are_grouped() -> None:
     gallery = SampleGallery()
     gallery.add(_group(), [_drawn("a:0"), _drawn("a:1")])
     gallery.add(_group(), [_drawn("b:0")])
@@ -28,7 +28,7 @@ def test_what_is_drawn_for_one_prompt_is_together() -> None:
     assert [[one.sequence_id for one in group.drawn] for group in found] == [["c:0"], ["a:0", "a:1", "b:0"]]
 
 
-def test_an_owner_is_told_of_its_own() -> None:
+def test_an_owner_sees_only_its_own_samples() -> None:
     gallery = SampleGallery()
     gallery.add(_group(), [_drawn("a:0")])
     assert list(gallery.sources("bob")) == []
@@ -96,4 +96,4 @@ def test_a_sequence_waits_for_the_trainers_values_only_while_it_is_kept() -> Non
     known = {one.sequence_id: one.trained.tolist() for one in group.drawn if len(one.trained)}
     assert known == {"38:0": [-1, -2, -3], "39:0": [-1, -2, -3]}
     gallery.note_losses("alice", "model", {bytes([number]): values for number in range(40)})
-    assert not gallery.awaits_losses("alice", "model"), "those that are no longer kept are forgotten"
+    assert not gallery.awaits_losses("alice", "model"), "samples that are dropped must be forgotten"

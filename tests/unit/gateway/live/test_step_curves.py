@@ -1,4 +1,4 @@
-"""Curves keep what a person would see of them, in bounded memory, however long a training lasts."""
+"""Curves keep the visible shape in bounded memory, for any length of training."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_points_cover_all_steps_once_and_are_no_more_than_asked_for(steps: int) 
     assert len(found["step"]) <= 300
     assert curves.means("loss", 300) == found["mean"]
     assert found["step"] == sorted(found["step"])
-    # The mean of 1 .. n, each point weighed by how many steps it has.
+    # The mean of 1 .. n, each point weighted by its number of steps.
     widths = [high - low + 1 for low, high in zip(found["low"], found["high"], strict=True)]
     assert sum(widths) == steps
     total = sum(mean * width for mean, width in zip(found["mean"], widths, strict=True))
@@ -74,7 +74,7 @@ def test_metrics_are_bounded_by_number() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), NUMBERS), min_size=1, max_size=60))
-def test_what_is_kept_is_what_is_read_again(values: list[tuple[int, float]]) -> None:
+def test_stored_curves_are_read_back_unchanged(values: list[tuple[int, float]]) -> None:
     curves = StepCurves()
     for step, value in values:
         curves.add(step, {"loss": value, "reward": -value})
@@ -84,7 +84,7 @@ def test_what_is_kept_is_what_is_read_again(values: list[tuple[int, float]]) -> 
     assert (again.last, again.last_step, again.stride) == (curves.last, curves.last_step, curves.stride)
 
 
-def test_a_loss_is_told_for_each_token_where_calls_say_of_how_many_it_is() -> None:
+def test_a_loss_is_per_token_if_calls_report_token_counts() -> None:
     parts = [{"loss:sum": 6.0, "weights:sum": 2.0, "tokens:sum": 9.0}, {"loss:sum": 4.0, "weights:sum": 3.0}]
     assert summed(parts) == {"loss_per_token": 2.0, "tokens": 9.0}
     assert summed([{"loss:sum": 6.0, "ratio:max": 1.5}, {"loss:sum": 1.0, "ratio:max": 1.1}]) == {
@@ -93,7 +93,7 @@ def test_a_loss_is_told_for_each_token_where_calls_say_of_how_many_it_is() -> No
     }
 
 
-def test_numbers_whose_sum_would_overflow_are_not_drawn() -> None:
+def test_numbers_that_would_overflow_a_sum_are_left_out() -> None:
     curves = StepCurves()
     for value in (1e308, 1e308, -1e308, 1e200, 2.0):
         curves.add(0, {"reward": value})
@@ -103,13 +103,13 @@ def test_numbers_whose_sum_would_overflow_are_not_drawn() -> None:
 @pytest.mark.parametrize("name", ["custom/a:mean", "custom/a:sum", "custom/a:max", "loss:sum"])
 @pytest.mark.parametrize("values", [(1e308, 1e308), (math.inf, -math.inf), (math.nan, 1.0)])
 def test_no_numbers_of_a_step_end_what_is_noted_of_others(name: str, values: tuple[float, float]) -> None:
-    """A mean of 1e308 twice raised OverflowError, and what had come of other models was lost with it."""
+    """A mean over two values of 1e308 raised OverflowError, which lost the results of other models."""
     found = summed([{name: value, "weights:sum": 1.0} for value in values])
     assert len(found) == 1
     curves = StepCurves()
     curves.add(1, found)
     points = [curves.points(one, 10) for one in curves.names]
-    assert json.loads(to_text(points)) == points, "browsers read it"
+    assert json.loads(to_text(points)) == points, "browsers must be able to parse it"
 
 
 def test_a_run_continues_from_a_step_with_what_was_known_by_then() -> None:
@@ -122,7 +122,7 @@ def test_a_run_continues_from_a_step_with_what_was_known_by_then() -> None:
     again = StepCurves.from_blob(resumed.to_blob())
     assert (again.resumed, again.last_step, again.stride) == (("tinker://a/weights/b", 1001), 1002, 4)
     points = again.points("loss", BUCKETS)
-    assert points["step"][-2:] == [997.5, 1001.0], "the part of a bucket before the step is not known by itself"
+    assert points["step"][-2:] == [997.5, 1001.0], "the part of a bucket before the step is not known separately"
     assert points["mean"][-2:] == [997.5, 7.0]
 
 

@@ -1,4 +1,4 @@
-"""EndpointSlices over real HTTP: list and watch as the Kubernetes API does them, with its ways to fail."""
+"""EndpointSlices over real HTTP: list and watch as in the Kubernetes API, with its ways to fail."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Event = tuple[int, str, dict[str, Any]]
 
 
 class ApiServer:
-    """Keeps slices and their history.
+    """Stores slices and their history.
 
     Attributes:
-        queries: Of every request, in order.
-        refusal: Status and text that every request is answered with, if set.
+        queries: The query of every request, in order.
+        refusal: Status and text of the answer to every request, if set.
     """
 
     def __init__(self) -> None:
@@ -38,26 +38,26 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """Of the server."""
+        """URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def lists(self) -> int:
-        """Requests that listed."""
+        """Returns the list requests."""
         return sum("watch" not in query for query in self.queries)
 
     @property
     def watches(self) -> list[str]:
-        """The versions that watches began at."""
+        """Returns the start versions of watches."""
         return [query["resourceVersion"] for query in self.queries if "watch" in query]
 
     @property
     def watching(self) -> int:
-        """Open watches."""
+        """Returns the number of open watches."""
         return len(self._watching)
 
     async def put(self, name: str, endpoints: Iterable[dict[str, Any]] | None, service: str = "s", **more: Any) -> None:
-        """Writes a slice; `None` stands for JSON's null, as an empty slice may come."""
+        """Writes a slice; `None` stands for JSON's null, which an empty slice may contain."""
         kind = "MODIFIED" if name in self._slices else "ADDED"
         metadata = {"name": name, "labels": {"kubernetes.io/service-name": service}}
         values = {"addressType": "IPv4", "ports": [{"name": "grpc", "port": 50052}]} | more
@@ -70,16 +70,16 @@ class ApiServer:
         await self._note("DELETED", self._slices.pop(name))
 
     async def bookmark(self) -> None:
-        """Tells watchers of a newer version, without a change that they asked for."""
+        """Sends watchers a newer version without a change."""
         await self._note("BOOKMARK", {"metadata": {}})
 
     def compact(self) -> None:
-        """Forgets all versions but the newest: watches from earlier ones are gone."""
+        """Forgets all versions except the newest, so that watches from earlier ones fail."""
         self._version += 1
         self._oldest = self._version
 
     async def end_watches(self) -> None:
-        """Ends all watches after what was sent, as the API does once their time is over."""
+        """Ends all watches after the sent events, as the API does after their time limit."""
         async with self._changed:
             self._ended += 1
             self._changed.notify_all()
@@ -90,7 +90,7 @@ class ApiServer:
             transport.abort()
 
     async def send_error(self, code: int) -> None:
-        """An ERROR event in running watches."""
+        """Sends an ERROR event to running watches."""
         await self._note("ERROR", {"kind": "Status", "code": code, "reason": "Expired", "message": "too old"})
 
     async def _note(self, kind: str, item: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ async def serving() -> AsyncIterator[ApiServer]:
 
 
 def kubeconfig(server: ApiServer, folder: Path) -> Path:
-    """A file for KUBECONFIG."""
+    """Writes a file for KUBECONFIG."""
     path = folder / "kubeconfig.json"
     path.write_text(
         json.dumps(
@@ -172,7 +172,7 @@ def kubeconfig(server: ApiServer, folder: Path) -> Path:
 
 
 def endpoint(address: str, **conditions: bool) -> dict[str, Any]:
-    """An endpoint; without conditions it says nothing of its readiness."""
+    """Returns an endpoint; without conditions its readiness is unknown."""
     return {"addresses": [address], "conditions": conditions}
 
 

@@ -1,4 +1,4 @@
-"""The settings choose a discovery; a wrong one is refused with an error that names it."""
+"""The settings choose a discovery; an invalid one is refused with an error that names it."""
 
 import re
 

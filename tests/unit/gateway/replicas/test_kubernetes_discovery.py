@@ -18,7 +18,7 @@ READY = {"ready": True, "serving": True, "terminating": False}
 
 
 class Seen:
-    """What a discovery yielded last, and how often."""
+    """The latest result of a discovery, and the number of results."""
 
     def __init__(self) -> None:
         self.addresses: Addresses | None = None
@@ -43,7 +43,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 @asynccontextmanager
 async def watching(server: ApiServer, address: str = "s:grpc") -> AsyncIterator[Seen]:
-    """A discovery at work."""
+    """A running discovery."""
     seen = Seen()
     discovery = KubernetesDiscovery(address, NAMESPACE, client.Configuration(host=server.url))
     task = asyncio.create_task(seen.follow(discovery))
@@ -87,7 +87,7 @@ async def test_only_those_count_that_are_ready_and_stay(server: ApiServer) -> No
         await server.put("s-1", [endpoint("10.0.0.1"), endpoint("10.0.0.2", ready=False)])
         await server.put("s-1", [endpoint("10.0.0.1"), endpoint("10.0.0.2", ready=True)])
         await seen.becomes("10.0.0.1:50052", "10.0.0.2:50052")
-        assert seen.count == count + 1, "what changes nothing is not told"
+        assert seen.count == count + 1, "a watch event without a change must yield nothing"
 
 
 async def test_ports_go_by_name_or_number_and_families_count_once(
@@ -147,7 +147,7 @@ async def test_an_expired_version_lists_anew(server: ApiServer, caplog: pytest.L
         await server.send_error(410)
         await eventually(lambda: server.lists == 3)
         assert seen.addresses == frozenset({"10.0.0.2:50052"})
-    assert "too old" not in caplog.text, "an expired version is no fault"
+    assert "too old" not in caplog.text, "an expired version is not an error"
 
 
 async def test_a_refusal_names_the_rule_that_is_missing_and_is_asked_again(
@@ -167,7 +167,7 @@ async def test_a_refusal_names_the_rule_that_is_missing_and_is_asked_again(
     assert 'User "x" cannot list' in text
 
 
-async def test_what_is_known_holds_while_the_server_fails(server: ApiServer) -> None:
+async def test_known_addresses_stay_while_the_api_server_fails(server: ApiServer) -> None:
     await server.put("s-1", [endpoint("10.0.0.1")])
     async with watching(server) as seen:
         await seen.becomes("10.0.0.1:50052")

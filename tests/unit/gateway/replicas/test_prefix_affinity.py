@@ -1,4 +1,4 @@
-"""What the gateway remembers of prompts: blocks, pictures, weights, the longest match."""
+"""The gateway's memory of prompts: blocks, pictures, weights, and the longest match."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from fovea_gateway.replicas.samplers import Affinity, prefix_keys
 
 
 def prompt(length: int, first: int = 0, **pictures: int) -> model_input_pb2.RenderedInput:
-    """Tokens that count up from `first`; pictures by digest, each with its offset."""
+    """Returns tokens that count up from `first`, and pictures by digest, each with its offset."""
     rendered = model_input_pb2.RenderedInput(tokens=encode_tokens(range(first, first + length)))
     for digest, offset in pictures.items():
         rendered.spans.add(offset=offset, length=4, feature=model_input_pb2.VisionFeature(digest=digest))
@@ -24,8 +24,8 @@ def test_keys_agree_exactly_as_far_as_prompts_do() -> None:
     long, short = prefix_keys("o", "s", prompt(128)), prefix_keys("o", "s", prompt(70))
     assert long[:2] == short
     assert set(prefix_keys("o", "s", prompt(128, first=1))).isdisjoint(long)
-    assert set(prefix_keys("o", "t", prompt(128))).isdisjoint(long), "caches of other weights are of no use"
-    assert set(prefix_keys("p", "s", prompt(128))).isdisjoint(long), "nor those of other owners"
+    assert set(prefix_keys("o", "t", prompt(128))).isdisjoint(long), "caches of other weights are useless"
+    assert set(prefix_keys("p", "s", prompt(128))).isdisjoint(long), "so are those of other owners"
 
 
 def test_pictures_tell_equal_placeholders_apart() -> None:
@@ -46,14 +46,14 @@ def test_the_longest_match_wins() -> None:
     assert affinity.longest([]) == set()
 
 
-def test_what_was_not_seen_for_longest_is_forgotten_from_its_end() -> None:
+def test_the_oldest_prompt_is_forgotten_from_its_end() -> None:
     old, new = prefix_keys("o", "s", prompt(128)), prefix_keys("o", "s", prompt(128, first=500))
     affinity, other = Affinity(capacity=6), Affinity(capacity=6)
     for one in (affinity, other):
         one.note(old, "a")
         one.note(new, "b")
     assert affinity.longest(new) == {"b"}
-    assert affinity.longest(old) == {"a"}, "its beginning is still known"
+    assert affinity.longest(old) == {"a"}, "its prefix must still be known"
     other.note(new[:1], "a")
     other.note(prefix_keys("o", "s", prompt(96, first=900)), "c")
     assert other.longest(old) == set()

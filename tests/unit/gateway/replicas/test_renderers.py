@@ -1,4 +1,4 @@
-"""The info of renderers that come and go."""
+"""The reported info of renderers that join and leave."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,4 +23,4 @@ async def test_info_comes_from_a_renderer_that_is_still_there() -> None:
     del members["first"]
     assert await renderers.info() is second
     members.clear()
-    assert await renderers.info() is second, "none is there now: the last one known"
+    assert await renderers.info() is second, "none is available now, so the last known info is used"

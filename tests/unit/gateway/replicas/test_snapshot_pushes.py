@@ -1,4 +1,4 @@
-"""How far a sampler is behind: by model, by what was asked for, and not for models that it does not have."""
+"""The lag of a sampler: by model, by the requested weights, and not for models that it does not have."""
 
 from fovea_gateway.replicas.samplers import version_of
 from fovea_gateway.replicas.snapshot_pushes import Versions, id_of_export, id_of_snapshot
@@ -22,7 +22,7 @@ def test_the_model_that_is_furthest_behind_counts() -> None:
     assert versions.lag(["a:train:0@4", "c:train:0@2"]) == 1
 
 
-def test_what_is_held_beyond_what_was_asked_for_is_no_lag_elsewhere() -> None:
+def test_a_newer_version_than_requested_is_no_lag() -> None:
     versions = Versions()
     versions.want("m@2")
     assert versions.lag(["m@4"]) <= 0

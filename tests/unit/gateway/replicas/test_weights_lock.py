@@ -1,4 +1,4 @@
-"""One set of full weights at a time, and nobody starves."""
+"""The lock admits one set of full weights at a time without starvation."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from fovea_gateway.replicas.samplers import WeightsLock
 
 
 class Place:
-    """A lock with what it was asked to put."""
+    """A lock with the list of requested weights."""
 
     def __init__(self) -> None:
         self.put: list[str] = []
@@ -39,7 +39,7 @@ async def test_base_needs_no_change_and_runs_side_by_side() -> None:
     assert place.put == []
 
 
-async def test_those_who_wait_for_the_same_set_enter_together_and_both_sides_progress() -> None:
+async def test_requests_for_the_same_set_enter_together_and_both_sets_progress() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     wanted = ["a", "b"] * 20
     await asyncio.wait_for(asyncio.gather(*(place.use(name, entered) for name in wanted)), 10)
@@ -63,7 +63,7 @@ async def test_a_steady_stream_for_one_set_does_not_starve_the_other() -> None:
     await asyncio.gather(*stream)
 
 
-async def test_a_failed_change_fails_those_who_wanted_it_and_is_tried_anew() -> None:
+async def test_a_failed_change_fails_its_waiters_and_is_retried() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     place.fail = RuntimeError("broken")
     results = await asyncio.gather(*(place.use("a", entered) for _ in range(3)), return_exceptions=True)
@@ -71,7 +71,9 @@ async def test_a_failed_change_fails_those_who_wanted_it_and_is_tried_anew() -> 
     assert place.lock.resident is None
     place.fail = None
     await place.use("", entered)
-    assert place.put == ["a", ""], "what is in place is unknown after a failure: even the base is put again"
+    assert place.put == ["a", ""], (
+        "the present weights are unknown after a failure, so even the base must be loaded again"
+    )
 
 
 async def test_cancelled_waiters_leave_no_trace() -> None:
@@ -100,7 +102,7 @@ async def test_a_restart_is_noticed() -> None:
     assert place.lock.inside == 0
 
 
-async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None:
+async def test_waiting_requests_can_be_dismissed_and_running_ones_stay() -> None:
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     async with place.lock.hold(""):
         waiters = [asyncio.create_task(place.use(name, entered)) for name in ("a", "b")]
@@ -112,8 +114,10 @@ async def test_those_who_wait_can_be_dismissed_and_who_is_inside_stays() -> None
     assert (entered, place.put, place.lock.inside) == ([], [], 0)
 
 
-async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
-    """They do not go under one that wants exactly its own, and neither older ones nor another model's under any."""
+async def test_newer_weights_of_a_model_replace_those_of_requests_that_follow_it() -> None:
+    """They do not replace a version that a request names exactly, and neither older weights nor another model's replace
+    any.
+    """
     place, entered = Place(), []  # type: tuple[Place, list[str]]
     lock = place.lock
     async with lock.hold("m@1", follows=True):
@@ -125,7 +129,7 @@ async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
                 held = lock.hold("m@3", follows=True)
                 newest = asyncio.create_task(held.__aenter__())
                 await asyncio.sleep(0.01)
-                assert not newest.done(), "one inside wants m@2"
+                assert not newest.done(), "one request needs m@2"
             await newest
             assert (lock.resident, lock.inside) == ("m@3", 3)
         others = [asyncio.create_task(place.use(name, entered)) for name in ("m@4", "n@9", "")]
@@ -137,7 +141,7 @@ async def test_newer_weights_of_a_model_go_under_those_who_follow_it() -> None:
     assert place.put == ["m@1", "m@2", "m@3", "m@4", "n@9", ""]
 
 
-async def test_those_who_follow_go_on_after_a_failed_change_and_it_is_tried_anew() -> None:
+async def test_followers_continue_after_a_failed_change_which_is_retried() -> None:
     place = Place()
     async with place.lock.hold("m@1", follows=True):
         place.fail = RuntimeError("broken")

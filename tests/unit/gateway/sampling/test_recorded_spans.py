@@ -1,4 +1,4 @@
-"""Records of samples as inputs of a loss, whatever the number of spans."""
+"""Recorded samples as inputs of a loss, for any number of spans."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from fovea_gateway.sampling.recordings import RecordedSequence
 
 
 class _Counted(bytes):
-    """A packed support that counts the bytes that are read of it."""
+    """A packed support that counts the bytes read from it."""
 
     read = 0
 

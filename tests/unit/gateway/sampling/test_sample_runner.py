@@ -1,4 +1,4 @@
-"""Deltas put together."""
+"""Concatenation of deltas."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_half_an_answer_is_never_a_whole_one(events: list[sampler_pb2.SampleResp
         gather(events, gateway_pb2.SampleTokensRequest(sample_count=1), None)
 
 
-def test_what_was_asked_of_the_prompt_and_did_not_come_is_our_fault_not_an_empty_field() -> None:
+def test_missing_prompt_results_are_an_internal_error() -> None:
     table = gateway_pb2.TargetTable(column_count=2)
     table.tokens.token_ids.CopyFrom(tensors.encode(np.asarray([7, -1, 9], np.int32)))
     table.tokens.row_offsets.CopyFrom(tensors.encode(np.asarray([0, 1, 3], np.int64)))

@@ -33,7 +33,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> npt.NDArray[np.float32]:
-    """logprobs of [N] or [N, K]."""
+    """Returns logprobs of shape [N] or [N, K]."""
     shape = draw(st.sampled_from([(3,), (1,), (0,), (4, 2), (2, 3)]))
     return np.array(draw(st.lists(logprob, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))), "<f4").reshape(
         shape

@@ -1,4 +1,4 @@
-"""Rows of futures, many at once."""
+"""Batched rows of futures."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ async def database(database_url: str) -> AsyncIterator[Database]:
     await opened.close()
 
 
-async def test_of_many_each_is_told_whether_it_is_new(database: Database) -> None:
+async def test_each_of_many_submissions_learns_whether_it_is_new(database: Database) -> None:
     known = range(0, 600, 7)
     await asyncio.gather(*(database.write(submitting(number)) for number in known))
     news = await asyncio.gather(*(database.write(submitting(number)) for number in range(600)))

@@ -25,7 +25,7 @@ def submission(
 
 
 class Store:
-    """Futures in a database, which can be left and opened again; what was started is noted."""
+    """Futures in a database that can be closed and opened again; records the started work."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -73,7 +73,7 @@ async def test_waiters_wake_with_the_outcome(store: Store) -> None:
     await futures.finish(work, Outcome(work.submission.kind, b"result"))
     outcomes = await asyncio.gather(*waiters)
     assert all(isinstance(outcome, Outcome) and outcome.result == b"result" for outcome in outcomes)
-    assert not await store.submit(futures, submission()), "a repeat after the end starts nothing"
+    assert not await store.submit(futures, submission()), "a repeat after the end must start nothing"
 
 
 async def test_unfinished_work_survives_with_its_request(store: Store) -> None:
@@ -109,7 +109,7 @@ async def test_outcome_and_its_effects_are_kept_together_or_not_at_all(store: St
     with pytest.raises(OSError, match="disk full"):
         await futures.finish(work, Outcome(work.submission.kind, b"result"), [broken])
     answer = await futures.wait("m:1", "owner", 0)
-    assert isinstance(answer, Outcome), "whoever waits is not left hanging"
+    assert isinstance(answer, Outcome), "no waiter may hang"
     await store.database.close()
     futures = await store.open()
     assert [left.submission.future_id for left in await futures.restore()] == ["m:1"]
@@ -158,7 +158,7 @@ async def test_release_answers_every_poll_now(store: Store) -> None:
     assert await futures.wait("m:1", "owner", 60) is work
 
 
-async def test_what_is_kept_is_begun_although_its_client_went_away(store: Store) -> None:
+async def test_a_stored_submission_starts_although_its_client_disconnected(store: Store) -> None:
     futures = await store.open()
     gate = threading.Event()
     blocking = asyncio.create_task(store.database.write(lambda connection: gate.wait(20)))
@@ -169,13 +169,13 @@ async def test_what_is_kept_is_begun_although_its_client_went_away(store: Store)
     await asyncio.gather(submitting, return_exceptions=True)
     gate.set()
     await blocking
-    assert not await store.submit(futures, submission()), "the repeat finds it"
+    assert not await store.submit(futures, submission()), "the repeat must find it"
     assert list(store.started) == ["m:1"]
 
 
-async def test_what_cannot_be_kept_is_refused_to_its_repeats_too(store: Store) -> None:
+async def test_a_submission_that_cannot_be_stored_is_refused_to_its_repeats_too(store: Store) -> None:
     futures = await store.open()
-    too_large = 2**70  # for a column of 64 bits
+    too_large = 2**70  # for a 64-bit column
     answers = await asyncio.gather(
         *(store.submit(futures, submission(too_large)) for _ in range(3)), return_exceptions=True
     )
@@ -217,7 +217,7 @@ async def test_a_sweep_looks_at_what_is_due_alone(tmp_path: Path, monkeypatch: p
 
     await store.database.write(watch)
     await futures.sweep()
-    assert looked < count, "instructions of SQLite: it looks at none of those rows again"
+    assert looked < count, "SQLite instructions: it must not read those rows again"
     await finished(store, futures, range(count, count + 1), Outcome(Kind.OPTIM_STEP, b"result"))
     await asyncio.sleep(0.06)
     await futures.sweep()
@@ -238,7 +238,7 @@ async def test_an_owner_that_keeps_more_results_than_its_share_loses_its_own_old
     for seq_id in range(8):
         await end(seq_id, "owner", 100)
     await futures.sweep()
-    # 400 it may have: as much is free beside the other's 200.
+    # It may have 400: as much is free beside the other's 200.
     for seq_id in range(4):
         with pytest.raises(Expired, match="max_result_bytes"):
             await futures.wait(f"m:{seq_id}", "owner", 0)
@@ -246,7 +246,7 @@ async def test_an_owner_that_keeps_more_results_than_its_share_loses_its_own_old
         assert isinstance(await futures.wait(f"m:{seq_id}", "owner", 0), Outcome)
     assert isinstance(await futures.wait("m:100", "quiet", 0), Outcome)
     await store.database.close()
-    futures = await store.open()  # what an earlier process kept counts too
+    futures = await store.open()  # futures of an earlier process count, too
     await end(101, "owner", 300)
     await futures.sweep()
     with pytest.raises(Expired):

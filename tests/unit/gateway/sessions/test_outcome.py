@@ -1,4 +1,4 @@
-"""The outcome of the work of a future."""
+"""The outcome of a future's work."""
 
 import gc
 import weakref

@@ -14,7 +14,7 @@ from fovea_gateway.sessions.sessions import Sessions
 
 
 class Failing(Database):
-    """A database whose next write can be refused."""
+    """A database that can refuse the next write."""
 
     refuses = False
 
@@ -26,7 +26,7 @@ class Failing(Database):
 
 
 async def _forget(model_id: str) -> None:
-    """No checkpoints here."""
+    """Does nothing, because there are no checkpoints."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tinker's requests decoded as the SDK encodes them."""
+"""Decoding of Tinker's requests as the SDK encodes them."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ names = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_
 
 @st.composite
 def tensor(draw: st.DrawFn) -> types.TensorData:
-    """Dense of one or two dimensions, or CSR."""
+    """Draws a dense tensor of one or two dimensions, or a CSR tensor."""
     rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     dtype = draw(st.sampled_from([np.float32, np.int64]))
     values = draw(st.lists(st.integers(-3, 3), min_size=rows * columns, max_size=rows * columns))
@@ -54,7 +54,7 @@ def tensor(draw: st.DrawFn) -> types.TensorData:
 
 
 def encode(data: list[types.Datum], **more: Any) -> tinker_pb2.ForwardBackwardRequest:
-    """As the SDK puts it on the wire, read by our own copy of the schema."""
+    """Encodes a request as the SDK does, parsed by our own copy of the schema."""
     request = ForwardBackwardRequest(
         model_id="sess-1:train:0",
         seq_id=more.pop("seq_id", 3),
@@ -181,7 +181,7 @@ def test_newer_loss_config_wins_and_text_is_refused() -> None:
 
 
 def test_sparse_targets_and_weights_are_each_made_dense_by_their_own_pattern() -> None:
-    """Token id 0 is a legal target, which a client's sparse tensor may leave out while its weight is there (C85)."""
+    """Token id 0 is a valid target, which a client's sparse tensor may omit while its weight is stored (C85)."""
     targets = np.array([[7, 0, 3], [0, 9, 0]])
     weights = np.array([[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]], np.float32)
     for dense in (targets, weights):

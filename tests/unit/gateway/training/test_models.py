@@ -1,4 +1,4 @@
-"""Which sessions are freed by the next gateway, if one ended before it had freed them."""
+"""Sessions that the next gateway frees if the previous one ended before it had freed them."""
 
 import pytest
 import sqlalchemy as sa
@@ -10,7 +10,7 @@ OVER, OPEN = 2.0, None
 
 
 def rows_of(session_id: str) -> dict[str, tuple[sa.Table, dict[str, object]]]:
-    """What a session may own, by what it is."""
+    """Returns one row of each kind that a session may own."""
     model_id = f"{session_id}:train:0"
     model = {
         "model_id": model_id, "session_id": session_id, "owner": "o", "base_model": "b", "lora": b"",
@@ -40,7 +40,7 @@ def rows_of(session_id: str) -> dict[str, tuple[sa.Table, dict[str, object]]]:
         ("a command in the journal", OPEN, False),
     ],
 )
-def test_what_a_session_that_is_over_owns_still(what: str, ended_at: float | None, is_found: bool) -> None:
+def test_unfreed_objects_of_an_ended_session_are_found(what: str, ended_at: float | None, is_found: bool) -> None:
     session = {"session_id": "s", "owner": "o", "tags": [], "user_metadata": {}, "created_at": 1.0, "heartbeat_at": 1.0}
     table, row = rows_of("s")[what]
     engine = sa.create_engine("sqlite://")

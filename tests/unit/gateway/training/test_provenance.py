@@ -1,4 +1,4 @@
-"""Spans of provenance: taken as the SDK makes them, refused by name where they promise something else."""
+"""Provenance spans: accepted as the SDK sends them, and refused with a reason if they are inconsistent."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ IMAGE = types.ImageChunk(data=b"png", format="png", expected_tokens=4)
 
 
 def attributed(*chunks: Any) -> types.Datum:
-    """Three prompt positions and the rest sampled, as cookbook 0.6.1 attributes them."""
+    """Returns three prompt positions and sampled ones after them, as cookbook 0.6.1 attributes them."""
     whole = types.ModelInput(chunks=list(chunks))
     plain = types.Datum(model_input=whole, loss_fn_inputs={"target_tokens": [1] * whole.length})
     prompt = PromptProvenanceSpan(sequence_id="one", length=3)

@@ -18,7 +18,7 @@ def command(seq_id: int) -> Submission:
 
 
 class Record:
-    """What a queue did, and a gate to hold it."""
+    """The actions of a queue, and a gate to hold it."""
 
     def __init__(self, next_seq_id: int = 1, gap_timeout_s: float = 60.0) -> None:
         self.ran: list[int] = []
@@ -70,7 +70,7 @@ async def test_a_gap_holds_what_is_behind_it_and_says_so() -> None:
     record.add(1)
     await asyncio.sleep(0.01)
     assert record.ran == [1]
-    assert "request 2" in late.progress.waiting_for, "which is the missing one now"
+    assert "request 2" in late.progress.waiting_for, "the error must name the missing request now"
     record.add(2)
     await late.done.wait()
     assert record.ran == [1, 2, 3]
@@ -127,7 +127,7 @@ async def test_a_queue_wakes_up_again_after_idling() -> None:
 
 
 class Told(Progress):
-    """Counts how often it is told what it waits for."""
+    """Counts the calls of wait_on."""
 
     told = 0
 
@@ -136,7 +136,7 @@ class Told(Progress):
         super().wait_on(reason, queue_state)
 
 
-async def test_what_waits_is_not_gone_through_for_each_command() -> None:
+async def test_waiting_commands_are_not_rescanned_for_each_command() -> None:
     record, count = Record(), 1000
     pendings = [Pending(command(seq_id), b"", progress=Told()) for seq_id in range(1, count + 1)]
     for pending in reversed(pendings):
@@ -150,4 +150,4 @@ async def test_what_waits_is_not_gone_through_for_each_command() -> None:
 @pytest.mark.parametrize(("named", "indexes"), [("1,2", [1, 2]), ("2,9,-1", [2]), ("9,-1", [0, 1, 2]), ("", [0, 1, 2])])
 def test_datums_out_of_range_are_not_rendered_again(named: str, indexes: list[int]) -> None:
     error = FeatureEvicted("gone", datums=named)
-    assert commands._missing(error, 3) == indexes, "an empty list would repeat the same call without end"
+    assert commands._missing(error, 3) == indexes, "an empty list would repeat the same call endlessly"

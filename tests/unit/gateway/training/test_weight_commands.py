@@ -1,4 +1,4 @@
-"""What is refused before a trainer is asked for a model."""
+"""Requests that are refused before a trainer gets the model."""
 
 import pytest
 

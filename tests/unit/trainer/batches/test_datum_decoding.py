@@ -1,4 +1,4 @@
-"""What a datum may be, and what it is after decoding."""
+"""Valid datums, and their decoded form."""
 
 from dataclasses import replace
 
@@ -110,7 +110,7 @@ def test_a_traced_loss_says_what_its_inputs_are() -> None:
     loss = loss_of(trainer_pb2.ForwardBackwardHeader(loss_function="custom", custom_loss=message))
     table = np.arange(6).reshape(3, 2)
     given = {"target_tokens": np.zeros((2, 4), np.int64), "table": table, "unread": np.ones(1, np.float32)}
-    for beta in (np.array(0.5, np.float32), np.array([0.5], np.float32)):  # the SDK leaves the shape of a number out
+    for beta in (np.array(0.5, np.float32), np.array([0.5], np.float32)):  # the SDK omits the shape of a number
         datum = decode_datum(_datum([1, 2], **given, beta=beta), 0, loss, LIMITS)
         assert datum.inputs["beta"].shape == ()
     assert datum.inputs["table"].dtype == np.int64

@@ -1,4 +1,4 @@
-"""Properties of the plan: nothing lost, nothing twice, budgets kept, ranks in step."""
+"""Properties of the plan: each datum exactly once, budgets kept, ranks in step."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_ranks_stay_in_step(sizes: list[DatumSize], ranks: int, budgets: tuple[i
     assert made.steps
     for step in made.steps:
         assert len(step.datums) == ranks
-        assert any(step.datums), "a step in which nobody computes anything"
+        assert any(step.datums), "no step may leave all ranks idle"
         assert step.has_vision == any(sizes[index].patch_count for batch in step.datums for index in batch)
 
 
@@ -81,7 +81,7 @@ def test_groups_share_the_datums_above_the_token_budget(
     for step in made.steps:
         assert len(step.datums) == ranks
         members = [step.datums[first : first + step.ranks] for first in range(0, ranks, step.ranks)]
-        assert all(len(set(group)) == 1 for group in members), "ranks of a group have different datums"
+        assert all(len(set(group)) == 1 for group in members), "ranks of a group must have different datums"
         computed += [index for group in members for index in group[0]]
         for rank, batch in enumerate(step.datums):
             long = [index for index in batch if sizes[index].token_count > budgets[0]]

@@ -1,4 +1,4 @@
-"""Outputs of the frozen tower: split, kept, recalled under the right size, joined."""
+"""Outputs of the frozen tower: split, cached, retrieved with the right size, joined."""
 
 import torch
 

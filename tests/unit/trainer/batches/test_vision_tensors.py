@@ -1,4 +1,4 @@
-"""Images come from a renderer that holds few of them at once; its gRPC server is real."""
+"""Images come from a renderer with a small cache; its gRPC server is real."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ COUNT, HELD = 7, 2
 
 
 class SmallRenderer(renderer_pb2_grpc.RendererServiceServicer):
-    """Holds the last `HELD` images that were rendered."""
+    """Holds the last `HELD` rendered images."""
 
     def __init__(self) -> None:
         self.held: OrderedDict[str, FeatureTensors] = OrderedDict()
@@ -97,7 +97,7 @@ def test_a_batch_that_is_more_than_a_renderer_holds_comes_in_portions(renderer: 
         cache.tensors_of("another", datums, {})
 
 
-def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
+def test_staged_tensors_of_a_model_are_dropped_with_it(renderer: SmallRenderer) -> None:
     cache = TensorFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in range(3)]
     with pytest.raises(FeatureEvicted):
@@ -109,7 +109,7 @@ def test_what_waits_for_a_model_goes_with_it(renderer: SmallRenderer) -> None:
     assert caught.value.metadata["datums"] == "0,1,2"
 
 
-def test_what_waits_for_a_call_that_never_comes_is_freed_after_a_while(renderer: SmallRenderer) -> None:
+def test_tensors_for_a_call_that_never_comes_are_freed(renderer: SmallRenderer) -> None:
     now = 0.0
     cache = TensorFetcher(0, small_qwen3_vl(patch_size=1), 10.0, "", lambda: now)
     with pytest.raises(FeatureEvicted):
@@ -123,11 +123,11 @@ def test_what_waits_for_a_call_that_never_comes_is_freed_after_a_while(renderer:
 
 
 def feature(datum: Datum) -> model_input_pb2.VisionFeature:
-    """Of its one image."""
+    """Returns the feature of its one image."""
     return datum.spans[0].feature
 
 
-async def test_what_was_fetched_ahead_is_there_when_it_is_needed(renderer: SmallRenderer) -> None:
+async def test_prefetched_tensors_are_available_when_needed(renderer: SmallRenderer) -> None:
     cache = TensorFetcher(2**20, small_qwen3_vl(patch_size=1), 10.0, "")
     datums = [renderer.render(number) for number in (0, 1)]
     renderer.open.clear()
@@ -135,7 +135,7 @@ async def test_what_was_fetched_ahead_is_there_when_it_is_needed(renderer: Small
     cache.fetch_ahead(map(feature, datums))
     await eventually(lambda: bool(renderer.asked))
     call = asyncio.create_task(asyncio.to_thread(cache.tensors_of, "m", datums, {}))
-    await asyncio.sleep(0.1)  # for it to wait for what is on its way
+    await asyncio.sleep(0.1)  # so that it waits for the fetch in progress
     renderer.open.set()
     found = await call
     renderer.held.clear()
@@ -171,7 +171,7 @@ async def test_a_hint_that_comes_to_nothing_does_no_harm(renderer: SmallRenderer
     assert cache.tensors_of("m", [datum], {}).keys() == {"0".zfill(64)}
 
 
-async def test_what_would_push_itself_out_is_not_fetched_ahead(renderer: SmallRenderer) -> None:
+async def test_prefetching_stops_before_it_evicts_itself(renderer: SmallRenderer) -> None:
     size = feature(renderer.render(0)).size_bytes
     cache = TensorFetcher(4 * size, small_qwen3_vl(patch_size=1), 10.0, "")
     cache.fetch_ahead([feature(renderer.render(number)) for number in (0, 1, 2)])

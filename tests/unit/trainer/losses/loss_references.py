@@ -1,4 +1,4 @@
-"""Each loss of one datum in plain float64 numpy, straight from its formula, position by position.
+"""Each loss of one datum in plain float64 numpy, from its formula, position by position.
 
 Written from tinker-contract.md section 5 and the papers; shares no code with services/trainer/fovea_trainer.
 """
@@ -16,7 +16,7 @@ CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2), "stable_rei
 
 
 def log_softmax(logits: Array) -> Array:
-    """Over the last axis."""
+    """Computes log-softmax over the last axis."""
     shifted = logits - logits.max(-1, keepdims=True)
     result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return result
@@ -108,13 +108,13 @@ REFERENCES: dict[str, Reference] = {
 
 
 def value(name: str, logits: Array, targets: npt.NDArray, given: Inputs, config: Config) -> float:
-    """The loss of targets [N] or [N, K] whose positions have these logits [N, V]."""
+    """Returns the loss of targets [N] or [N, K] at positions with these logits [N, V]."""
     lp = logprobs(logits, targets)
     return REFERENCES[name](lp, given, config, lp)
 
 
 def logprobs(logits: Array, targets: npt.NDArray) -> Array:
-    """float64, shaped as the targets."""
+    """Returns float64 log-probabilities, shaped as the targets."""
     rows = targets.reshape(len(targets), -1)
     found: Array = np.take_along_axis(log_softmax(logits), rows, axis=1).reshape(targets.shape)
     return found
@@ -123,7 +123,7 @@ def logprobs(logits: Array, targets: npt.NDArray) -> Array:
 def numerical_gradient(
     name: str, logits: Array, targets: npt.NDArray, given: Inputs, config: Config, step: float = 1e-5
 ) -> Array:
-    """d loss / d logits by central differences; what a stop-gradient holds stays where it is."""
+    """Returns d loss / d logits by central differences; values under a stop-gradient stay fixed."""
     frozen = logprobs(logits, targets)
     gradient = np.zeros_like(logits)
     for place in np.ndindex(*logits.shape):

@@ -1,4 +1,4 @@
-"""Traced losses, rebuilt and run: what the client's own function gives, and a named error for what cannot be."""
+"""Traced losses, rebuilt and run: they equal the client's function, and unsupported ones raise a named error."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[..., Any], Mapping[str, int], tuple[int, ...], M
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_function_on_the_client(sandbox: Sandbox, case: str, seed: int) -> None:
-    """Value, gradient and metrics, bit for bit: the same operations in the same order."""
+    """Value, gradient and metrics are bit-identical: the same operations in the same order."""
     function, ranks, shape, makers = CASES[case]
     random = np.random.default_rng(seed)
     values = -random.exponential(size=shape).astype(np.float32)

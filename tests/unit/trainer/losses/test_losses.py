@@ -1,4 +1,4 @@
-"""Losses against independent float64 formulas and numerical gradients through the logits; golden values; edges."""
+"""Losses against independent float64 formulas and numerical gradients through the logits; golden values; edge cases."""
 
 import json
 import math
@@ -32,7 +32,7 @@ Arrays = dict[str, npt.NDArray[np.float64]]
 
 
 def make_case(name: str, seed: int, weights: bool = True, thresholds: bool = False) -> tuple[Any, Any, Arrays]:
-    """Logits [N, V], targets [N], inputs of which some advantages and weights are zero or negative."""
+    """Returns logits [N, V], targets [N], and inputs with some zero or negative advantages and weights."""
     random = np.random.default_rng(seed)
     logits = random.normal(size=(N, V)) * 1.5
     targets = random.integers(0, V, N)
@@ -59,7 +59,7 @@ def make_loss(name: str, **config: float) -> Loss:
 
 
 def compute(loss: Loss, logprobs: torch.Tensor, given: Arrays) -> LossValue:
-    """With what is not given at its default, as decoding does."""
+    """Computes a loss with defaults for missing inputs, as decoding does."""
     inputs = {
         wanted.name: torch.as_tensor(given[wanted.name], dtype=torch.float32)
         if wanted.name in given
@@ -70,12 +70,12 @@ def compute(loss: Loss, logprobs: torch.Tensor, given: Arrays) -> LossValue:
 
 
 def clipped_and_counted(value: LossValue) -> tuple[float, float]:
-    """Tokens that were clipped, and all that could be."""
+    """Returns the numbers of clipped tokens and of all tokens that could be clipped."""
     return value.metrics["clipped_tokens:sum"].item(), value.metrics["policy_tokens:sum"].item()
 
 
 def through_the_head(logits: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities as the trainer makes them, and the logits as a leaf: hidden states times a unit matrix."""
+    """Returns the trainer's log-probabilities and the logits as a leaf: hidden states times a unit matrix."""
     leaf = torch.tensor(logits, dtype=torch.float32, requires_grad=True)
     columns = torch.as_tensor(targets).reshape(len(targets), -1)
     found = target_logprobs(leaf, torch.eye(V), None, columns, 3)
@@ -122,7 +122,7 @@ def test_several_targets_a_position() -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_golden_values(name: str) -> None:
-    """Numbers that were written once: a change of a formula or of a default shows here."""
+    """Stored numbers, which detect a change of a formula or a default."""
     golden = json.loads(GOLDEN.read_text())[name]
     for case in golden:
         given = {key: np.array(values) for key, values in case["inputs"].items()}
@@ -136,7 +136,7 @@ def test_golden_values(name: str) -> None:
 
 
 def test_ppo_with_a_negative_advantage_and_a_high_ratio_is_not_clipped() -> None:
-    """min(r A, 1.2 A) is r A: the ratio still has a gradient, which pushes it down (C81)."""
+    """min(r A, 1.2 A) is r A: the ratio still has a gradient, which lowers it (C81)."""
     logprobs = torch.tensor([-1.0], requires_grad=True)
     given = {"logprobs": np.array([-1.0 - math.log(3)]), "advantages": np.array([-2.0])}
     value = compute(make_loss("ppo"), logprobs, given)
@@ -161,7 +161,7 @@ def test_ppo_beyond_its_bound_has_no_gradient(ratio: float, advantage: float, bo
 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_clipped_tokens_are_counted_the_same_however_a_batch_is_split(name: str) -> None:
-    """A share of each datum's tokens, averaged over datums, would weigh a token of a short datum more."""
+    """Averaging each datum's share over datums would give tokens of short datums more weight."""
     found = []
     for ratios, weights in (([9.0], [1.0]), ([1.0, 1.0, 1.0, 9.0, 9.0], [0.0, 1.0, 1.0, 1.0, 1.0])):
         given = {
@@ -211,7 +211,7 @@ def test_the_penalty_of_stable_reinforce_pulls_towards_the_sampling_policy() -> 
 
 
 def test_gspo_takes_its_ratio_from_masked_positions_only() -> None:
-    """And every position acts with its own advantage, masked or not (C82)."""
+    """Every position uses its own advantage, masked or not (C82)."""
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     given = {
         "logprobs": np.array([-50.0, -2.1, -3.05]),
@@ -304,7 +304,7 @@ def test_temperatures_that_no_sampler_takes_are_refused(name: str, temperature: 
 
 
 def _golden() -> dict[str, Any]:
-    """From the references: losses in float64, gradients by differences. Metrics are our own."""
+    """Returns golden values from the references: losses in float64, gradients by differences. Metrics are our own."""
     written: dict[str, Any] = {}
     for name in sorted(REFERENCES):
         written[name] = []

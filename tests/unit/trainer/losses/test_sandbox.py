@@ -1,4 +1,4 @@
-"""The process that evaluates traced losses: it is stopped when it takes too much, and the next call finds a new one."""
+"""The process that evaluates traced losses: it is killed above its limits, and the next call gets a new one."""
 
 import os
 import random
@@ -27,7 +27,7 @@ SLOW = graph(
     *(node("call_method", f"m{i}", "lgamma", ref("wide")) for i in range(4)),
     node("call_method", "total", "sum", X),
 )
-"""About 0.1 s a datum."""
+"""About 0.1 s per datum."""
 
 WIDE = graph(
     node("call_method", "wide", "repeat", X, 2**20),
@@ -35,7 +35,7 @@ WIDE = graph(
     *(node("call_function", f"a{i}", "torch.add", ref("exp"), i) for i in range(4)),
     node("call_method", "total", "sum", ref("exp")),
 )
-"""16 MiB a node."""
+"""16 MiB per node."""
 
 
 def small(value: float = -1.0) -> torch.Tensor:
@@ -55,7 +55,9 @@ def assert_it_goes_on(sandbox: Sandbox) -> None:
 
 
 def worker_of(sandbox: Sandbox) -> psutil.Process:
-    """The process that a graph runs in: the only child of the one that forks it, which is told its limits last."""
+    """Returns the process that runs a graph: the only child of the forking process, which has the limits as last
+    arguments.
+    """
     commands = {one: one.cmdline() for one in psutil.Process().children() if not is_gone(one)}
     (parent,) = [
         one
@@ -74,7 +76,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def test_time_is_that_of_the_whole_call(roomy: Sandbox) -> None:
-    """Also of what comes in several micro-batches, and the next call finds a worker."""
+    """Including calls with several micro-batches; the next call gets a worker."""
     loss = custom(SLOW, roomy)
     loss.limit_time(2.0)
     words = r"^datum\[\d+\] custom loss 'by_hand': node '\w+' \(\w+\) was stopped: .* may take 60 s in total"
@@ -98,7 +100,7 @@ def test_memory_is_refused_by_name(sandbox: Sandbox) -> None:
     assert_it_goes_on(sandbox)
 
 
-def test_what_a_worker_cannot_even_read_is_refused(sandbox: Sandbox) -> None:
+def test_a_request_too_large_for_the_worker_is_refused(sandbox: Sandbox) -> None:
     with pytest.raises(InvalidInput, match="ended its process: a loss may use 64 MiB"):
         each(custom(square_loss(), sandbox), [torch.zeros(2**25, requires_grad=True)])
     assert_it_goes_on(sandbox)
@@ -106,7 +108,7 @@ def test_what_a_worker_cannot_even_read_is_refused(sandbox: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["worker", "its parent"])
-def test_a_worker_that_somebody_else_ends_costs_nothing(sandbox: Sandbox, which: str) -> None:
+def test_a_worker_killed_from_outside_costs_nothing(sandbox: Sandbox, which: str) -> None:
     assert_it_goes_on(sandbox)
     worker = worker_of(sandbox)
     parent = worker.parent()
@@ -119,7 +121,7 @@ def test_a_worker_that_somebody_else_ends_costs_nothing(sandbox: Sandbox, which:
 
 
 def test_a_worker_holds_nothing_of_ours(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No environment, no files but its link, no signal that is meant for the rank."""
+    """It has no environment variables, no files except its link, and no signals that are meant for the rank."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with Path(__file__).open() as _:
         assert_it_goes_on(sandbox)
@@ -161,7 +163,7 @@ ANSWERS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", ANSWERS)
 def test_an_answer_is_not_trusted(case: str) -> None:
-    """What it holds is bounded by what was asked."""
+    """The request bounds the size of the answer."""
     asked = Request(b"", [[torch.zeros(4)], [torch.zeros(4)]], metric_count=1, backward=True)
     with pytest.raises(FrameError):
         read_answer(_from(ANSWERS[case]), asked)
@@ -189,7 +191,7 @@ def _from(data: bytes) -> Any:
 
 
 def _any_argument(draw: random.Random, depth: int = 0) -> Any:
-    """Small on the wire; what it stands for need not be."""
+    """Draws an argument that is small on the wire but may expand."""
     number = draw.choice([0, 1, -1, 2, 7, 10**3, 10**6, 10**9, 10**12, 2**62, 0.5, -1e300])
     simple = [number, X, ref("wide"), ref("rows"), ref("picks"), ref("mask"), ref("one"), None, True, "sum"]
     if depth < 2 and draw.random() < 0.3:
@@ -201,7 +203,7 @@ def _any_argument(draw: random.Random, depth: int = 0) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_operation_takes_memory_before_it_is_refused(roomy: Sandbox, seed: int) -> None:
-    """Whatever it is given: the rules of costs.py are met long before the limits of the process."""
+    """For any arguments, the rules of costs.py refuse an operation long before the limits of the process."""
     draw = random.Random(seed)
     begin = [
         node("call_method", "wide", "repeat", X, 2**18),

@@ -1,4 +1,4 @@
-"""Traced losses for tests: made by the SDK where a function can be traced, by hand where it would refuse."""
+"""Traced losses for tests: from the SDK if it can trace a function, otherwise written by hand."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from fovea.api.v1 import trainer_pb2
 
 
 def traced(function: Callable[..., Any], ranks: Mapping[str, int]) -> tuple[LossHandle, trainer_pb2.CustomLoss]:
-    """What the SDK makes of a function: its handle, and the message that the gateway would send on."""
+    """The SDK's trace of a function: its handle, and the message that the gateway would forward."""
     handle = trace_loss(function, cast(Mapping[str, CustomLossInputRank], ranks), "session")
     graph = encode_graph(handle).model_dump_json().encode()
     return handle, message(handle.name, ranks, graph)
@@ -24,7 +24,7 @@ def message(name: str, ranks: Mapping[str, int], graph: bytes) -> trainer_pb2.Cu
 
 
 def graph(*nodes: dict[str, Any], ranks: Mapping[str, int] | None = None, **changes: Any) -> trainer_pb2.CustomLoss:
-    """A loss by hand: placeholders come by themselves; the last of `nodes` is the loss unless there is an output."""
+    """Returns a handmade loss: placeholders are added; the last of `nodes` is the loss unless there is an output."""
     ranks = ranks or {"logprobs": 1}
     whole = [node("placeholder", name, name) for name in ranks]
     whole += nodes
@@ -34,23 +34,23 @@ def graph(*nodes: dict[str, Any], ranks: Mapping[str, int] | None = None, **chan
 
 
 def node(op: str, name: str, target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """One node."""
+    """Returns one node."""
     return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
 
 
 def ref(name: str) -> dict[str, str]:
-    """A reference."""
+    """Returns a reference."""
     return {"ref": name}
 
 
 def output(loss: str, **metrics: str) -> dict[str, Any]:
-    """The output node; metrics by name, each a sum."""
+    """Returns the output node; each metric is a sum."""
     listed = {f"custom/{key}:sum": ref(value) for key, value in metrics.items()}
     return node("output", "output", "output", {"tuple": [ref(loss), {"dict": listed}]})
 
 
 def square_loss(**ranks: int) -> trainer_pb2.CustomLoss:
-    """sum logprobs^2, whatever else it says that it takes."""
+    """Returns the loss sum logprobs^2, with any declared inputs."""
     ranks = ranks or {"logprobs": 1}
     return graph(
         node("call_method", "squared", "square", ref("logprobs")),

@@ -1,4 +1,4 @@
-"""A process that Triton's interpreter runs the kernels of: `python -m tests.unit.trainer.model.interpreted_experts`."""
+"""Runs the kernels in Triton's interpreter: `python -m tests.unit.trainer.model.interpreted_experts`."""
 
 # ruff: noqa: N803, N806 -- the suffix of a tensor's name is its shape
 
@@ -32,20 +32,22 @@ def copies_and_sums() -> None:
             assert torch.equal(copies_SN, routing.copies(rows_TN)), (dtype, token_count, size)
             found = expert_kernels.sums(rows_SN, routing.slot_S, top_k)
             exact = routing.sums(rows_SN.double())
-            # The interpreter rounds to bfloat16 as it likes: one unit in the last place.
+            # The interpreter's rounding to bfloat16 may differ by one unit in the last place.
             unit = (1 if dtype == torch.bfloat16 else top_k) * torch.finfo(dtype).eps
             assert found.dtype == dtype
             assert ((found.double() - exact).abs() <= unit * routing.sums(rows_SN.double().abs())).all(), dtype
 
 
 def layer(dtype: torch.dtype) -> None:
-    """All inputs, trained or not, with and without an adapter; experts without any token and with more than a block."""
+    """Checks all combinations of trained inputs, with and without an adapter; experts without tokens and with more than
+    a block.
+    """
     generator = torch.Generator().manual_seed(2)
-    # The interpreter is slow, and cuts where a card rounds to bfloat16: some eight times here, each by up to a unit in
-    # the last place. On an H200 both ways are the same to the bit but for two sums (docs/lab/performance.md).
+    # The interpreter is slow, and truncates where a card rounds to bfloat16: about eight times here, by up to one unit
+    # in the last place each. On an H200 both are bit-identical except two sums (docs/lab/performance.md).
     exact = dtype == torch.float32
     most = 2e-5 if exact else 8 * torch.finfo(dtype).eps
-    # Of blocks of 64 copies: one copy alone, one block, several of which experts share some.
+    # Blocks of 64 copies: one copy alone, one block, and several blocks shared by experts.
     for token_count, top_k in ((1, 1), (1, 2), (32, 2), (75, 3)) if exact else ((1, 2), (32, 2)):
         for rank in (0, 3, 32) if exact else (3,):
             for needing in ((True, True), (True, False), (False, True), (False, False)):
@@ -66,7 +68,7 @@ def layer(dtype: torch.dtype) -> None:
 def _case(
     dtype: torch.dtype, rank: int, needing: Sequence[bool], chosen_TK: Tensor, generator: torch.Generator
 ) -> Callable[[], dict[str, Tensor]]:
-    """Computes a layer forward and backward: what comes out and each gradient, by name."""
+    """Computes a layer forward and backward; returns a dict of the outputs and each gradient."""
     experts: Any = random_experts(dtype, INNER)
     target = LoraTarget("experts", experts.requires_grad_(not rank), Role.MLP, False)
     injector = LoraInjector([target])
@@ -86,7 +88,7 @@ def _case(
             one.to(dtype, copy=True).requires_grad_(needed)
             for one, needed in zip((hidden_TD, share_TK), needing, strict=True)
         ]
-        # As blocks are recomputed: the forward pass runs again within the backward pass.
+        # As in recomputed blocks: the forward pass runs again during the backward pass.
         outer_TD = torch.utils.checkpoint.checkpoint(
             experts_forward, experts, given[0], chosen_TK, given[1], use_reentrant=False
         )

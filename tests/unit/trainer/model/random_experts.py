@@ -1,4 +1,4 @@
-"""A layer's experts with random weights, for tests of what is computed with them."""
+"""A layer's experts with random weights, for tests of their computations."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ COUNT, HIDDEN, INNER = 6, 24, 10
 
 
 def random_experts(dtype: torch.dtype, inner: int = INNER) -> Any:
-    """COUNT experts, of sides that no alignment divides; the same at each call."""
+    """Returns COUNT experts with unaligned sides, the same at each call."""
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": inner, "num_experts": COUNT}
     experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
     generator = torch.Generator().manual_seed(2)

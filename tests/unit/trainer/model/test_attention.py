@@ -1,4 +1,4 @@
-"""Packed attention against a dense mask over everything."""
+"""Packed attention against a dense mask."""
 
 import random
 from itertools import pairwise
@@ -109,7 +109,7 @@ def test_tokens_of_a_block_see_those_after_them(window: int | None) -> None:
     expected = nn.functional.scaled_dot_product_attention(q, k, v, allowed).transpose(1, 2)
     limits = torch.tensor(bounds, dtype=torch.int32)
     packing = Packing(limits, 18, blocks)
-    for _ in range(2):  # the second time with masks that are made already
+    for _ in range(2):  # the second time with cached masks
         found, _ = packed_attention(
             nn.Module(), q, k, v, cu_seq_lens_q=limits, max_length_q=6, sliding_window=window, packing=packing
         )
@@ -133,7 +133,7 @@ def test_blocks_may_count_in_windows_alone() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", ["plain", "not causal", "window", "blocks", "blocks in a window", "softcap", "sinks"])
 def test_flex_attention_is_the_same(kind: str) -> None:
-    """What GPUs take where flash attention cannot do it. On a CPU it has no backward pass."""
+    """GPUs use it where flash attention cannot. On a CPU it has no backward pass."""
     torch.manual_seed(0)
     lengths = [4, 2, 4, 7]
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
@@ -152,7 +152,7 @@ def test_flex_attention_is_the_same(kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_block_masks_are_those_that_torch_makes_of_the_whole(seed: int) -> None:
-    """Ours are made without looking at each pair of tokens, and of tensors alone: one kernel serves all."""
+    """Ours are built from tensors without visiting each pair of tokens, so one kernel serves all."""
     rng = random.Random(seed)
     lengths = [rng.choice([1, 2, 100, 127, 128, 129, 300, 500]) for _ in range(rng.randint(1, 5))]
     count, causal, window = sum(lengths), seed % 4 > 0, rng.choice([None, 1, 64, 128, 200]) if seed % 4 else None
@@ -206,7 +206,7 @@ def test_bounds_are_needed() -> None:
 
 
 def _like_flash_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
-    """Attention by the arguments of flash-attn-4, each as its interface.py uses it."""
+    """Computes attention from the arguments of flash-attn-4, each used as in its interface.py."""
     bounds, (left, right) = given.pop("cu_seqlens_q"), given.pop("window_size")
     assert torch.equal(given.pop("cu_seqlens_k"), bounds)
     assert given.pop("max_seqlen_q") == given.pop("max_seqlen_k") >= int(bounds.diff().max())

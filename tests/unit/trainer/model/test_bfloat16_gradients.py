@@ -1,8 +1,8 @@
-"""Gradients of every loss in bfloat16, against float64, whatever the probability of the target: from 1e-6 to 1 - 1e-6.
+"""Gradients of every loss in bfloat16 against float64, for target probabilities from 1e-6 to 1 - 1e-6.
 
-Hidden states and weights are small multiples of powers of two, so that every logit is exact in bfloat16: what is left
-of the error is what the trainer adds. Errors are of a tensor's norm, and of each position's for hidden states; a number
-of bfloat16 is off by up to 2^-9, and several are rounded one after another.
+Hidden states and weights are small multiples of powers of two, so that every logit is exact in bfloat16 and the
+remaining error is the trainer's. Errors are relative to a tensor's norm, and to each position's for hidden states; a
+bfloat16 number is off by up to 2^-9, and several roundings follow each other.
 """
 
 # ruff: noqa: N803, N806, N815 -- the suffix of a tensor's name is its shape: T positions, K targets, D, V, R rank
@@ -23,7 +23,7 @@ from tests.unit.trainer.losses.test_losses import Arrays, compute, make_loss
 
 T, V, R, NOISE = 24, 40, 4, 8
 TARGETS = 8
-"""The first tokens of the vocabulary; the hidden states have a dimension of their own for each."""
+"""The first tokens of the vocabulary; the hidden states have a separate dimension for each."""
 SCALE = 0.5
 BANDS = {
     "rare": (-10.0, -4.0),
@@ -32,15 +32,15 @@ BANDS = {
     "confident": (12.0, 16.0),
     "certain": (16.0, 19.0),
 }
-"""By how much the logit of the target is raised."""
+"""Amount added to the logit of the target."""
 BOUND = 0.008
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-"""A GPU has fused kernels of its own for it, and products that give float32."""
+"""A GPU has its own fused kernels, and products with float32 results."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head, an adapter of it, and positions to score; all numbers exact in bfloat16, and so are the logits."""
+    """A head, its adapter, and positions to score; all numbers and logits are exact in bfloat16."""
 
     hidden_TD: Tensor
     weight_VD: Tensor
@@ -50,7 +50,7 @@ class Head:
 
     @classmethod
     def drawn(cls, seed: int, band: str, target_count: int = 1) -> "Head":
-        """float64."""
+        """Draws a head in float64."""
         random = np.random.default_rng(seed)
         targets = random.integers(0, TARGETS, (T, target_count))
         hidden = np.concatenate([np.zeros((T, TARGETS)), random.choice([-1.0, -0.5, 0.5, 1.0], (T, NOISE))], axis=1)
@@ -61,16 +61,16 @@ class Head:
         b = random.integers(-1, 2, (V, R)) / 2
         head = cls(*(torch.from_numpy(values) for values in (hidden, weight, a, b, targets)))
         logits_TV = head.logits(with_adapter=True)
-        assert torch.equal(logits_TV.bfloat16().double(), logits_TV), "the logits are not exact"
+        assert torch.equal(logits_TV.bfloat16().double(), logits_TV), "the logits must be exact"
         return head
 
     def logits(self, with_adapter: bool) -> Tensor:
-        """float64 [T, V]."""
+        """Returns the logits, float64 [T, V]."""
         logits_TV = self.hidden_TD @ self.weight_VD.T
         return logits_TV + SCALE * self.hidden_TD @ self.a_RD.T @ self.b_VR.T if with_adapter else logits_TV
 
     def exact_gradients(self, grad_TK: Tensor, with_adapter: bool) -> dict[str, Tensor]:
-        """By the chain rule in float64, straight from d logits = grad (onehot - p)."""
+        """Returns gradients by the chain rule in float64, directly from d logits = grad (onehot - p)."""
         p_TV = torch.softmax(self.logits(with_adapter), dim=-1)
         d_logits_TV = torch.zeros_like(p_TV).scatter_add_(1, self.targets_TK, grad_TK)
         d_logits_TV -= grad_TK.sum(dim=1, keepdim=True) * p_TV
@@ -85,7 +85,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Trainers:
-    """The same head as the trainer has it: bfloat16, with a float32 master of the weight or an adapter."""
+    """The same head in the trainer's form: bfloat16, with a float32 master of the weight or an adapter."""
 
     hidden: Tensor
     weight: Tensor
@@ -109,7 +109,7 @@ class Trainers:
         return cls(hidden, weight, weight.detach().float(), pair)
 
     def gradients(self, with_adapter: bool) -> dict[str, Tensor]:
-        """After a backward pass; the weight's is its master's."""
+        """Returns the gradients after a backward pass; the weight's is its master's."""
         assert self.hidden.grad is not None
         found = {"hidden": self.hidden.grad}
         if with_adapter:
@@ -119,7 +119,7 @@ class Trainers:
 
 
 def worst_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Relative to the norm: of each tensor, and of each row of the hidden states' that has a gradient."""
+    """Returns the largest error relative to the norm, of each tensor and of each hidden-state row with a gradient."""
     errors = {}
     for name, values in found.items():
         dims = (1,) if name == "hidden" else (0, 1)
@@ -130,7 +130,7 @@ def worst_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str,
 
 
 def given_for(name: str, logits: Tensor, targets: Tensor, seed: int) -> Arrays:
-    """Inputs of a loss: every position counts, none is clipped, so that all of them have a gradient."""
+    """Returns inputs of a loss in which every position counts and none is clipped, so that all have a gradient."""
     random = np.random.default_rng(seed + 100)
     if name == "cross_entropy":
         return {"weights": random.uniform(0.5, 2.0, T)}
@@ -144,7 +144,7 @@ def given_for(name: str, logits: Tensor, targets: Tensor, seed: int) -> Arrays:
 
 
 def loss_gradient(name: str, logits: Tensor, targets: Tensor, given: Arrays) -> Tensor:
-    """d loss / d logprobs of the float64 formula by central differences, [T, 1]."""
+    """Returns d loss / d logprobs of the float64 formula by central differences, [T, 1]."""
     logprobs = loss_references.logprobs(logits.numpy(), targets.numpy())
     gradient, step = np.zeros((T, 1)), 1e-5
     for t in range(T):
@@ -159,7 +159,7 @@ def loss_gradient(name: str, logits: Tensor, targets: Tensor, given: Arrays) -> 
 
 @cache
 def expected(name: str, with_adapter: bool, seed: int, band: str) -> tuple[Head, Arrays, dict[str, Tensor]]:
-    """What is drawn, and the exact gradients, whatever the device and the type of the head."""
+    """Returns the random inputs and the exact gradients, for any device and head type."""
     head = Head.drawn(seed, band)
     logits, targets = head.logits(with_adapter), head.targets_TK[:, 0]
     given = given_for(name, logits, targets, seed)
@@ -197,7 +197,7 @@ def test_the_bands_reach_from_a_millionth_to_all_but_a_millionth() -> None:
 
 @pytest.mark.parametrize("band", BANDS)
 def test_a_weight_without_master(band: str) -> None:
-    """As FSDP reduces it; rounded once more where it has the weight's own type."""
+    """FSDP reduces such a gradient; it is rounded once more if it has the weight's own type."""
     head = Head.drawn(1, band)
     own = Trainers.of(head)
     grad_TK = torch.rand(T, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.5
@@ -211,7 +211,7 @@ def test_a_weight_without_master(band: str) -> None:
 @pytest.mark.parametrize("band", ["even", "certain"])
 @pytest.mark.parametrize("kind", ["signed", "soft", "repeated", "padded"])
 def test_several_targets_a_position(kind: str, band: str) -> None:
-    """Equal ones add up; a teacher's distribution; places of other datums' targets, which have no gradient."""
+    """Equal targets add up; a teacher's distribution; slots of other datums' targets, which have no gradient."""
     K = 5
     head = Head.drawn(3, band, K)
     targets_TK = head.targets_TK
@@ -235,7 +235,7 @@ def test_several_targets_a_position(kind: str, band: str) -> None:
 
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "adapter"])
 def test_a_head_in_float32_rounds_no_logits(with_adapter: bool) -> None:
-    """Of numbers as they come: rounded logits of this size put log-probabilities off by hundredths."""
+    """With arbitrary numbers: rounded logits of this size would shift log-probabilities by hundredths."""
     generator = torch.Generator().manual_seed(6)
     shapes = ((T, 64), (V, 64), (R, 64), (V, R))
     head = Head(

@@ -1,4 +1,4 @@
-"""The kernels around experts, run by Triton's interpreter, give what torch's operators give; they compile for a GPU."""
+"""The kernels around experts in Triton's interpreter equal torch's operators; they compile for a GPU."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 @pytest.mark.slow
 def test_they_give_what_operators_give() -> None:
-    # The variable is read when Triton is imported, in this process long ago.
+    # The variable is read when Triton is imported, which happened earlier in this process.
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.trainer.model.interpreted_experts"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Experts spread over two ranks compute what one rank does, however unevenly tokens are spread over them."""
+"""Experts spread over two ranks compute the same as one rank, for any distribution of tokens."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +25,11 @@ ROUTES = {
     "each other's alone": ([3, 4, 5], [0, 1, 2]),
 }
 TOKENS = (37, 3)
-"""Of each rank."""
+"""Number of tokens of each rank."""
 
 
 def _batches(routes: tuple[list[int], list[int]], dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
-    """Of each rank: rows, experts of each, their weights, and the gradient of the output."""
+    """Returns, for each rank, rows, their experts and weights, and the gradient of the output."""
     generator, found = torch.Generator().manual_seed(3), []
     for tokens, own in zip(TOKENS, routes, strict=True):
         chosen = [torch.tensor(own)[torch.randperm(len(own), generator=generator)[:2]] for _ in range(tokens)]
@@ -39,7 +39,7 @@ def _batches(routes: tuple[list[int], list[int]], dtype: torch.dtype) -> list[tu
 
 
 def _pass(experts: Any, batch: tuple[Tensor, ...]) -> list[Tensor]:
-    """The output, and gradients of rows and weights."""
+    """Returns the output, and gradients of rows and weights."""
     rows, chosen, weights, grads = batch
     rows, weights = rows.clone().requires_grad_(), weights.clone().requires_grad_()
     output = experts_forward(experts, rows, chosen, weights)
@@ -126,7 +126,7 @@ def _all_parameters(rank: int, mesh: Any, routes: Any, dtype: torch.dtype) -> No
 
 
 def _same_weights(mesh: Any) -> None:
-    """Whatever the ranks, an adapter begins with the same numbers, and its parts make the whole."""
+    """For any number of ranks, an adapter starts with the same numbers, and its parts make up the whole."""
     experts = random_experts(torch.float32)
     targets = [LoraTarget("experts", experts, Role.MLP, False)]
     one, own = (LoraWeights(SETTINGS, targets, CPU, torch.float32, over) for over in (None, mesh))

@@ -1,4 +1,4 @@
-"""Experts in low precision and odd sizes, against a loop over them in float32."""
+"""Experts in low precision and odd sizes against a float32 loop."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ TOKENS = 37
 
 
 def _routed() -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, experts of each and their weights; nobody takes the last expert."""
+    """Returns rows, their experts and weights; no row uses the last expert."""
     generator = torch.Generator().manual_seed(3)
     chosen = torch.stack([torch.randperm(COUNT - 1, generator=generator)[:2] for _ in range(TOKENS)])
     weights = torch.rand(TOKENS, 2, generator=generator)

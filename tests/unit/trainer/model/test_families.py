@@ -1,4 +1,4 @@
-"""Which variants of a family the trainer refuses to load: those that it would compute wrongly."""
+"""Variants of a family that the trainer refuses to load, because it would compute them wrongly."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
 
 
 def _variant(kind: fovea_tinyvlm.Kind, directory: Path, **changes: Any) -> Path:
-    """The tiny model with another rotary embedding, its files linked."""
+    """Links the tiny model's files, with another rotary embedding in the configuration."""
     base = fovea_tinyvlm.ensure(kind)
     for path in base.iterdir():
         (directory / path.name).symlink_to(path)

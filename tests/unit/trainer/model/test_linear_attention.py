@@ -1,4 +1,4 @@
-"""Layers that carry a state, on packed documents, against their own forward pass of one document at a time."""
+"""Stateful layers on packed documents against their own forward pass of one document at a time."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from fovea_trainer.model import linear_attention
 
 HIDDEN = 24
 LENGTHS = [1, 64, 65, 3, 130, 1, 64, 2, 200, 17]
-"""Shorter and longer than the convolution's taps and a chunk of the delta rule, equal ones apart."""
+"""Shorter and longer than the convolution's taps and a chunk of the delta rule; equal ones are not adjacent."""
 
 
 def _delta_net() -> nn.Module:
@@ -34,7 +34,7 @@ LAYERS = {
 
 
 def _layer(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Packed, and as transformers has it, with the same weights."""
+    """Returns the packed layer and transformers' layer with the same weights."""
     torch.manual_seed(1)
     layer, own = LAYERS[name](), LAYERS[name]()
     own.load_state_dict(layer.state_dict())
@@ -111,7 +111,7 @@ def test_what_is_not_known_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_kept_is_what_was_measured_and_a_quarter_more(dtype: torch.dtype) -> None:
+def test_the_counted_bytes_exceed_the_measured_ones_by_at_most_two_fifths(dtype: torch.dtype) -> None:
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
     config = Qwen3_5TextConfig(hidden_size=128, linear_value_head_dim=64, **sizes)
     layer = Qwen3_5GatedDeltaNet(config, 0).to(dtype).requires_grad_(False)

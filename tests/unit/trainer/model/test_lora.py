@@ -1,4 +1,4 @@
-"""Adapters: layout, start, injection."""
+"""Adapters: layout, initialization, injection."""
 
 import pytest
 import torch

@@ -129,7 +129,9 @@ def test_a_step_to_weights_out_of_bounds_is_found_and_changes_nothing(
         assert "overflow" in str(error)  # noqa: PT017 - torch's own refusal on a CPU
     else:
         moments = torch.stack([*ready.moments()[0].values()])
-        assert not (weights.abs().max() <= optimizer.LARGEST_WEIGHT and moments.isfinite().all()), "what was foreseen"
+        assert not (weights.abs().max() <= optimizer.LARGEST_WEIGHT and moments.isfinite().all()), (
+            "the predicted result"
+        )
 
 
 def test_a_step_without_eps_may_be_sound() -> None:
@@ -142,7 +144,7 @@ def test_a_step_without_eps_may_be_sound() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_random_steps_end_as_foreseen() -> None:
-    """Hyperparameters and sizes of gradients vary over many magnitudes, as do those of what is loaded between."""
+    """Hyperparameters, gradients and loaded states vary over many magnitudes."""
     draws, sure = torch.Generator().manual_seed(0), 0
 
     def spread(low: float, high: float, *shape: int) -> torch.Tensor:
@@ -171,7 +173,7 @@ def test_ten_thousand_random_steps_end_as_foreseen() -> None:
 
 
 def test_ordinary_training_is_never_tried_on_copies() -> None:
-    """The bound stays small while steps are taken: it does not grow with their number."""
+    """The bound stays small during training and does not grow with the number of steps."""
     draws = torch.Generator().manual_seed(0)
     weights = torch.randn(8, generator=draws)
     stepping = AdamW([weights])

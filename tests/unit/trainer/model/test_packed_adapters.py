@@ -1,4 +1,4 @@
-"""An adapter is held as the bytes that a push broadcasts."""
+"""An adapter is stored as the bytes that a push broadcasts."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(2, 4), (3, 5), (1, 1)])
 def test_the_digest_is_that_of_the_tensors_one_by_one(shape: tuple[int, int], device: str) -> None:
-    """Also where the bytes wait on the host, because the device that computes the digest has no room for them."""
+    """Even if the bytes wait on the host because the device that computes the digest has no room for them."""
     tensors = {name: torch.randn(shape) for name in ("a", "b", "c")}
     specs = specs_of(tensors)
     assert packed_digest(specs, packed(specs, tensors.values()), torch.device(device)) == digest_of(

@@ -1,7 +1,7 @@
 """Products of one input with several weights, and their gradients, against autograd in float64.
 
-An error is measured against the sum of what is added up with all signs positive: sums that all but cancel are as exact
-as others by that measure, whichever way a machine's kernels add.
+Errors are relative to the sum of absolute values: by that measure sums that almost cancel are as exact as others, for
+any summation order.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fovea_trainer.model.lora_linear import LoraPair, embedding, products
 
 SCALE = 1.5
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
-"""A sum of 24 numbers in float32; four numbers rounded to bfloat16 one after another."""
+"""A sum of 24 numbers in float32; four bfloat16 roundings in a row."""
 KINDS = ["adapters", "masters", "weights"]
 
 
@@ -39,9 +39,9 @@ def _pair(module: nn.Linear, generator: torch.Generator) -> LoraPair:
 def _exact(
     x: Tensor, modules: Sequence[nn.Linear], pairs: Sequence[LoraPair], directions: Sequence[Tensor], positive: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients of x and of each module: weight, bias if there is one, A and B if there are pairs.
+    """Returns outputs and gradients of x and of each module: weight, optional bias, and A and B for pairs.
 
-    With all numbers made positive every sum is one of magnitudes.
+    With all numbers positive, every sum is a sum of absolute values.
     """
 
     def leaf(given: Tensor) -> Tensor:

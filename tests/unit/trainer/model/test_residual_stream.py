@@ -1,4 +1,4 @@
-"""Layers of Llama's kind in bfloat16 pass their residual stream on in float32; results come closer to float32."""
+"""Layers like Llama's keep a float32 residual stream in bfloat16 models; results come closer to float32."""
 
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
@@ -34,12 +34,12 @@ KINDS: dict[str, tuple[Callable[..., Any], type[Any]]] = {
 
 
 def _model(kind: str, folder: Path, dtype: torch.dtype, device: str = "cpu") -> PackedModel:
-    """A deep model with random weights, the same in every dtype: bfloat16 holds them exactly."""
+    """Returns a deep model with random weights, the same in every dtype: bfloat16 represents them exactly."""
     config, model = KINDS[kind]
     if not folder.exists():
         torch.manual_seed(0)
         made = model(config(**SIZES))
-        made.get_input_embeddings().weight.data *= 32  # a stream that is large beside what each layer adds
+        made.get_input_embeddings().weight.data *= 32  # a large residual stream compared with each layer's output
         made.bfloat16().save_pretrained(folder)
     family = family_of(kind)
     hf = family.build(config.from_pretrained(folder), dtype)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def _model(kind: str, folder: Path, dtype: torch.dtype, device: str = "cpu") -> 
 
 
 def _pass(module: PackedModel, recompute: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of random targets [T, 1], and the gradient of the embeddings of the input [T, D]."""
+    """Returns the log-probabilities of random targets [T, 1], and the gradient of the input embeddings [T, D]."""
     device = module.hf.device
     tokens_T, targets_T = torch.randint(0, 256, (2, COUNT), generator=torch.Generator().manual_seed(1)).to(device)
     embeddings_TD = module.family.embed(module.hf, tokens_T).requires_grad_()
@@ -92,7 +92,7 @@ def test_recomputed_layers_have_the_same_gradients(device: str, tmp_path: Path) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_vl", "qwen3_moe", "gemma3_text"])
 def test_layers_of_llamas_kind_pass_the_stream_in_float32(name: str, dtype: torch.dtype) -> None:
-    """Other families, and models in float32, are as transformers has them."""
+    """Other families, and float32 models, behave as in transformers."""
     directory = ensure_family(name)
     settings = TrainerSettings(model=str(directory), dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
     family, _, module = load_model(settings, directory, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Layers with experts follow those that they are given, and gradients flow as if they had chosen them."""
+"""Layers with experts use the given experts, and gradients flow as if the router had chosen them."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def run(model: Any, experts: Tensor | None = None, chosen: list[Tensor] | None = None) -> Tensor:
-    """Hidden states [T, D]; adds what each router chose, [T, k], to `chosen`."""
+    """Runs hidden states [T, D]; appends each router's choice, [T, k], to `chosen`."""
     torch.manual_seed(6)
     inputs = torch.randn(1, LENGTH, model.config.get_text_config().hidden_size)
     routers = [m for name, m in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
@@ -84,7 +84,7 @@ def test_a_perturbed_router_follows_and_learns_its_weights(model: Any) -> None:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len([name for name in gradients if name.endswith("weight")]) >= experts.shape[1]
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
-    # Computed again in the backward pass, after another pass without given experts: the same.
+    # Recomputed in the backward pass, after another pass without given experts: the same result.
     model.zero_grad()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = run(model, experts).square().sum()

@@ -1,4 +1,4 @@
-"""Small micro-batches on padded, recorded passes give what an ordinary pass gives, to whichever adapter they belong."""
+"""Small micro-batches on padded, recorded passes equal an ordinary pass, for any adapter."""
 
 # ruff: noqa: N806 -- the suffix of a tensor's name is its shape
 
@@ -25,7 +25,7 @@ SETTINGS = LoraSettings(4, 8.0, 0, True, True, True, False)
 
 
 def _passes(device: str, kept_bytes: list[int] | None = None) -> SmallPasses:
-    """Passes that are recorded on a GPU; what a recorded one keeps is added to `kept_bytes`."""
+    """Returns passes that are recorded on a GPU; adds the bytes of recorded passes to `kept_bytes`."""
     module, injector, _ = _loaded(device)
     kept = [] if kept_bytes is None else kept_bytes
     return SmallPasses(module, injector, 2048, True, lambda _: device == "cuda", lambda _: True, kept.append)
@@ -33,7 +33,9 @@ def _passes(device: str, kept_bytes: list[int] | None = None) -> SmallPasses:
 
 @cache
 def _loaded(device: str) -> tuple[PackedModel, LoraInjector, Any]:
-    """A small Qwen3-VL with random weights: float32 on a CPU, bfloat16 on a GPU, where float32 is not recorded."""
+    """Returns a small Qwen3-VL with random weights: float32 on a CPU, bfloat16 on a GPU, where
+    float32 is not recorded.
+    """
     torch.manual_seed(0)
     text = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32,
@@ -71,7 +73,7 @@ def _batch(device: str, lengths: list[int], images: bool, seed: int = 0) -> tupl
     module = _loaded(device)[0]
     generator, count = torch.Generator().manual_seed(seed), sum(lengths)
     text, levels = module.hf.config.get_text_config(), module.deepstack_levels
-    assert levels, "this family adds features of images to its first layers"
+    assert levels, "this family adds image features to its first layers"
     tokens_T = torch.randint(0, 200, (count,), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(3, -1)
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -89,7 +91,7 @@ def _batch(device: str, lengths: list[int], images: bool, seed: int = 0) -> tupl
 
 
 def _joined(device: str, parts: list[Any], rows: int) -> Any:
-    """Batches in consecutive slots of `rows` tokens, the rest of each slot filled with one more document."""
+    """Concatenates batches in slots of `rows` tokens, each filled up with one more document."""
     tokens, positions, lengths, targets, indices, cached = [], [], [], [], [], {}
     for slot, (batch, outputs) in enumerate(parts):
         missing = rows - len(batch.tokens_T)
@@ -111,7 +113,7 @@ def _joined(device: str, parts: list[Any], rows: int) -> Any:
 
 
 def _direction(logprobs: Tensor) -> Tensor:
-    """Gradients of the log-probabilities; half of them are zero, as those of prompts are."""
+    """Returns gradients of the log-probabilities; half of them are zero, as for prompts."""
     values = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(3)).relu()
     return values.to(logprobs.device)
 
@@ -227,7 +229,7 @@ def test_sizes_are_few() -> None:
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_calls_of_several_adapters_share_a_pass(device: str, images: bool) -> None:
-    """Each slot gives what its adapter gives in an ordinary pass, to the bit whatever the other slots contain."""
+    """Each slot equals an ordinary pass with its adapter, bit for bit, whatever the other slots contain."""
     passes, rows, slots = _passes(device), 128, 4
     tolerances = {"cpu": (1e-5, 1e-5), "cuda": (0.1, 0.05)}[device]
     lengths = [[7, 70, 20], [100], [64, 32], [30, 31]]
@@ -269,7 +271,7 @@ def test_calls_of_several_adapters_share_a_pass(device: str, images: bool) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_slot_has_the_same_bits_whatever_the_longest_document_of_the_others(device: str) -> None:
-    """A call that runs again in its place has fillers as neighbours, which are as long as its own documents."""
+    """A repeated call has fillers as neighbours, which are as long as its own documents."""
     passes, adapters = _passes(device), [_adapter(device, number) for number in range(2)]
     assert passes.slots_of(adapters[0]) >= 2
     own, count = _batch(device, [30, 31, 32, 32, 2], images=False, seed=1), 127

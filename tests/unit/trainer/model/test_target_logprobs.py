@@ -34,7 +34,7 @@ def _reference(
 
 
 def _pair(given: dict[str, torch.Tensor]) -> LoraPair:
-    """Gradients arrive where a leaf keeps them."""
+    """Returns a pair that accumulates gradients in its leaves."""
     a, b = given["a"], given["b"]
     a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
     return LoraPair(a, b, a.detach(), b.detach(), a.grad, b.grad, SCALE)
@@ -67,7 +67,7 @@ def test_values_and_gradients(chunk: int, lora: bool, softcap: float | None, tem
 
 
 def _supports(targets: torch.Tensor) -> torch.Tensor:
-    """Rows of -1 are full; others contain the targets of their position and up to two further ids."""
+    """Returns supports: rows of -1 are full; others contain the targets of their position and up to two further ids."""
     rows = torch.full((T, K + 2), -1, dtype=torch.int32)
     for place in (0, 2, 3, 5):
         ids = sorted({*targets[place].tolist(), *[(7, 9), (), (1,), (0, 10)][place % 4]})
@@ -170,7 +170,7 @@ def test_extreme_logits_stay_finite() -> None:
 @pytest.mark.parametrize("head", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [2, 3, 8, 9, 100])
 def test_stacked_adapters_give_what_each_gives_alone(chunk: int, head: torch.dtype) -> None:
-    """Chunks hold rows of one adapter or of several, and the logits are as wide as the weights or wider."""
+    """Chunks hold rows of one adapter or several, and the logits are as wide as the weights or wider."""
     generator, rows, count = torch.Generator().manual_seed(1), 4, 3
     hidden, weight, direction = (
         torch.randn(shape, generator=generator).bfloat16() for shape in ((rows * count, D), (V, D), (rows * count, 1))

@@ -1,4 +1,4 @@
-"""Language models by rule, packed, against transformers' own forward pass of one document at a time, in float32.
+"""Generic language models, packed, against transformers' own forward pass of one document at a time, in float32.
 
 Windows are shorter than the documents, and layers alternate as in the published configurations.
 """
@@ -93,7 +93,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         head_dim=16,
         sliding_window=8,
         query_pre_attn_scalar=24,
-        final_logit_softcapping=5.0,  # of none that is published, but the code is there
+        final_logit_softcapping=5.0,  # no published model uses it, but the code exists
     ),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen3_moe mixed": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[1], norm_topk_prob=False),
@@ -117,7 +117,7 @@ LENGTHS = [5, 23, 11, 23]
 
 @cache
 def _checkpoint(name: str) -> Path:
-    """With random weights of a scale at which every part speaks, biases and norms included."""
+    """Writes a checkpoint with random weights large enough that every part matters, including biases and norms."""
     directory = Path(mkdtemp(prefix="families-"))
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
     generator = torch.Generator().manual_seed(7)
@@ -137,7 +137,7 @@ def _loaded(name: str) -> tuple[PackedModel, list[LoraTarget]]:
 
 
 def _packed(name: str) -> tuple[PackedModel, list[LoraTarget], LoraInjector]:
-    """One for all tests, without what they left: no gradients, and a new injector has no adapter."""
+    """Returns one packed model for all tests, reset: no gradients, and a new injector without an adapter."""
     module, targets = _loaded(name)
     module.zero_grad()
     return module.requires_grad_(False), targets, LoraInjector(targets)
@@ -156,14 +156,14 @@ def _datums() -> list[Datum]:
     generator = np.random.default_rng(3)
     made = []
     for index, length in enumerate(LENGTHS):
-        # Padding, 0, is no token of a document: transformers gives its embedding no gradient.
+        # Token 0 is padding: transformers gives its embedding no gradient.
         tokens = generator.integers(3, VOCABULARY, length + 1)
         made.append(Datum(index, tokens[:-1], None, (), 0, tokens[1:, None], {}, True))
     return made
 
 
 def _run(module: PackedModel, datums: list[Datum], unembedding: Any = None, recompute: bool = False) -> Tensor:
-    """Log-probabilities of all targets, float32 [T]."""
+    """Returns log-probabilities of all targets, float32 [T]."""
     batch = BatchLayout(None, CPU).pack(datums, {}, False, None)
     logprobs: Tensor = module(batch, unembedding, None, recompute)
     return logprobs[:, 0]
@@ -210,7 +210,7 @@ def test_gradients_of_all_parameters(name: str, recompute: bool) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_adapters_of_every_linear_module(name: str) -> None:
-    """As merged into the weights, whose gradient d W gives those of A and B: s B' dW and s dW A'."""
+    """Compares with merged weights; their gradient d W gives those of A and B: s B' dW and s dW A'."""
     module, targets, injector = _packed(name)
     parts = dict(module.hf.named_modules())
     left = ("expert_gate", "kv_b_proj")
@@ -220,7 +220,7 @@ def test_adapters_of_every_linear_module(name: str) -> None:
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
     injector.activate(weights)
     reference = _reference(name)
-    reference.lm_head.weight = nn.Parameter(reference.lm_head.weight.detach().clone())  # an adapter leaves a tied one
+    reference.lm_head.weight = nn.Parameter(reference.lm_head.weight.detach().clone())  # an adapter unties a tied one
     parts = dict(reference.named_modules())
     generator = torch.Generator().manual_seed(11)
     for key, pair in weights.pairs.items():
@@ -243,7 +243,7 @@ def test_adapters_of_every_linear_module(name: str) -> None:
 
 @torch.no_grad()
 def _merge(adapter: ExpertAdapter, experts: Any, generator: torch.Generator) -> None:
-    """W += s B A of each expert; a factor that is shared is each expert's."""
+    """Adds s B A to the weight of each expert; a shared factor applies to each expert."""
     for name, factor in adapter.factors.items():
         if name.endswith("lora_B"):
             factor.value.copy_(torch.randn(factor.value.shape, generator=generator) * 0.1)
@@ -261,7 +261,7 @@ def _assert_merged_gradients(adapter: ExpertAdapter, experts: Any) -> None:
 
 
 def _merged(experts: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Weights of gate, up and down, [experts, outputs, inputs], and their gradients."""
+    """Returns weights of gate, up and down, [experts, outputs, inputs], and their gradients."""
     pairs = [(one, torch.zeros(0) if one.grad is None else one.grad) for one in experts.parameters()]
     (gate_up, gate_up_grad), (down, down_grad) = pairs
     size = gate_up.shape[1] // 2
@@ -274,7 +274,7 @@ def _merged(experts: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _assert_near(found: Tensor | None, expected: Tensor) -> None:
     assert found is not None
-    largest = float(expected.detach().abs().max())  # tens where a delta net normalises what is small
+    largest = float(expected.detach().abs().max())  # tens where a delta net normalises small values
     torch.testing.assert_close(found, expected, atol=5e-4 * max(1.0, largest), rtol=5e-4)
 
 

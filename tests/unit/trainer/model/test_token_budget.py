@@ -44,7 +44,7 @@ GIB = 2**30
 
 
 def test_activations_are_those_measured_and_a_quarter_more() -> None:
-    streams_bytes = 36 * 2 * 2 * 2560  # the norms' inputs have become float32 since: two bytes more for each number
+    streams_bytes = 36 * 2 * 2 * 2560  # the norms' inputs have become float32 since: two more bytes per number
     measured_bytes = 32.3 * GIB / 8192 + streams_bytes  # Qwen3-VL-4B's sizes, rank 32, one H200
     assert 1.1 < activation_bytes(CONFIG, torch.bfloat16) / measured_bytes < 1.4
 
@@ -57,7 +57,7 @@ def test_activations_are_those_measured_and_a_quarter_more() -> None:
     ],
 )
 def test_no_family_keeps_more_than_is_counted(name: str) -> None:
-    """Gemma 3 4B ran out of memory on an H200: what its norms keep in float32 was not counted."""
+    """Gemma 3 4B ran out of memory on an H200, because the float32 inputs of its norms were not counted."""
     directory = ensure_family(name)
     family, _, module = load_model(TrainerSettings(model=str(directory), dtype="bfloat16"), directory, CPU)
     LoraInjector(list(family.lora_targets(module.requires_grad_(False).hf)))
@@ -69,7 +69,7 @@ def test_no_family_keeps_more_than_is_counted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
 def test_layers_that_are_recomputed_keep_their_inputs_alone(name: str) -> None:
-    """And the gradients have the same bits."""
+    """The gradients have the same bits."""
     directory = ensure_family(name)
     family, _, module = load_model(TrainerSettings(model=str(directory), dtype="bfloat16"), directory, CPU)
     LoraInjector(list(family.lora_targets(module.requires_grad_(False).hf)))
@@ -87,7 +87,7 @@ def test_layers_that_are_recomputed_keep_their_inputs_alone(name: str) -> None:
 
 
 def test_no_more_layers_are_recomputed_than_memory_needs() -> None:
-    """Just above what fits one layer or two are recomputed, where all were."""
+    """Just above the limit one or two layers are recomputed instead of all."""
     memory = SimpleNamespace(is_known=True, free_bytes=lambda: 100 * GIB)
     control: Any = SimpleNamespace(minimum=lambda value: value)
     settings = TrainerSettings(model="m")
@@ -110,7 +110,7 @@ def test_no_more_layers_are_recomputed_than_memory_needs() -> None:
 
 
 def _want_gradients(_: torch.nn.Module, __: tuple[()], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """As if an adapter stood before the first layer: all that follows is kept."""
+    """Enables gradients as if an adapter preceded the first layer, so that all later activations are kept."""
     return (), given | {"inputs_embeds": given["inputs_embeds"].detach().requires_grad_()}
 
 
@@ -149,7 +149,7 @@ def test_delta_nets_are_counted_by_their_own_sizes() -> None:
     assert one == retained_bytes(linear, torch.bfloat16) - 2 * 4 * 128 * (32 + 8)
 
 
-def test_what_is_kept_for_computing_holds_the_smallest_micro_batches() -> None:
+def test_the_reserve_for_computing_fits_the_smallest_micro_batches() -> None:
     found = budgets_within(0, VL_CONFIG, torch.bfloat16, True)
     reserve_bytes = pass_bytes(VL_CONFIG, torch.bfloat16, 512 * 2**20, found.tokens, found.patches)
     text = found.tokens * activation_bytes(VL_CONFIG, torch.bfloat16)

@@ -1,6 +1,6 @@
-"""Vision-language models by rule, packed, against transformers' own forward pass of one document at a time, in float32.
+"""Generic vision-language models, packed, against transformers' own forward pass of one document at a time, in float32.
 
-Images are random numbers shaped as the family's processor shapes them, of several sizes where the family takes such.
+Images are random numbers in the shape of the family's processor, in several sizes if the family supports them.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 @dataclass(frozen=True)
 class Image:
-    """What the processor makes of one: its tensors, and which of the ids that replace it are embeddings."""
+    """The processor's output for one image: its tensors, and which of its placeholder ids are embeddings."""
 
     tensors: FeatureTensors
     is_embedding: list[bool]
@@ -91,7 +91,8 @@ def _tiles(generator: np.random.Generator, size: int) -> Image:
 
 
 def _any_resolution(generator: np.random.Generator, size: int) -> Image:
-    # 16 of the whole, and 4 x 8 of two tiles with a new line after each row; of [28, 56] pixels nothing is cut off.
+    # 16 of the whole, and 4 x 8 of two tiles with a newline token after each row; nothing is cropped from [28, 56]
+    # pixels.
     height, width = [(28, 56), (56, 28)][size % 2]
     rows, columns = height // 7, width // 7
     tensors = {"pixel_values": _pixels(generator, 1, 3, 3, 28, 28), "image_sizes": np.array([[height, width]])}
@@ -124,7 +125,7 @@ def _padded_patches(generator: np.random.Generator, size: int) -> Image:
 
 
 def _placed_patches(generator: np.random.Generator, size: int) -> Image:
-    """Two or four embeddings of 3 x 3 patches each, padded to 36 patches."""
+    """Returns two or four embeddings of 3 x 3 patches each, padded to 36 patches."""
     width, height = 3 * (1 + size), 6
     places = np.full((1, 36, 2), -1, np.int64)
     places[0, : width * height] = np.stack(np.meshgrid(range(width), range(height)), axis=-1).reshape(-1, 2)
@@ -269,7 +270,7 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], Callable[[np.random.Ge
 
 @cache
 def _checkpoint(name: str) -> Path:
-    """With random weights of a scale at which every part speaks, biases and norms included."""
+    """Writes a checkpoint with random weights large enough that every part matters, including biases and norms."""
     directory = Path(mkdtemp(prefix="families-"))
     model = AutoModelForImageTextToText.from_config(FAMILIES[name][0]())
     generator = torch.Generator().manual_seed(7)
@@ -292,7 +293,7 @@ def _loaded(name: str) -> PackedModel:
 
 
 def _packed(name: str) -> PackedModel:
-    """One for all tests, without what they left: no gradients, and a new injector has no adapter."""
+    """Returns one packed model for all tests, reset: no gradients, and a new injector without an adapter."""
     module = _loaded(name)
     LoraInjector(module.family.lora_targets(module.hf))
     module.zero_grad()
@@ -310,7 +311,9 @@ def _reference(name: str) -> Any:
 
 @cache
 def _documents(name: str) -> tuple[list[Datum], dict[str, FeatureTensors]]:
-    """Text alone, one image, two of different sizes, two of the same size, and an image that comes twice."""
+    """Returns documents: text alone, one image, two of different sizes, two of the same size, and an image that occurs
+    twice.
+    """
     generator = np.random.default_rng(3)
     images = [FAMILIES[name][1](generator, size) for size in (0, 1, 1)]
     tensors = {str(number): image.tensors for number, image in enumerate(images)}
@@ -366,7 +369,7 @@ def _run_reference(model: Any, name: str, datums: list[Datum]) -> Tensor:
 
 
 def _side_by_side(name: str, arrays: list[Any]) -> Any:
-    """As processors batch several images: those that are smaller are padded below and to the right."""
+    """Batches images as processors do: smaller ones are padded below and to the right."""
     if name == "mistral3" and arrays[0].ndim == 4:
         height = max(array.shape[2] for array in arrays)
         arrays = [np.pad(array, [(0, 0), (0, 0), (0, height - array.shape[2]), (0, 0)]) for array in arrays]
@@ -418,7 +421,7 @@ def test_gradients_of_all_parameters(name: str) -> None:
 
 
 def test_layers_that_share_keys_and_values_are_computed_again() -> None:
-    """With no activations kept: later layers read what earlier ones left, in the second pass too."""
+    """Without stored activations: later layers read the keys and values of earlier ones in the second pass, too."""
     module, (datums, tensors) = _packed("gemma4 e2b"), _documents("gemma4 e2b")
     module.requires_grad_(True)
     batch = BatchLayout(None, CPU).pack(datums, tensors, True, None)
@@ -450,7 +453,7 @@ def test_adapters_of_the_language_model(name: str) -> None:
     weights = LoraWeights(LoraSettings(4, 8.0, 0, True, True, True, False), targets, CPU, torch.float32)
     injector.activate(weights)
     reference = _reference(name)
-    reference.lm_head.weight = nn.Parameter(reference.lm_head.weight.detach().clone())  # an adapter leaves a tied one
+    reference.lm_head.weight = nn.Parameter(reference.lm_head.weight.detach().clone())  # an adapter unties a tied one
     parts = dict(reference.named_modules())
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():

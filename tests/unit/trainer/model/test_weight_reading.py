@@ -1,4 +1,4 @@
-"""Weights that each rank reads its own part of are those that transformers reads whole, bit for bit."""
+"""Weights of which each rank reads its own part equal those that transformers reads whole, bit for bit."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from fovea_weights import random_slices
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-# Tied and not, renamed by transformers, with constants and many buffers, with layers that carry a state.
+# Tied and untied, renamed by transformers, with constants and many buffers, with stateful layers.
 NAMES = ["gemma4_e2b", "llava_onevision", "qwen3_5"]
 EXPERTS = {
     "num_experts": 4,
@@ -45,7 +45,7 @@ EXPERTS = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "vocab_size": 101,  # no multiple of the ranks
+    "vocab_size": 101,  # not a multiple of the ranks
 }
 
 
@@ -78,7 +78,7 @@ def _rank(rank: int, size: int, meeting: str, directories: dict[str, Path], expe
         ShardedModel(module, mesh, False)
         read_weights(module.hf, directory, CPU)
         reference = _compared(module.hf, directory, getattr(torch, dtype))
-        # One rank has the model once: FSDP would copy what it computes with.
+        # A single rank stores the model once; FSDP would add a copy for computation.
         assert all(isinstance(one, DTensor) == (size > 1) for one in module.parameters())
         assert module.file_names == file_names(reference)
     for directory in experts:
@@ -100,7 +100,7 @@ def _sharded_experts(directory: Path, mesh: Any) -> Any:
 
 
 def _save_with_experts(config: PretrainedConfig, directory: Path) -> Path:
-    """In the hub's layout: a matrix for each expert, or Qwen3-VL's, whose last dimensions are swapped."""
+    """Saves in the hub's layout: one matrix per expert, or Qwen3-VL's with swapped last dimensions."""
     torch.manual_seed(3)
     _reference(config).from_config(config).save_pretrained(directory, max_shard_size="100KB")
     if config.model_type == "qwen3_vl_moe":

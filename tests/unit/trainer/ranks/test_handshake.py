@@ -1,4 +1,4 @@
-"""Who does not know the secret is turned away, and holds up nobody who does."""
+"""Peers without the secret are refused, and do not delay those that have it."""
 
 import socket
 import threading
@@ -28,8 +28,8 @@ def test_another_secret_is_turned_away(listener: AuthenticatedListener) -> None:
         connect(listener.address, b"other", 30.0)
 
 
-def test_who_took_the_place_of_node_0_is_left() -> None:
-    """It repeats what it hears, which proves nothing."""
+def test_an_impostor_of_node_0_is_rejected() -> None:
+    """An impostor of node 0 echoes each message, which proves nothing."""
 
     def echo(listener: socket.socket) -> None:
         connection, _ = listener.accept()
@@ -43,7 +43,7 @@ def test_who_took_the_place_of_node_0_is_left() -> None:
             connect(listener.getsockname(), b"secret", 30.0)
 
 
-def test_the_silent_hold_up_nobody(listener: AuthenticatedListener) -> None:
+def test_silent_connections_delay_no_other(listener: AuthenticatedListener) -> None:
     silent = [socket.create_connection(listener.address) for _ in range(8)]
     with connect(listener.address, b"secret", 30.0), listener.accept(time.monotonic() + 30.0):
         pass

@@ -1,4 +1,4 @@
-"""What the trainer refuses before torch is imported."""
+"""Models that the trainer refuses before it imports torch."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ SERVICES = ["trainer", "sampler", "renderer"]
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Each service, started with a model of another type."""
+    """The results of starting each service with a model of another type."""
     folder = tmp_path_factory.mktemp("model")
     config = {"model_type": "qwen3_omni_moe", "vision_config": {}, "image_token_id": 1}
     (folder / "config.json").write_text(json.dumps(config))

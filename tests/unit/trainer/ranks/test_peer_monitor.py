@@ -1,4 +1,4 @@
-"""The connections between rank 0 and the others, over real sockets; who dies is tested with real ranks."""
+"""The connections between rank 0 and the others over real sockets; other tests kill real ranks."""
 
 import queue
 import struct
@@ -16,7 +16,7 @@ from fovea_trainer.ranks.rendezvous import connect
 
 
 class Ranks:
-    """Ranks as threads of this process, two a node."""
+    """Ranks as threads of this process, two per node."""
 
     def __init__(self, world_size: int, meeting: str) -> None:
         self._meeting = meeting

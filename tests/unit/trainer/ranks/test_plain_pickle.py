@@ -1,4 +1,4 @@
-"""Nothing that others can write runs code: not what comes from other ranks, nor what checkpoints say of themselves."""
+"""Data that others can write never runs code: neither data of other ranks nor checkpoint metadata."""
 
 import collections
 import functools
@@ -39,7 +39,7 @@ from fovea_trainer.weights.torch_checkpoint import PlainReader, TensorPlanner
 
 
 class Call:
-    """Unpickled, calls a function."""
+    """Calls a function when it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = function, arguments
@@ -49,7 +49,7 @@ class Call:
 
 
 def attacks(target: Path) -> dict[str, Any]:
-    """Objects whose pickles make `target`, or get hold of what could, by the names that are refused."""
+    """Returns objects, by refused name, with pickles that create `target` or obtain a function that could."""
     return {
         "posix.system": Call(os.system, f"touch {target}"),
         "builtins.eval": Call(eval, f"open({str(target)!r}, 'w')"),
@@ -78,10 +78,10 @@ def test_an_attack_is_refused_by_name(name: str, reader: type[pickle.Unpickler],
 @pytest.mark.parametrize(
     "name",
     [
-        "fovea_trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches into what a module imports
+        "fovea_trainer.ranks.rank_launcher tempfile.mkdtemp",  # dotted: reaches an attribute of a module's import
         "fovea_trainer.ranks.rank_launcher asyncio.create_subprocess_exec",
-        "fovea_trainer.ranks.rank_launcher _exit",  # a function of our own
-        "fovea_trainer.ranks.control_group Enum",  # makes classes
+        "fovea_trainer.ranks.rank_launcher _exit",  # one of our functions
+        "fovea_trainer.ranks.control_group Enum",  # creates classes
         "torch.distributed.checkpoint.filesystem FileSystemReader",
         "torch load",
         "torch hub.load",
@@ -101,7 +101,7 @@ def test_what_is_reached_through_known_modules_is_refused(name: str, reader: typ
 
 @pytest.mark.parametrize("reader", [MetadataUnpickler, MessageUnpickler])
 def test_members_of_enums_may_be_read_by_getattr_and_nothing_else(reader: type[pickle.Unpickler]) -> None:
-    """Debian 12's Python 3.11.2 pickles members so, those in the metadata of DCP's checkpoints too."""
+    """Python 3.11.2 of Debian 12 pickles members this way, including those in the metadata of DCP's checkpoints."""
 
     def pickled(name: bytes) -> bytes:
         planner = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
@@ -115,7 +115,7 @@ def test_members_of_enums_may_be_read_by_getattr_and_nothing_else(reader: type[p
 
 
 def test_torchs_collectives_of_objects_refuse_it_too(tmp_path: Path, install: None) -> None:
-    """What gather_object, all_gather_object and broadcast_object_list do with what has come, in DCP too."""
+    """This covers the received data of gather_object, all_gather_object and broadcast_object_list, also within DCP."""
     target = tmp_path / "made"
     raw = bytearray(pickle.dumps(Call(os.mkdir, str(target))))
     with pytest.raises(NotPlain, match=r"posix\.mkdir"):
@@ -139,7 +139,7 @@ def test_torchs_collectives_of_objects_refuse_it_too(tmp_path: Path, install: No
     ],
     ids=lambda said: type(said).__name__,
 )
-def test_what_ranks_say_arrives(said: Any, install: None) -> None:
+def test_messages_between_ranks_arrive(said: Any, install: None) -> None:
     tensor, size = distributed_c10d._object_to_tensor(said, torch.device("cpu"), None)
     heard = distributed_c10d._tensor_to_object(tensor, int(size), None)
     assert repr(heard) == repr(said)
@@ -167,7 +167,7 @@ def test_which_rank_could_not_write_a_checkpoint_arrives() -> None:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a rank, for one test."""
+    """Installs the restricted unpickler as in a rank, for one test."""
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
     exchange_plain_data()
@@ -175,7 +175,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """What torch itself writes."""
+    """A checkpoint that torch itself wrote."""
     folder = tmp_path / "dcp"
     save({"weights": {"a": torch.arange(6.0)}}, storage_writer=FsspecWriter(str(folder)), no_dist=True)
     return folder
@@ -214,7 +214,7 @@ def test_a_description_that_is_none_is_refused(
 
 
 def test_an_entry_that_is_no_tensor_is_not_unpickled(checkpoint: Path, tmp_path: Path) -> None:
-    """A description that promises a tensor to who looks at it, and a pickle to who loads it."""
+    """The metadata describe a tensor to readers of the description, but the entry is a pickle."""
     target = tmp_path / "made"
     state: dict[str, Any] = {"a": Call(os.mkdir, str(target))}
     save(state, storage_writer=FsspecWriter(str(checkpoint)), no_dist=True)

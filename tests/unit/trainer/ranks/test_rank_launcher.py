@@ -1,4 +1,4 @@
-"""What starts the ranks: it holds nothing that could fail as it ends, and says which rank failed."""
+"""The launcher of the ranks: it holds no resources that could fail at its end, and reports which rank failed."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def rank(settings, rank_env):
 sys.argv[1:] = []
 sys.exit(launch(TrainerSettings(model="m", ranks={count}, drain_s=0), lambda: rank))
 """
-"""Starts ranks that sleep, fail or end as `ranks` says. They import no torch, which takes seconds."""
+"""Starts ranks that sleep, fail or end as `ranks` says. They do not import torch, which takes seconds."""
 
 LOOK = """
 import json, os, signal, sys
@@ -52,7 +52,7 @@ print("launcher", end=" ")  # waits in a buffer
 meeting = dict(nodes=2, node_rank={node}, master_addr="127.0.0.1", master_port={port})
 sys.exit(launch(TrainerSettings(model="m", ranks=2, drain_s=0, **meeting), lambda: rank))
 """
-"""Starts ranks that write down what they have inherited: rank, store_fd, files by number, blocked signals, handler."""
+"""Starts ranks that record their inherited state: rank, store_fd, files by number, blocked signals, handler."""
 
 WATCHED = """
 import os, runpy, sys
@@ -67,7 +67,7 @@ def look(event, arguments):
 sys.addaudithook(look)
 runpy.run_module("fovea_trainer", run_name="__main__", alter_sys=True)
 """
-"""The trainer itself. Before each fork it writes how many threads and sockets it has, and whether CUDA has begun."""
+"""The real trainer. Before each fork it records its threads and sockets, and whether CUDA is initialised."""
 
 STUBBORN = """
 import os, time
@@ -84,7 +84,7 @@ def import_rank():
 
 launch(TrainerSettings(model="m", device="cpu"), import_rank)
 """
-"""Imports as a library does that catches every exception."""
+"""Imports like a library that catches every exception."""
 
 
 class Launcher:
@@ -106,7 +106,7 @@ class Launcher:
         self.said = [self.popen.stdout.readline() for _ in ranks.split(",")]
 
     def end(self) -> tuple[int, str]:
-        """Exit status, and what it complained of."""
+        """Waits for the end; returns the exit status and stderr."""
         _, complaints = self.popen.communicate(timeout=60)
         return self.popen.returncode, complaints
 
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_along(ranks: str, said: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_it_ends_well(number: signal.Signals, tmp_path: Path) -> None:
-    """And leaves no folder behind, to which nobody but its user had access."""
+    """It leaves no folder behind; only its user could read that folder."""
     launcher = Launcher(tmp_path, "0=ignore,1=sleep")
     (place,) = {Path(line.split()[-1]) for line in launcher.said}
     assert place.stat().st_mode & 0o777 == 0o700
@@ -135,7 +135,7 @@ def test_told_to_stop_it_ends_well(number: signal.Signals, tmp_path: Path) -> No
 
 
 def test_ranks_have_names_and_end_with_their_launcher(tmp_path: Path) -> None:
-    """They are of another session, so that Ctrl-C in a terminal reaches the launcher alone."""
+    """They have a separate session, so that Ctrl-C in a terminal reaches only the launcher."""
     launcher = Launcher(tmp_path, "0=sleep,1=sleep")
     ranks = psutil.Process(launcher.popen.pid).children()
     assert sorted(rank.name() for rank in ranks) == ["trainer-rank0", "trainer-rank1"]
@@ -146,7 +146,7 @@ def test_ranks_have_names_and_end_with_their_launcher(tmp_path: Path) -> None:
 
 
 def test_ranks_inherit_only_what_is_theirs(tmp_path: Path) -> None:
-    """No rank listens at the port of the rendezvous or reads the terminal; rank 0 alone has the store's socket."""
+    """No rank listens at the port of the rendezvous or reads the terminal; only rank 0 has the store's socket."""
     (port,) = free_ports(1)
     nodes = []
     for node in (0, 1):
@@ -164,7 +164,7 @@ def test_ranks_inherit_only_what_is_theirs(tmp_path: Path) -> None:
         said, complaints = popen.communicate(timeout=120)
         assert popen.returncode == 0, complaints
         first, lines = said[: len("launcher ")], said[len("launcher ") :].splitlines()
-        assert first == "launcher "  # once: it was written before the forks
+        assert first == "launcher "  # once, because it was written before the forks
         found = sorted(map(json.loads, lines))
         assert [rank for rank, *_ in found] == [2 * node, 2 * node + 1]
         for rank, store_fd, opened, blocked, handler in found:
@@ -192,7 +192,7 @@ def test_the_trainer_forks_before_it_has_threads_sockets_or_cuda(tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_while_it_imports(number: signal.Signals) -> None:
-    """It ends, although libraries catch exceptions while they are imported."""
+    """It ends, although libraries catch exceptions during imports."""
     popen = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert popen.stdout
     assert popen.stdout.readline() == b"importing\n"

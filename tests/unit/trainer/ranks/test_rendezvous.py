@@ -1,4 +1,4 @@
-"""How nodes meet, and what is said of those that do not come."""
+"""The meeting of nodes, and the errors for missing ones."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ Meet = Callable[[TrainerSettings], Rendezvous]
 
 @pytest.fixture
 def node() -> Node:
-    """Settings of one node of a trainer of three."""
+    """Returns the settings of one node of a trainer of three."""
     (port,) = free_ports(1)
 
     def settings(node_rank: int, timeout_s: float = 60.0, **more: Any) -> TrainerSettings:
@@ -38,7 +38,7 @@ def node() -> Node:
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
-    """`rendezvous`; the store's listener, which rank 0 would take over, is closed in the end."""
+    """Calls `rendezvous` and finally closes the store's listener, which rank 0 would inherit."""
     with ExitStack() as stack:
 
         def meet(settings: TrainerSettings) -> Rendezvous:
@@ -69,7 +69,7 @@ def test_it_listens_at_the_masters_address_alone(node: Node, meet: Meet) -> None
         store = host.result().store_listener
         assert store is not None
         assert store.getsockname() == ("127.0.0.2", worker.result().store_port)
-        # Node 0 goes on listening, to refuse who comes late.
+        # Node 0 keeps listening, to refuse late nodes.
         with socket.create_connection(("127.0.0.2", node(0).master_port), timeout=5):
             pass
         for port in (node(0).master_port, worker.result().store_port):
@@ -78,7 +78,7 @@ def test_it_listens_at_the_masters_address_alone(node: Node, meet: Meet) -> None
 
 
 def test_strangers_change_nothing(node: Node, meet: Meet) -> None:
-    """Whoever reaches the port but does not know the secret, or says nothing."""
+    """Strangers reach the port without the secret, or send nothing."""
     with ThreadPoolExecutor() as threads:
         host = threads.submit(meet, node(0))
         place = ("127.0.0.1", node(0).master_port)

@@ -21,14 +21,14 @@ from fovea_trainer.recovery.recovery_writer import PendingState
 from fovea_trainer.settings import TrainerSettings
 
 MB, MIB = 1_000_000, 2**20
-STATE_BYTES = 793 * MB  # of an adapter of rank 32 on 4 billion parameters: docs/lab/robustness.md
+STATE_BYTES = 793 * MB  # for an adapter of rank 32 on 4 billion parameters: docs/lab/robustness.md
 SNAPSHOT_BYTES = STATE_BYTES // 6  # in 16 bits, without moments
 DISK_BYTES_PER_S = 500 * MB
 RETRY_S = 0.5  # as the gateway does
 
 
 class Loop(VirtualLoop):
-    """With results from other threads."""
+    """An event loop that accepts results from other threads."""
 
     def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> asyncio.Handle:
         return self.call_soon(*arguments, **options)
@@ -36,7 +36,7 @@ class Loop(VirtualLoop):
 
 @dataclass
 class Disk:
-    """Writes one thing at a time. What is durable: the changes in each point, and the changes in each snapshot."""
+    """Writes one item at a time. Durable data: the changes in each point and in each snapshot."""
 
     points: dict[str, int] = field(default_factory=dict)
     snapshots: dict[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Disk:
 
 
 class Trainer:
-    """Stands for the ranks: changes are counted, and a disk is written. The keeper is the real one."""
+    """Replaces the ranks: counts changes and writes to a simulated disk. The keeper is the real one."""
 
     def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
         self.disk = Disk()
@@ -72,7 +72,7 @@ class Trainer:
         settings = TrainerSettings(model="base")
         self.keeper = RecoveryKeeper(settings, self, lambda: self, clock)  # type: ignore[arg-type, return-value]
         self.reasons: Counter[str] = Counter()
-        self.held: deque[str] = deque(maxlen=most_bytes // SNAPSHOT_BYTES)  # what memory holds without pins
+        self.held: deque[str] = deque(maxlen=most_bytes // SNAPSHOT_BYTES)  # the memory's capacity without pins
         self.lost: set[str] = set()
 
     def _pin(self, snapshot_id: str) -> None:
@@ -112,14 +112,16 @@ class Trainer:
         return self.disk.write(size_bytes, lambda: self.disk.snapshots.update({snapshot_id: count}))
 
     def check(self) -> None:
-        """A kill now loses nothing: snapshots older than the point are durable, and the journal repeats the rest."""
+        """Checks that a kill now would lose nothing: snapshots older than the point are durable, and the journal
+        repeats the rest.
+        """
         for model_id, made in self.made.items():
             for snapshot_id, count in made.items():
                 if count < self.disk.points.get(model_id, 0) and snapshot_id not in self.lost:
                     assert snapshot_id in self.disk.snapshots, f"{snapshot_id} would be lost"
 
     async def patiently(self, surround: Callable[[], Any], action: Callable[[], Any]) -> None:
-        """Runs an action within a context of the keeper. Tries again as the gateway does."""
+        """Runs an action in a context of the keeper; retries as the gateway does."""
         while True:
             try:
                 async with surround():
@@ -130,7 +132,7 @@ class Trainer:
                 await asyncio.sleep(RETRY_S)
 
     async def tenant(self, model_id: str, card: asyncio.Lock, step_s: float, chance: random.Random) -> None:
-        """Takes steps forever, and after each a snapshot, from which it samples for some seconds."""
+        """Takes steps forever, with a snapshot after each, from which it samples for some seconds."""
         await asyncio.sleep(chance.random())
         while True:
             async with card:
@@ -194,15 +196,15 @@ def test_the_lag_and_the_memory_stay_within_their_bounds_on_a_disk_that_is_too_s
     assert not trainer.lost
     assert found.lag_s <= 60.0
     assert found.waiting_bytes <= 4096 * MIB
-    assert len(points) == tenants, "every model has a point"
-    assert max(points.values()) <= min(points.values()) + 2, "models take turns"
+    assert len(points) == tenants, "every model must have a point"
+    assert max(points.values()) <= min(points.values()) + 2, "models must take turns"
     first = {model_id: trainer.disk.order.index(model_id) for model_id in points}
-    assert max(first.values()) < tenants + 1, "no model waits for its first point while others write a second"
+    assert max(first.values()) < tenants + 1, "no model may wait for its first point while others write a second"
     assert not loop.complaints
 
 
 def test_new_models_without_end_do_not_hold_up_the_others() -> None:
-    """Models without a point precede others in the line, but not for ever."""
+    """Models without a point precede others in the queue, but only for a while."""
     loop = Loop(lambda: 0.0)
     trainer = Trainer(loop.time, 4096 * MIB)
 

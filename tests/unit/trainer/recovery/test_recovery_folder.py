@@ -1,4 +1,4 @@
-"""What is kept for recovery is found again, whole or not at all, on a disk and in a bucket."""
+"""Recovery data is found again complete or not at all, on a disk and in a bucket."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ NAMES = ["plain", "a/b:train:0", "..", "100%@*"]
 
 @pytest.fixture(params=["disk", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A path or URL with nothing below."""
+    """An empty path or URL."""
     return str(request.getfixturevalue("new_bucket")() if request.param == "s3" else tmp_path) + "/recovery"
 
 
@@ -56,7 +56,7 @@ def test_a_flipped_bit_is_seen(place: str) -> None:
     found.write("weights", b"122")
     assert found.checksum("weights") != newer.checksums["weights"]
     assert found.checksum("gone") is None
-    assert [point for _, point in folder.whole("m")] == [newer, older], "both have all their bytes"
+    assert [point for _, point in folder.whole("m")] == [newer, older], "both must have all their bytes"
 
 
 def test_models_and_snapshots_are_kept_apart(place: str) -> None:
@@ -100,7 +100,7 @@ def test_a_point_that_was_being_replaced_at_a_power_cut_is_found(tmp_path: Path)
     assert folder.newest("m") == (folder.point_url("m", 4), point)
     assert [one.name for one in place.parent.iterdir()] == ["4"]
     older = place.with_name(f"4{REPLACED_SUFFIX}87654321")
-    older.mkdir()  # the last step, the removal of the replaced folder, is missing
+    older.mkdir()  # the last step, removing the replaced folder, is missing
     folder.sweep("m")
     assert folder.newest("m") == (folder.point_url("m", 4), point)
     assert not older.exists()

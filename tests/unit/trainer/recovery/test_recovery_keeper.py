@@ -1,4 +1,4 @@
-"""What is made durable when: the real keeper, queue and writer, and a folder that is slow, or cannot be written to."""
+"""The order of durable points: the real keeper, queue and writer, with slow or unwritable storage."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def alone() -> Iterator[None]:
 
 @dataclass
 class Engine:
-    """The parts of a `TrainingEngine` that the keeper asks for, with adapters of one small module."""
+    """The parts of a `TrainingEngine` that the keeper uses, with adapters of one small module."""
 
     adapters: SnapshotStore
     folder: InitVar[RecoveryFolder]
@@ -54,11 +54,11 @@ class Engine:
 
 
 class Trainer:
-    """A trainer's rank 0: commands run on a thread, which notes of each state what was durable when it was copied.
+    """A trainer's rank 0: commands run on a thread, which records the durable points at each copy.
 
     Args:
-        root: Folder of recovery.
-        lag_s: As `--recovery-lag-s`.
+        root: Folder of recovery data.
+        lag_s: The value of `--recovery-lag-s`.
     """
 
     def __init__(self, root: Path, lag_s: float = 0.0) -> None:
@@ -81,18 +81,18 @@ class Trainer:
         )
 
     def change(self, model_id: str, *seq_ids: int) -> None:
-        """As steps do."""
+        """Changes a model, as steps do."""
         for seq_id in seq_ids:
             self.engine.recovery.changed(model_id, seq_id, {"seq_id": seq_id})
             self.keeper.changed(model_id)
 
     async def take(self, model_id: str, snapshot_id: str) -> None:
-        """As TakeSnapshot does without a place."""
+        """Takes a snapshot, as TakeSnapshot does without a path."""
         async with self.keeper.snapshotting(model_id, snapshot_id, self.engine.models[model_id].snapshot_bytes):
             self.freeze(model_id, snapshot_id)
 
     def freeze(self, model_id: str, snapshot_id: str) -> None:
-        """As the rank's thread does."""
+        """Copies the weights, as the rank's thread does."""
         tensors = dict(self.engine.models[model_id].weights.named(self.engine.models[model_id].weights.flat.detach()))
         specs = specs_of(tensors)
         identity = weights_pb2.Snapshot(snapshot_id=snapshot_id, model_id=model_id)
@@ -101,13 +101,13 @@ class Trainer:
         self.snapshots.append(snapshot_id)
 
     def hold(self) -> threading.Event:
-        """Makes storage slow: nothing is written until this is set."""
+        """Makes storage slow: nothing is written until the returned event is set."""
         gate = threading.Event()
         self.engine.recovery.in_order(gate.wait)
         return gate
 
     def durable(self, **wanted: int) -> bool:
-        """Whether just these commands are in the points, as the keeper says and as the folder has it."""
+        """Returns whether exactly these commands are in the points, according to both the keeper and the folder."""
         found = {model_id: self.folder.newest(model_id) for model_id in wanted}
         kept = {model_id: each[1].seq_id for model_id, each in found.items() if each}
         return self.keeper.durable_seq_ids == kept == wanted
@@ -147,7 +147,7 @@ async def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
 
 
 def block(root: Path) -> None:
-    """Puts a file where the folder of recovery is, so that nothing can be written."""
+    """Replaces the recovery folder by a file, so that writes fail."""
     if root.exists():
         root.rmdir()
     root.write_text("no folder can be made here")
@@ -166,7 +166,7 @@ async def test_snapshots_come_before_states_and_what_changed_first_comes_first(t
     assert trainer.copied == [("b", 1, ["b@1"]), ("a", 3, ["b@1", "a@1"])]
 
 
-async def test_what_changes_while_storage_is_busy_is_written_once_and_keeps_nobody_waiting(trainer: Trainer) -> None:
+async def test_changes_while_storage_is_busy_are_written_once_and_delay_no_caller(trainer: Trainer) -> None:
     await eventually(lambda: not trainer.copied)
     slow = trainer.hold()
     trainer.change("a", 1)
@@ -176,14 +176,16 @@ async def test_what_changes_while_storage_is_busy_is_written_once_and_keeps_nobo
     trainer.change("b", 1)
     slow.set()
     await eventually(lambda: len(trainer.copied) == 2)
-    trainer.change("a", 5, 6)  # it never rests
+    trainer.change("a", 5, 6)  # it keeps changing
     again.set()
     await eventually(lambda: trainer.durable(a=6, b=1))
-    assert [each[:2] for each in trainer.copied] == [("a", 1), ("b", 1), ("a", 6)], "b had no point, so it came first"
+    assert [each[:2] for each in trainer.copied] == [("a", 1), ("b", 1), ("a", 6)], (
+        "b had no point, so it must come first"
+    )
 
 
 @pytest.mark.parametrize("trainer", [(3600.0,)], indirect=True)
-async def test_a_lag_puts_points_off_but_for_who_waits(trainer: Trainer) -> None:
+async def test_a_lag_delays_points_unless_a_caller_waits(trainer: Trainer) -> None:
     trainer.change("a", 1)
     await eventually(lambda: trainer.durable(a=1))
     trainer.change("a", 2)
@@ -209,7 +211,7 @@ async def test_storage_that_fails_costs_nothing_but_time(trainer: Trainer, tmp_p
     assert trainer.copied == [("a", 1, ["a@1"])]
 
 
-async def test_what_waits_of_a_model_that_is_freed_is_not_written(trainer: Trainer) -> None:
+async def test_pending_writes_of_a_freed_model_are_dropped(trainer: Trainer) -> None:
     slow = trainer.hold()
     trainer.change("b", 1)
     await eventually(lambda: len(trainer.copied) == 1)
@@ -278,7 +280,7 @@ async def test_storage_that_fails_makes_no_snapshot_wait(trainer: Trainer, tmp_p
 
 
 async def test_storage_that_does_not_return_counts_as_failing_until_it_does(trainer: Trainer) -> None:
-    """Each model may change and be sampled meanwhile; a caller that asks for a durable point gets an error."""
+    """Each model may change and be sampled meanwhile; a caller that needs a durable point gets an error."""
     state = trainer.engine.models["a"].state_bytes
     await trainer.keeper.stored("a")  # the sweep at the start is over
     trainer.keeper._speed.most_lag_s = trainer.keeper._speed.least_patience_s = 0.05  # 3 MB, until storage is measured
@@ -288,13 +290,13 @@ async def test_storage_that_does_not_return_counts_as_failing_until_it_does(trai
         trainer.change("a", 1)
     with pytest.raises(StorageBehind):
         async with trainer.keeper.changing("b", 2**30):
-            raise AssertionError("it was let in")
+            raise AssertionError("it was admitted")
     await eventually(lambda: "has not returned for" in trainer.keeper.failure)
     async with trainer.keeper.changing("b", state):
         trainer.change("b", 1)
     for number in (1, 2, 3):
         await trainer.take("b", f"b@{number}")
-    assert trainer.keeper.waiting_bytes == 0, "memory keeps no snapshot for storage that may never return"
+    assert trainer.keeper.waiting_bytes == 0, "memory must not keep a snapshot for storage that may never return"
     assert trainer.keeper.lag_seconds > 0
     with pytest.raises(Unavailable, match="has not returned for"):
         await trainer.keeper.flush("b")
@@ -348,20 +350,20 @@ async def test_a_snapshot_of_the_newest_point_shares_its_file_and_outlives_it(tr
     await trainer.keeper.flush("a")
     assert trainer.durable(a=2)
     assert file_of("snapshots", "before").st_ino == file_of("2").st_ino
-    assert file_of("snapshots", "later").st_nlink == 1, "its point is gone"
+    assert file_of("snapshots", "later").st_nlink == 1, "its point must be gone"
     slow = trainer.hold()
     trainer.change("a", 3)
     await trainer.take("a", "outgrown")
     trainer.change("a", 4)
     slow.set()
     await trainer.keeper.flush("a")
-    assert file_of("snapshots", "outgrown").st_nlink == 1, "a file of its own"
+    assert file_of("snapshots", "outgrown").st_nlink == 1, "a separate file"
     assert file_of("snapshots", "before").st_nlink == 1
     assert [each[2] for each in trainer.copied] == [[], ["later"], ["later", "before", "outgrown"]]
 
 
 async def test_a_state_that_has_outgrown_a_snapshot_comes_after_it(trainer: Trainer) -> None:
-    """The model changes between the keeper's look and the copy."""
+    """The model changes between the keeper's check and the copy."""
     slow = trainer.hold()
     trainer.change("b", 1)  # it occupies storage
     await eventually(lambda: len(trainer.copied) == 1)
@@ -373,18 +375,20 @@ async def test_a_state_that_has_outgrown_a_snapshot_comes_after_it(trainer: Trai
     assert trainer.copied[1:] == [("a", 2, ["a@1"])]
 
 
-async def test_a_model_whose_state_is_durable_waits_while_too_much_is_owed(trainer: Trainer) -> None:
+async def test_a_durable_model_waits_while_storage_is_behind(trainer: Trainer) -> None:
     state = trainer.engine.models["a"].state_bytes
     trainer.create("c")
-    trainer.keeper._speed.most_lag_s = 2.5 * state / 6e7  # until storage has been measured, 100 MB/s are assumed
+    trainer.keeper._speed.most_lag_s = 2.5 * state / 6e7  # until storage is measured, the keeper assumes 100 MB/s
     slow = trainer.hold()
     for step in (1, 2):
         for model_id in ("a", "b"):
-            async with trainer.keeper.changing(model_id, state):  # it may change again, since its state is owed anyway
+            async with trainer.keeper.changing(
+                model_id, state
+            ):  # it may change again, since its state will be written anyway
                 trainer.change(model_id, step)
     with pytest.raises(StorageBehind, match="recovery-most-lag-s"):
         async with trainer.keeper.changing("c", state):
-            raise AssertionError("it was let in")
+            raise AssertionError("it was admitted")
     slow.set()
     await trainer.keeper.flush("a")
     await trainer.keeper.flush("b")
@@ -409,7 +413,7 @@ async def test_states_that_are_put_off_make_no_model_wait(trainer: Trainer) -> N
 
 
 async def test_every_model_gets_points_however_many_are_sampled_after_each_step(trainer: Trainer) -> None:
-    """Storage is always behind here: each model takes its next step as soon as its last snapshot was let in."""
+    """Storage is always too slow here: each model takes its next step as soon as its last snapshot is admitted."""
     model_ids, steps = [f"m{number}" for number in range(6)], 16
     for model_id in model_ids:
         trainer.create(model_id)

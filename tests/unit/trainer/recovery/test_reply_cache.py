@@ -1,4 +1,4 @@
-"""Numbered commands of a model: each runs once, whoever asks, leaves and asks again."""
+"""Numbered commands of a model: each runs once, for any callers, cancellations and retries."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,7 +11,7 @@ from fovea_trainer.recovery.reply_cache import ReplyCache
 
 
 class Work:
-    """Counts how often it runs; waits at a gate."""
+    """Counts its runs; waits at a gate."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -42,7 +42,7 @@ async def test_a_caller_that_leaves_and_asks_again_gets_the_one_answer() -> None
     with pytest.raises(FailedPrecondition, match="seq_id 3 of model 'm' comes after 4"):
         await journal.once("m", 3, work.run)
     journal.forget("m")
-    assert await journal.once("m", 1, work.run) == 4, "a new model of the same name begins anew"
+    assert await journal.once("m", 1, work.run) == 4, "a new model with the same name must start anew"
 
 
 async def test_a_failure_is_an_answer_unless_nothing_was_done() -> None:
@@ -69,7 +69,7 @@ async def test_commands_without_a_number_always_run() -> None:
     assert [await journal.once("m", 0, work.run) for _ in range(2)] == [1, 2]
 
 
-async def test_of_large_answers_the_latest_are_kept() -> None:
+async def test_the_latest_large_answers_are_kept() -> None:
     journal = ReplyCache(max_bytes=100)
 
     def answer(size_bytes: int) -> Coroutine[Any, Any, int]:

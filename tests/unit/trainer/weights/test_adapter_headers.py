@@ -29,7 +29,7 @@ TARGETS = {
 
 
 class CountingFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Local files, and how many bytes of them were read."""
+    """Local files, with a count of the bytes read."""
 
     cachable = False
 
@@ -44,7 +44,7 @@ class CountingFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
 
 def sparse(folder: Path, shapes: dict[str, list[int]], surplus: int = 0) -> Folder:
-    """A file whose header names float32 tensors, and which has as many bytes, all zero and none on the disk."""
+    """Writes a sparse file with float32 tensors in its header; all bytes are zero and use no disk space."""
     header, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + 4 * int(torch.Size(shape).numel())
@@ -57,7 +57,7 @@ def sparse(folder: Path, shapes: dict[str, list[int]], surplus: int = 0) -> Fold
 
 
 def apart(**changes: list[int]) -> dict[str, list[int]]:
-    """The shapes of an adapter of those targets as PEFT stores it, each expert by itself."""
+    """Returns the shapes of an adapter of these targets as PEFT stores it, with separate tensors per expert."""
     shapes = {name: list(target.shape) for name, target in TARGETS.items() if target.dim() == 2}
     for index in range(3):
         shapes[f"{LAYER}.experts.{index}.gate_proj.lora_A.weight"] = [4, 8]
@@ -77,7 +77,7 @@ def test_four_gibibytes_that_do_not_fit_are_refused_by_their_header_alone(tmp_pa
     assert folder.files.read_bytes < 2**14
 
 
-def test_what_fits_is_taken_together_or_apart_whole_or_some_modules_of_it(tmp_path: Path) -> None:
+def test_fitting_adapters_are_accepted_stacked_or_separate_whole_or_partial(tmp_path: Path) -> None:
     for shapes in (apart(), {name: list(target.shape) for name, target in TARGETS.items()}):
         weight_files.check_shapes(shapes, TARGETS, "u", is_foreign=True)
     some = {name: shape for name, shape in apart().items() if "experts" not in name}

@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all, on a disk and elsewhere."""
+"""Folders appear complete or not at all, on a disk and elsewhere."""
 
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ def _fail() -> Iterator[bytes]:
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A path or URL with nothing below."""
+    """An empty path or URL."""
     if request.param == "s3":
         return str(request.getfixturevalue("new_bucket")())
     return {"path": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{uuid.uuid4().hex}"}[
@@ -55,7 +55,7 @@ def test_the_disk_has_all_of_a_folder_before_it_takes_its_place(
     syncs = Syncs(monkeypatch)
     write_folder(str(place), {"one": b"old", "two": b"x" * 2**20})
     assert syncs.moved == [(place, [])]
-    assert not syncs.missing(place.parent.parent), "the name that it has got, too"
+    assert not syncs.missing(place.parent.parent), "including its final name"
     write_folder(str(place), {"one": b"new"})
     assert syncs.moved[-1] == (place, [])
 

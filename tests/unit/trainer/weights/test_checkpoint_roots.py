@@ -1,4 +1,4 @@
-"""A trainer reads and writes below its roots alone."""
+"""A trainer reads and writes only below its roots."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +87,7 @@ def test_a_relative_root_is_where_the_trainer_started(root: Path, monkeypatch: p
 
 
 def test_any_thread_may_ask(tmp_path: Path) -> None:
-    """fsspec makes a file system of its own for each thread."""
+    """fsspec creates a separate file system for each thread."""
     roots = CheckpointRoots([str(tmp_path)])
     with ThreadPoolExecutor(1) as pool:
         pool.submit(roots.check, str(tmp_path / "uploads" / "one")).result()

@@ -1,4 +1,6 @@
-"""Full parameters of mixtures of experts as files: the base's come back tensor by tensor, on several ranks too."""
+"""Full parameters of mixtures of experts as files: the base's tensors are restored one by one, also
+on several ranks.
+"""
 
 import itertools
 from pathlib import Path
@@ -62,7 +64,7 @@ def test_files_are_laid_out_as_the_base_s(ranks: int, replicas: int, spreads: tu
 def test_adapters_of_experts_come_back_together() -> None:
     parent = "base_model.model.model.language_model.layers.0.mlp.experts"
     adapter = {
-        f"{parent}.w1.lora_A.weight": torch.rand(1, 2, 8),  # all experts have this one
+        f"{parent}.w1.lora_A.weight": torch.rand(1, 2, 8),  # all experts share this one
         f"{parent}.w1.lora_B.weight": torch.rand(4, 8, 2),
         "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight": torch.rand(2, 8),
     }
@@ -71,7 +73,9 @@ def test_adapters_of_experts_come_back_together() -> None:
     together = weight_files.of_experts(apart, adapter)
     assert together.keys() == adapter.keys()
     assert all(together[name].equal(tensor) for name, tensor in adapter.items())
-    assert weight_files.of_experts(adapter, adapter).keys() == adapter.keys(), "what is together stays so"
+    assert weight_files.of_experts(adapter, adapter).keys() == adapter.keys(), (
+        "tensors of one file must stay in one file"
+    )
     apart[f"{parent}.2.gate_proj.lora_A.weight"] = torch.zeros(2, 8)
     with pytest.raises(InvalidInput, match="one that all share"):
         weight_files.of_experts(apart, adapter)

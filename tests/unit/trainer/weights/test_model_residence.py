@@ -1,4 +1,4 @@
-"""Adapters that leave the device and come back: the same bits, and views that stay valid."""
+"""Adapters that leave the device and return: the same bits, and views that stay valid."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NAMES = ("a", "b", "c")
 
 
 class Card:
-    """Some adapters of one module. Without a residence nothing ever leaves."""
+    """Some adapters of one module. Without a residence no adapter leaves."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.module = nn.Linear(6, 8, bias=False, dtype=dtype, device=device).requires_grad_(False)
@@ -30,7 +30,7 @@ class Card:
         }
 
     def pass_(self, name: str, seed: int) -> Tensor:
-        """A forward and a backward pass, as of a forward_backward."""
+        """Runs a forward and a backward pass, as forward_backward does."""
         model = self.models[name]
         model.activate()
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(self.module.weight)
@@ -61,7 +61,7 @@ def size_of(model: AdapterModel) -> int:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_leaves_and_returns_trains_on_with_equal_bits(dtype: torch.dtype, device: torch.device) -> None:
-    """In between passes too, so that its gradients come along."""
+    """Including between passes, so that its gradients move with it."""
     still, moving = Card(dtype, device), Card(dtype, device)
     whole = size_of(moving.models["a"])
     residence = ModelResidence(device, whole, lambda: 2**62)
@@ -106,7 +106,7 @@ def test_a_model_returns_to_a_full_device_in_the_place_of_others() -> None:
     assert [size_of(card.models[name]) for name in NAMES] == [0, whole, 0]
     residence.forget("a")
     residence.expect([card.models["c"]])
-    assert size_of(card.models["c"]) == 0, "there is no room for it now"
+    assert size_of(card.models["c"]) == 0, "there must be no room for it now"
 
 
 def test_models_fit_together_if_those_that_are_away_have_room_beside_the_others() -> None:

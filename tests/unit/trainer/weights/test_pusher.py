@@ -1,4 +1,4 @@
-"""Who waits for whom."""
+"""Order of pushes and commands at the shared lock."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ async def _until_idle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_those_that_share_go_side_by_side_and_who_is_alone_waits_and_is_waited_for() -> None:
+async def test_shared_holders_run_together_and_exclusive_ones_alone() -> None:
     lock = SharedLock()
     inside: list[str] = []
     ends: dict[str, asyncio.Event] = {name: asyncio.Event() for name in ("a", "b", "full", "c")}
@@ -33,7 +33,7 @@ async def test_those_that_share_go_side_by_side_and_who_is_alone_waits_and_is_wa
     await asyncio.gather(*tasks)
 
 
-async def test_who_gives_up_waiting_to_be_alone_keeps_nobody() -> None:
+async def test_a_cancelled_exclusive_waiter_blocks_no_other() -> None:
     lock = SharedLock()
 
     async def alone() -> None:

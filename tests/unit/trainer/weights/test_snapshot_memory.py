@@ -1,4 +1,4 @@
-"""Snapshots in memory: what is kept, what goes, and what a digest covers."""
+"""Snapshots in memory: retention, eviction, and the content of a digest."""
 
 import torch
 
@@ -89,7 +89,7 @@ def test_room_is_made_of_the_models_own_last_snapshot_but_not_of_others() -> Non
     assert _names(memory, "a@1", "b@1") == ["b@1"]
 
 
-def test_what_is_being_sent_stays_until_it_is() -> None:
+def test_a_snapshot_stays_in_memory_while_it_is_being_sent() -> None:
     memory = SnapshotStore(15)
     memory.put(_held("a@1"))
     memory.pin("a@1")

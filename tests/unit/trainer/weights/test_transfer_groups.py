@@ -1,4 +1,4 @@
-"""Where transfer groups and their store listen. Groups of several: tests/e2e/trainer/test_push.py."""
+"""Listening addresses of transfer groups and their store. tests/e2e/trainer/test_push.py tests groups of several."""
 
 import socket
 
