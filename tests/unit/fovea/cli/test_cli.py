@@ -64,6 +64,18 @@ def test_what_a_service_would_refuse_is_refused_in_one_line_before_anything_star
     assert not (tmp_path / "state").exists()
 
 
+def test_a_wrong_scope_of_sign_in_is_refused_before_anything_starts(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 9}))
+    (tmp_path / "model.safetensors").write_bytes(b"0")
+    roles = '--set=gateway.oidc_roles={"ml-team": "trian"}'
+    result = CliRunner().invoke(app, ["up", roles, "--model", str(tmp_path), "--state-dir", str(tmp_path / "state")])
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    words = "the group 'ml-team' has the scope 'trian'; a scope is one of read, sample, train, admin"
+    assert line == f"fovea up: --set gateway.oidc_roles: {words}"
+    assert not (tmp_path / "state").exists()
+
+
 def test_status_without_a_fovea(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
     assert result.exit_code == 1
