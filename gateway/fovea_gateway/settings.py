@@ -251,10 +251,7 @@ class GatewaySettings(OidcSettings, ServiceSettings):
         json_schema_extra={"propertyNames": {"enum": [*LIMITS]}},
     )
     gpu_hour_price_usd: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="US dollars that one GPU costs in an hour. With a price, usage also shows costs, by GPU-seconds.",
+        0.0, ge=0, allow_inf_nan=False, description="US dollars of a GPU-hour. With it, usage shows costs too."
     )
     max_journal_bytes: int = Field(
         2 * 2**30,

@@ -283,9 +283,7 @@ class KeyRing:
             )
         known = self._named.get(self._read_token(key)) if key.startswith("eyJ") else self._keys.get(hash_key(key))
         if known is None:
-            raise Unauthenticated(
-                "this API key is unknown; `fovea up` prints one, `fovea keys create --owner NAME` makes one"
-            )
+            raise Unauthenticated("this API key is unknown; `fovea up` prints one, `fovea keys create` makes one")
         if problem := known.problem(time.time()):
             raise Unauthenticated(f"this API key {problem}")
         if key == PUBLISHED:

@@ -39,7 +39,7 @@ _TIMEOUT_S = 10.0
 _MOST_ANSWER, _MOST_TOKEN = 2**20, 2**14
 _NAMELESS = re.compile(r"key-[0-9a-f]{12}")
 _SECURE = {"pattern": r"^(https://.+|http://(localhost|127\.[0-9.]+|\[::1\])([:/].*)?)?$"}
-"""What `_is_secure` accepts, for the schema of the chart's values."""
+"""The rule of `_is_secure`, for the schema of the chart's values."""
 
 
 class OidcSettings(BaseModel):

@@ -84,4 +84,4 @@ async def test_a_loop_names_the_step_from_which_it_resumes_and_a_wrong_key_is_on
             assert (one.returncode, said) == (1, b"")
             (line,) = told.decode().splitlines()
             assert line.startswith(f"the server at {stand.url} refuses the API key (TINKER_API_KEY, api_key or --api-")
-            assert "`fovea keys create --owner NAME` makes one" in line
+            assert "`fovea keys create` makes one" in line
