@@ -77,7 +77,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def services_table(report: dict[str, Any], healthy: dict[str, bool], width: int | None) -> Table:
-    """Returns the table of `fovea status`, without the last of `_SPARE` where it would be wider than `width`.
+    """Returns the table of `fovea status`, without columns of `_SPARE` as long as it is wider than `width`.
 
     Cells that are still too wide are wrapped, never cut. None is for output that is no terminal, which has no width.
     """
@@ -97,8 +97,8 @@ def services_table(report: dict[str, Any], healthy: dict[str, bool], width: int 
             break
         left.remove(column)
     table = Table(*(Column(name, overflow="fold") for name in left))
-    for row in rows:
-        table.add_row(*(row[name] for name in left))
+    for cells_of in rows:
+        table.add_row(*(cells_of[name] for name in left))
     return table
 
 

@@ -38,7 +38,7 @@ between two attempts.
 _TIMEOUT_S = 10.0
 _MOST_ANSWER, _MOST_TOKEN = 2**20, 2**14
 _NAMELESS = re.compile(r"key-[0-9a-f]{12}")
-_SECURE = {"pattern": r"^(https://.+|http://(localhost|127\.[0-9.]+|\[::1\])([:/].*)?)?$"}
+_SECURE: dict[str, Any] = {"pattern": r"^(https://.+|http://(localhost|127\.[0-9.]+|\[::1\])([:/].*)?)?$"}
 """The rule of `_is_secure`, for the schema of the chart's values."""
 
 
