@@ -140,13 +140,18 @@ def _served_model(model: str, base_url: str, api_key: str, console: Console) -> 
     """Returns the name of the model to check, by default the server's first. Ends the program without a server."""
     import httpx
 
+    if model:  # the server may be unfinished and lack the routes that `check_server` requests
+        try:
+            httpx.get(base_url, timeout=10)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            console.print(f"--base-url: no server responds at {base_url} ({error})")
+            raise typer.Exit(2) from None
+        return model
     try:
         check_server(base_url, api_key)
     except NotConnected as error:
         console.print(f"--{(error.field or 'base_url').replace('_', '-')}: {error.message}")
         raise typer.Exit(2) from None
-    if model:
-        return model
     url = f"{base_url.rstrip('/')}/api/v1/get_server_capabilities"
     try:
         answer = httpx.get(url, headers={"X-API-Key": api_key}, timeout=30).raise_for_status()
