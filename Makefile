@@ -27,12 +27,15 @@ setup: $(READY) ## Install all dependencies into .venv, pinned and hash-checked 
 
 $(READY): requirements/$(LOCK).txt requirements/uv.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Fovea needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make setup PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/uv.txt
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode requirements/$(LOCK).txt
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
-	rm -f $(VENV)/ready $(VENV)/ready-gpu
-	touch $@
+	@echo "setup: making the environment $(VENV) and installing uv into it"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/uv.txt
+	@echo "setup: downloading, installing and compiling $$(grep -c '^[^ #].*==' requirements/$(LOCK).txt) packages; about 2 minutes the first time"
+	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync $$([ -t 2 ] || echo --quiet) --require-hashes --compile-bytecode requirements/$(LOCK).txt
+	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
+	@rm -f $(VENV)/ready $(VENV)/ready-gpu
+	@touch $@
+	@echo "setup: done; \`. $(VENV)/bin/activate\` puts fovea on the path"
 
 demo: setup ## Train a tiny VLM on real digits; writes demo/report.html and demo/result.json
 	$(BIN)/python -m fovea_demo

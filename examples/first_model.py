@@ -29,7 +29,7 @@ from examples.download import CannotTry, checkpoint
 from fovea.wire.errors import InvalidInput
 from fovea_demo.digits import QUESTION, load_scans
 from fovea_demo.up import NotReady, running_fovea
-from fovea_rollout import ChatTemplate, Message, Picture
+from fovea_rollout import ChatTemplate, Message, Picture, connect
 from fovea_rollout.messages import Part
 
 API_KEY = "tml-local"
@@ -205,10 +205,10 @@ def enlarged(png: bytes) -> bytes:
 def try_out(base_url: str, model: str | None, steps: int, batch: int, rank: int, rate: float) -> tuple[Seen, list[str]]:
     """Trains, compares and prints the measurements; returns what the model sees, and the problems."""
     api_key = os.environ.get("TINKER_API_KEY", API_KEY)
-    if model is None:
-        capabilities = tinker.RestClient(base_url=base_url, api_key=api_key).get_server_capabilities().result()
-        model = str(capabilities.supported_models[0].model_name)
-    with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
+    with connect(base_url, api_key) as service:
+        if model is None:
+            capabilities = tinker.RestClient(base_url=base_url, api_key=api_key).get_server_capabilities().result()
+            model = str(capabilities.supported_models[0].model_name)
         session = Session(service, model, rank, rate)
         train, held_out = session.lessons()
         asked = held_out[:ASKED]

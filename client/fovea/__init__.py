@@ -31,3 +31,5 @@ def _with_loopback(hosts: str) -> str:
 
 
 bypass_proxies()
+# Otherwise gRPC's core prints the end of each connection to a stopping service. Child processes inherit the variable.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -175,7 +175,7 @@ def values() -> Schema:
         secretSeed={"type": "string", "pattern": "^(.{32,})?$", "description": "At least 32 random characters."},
         tls=closed(enabled=BOOLEAN, secret=STRING),
         serviceAccount=closed(annotations=MAP),
-        traceEndpoint=STRING,
+        traceEndpoint={"type": "string", "pattern": "^(https?://.+)?$"},
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
         gpuResource={"type": "string", "pattern": "/"},
         gpuDeviceClass=STRING,

@@ -248,12 +248,10 @@ class GatewaySettings(OidcSettings, ServiceSettings):
         description='Limits of owners with none in their record, as JSON such as {"max_requests_per_s": 50}; {} means'
         " no limits. By default there are none if the gateway listens on loopback only; otherwise 500 requests per"
         " second, 16 million tokens in flight and 500 GB of checkpoints.",
+        json_schema_extra={"propertyNames": {"enum": [*LIMITS]}},
     )
     gpu_hour_price_usd: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="US dollars that one GPU costs in an hour. With a price, usage also shows costs, by GPU-seconds.",
+        0.0, ge=0, allow_inf_nan=False, description="US dollars of a GPU-hour. With it, usage shows costs too."
     )
     max_journal_bytes: int = Field(
         2 * 2**30,
@@ -264,7 +262,9 @@ class GatewaySettings(OidcSettings, ServiceSettings):
     )
     max_sessions: int = Field(10_000, gt=0, description="Open sessions of all owners, shared like max_pending.")
     alerts_webhook: str = Field(
-        "", description="URL to which the beginning and end of each alert are posted as JSON; treat it as a secret."
+        "",
+        description="URL to which the beginning and end of each alert are posted as JSON; treat it as a secret.",
+        json_schema_extra={"pattern": "^(https?://.+)?$"},
     )
     alerts_kl: float = Field(0.5, ge=0, description="KL in nats per token above which an alert begins; 0 for none.")
     alerts_gone_s: float = Field(

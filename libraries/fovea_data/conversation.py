@@ -211,3 +211,8 @@ def _answer_text(parts: Sequence[Part], reasoning: Any, where: str) -> str:
     if not (text := "".join(texts)):
         raise InvalidInput(f"{where}.content is empty", field=where)
     return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{text}" if reasoning else text
+
+
+def exact_match(answer: str, conversation: Conversation) -> float:
+    """Returns 1 if an answer equals the row's answer, apart from surrounding blanks and Unicode composition."""
+    return float(normalised(answer).strip() == normalised(conversation.answer).strip())

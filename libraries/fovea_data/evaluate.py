@@ -12,7 +12,6 @@ import json
 import math
 import os
 import pathlib
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
@@ -20,30 +19,21 @@ from typing import Annotated, Literal
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
-import tinker
 import typer
 
-from fovea.wire.errors import FoveaError
 from fovea_data.answer_counts import AnswerCounts
-from fovea_data.conversation import Conversation, check_positive
+from fovea_data.conversation import Conversation, check_positive, exact_match
 from fovea_data.dataset import MAX_SIDE, QUESTION, Dataset, image_folder, load_chats
 from fovea_data.rows import JsonLines, Parquet
-from fovea_data.served_limits import ask_limits, error_words, picture_side
-from fovea_data.tuned_model import exact_match
-from fovea_rollout import (
-    Answer,
-    ChatTemplate,
-    Environment,
-    Message,
-    Policy,
-    RolloutSettings,
-    SamplingSettings,
-    Step,
-    TinkerPolicy,
-    evaluate,
-    load_records,
-)
-from fovea_rollout.environments.records import Source
+from fovea_data.served_limits import ask_limits, picture_side
+from fovea_rollout.environments.environment import Answer, Environment, Step
+from fovea_rollout.environments.records import Source, load_records
+from fovea_rollout.evaluation import evaluate
+from fovea_rollout.messages import Message
+from fovea_rollout.policies.policy import Policy, SamplingSettings
+from fovea_rollout.rollout import RolloutSettings
+from fovea_rollout.stopping import exiting_with_a_line
+from fovea_rollout.templates.template import ChatTemplate
 
 Kind = Literal["accuracy", "reward"]
 
@@ -224,8 +214,12 @@ def main(
     settings = RolloutSettings(
         SamplingSettings(max_tokens, temperature, seed=seed), max_turns=max_turns, max_context=max_context
     )
-    try:
-        ask_limits(base_url, api_key)  # raises at once if no server answers
+    with exiting_with_a_line():
+        ask_limits(base_url, api_key)  # raises at once if no server answers or the key is wrong
+        import tinker  # late, because it takes seconds
+
+        from fovea_rollout.policies.tinker_policy import TinkerPolicy
+
         side = _picture_side(model, max_side, base_url, api_key)
         kind, sources = read_sources(data, question, limit, side)
         with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
@@ -245,9 +239,6 @@ def main(
                 progress=None,
             )
             report = asyncio.run(played)
-    except (FoveaError, tinker.TinkerError) as error:
-        print(f"error: {error_words(error)}", file=sys.stderr)
-        raise typer.Exit(2) from None
     print(json.dumps(asdict(report)) if as_json else report)
     raise typer.Exit(0 if not report.failed else 1 if report.rows else 2)
 
@@ -257,6 +248,8 @@ def _picture_side(model: str, given: int | None, base_url: str, api_key: str) ->
         return given if given > 0 else None
     if not model.startswith("tinker://"):
         return MAX_SIDE
+    import tinker
+
     return picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), model, MAX_SIDE)
 
 

@@ -20,14 +20,15 @@ from fovea.wire.conventions import MAX_PICTURE_SIDE
 from fovea.wire.errors import FailedPrecondition, InvalidInput, NotFinite
 from fovea_data.answer_counts import AnswerCounts
 from fovea_data.connection import Connection, Server
-from fovea_data.conversation import Conversation, check_positive
+from fovea_data.conversation import Conversation, check_positive, exact_match
 from fovea_data.dataset import Dataset
 from fovea_data.fine_tune_progress import CheckProgress, FineTuneProgress, FineTuneState
 from fovea_data.row_check import BrokenRows, RowEncoder, check_rows
 from fovea_data.rows import Indices
-from fovea_data.tuned_model import TunedModel, answers, exact_match
+from fovea_data.tuned_model import TunedModel, answers
 from fovea_rollout.loop.live_reports import LiveReports
 from fovea_rollout.loop.loggers import JsonLinesLogger, Logger, LoggerName, open_loggers
+from fovea_rollout.stopping import ending_with_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,9 @@ def fine_tune(
         InvalidInput: A setting is wrong, a row is broken (the error names it), all rows are broken, or `out` belongs to
             a run with other settings or rows.
         NotFound: The server does not have the model.
-        FailedPrecondition: No server responds, the server trains no model, a logger's package is not installed, or the
-            model diverged.
+        NotConnected: No server responds, or it refuses the API key. It is a FailedPrecondition, and ends a program with
+            one line.
+        FailedPrecondition: The server trains no model, a logger's package is not installed, or the model diverged.
         Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line.
         Exception: An error of the SDK.
     """
@@ -147,7 +149,7 @@ def fine_tune(
         )
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as exits, _stopping_with_a_line(folder):
+    with ExitStack() as exits, ending_with_a_line(lambda: _stop_line(folder)):
         server = Server(base_url, api_key)
         exits.callback(server.service.close, "errored")
         served = server.model(model)
@@ -179,29 +181,13 @@ def fine_tune(
         return TunedModel(connection, state.weights, state.state, sampling, lines.rows(), train.max_side)
 
 
-class Stopped(KeyboardInterrupt, SystemExit):
-    """The exception after Ctrl-C, with a line that names the step from which the run will resume.
-
-    A program that does not catch it prints the line and exits, as with `sys.exit(line)`.
-    """
-
-    def __init__(self, line: str) -> None:
-        super().__init__(line)
-        self.code = line
-
-
-@contextmanager
-def _stopping_with_a_line(folder: pathlib.Path) -> Iterator[None]:
-    """Converts Ctrl-C to Stopped, which names the step of the saved state."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        file = folder / "state.json"
-        step = FineTuneState.read(file).step if file.exists() else 0
-        raise Stopped(
-            f"stopped: call fine_tune again with the same settings and rows and out={str(folder)!r} to resume after"
-            f" step {step}"
-        ) from None
+def _stop_line(folder: pathlib.Path) -> str:
+    file = folder / "state.json"
+    step = FineTuneState.read(file).step if file.exists() else 0
+    return (
+        f"stopped: call fine_tune again with the same settings and rows and out={str(folder)!r} to resume after step"
+        f" {step}"
+    )
 
 
 _ROWS = ("rows", "held-out rows")

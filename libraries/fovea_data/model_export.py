@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import pathlib
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,18 +17,16 @@ from typing import Annotated, Self
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
-import tinker
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from fovea.runtime.model_files import read_json
 from fovea.wire.conventions import MAX_PICTURE_SIDE
-from fovea.wire.errors import AlreadyExists, FailedPrecondition, FoveaError, InvalidInput
+from fovea.wire.errors import AlreadyExists, FailedPrecondition, InvalidInput
 from fovea_data.base_model import base_directory, check_room, copy_small_files
-from fovea_data.checkpoint_download import download_checkpoint
-from fovea_data.hub_upload import push_to_hub
-from fovea_data.served_limits import ask_limits, error_words, picture_side
+from fovea_data.served_limits import ask_limits, picture_side
+from fovea_rollout.stopping import exiting_with_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +63,22 @@ def export_model(
             not fit the base model.
         NotFound: The checkpoint or the base model does not exist.
         ResourceExhausted: The disk has too little space.
-        FailedPrecondition: torch, transformers or safetensors is not installed, or no server responds.
+        NotConnected: No server responds, or it refuses the API key.
+        FailedPrecondition: torch, transformers or safetensors is not installed.
         Unavailable: The download was interrupted.
         Exception: An error of the SDK.
     """
+    if not path.startswith("tinker://"):
+        raise InvalidInput(f"{path!r} is not a checkpoint path: write tinker://RUN/KIND/NAME", field="path")
     folder = pathlib.Path(directory)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AlreadyExists(f"{folder} already has files: give a new folder", field="directory")
+    ask_limits(base_url, api_key)  # raises at once if no server responds or the key is wrong
+    import tinker  # late, because it takes seconds
+
+    from fovea_data.checkpoint_download import download_checkpoint
+
     folder.parent.mkdir(parents=True, exist_ok=True)
-    ask_limits(base_url, api_key)  # raises at once if no server responds
     side = picture_side(tinker.RestClient(base_url=base_url, api_key=api_key), path, None)
     notes: list[str] = []
     with _filled(folder) as staging, _Bars(progress) as bars:
@@ -213,14 +217,15 @@ def main(
     ] = "tml-local",
 ) -> None:
     """Write a checkpoint as a PEFT adapter, or as a merged model that transformers and vLLM load."""
-    try:
+    if push and push.count("/") != 1:
+        raise typer.BadParameter(f"{push!r} is not OWNER/NAME", param_hint="--push-to-hub")
+    with exiting_with_a_line():
         folder = export_model(path, directory, merged=merged, base=base or None, base_url=base_url, api_key=api_key)
         print(f"written: {folder}")
         if push:
+            from fovea_data.hub_upload import push_to_hub
+
             print(f"pushed: {push_to_hub(folder, push, private=not public)}")
-    except (FoveaError, tinker.TinkerError) as error:
-        print(f"error: {error_words(error)}", file=sys.stderr)
-        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

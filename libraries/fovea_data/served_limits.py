@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import tinker
 
 from fovea.client.gateway import check_server
 from fovea.wire import conventions
-from fovea.wire.errors import FailedPrecondition, FoveaError, InvalidInput
+from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_rollout.messages import Picture
+
+if TYPE_CHECKING:
+    import tinker
 
 _PATH = "api/v1/get_server_capabilities"
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
@@ -80,20 +82,19 @@ class ServedLimits:
 def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, ServedLimits]:
     """Requests the limits of a server's models.
 
-    The result maps names of models to limits. It is empty if the server refuses the request or reports none, and for
-    the SDK's default server.
+    The result maps names of models to limits. It is empty if the server reports none, and for the SDK's default server.
 
     Args:
         base_url: Address of the server; None reads TINKER_BASE_URL.
         api_key: API key; None reads TINKER_API_KEY.
 
     Raises:
-        FailedPrecondition: No server responds.
+        NotConnected: No server responds, or it refuses the API key.
     """
     url, key = base_url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")
     if not url:
         return {}
-    check_server(url)
+    check_server(url, key or "")
     try:
         answer = httpx.get(f"{url.rstrip('/')}/{_PATH}", headers={"X-API-Key": key or ""}, timeout=_TIMEOUT)
     except httpx.TransportError as error:
@@ -120,6 +121,8 @@ def picture_side(rest: tinker.RestClient, path: str, default: int | None) -> int
         InvalidInput: The path is malformed.
         tinker.TinkerError: The server refuses another request.
     """
+    import tinker  # late, because it takes seconds and a wrong address should be reported at once
+
     try:
         run = tinker.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     except ValueError as error:
@@ -130,10 +133,3 @@ def picture_side(rest: tinker.RestClient, path: str, default: int | None) -> int
         return default
     side = conventions.picture_side(next((one.user_metadata or {} for one in listed if one.tinker_path == path), {}))
     return default if side is None else side or None
-
-
-def error_words(error: FoveaError | tinker.TinkerError) -> str:
-    """Returns an error in one sentence: of a refused request, the server's `detail` without the rest of the answer."""
-    body = error.body if isinstance(error, tinker.APIStatusError) else None
-    detail = body.get("detail") if isinstance(body, Mapping) else None
-    return detail if isinstance(detail, str) else str(error)

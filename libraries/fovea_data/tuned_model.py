@@ -12,7 +12,6 @@ import tinker
 
 from fovea.wire.errors import FailedPrecondition
 from fovea_data.connection import Connection
-from fovea_data.conversation import Conversation, normalised
 from fovea_data.encoder import Encoder
 from fovea_data.model_export import export_model
 from fovea_data.pictures import read_picture
@@ -129,8 +128,3 @@ def answers(
         pending.append(sampling.sample(encoder.prompt(one), num_samples=1, sampling_params=params))
     sequences = [future.result().sequences[0] for future in pending]
     return [encoder.read(one.tokens, is_cut=one.stop_reason == "length") for one in sequences]
-
-
-def exact_match(answer: str, conversation: Conversation) -> float:
-    """Returns 1 if an answer equals the row's answer, apart from surrounding blanks and Unicode composition."""
-    return float(normalised(answer).strip() == normalised(conversation.answer).strip())

@@ -1,4 +1,9 @@
-"""Runs the checks: `python -m fovea_conformance --base-url URL --api-key KEY --model NAME`, or `fovea conformance`."""
+"""Runs the checks: `python -m fovea_conformance --base-url URL --api-key KEY --model NAME`, or `fovea conformance`.
+
+The checks and the SDK are imported only once the arguments are right and a server answers: they take many seconds.
+"""
+
+from __future__ import annotations
 
 import importlib
 import logging
@@ -7,26 +12,28 @@ import pkgutil
 import re
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import typer
 from rich.console import Console
 
-from fovea.client.gateway import check_server
-from fovea.wire.errors import FailedPrecondition
+from fovea.client.gateway import NotConnected, check_server
 from fovea_conformance import checks as check_modules
-from fovea_conformance.check import REGISTER, Check, Status
-from fovea_conformance.report import summary, table, write_html, write_json
-from fovea_conformance.runner import Verdict, run_checks
-from fovea_conformance.target import Options
+
+if TYPE_CHECKING:
+    from fovea_conformance.check import Check
+    from fovea_conformance.runner import Verdict
+    from fovea_conformance.target import Options
 
 _RANGE = re.compile(r"C(\d+)(?:-C?(\d+))?|([A-K])")
 
 
 def load() -> list[Check]:
     """Imports and returns all checks, in order."""
+    from fovea_conformance.check import REGISTER
+
     for module in pkgutil.iter_modules(check_modules.__path__):
         importlib.import_module(f"{check_modules.__name__}.{module.name}")
     return sorted(REGISTER.values(), key=lambda one: one.number)
@@ -37,16 +44,23 @@ def select(all_checks: list[Check], words: list[str]) -> list[Check]:
     if not words:
         return all_checks
     chosen: set[int] = set()
-    for word in (part for given in words for part in given.replace(",", " ").split()):
-        match = _RANGE.fullmatch(word.upper())
-        if match is None:
-            raise typer.BadParameter(f"{word!r} is not a check; write C14, C20-C25 or a section A to K")
-        first, last, section = match.groups()
+    for first, last, section in _ranges(words):
         if section:
             chosen |= {one.number for one in all_checks if one.section == section}
         else:
             chosen |= set(range(int(first), int(last or first) + 1))
     return [one for one in all_checks if one.number in chosen]
+
+
+def _ranges(words: list[str]) -> list[tuple[str, ...]]:
+    """Returns first check, last check and section of each word. Raises BadParameter."""
+    found = []
+    for word in (part for given in words for part in given.replace(",", " ").split()):
+        match = _RANGE.fullmatch(word.upper())
+        if match is None:
+            raise typer.BadParameter(f"{word!r} is not a check; write C14, C20-C25 or a section A to K")
+        found.append(match.groups())
+    return found
 
 
 def main(
@@ -78,10 +92,16 @@ def main(
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     if not verbose:
         warnings.filterwarnings("ignore", category=FutureWarning)
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    _ranges([*(only or []), *(skip or [])])
+    name = _served_model(model, base_url, api_key, console)
+    console.print(f"checking model {name} at {base_url}; loading the checks first, which takes about 15 s")
+    from fovea_conformance.check import Status
+    from fovea_conformance.report import summary, table, write_html, write_json
+    from fovea_conformance.target import Options
+
     left_out = {one.check_id for one in select(load(), skip)} if skip else set()
     chosen = [one for one in select(load(), only or []) if one.check_id not in left_out]
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-    name = model or _first_model(base_url, api_key, console)
     options = Options(
         base_url, api_key, name, vlm, restart_command, session_ttl_s, long_job_s, checkpoint, cookbook, admin_key
     )
@@ -99,6 +119,9 @@ def main(
 
 
 def _run(chosen: list[Check], options: Options, console: Console) -> list[Verdict]:
+    from fovea_conformance.check import Status
+    from fovea_conformance.runner import run_checks
+
     done = 0
 
     def report(verdict: Verdict) -> None:
@@ -113,13 +136,21 @@ def _run(chosen: list[Check], options: Options, console: Console) -> list[Verdic
         return run_checks(chosen, options, report, lambda one: status.update(f"{one.check_id} {one.title}"))
 
 
-def _first_model(base_url: str, api_key: str, console: Console) -> str:
+def _served_model(model: str, base_url: str, api_key: str, console: Console) -> str:
+    """Returns the name of the model to check, by default the server's first. Ends the program without a server."""
     import httpx
 
+    if model:  # the server may be unfinished and lack the routes that `check_server` requests
+        try:
+            httpx.get(base_url, timeout=10)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            console.print(f"--base-url: no server responds at {base_url} ({error})")
+            raise typer.Exit(2) from None
+        return model
     try:
-        check_server(base_url)
-    except FailedPrecondition as error:
-        console.print(f"--base-url: {error.message}")
+        check_server(base_url, api_key)
+    except NotConnected as error:
+        console.print(f"--{(error.field or 'base_url').replace('_', '-')}: {error.message}")
         raise typer.Exit(2) from None
     url = f"{base_url.rstrip('/')}/api/v1/get_server_capabilities"
     try:

@@ -1,8 +1,12 @@
-"""Entry point of `make demo`: fine-tunes a tiny model and writes a page with its accuracy before and after."""
+"""Entry point of `make demo`: fine-tunes a tiny model and writes a page with its accuracy before and after.
+
+The SDK and scikit-learn are imported only once the arguments are right: they take seconds.
+"""
 
 import json
 import os
 import pathlib
+import sys
 import tempfile
 import time
 from typing import Annotated
@@ -10,18 +14,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import fovea_tinyvlm
-from fovea_demo.digits import load_scans
-from fovea_demo.job import Recipe, fine_tune
-from fovea_demo.report import write_report
-from fovea_demo.up import running_fovea
+from fovea.client.gateway import NotConnected, check_server
 
 OUT = pathlib.Path("demo")
 API_KEY = "tml-local"
+EPOCHS = 3
 
 
 def main(
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the 1,497 training scans.")] = Recipe.epochs,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the 1,497 training scans.")] = EPOCHS,
     seed: Annotated[int, typer.Option(help="Seed of the split, the adapter and the order.")] = 0,
     out: Annotated[pathlib.Path, typer.Option(help="Directory for report.html and result.json.")] = OUT,
     base_url: Annotated[str | None, typer.Option(help="Base URL of a running Tinker server to use.")] = None,
@@ -32,13 +33,26 @@ def main(
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     console = Console()
     start = time.monotonic()
-    train, held_out = load_scans(seed)
-    console.print(f"{len(train)} scans to train on, {len(held_out)} held out")
-    recipe = Recipe(epochs=epochs)
+    api_key = os.environ.get("TINKER_API_KEY", API_KEY) if base_url else API_KEY
     if base_url:
         if not base_model:
             raise typer.BadParameter("--base-url needs --base-model")
-        api_key = os.environ.get("TINKER_API_KEY", API_KEY)
+        try:
+            check_server(base_url, api_key)
+        except NotConnected as error:
+            print(f"error: {error.message}", file=sys.stderr)
+            raise typer.Exit(2) from None
+    console.print("reading the scans")
+    import fovea_tinyvlm
+    from fovea_demo.digits import load_scans
+    from fovea_demo.job import Recipe, fine_tune
+    from fovea_demo.report import write_report
+    from fovea_demo.up import running_fovea
+
+    train, held_out = load_scans(seed)
+    console.print(f"{len(train)} scans to train on, {len(held_out)} held out")
+    recipe = Recipe(epochs=epochs)
+    if base_url and base_model:
         history = fine_tune(base_url, api_key, base_model, train, held_out, recipe, seed)
         ready_s = 0.0
     else:
@@ -50,7 +64,7 @@ def main(
         ):
             ready_s = up["ready_s"]
             console.print(f"Fovea is ready after {ready_s:.1f} s at {up['base_url']}")
-            history = fine_tune(up["base_url"], API_KEY, up["model_name"], train, held_out, recipe, seed)
+            history = fine_tune(up["base_url"], api_key, up["model_name"], train, held_out, recipe, seed)
     result = {
         "accuracy_before": round(history.accuracies[0][1], 4),
         "accuracy_after": round(history.accuracies[-1][1], 4),

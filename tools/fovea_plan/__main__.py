@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fovea.cli import gpu_layout
-from fovea.cli.preflight import StartRefused, read_setting, settings_class
+from fovea.cli.preflight import StartRefused, check_config, read_setting, settings_class
 from fovea.cli.service_specs import Setting
 from fovea.wire.errors import FoveaError
 
@@ -30,6 +30,7 @@ def main() -> None:
         parser.error(f"--gpus: {options.gpus!r} is not COUNTxGIB, such as 8x80")
     try:
         settings = [read_setting(text) for text in options.set]
+        check_config(options.model, "--model")
         said = _plan(options, int(found[1]), int(float(found[2]) * GIB), settings)
     except StartRefused as error:
         parser.error(str(error))

@@ -15,8 +15,7 @@ from itertools import chain
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typer.exceptions import TyperException
 
 import fovea
@@ -32,6 +31,7 @@ from fovea.cli.state_folder import (
     folder_in_use,
     name_database,
     print_error,
+    print_table,
     read_state,
     running_hint,
 )
@@ -140,14 +140,7 @@ def status(
         typer.echo(json.dumps(report, indent=2))
         raise typer.Exit(0 if all(healthy.values()) else 1)
     typer.echo(status_report.summary(report))
-    table = Table("service", "gRPC", "pid", "memory", "up for", "restarts", "health")
-    for name, item in report["services"].items():
-        up_for = status_report.format_duration(time.time() - item["started_at"]) if item["pid"] else "-"
-        memory = f"{item['memory_bytes'] / 2**30:.1f} GiB"
-        memory += f" + GPU {item['gpu_memory_bytes'] / 2**30:.1f}" if item["gpu_memory_bytes"] else ""
-        counts = (str(item["pid"] or "-"), memory, up_for, str(item["restarts"]))
-        table.add_row(name, item["address"], *counts, status_report.describe_health(item, healthy[name]))
-    Console().print(table)
+    print_table(lambda width: status_report.services_table(report, healthy, width))
     for name, item in report["services"].items():
         if item["last_end"]:
             typer.echo(f"{name} last ended with {item['last_end']}")
@@ -276,11 +269,12 @@ def list_sessions(
 ) -> None:
     """List parked sessions, those parked longest first."""
     found = _ask(gateway, state_dir, api_key, lambda client: client.parked_sessions(owner))
-    table = Table("session", "owner", "parked since", "MiB", "models")
+    heads = ("session", "owner", "parked since", "MiB", "models")
+    table = Table(*(Column(head, overflow="fold") for head in heads))
     for each in found:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.parked_at))
         table.add_row(each.session_id, each.owner, since, f"{each.size_bytes / 2**20:.1f}", str(len(each.model_ids)))
-    Console().print(table)
+    print_table(lambda width: table)
 
 
 @sessions_app.command("end")

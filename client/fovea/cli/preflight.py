@@ -92,6 +92,24 @@ def check_model(model: str, flag: str) -> int:
     Raises:
         StartRefused: The model does not exist or cannot be served.
     """
+    directory = check_config(model, flag)
+    if directory is None:
+        return 0
+    try:
+        return _parameter_count(directory)
+    except (ValueError, OSError) as error:
+        raise _unusable(model, flag, error) from None
+
+
+def check_config(model: str, flag: str) -> pathlib.Path | None:
+    """Checks the configuration of a checkpoint folder, or asks the hub whether it has the model.
+
+    Returns:
+        The folder on this machine; None for a model that must be downloaded first.
+
+    Raises:
+        StartRefused: The model does not exist, or its configuration cannot be served.
+    """
     directory = pathlib.Path(model).expanduser()
     if not directory.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1 or not all(model.split("/")):
@@ -101,20 +119,22 @@ def check_model(model: str, flag: str) -> int:
             )
         if (found := _in_cache(model)) is None:
             _check_hub(model, flag)
-            return 0
+            return None
         directory = found
     if not (directory / "config.json").is_file():
         raise StartRefused(flag, f"{model} has no config.json; give a checkpoint folder or a Hugging Face model")
     try:
         check_directory(directory)
-        return _parameter_count(directory)
     except (ValueError, OSError) as error:
-        hint = (
-            ""
-            if "config.json is not" in str(error)
-            else f"; to see which components work, run: fovea models check {model}"
-        )
-        raise StartRefused(flag, f"{_within(model, str(error))}{hint}") from None
+        raise _unusable(model, flag, error) from None
+    return directory
+
+
+def _unusable(model: str, flag: str, error: Exception) -> StartRefused:
+    hint = (
+        "" if "config.json is not" in str(error) else f"; to see which components work, run: fovea models check {model}"
+    )
+    return StartRefused(flag, f"{_within(model, str(error))}{hint}")
 
 
 def _within(model: str, problem: str) -> str:
@@ -350,6 +370,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def _flag(kind: str, name: str, settings: Sequence[Setting]) -> str:
     """Returns the option or variable that a message about a setting should name: the one that the user gave."""
+    if not name:  # a problem with several settings, which the message names
+        return kind
     if any((each.kind, each.name) == (kind, name) for each in settings):
         return f"--set {kind}.{name}"
     if flag := _ITS_OWN.get(name):

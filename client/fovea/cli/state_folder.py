@@ -14,6 +14,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from fovea.cli.service import SAFE_PATH, kind_of
 
@@ -32,6 +33,7 @@ ApiKey = Annotated[
 StateDir = Annotated[pathlib.Path, typer.Option(help="Folder of this Fovea: database, checkpoints, logs, up.json.")]
 MOST_BYTES = 32 * 2**20
 _PAUSE_S = 0.2
+_ENDLESS = 10_000
 
 
 class FolderTaken(Exception):
@@ -220,6 +222,15 @@ def print_error(message: str, code: int = FAILED) -> int:
     """Prints an error message to stderr and returns the exit code."""
     Console(stderr=True).print(message, soft_wrap=True, markup=False, highlight=False)
     return code
+
+
+def print_table(table: Callable[[int | None], Table], console: Console | None = None) -> None:
+    """Prints a table that `table` makes for a width. A file or a pipe has none (None): its lines have full length."""
+    console = console or Console()
+    if console.is_terminal:
+        console.print(table(console.width))
+    else:
+        Console(file=console.file, width=_ENDLESS).print(table(None))
 
 
 def running_folders() -> list[pathlib.Path]:

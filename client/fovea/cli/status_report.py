@@ -9,12 +9,18 @@ from collections import defaultdict
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from rich.table import Column, Table
 
 from fovea.cli.service import kind_of
 from fovea.client.channel import ServiceClient
 from fovea.runtime import credentials
 
 _TIMEOUT_S = 5.0
+_COLUMNS = ("service", "gRPC", "pid", "memory", "up for", "restarts", "health")
+_SPARE = ("gRPC", "pid", "up for")
+"""Columns that a narrow terminal does without; `fovea status --json` has them."""
+_WRAPPED = 24
+"""Characters from which a cell may be wrapped, instead of a column left out."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -68,6 +74,32 @@ def summary(report: dict[str, Any]) -> str:
         f"{' and '.join(report['base_models'])}\n"
         f"{sessions} sessions{parked}, {models} models in training, {running} requests run, {waiting} wait"
     )
+
+
+def services_table(report: dict[str, Any], healthy: dict[str, bool], width: int | None) -> Table:
+    """Returns the table of `fovea status`, without columns of `_SPARE` as long as it is wider than `width`.
+
+    Cells that are still too wide are wrapped, never cut. None is for output that is no terminal, which has no width.
+    """
+    rows = []
+    for name, item in report["services"].items():
+        up_for = format_duration(time.time() - item["started_at"]) if item["pid"] else "-"
+        memory = f"{item['memory_bytes'] / 2**30:.1f} GiB"
+        memory += f" + GPU {item['gpu_memory_bytes'] / 2**30:.1f}" if item["gpu_memory_bytes"] else ""
+        health = describe_health(item, healthy[name])
+        row = (name, item["address"], str(item["pid"] or "-"), memory, up_for, str(item["restarts"]), health)
+        rows.append(dict(zip(_COLUMNS, row, strict=True)))
+    left = list(_COLUMNS)
+    for column in _SPARE:
+        cells = [dict(zip(left, left, strict=True)), *rows]
+        widths = [min(max(len(cell[name]) for cell in cells), _WRAPPED) for name in left]
+        if width is None or sum(widths) + 3 * len(left) + 1 <= width:
+            break
+        left.remove(column)
+    table = Table(*(Column(name, overflow="fold") for name in left))
+    for cells_of in rows:
+        table.add_row(*(cells_of[name] for name in left))
+    return table
 
 
 def format_duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 import fovea
 from fovea.cli.service import KILL_NAMES, Service, ServiceFailed, ServiceSpec, kind_of
 from fovea.cli.service_specs import UpOptions, base_url, service_specs
-from fovea.cli.state_folder import FolderTaken, ServiceLog, StateFolder, log_folder
+from fovea.cli.state_folder import FolderTaken, ServiceLog, StateFolder, log_folder, print_table
 from fovea.client.channel import ServiceClient
 from fovea.runtime import credentials
 from fovea.runtime.hosts import is_loopback
@@ -174,10 +174,10 @@ class Supervisor:
     def _show_table(self, ready_s: float) -> None:
         table = Table(title=f"Fovea is ready after {ready_s:.1f} s", title_justify="left")
         for column in ("service", "gRPC", "metrics"):
-            table.add_column(column)
+            table.add_column(column, overflow="fold")
         for spec in self._specs:
             table.add_row(spec.name, spec.address, f"http://127.0.0.1:{spec.metrics_port}/metrics")
-        self._console.print(table)
+        print_table(lambda width: table, self._console)
         # Do not print the user's own key: logs are stored, and other people read them.
         key = "YOUR_KEY" if self._options.api_keys or not is_loopback(self._options.host) else "tml-local"
         names = " and ".join(served.name for served in self._options.models)

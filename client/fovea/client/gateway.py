@@ -1,9 +1,10 @@
 """Client of the gateway's gRPC API: sessions, models, training commands as futures, streamed samples.
 
-`check_server` checks the base URL of its REST API.
+`check_server` checks the base URL of its REST API, and an API key.
 """
 
 import http.client
+import json
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -24,6 +25,7 @@ _API = "/api/v1"
 _ANSWER_S, _GUESS_S = 10.0, 2.0
 _REST_PORT = 8000
 _NOT_FOUND = (404, 405)
+_REFUSED = (401, 403)
 _NOT_SERVED = (*_NOT_FOUND, 502, 503, 504)
 """Statuses of another program, of another path, or of a proxy without a server behind it."""
 
@@ -168,22 +170,36 @@ class GatewayClient(ServiceClient):
                     yield record
 
 
-def check_server(base_url: str) -> None:
+class NotConnected(FailedPrecondition, SystemExit):  # type: ignore[misc]  # both have a `code`
+    """The error of a wrong address or API key. A program that does not catch it ends with its line, not a traceback."""
+
+    def __init__(self, message: str, field: str | None = None, **metadata: object) -> None:
+        super().__init__(message, field, **metadata)
+        vars(self)["code"] = message  # the interpreter prints it and exits with status 1
+
+
+def check_server(base_url: str, api_key: str | None = None) -> None:
     """Checks in seconds that a Tinker server answers at a base URL. The SDK would retry for minutes without a word.
 
+    Args:
+        base_url: The address.
+        api_key: The API key to check too, which may be empty; None checks none.
+
     Raises:
-        FailedPrecondition: No Tinker server answers there. The message says what to change.
+        NotConnected: No Tinker server answers there, or it refuses the key. The message says what to change.
     """
     url = base_url.rstrip("/")
     if host_of(url) == "" or not url.startswith(("http://", "https://")):
         meant = (base_url.partition("://")[2] if "://" in base_url else base_url).strip("/")
-        raise FailedPrecondition(
+        raise NotConnected(
             f"base_url is {base_url!r}, which is no http:// or https:// address: write"
             f" http://{meant if host_of(meant) else f'127.0.0.1:{_REST_PORT}'}",
             field="base_url",
         )
     seen = _unserved(url, _ANSWER_S)
     if not seen:
+        if api_key is not None:
+            _check_key(url, api_key)
         return
     better = "" if "timed out" in seen else next((one for one in _variants(url) if not _unserved(one, _GUESS_S)), "")
     if better:
@@ -192,9 +208,41 @@ def check_server(base_url: str) -> None:
         fix = ": set SSL_CERT_FILE to the certificate of the authority that signed the server's"
     else:
         fix = ": start one with `fovea up`, or give the address of a running one"
-    raise FailedPrecondition(
+    raise NotConnected(
         f"no server responds at {url} ({seen}){fix} (base_url, --base-url or TINKER_BASE_URL)", field="base_url"
     )
+
+
+def _check_key(url: str, api_key: str) -> None:
+    """Raises NotConnected if the server at a base URL refuses an API key. Other errors are left to the next request."""
+    if not api_key:
+        raise NotConnected(
+            "no API key is given: set TINKER_API_KEY (or api_key, --api-key); `fovea up` prints a key, and `fovea keys"
+            " create --owner NAME` makes one",
+            field="api_key",
+        )
+    request = urllib.request.Request(f"{url}{_API}/get_server_capabilities", headers={"X-API-Key": api_key})
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S):
+            return
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code not in _REFUSED:
+                return
+            said = _detail(error.read()) or f"it answers {error.code}"
+    except (OSError, http.client.HTTPException, ValueError):
+        return
+    raise NotConnected(
+        f"the server at {url} refuses the API key (TINKER_API_KEY, api_key or --api-key): {said}", field="api_key"
+    )
+
+
+def _detail(body: bytes) -> str:
+    """Returns the error in a server's answer; empty if there is none."""
+    try:
+        return str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _variants(url: str) -> list[str]:

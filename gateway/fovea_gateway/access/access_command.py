@@ -5,6 +5,7 @@ within seconds.
 """
 
 import argparse
+import difflib
 import os
 import sys
 import time
@@ -40,7 +41,14 @@ def _create(arguments: argparse.Namespace) -> None:
     expires_at = time.time() + arguments.days * _DAY_S if arguments.days else None
     scope = Scope(arguments.scope)
     text, key = random_key(arguments.owner, name=arguments.name, scope=scope, expires_at=expires_at)
-    run(arguments, lambda connection: insert_key(connection, key), may_create=True)
+
+    def insert(connection: sa.Connection) -> str:
+        known = _known(connection)
+        insert_key(connection, key)
+        return "" if key.owner in known else _alike(key.owner, known)
+
+    if alike := run(arguments, insert, may_create=True):
+        print(f"{key.owner} is a new owner{alike}", file=sys.stderr)
     print(f"key {key.key_id} of {key.owner}, scope {scope}; it is shown only this once:", file=sys.stderr)
     print(text)
 
@@ -84,19 +92,47 @@ def _row(owner: Owner) -> tuple[str, ...]:
 
 def _set_owner(arguments: argparse.Namespace) -> None:
     def change(connection: sa.Connection) -> Owner:
+        if not arguments.create:
+            _require_owner(connection, arguments.owner)
         known = next((each for each in all_owners(connection) if each.owner == arguments.owner), Owner(arguments.owner))
         given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
         changed = Owner(**{**vars(known), **given}).checked()
         put_owner(connection, changed)
         return changed
 
-    changed = run(arguments, change, may_create=True)
+    try:
+        changed = run(arguments, change, may_create=arguments.create)
+    except NotFound as error:
+        raise NotFound(f"{error.message}; to set limits before the first key, add --create", field="OWNER") from None
     print_table(_HEAD, [_row(changed)])
     print("a running gateway applies this within a second", file=sys.stderr)
 
 
+def _known(connection: sa.Connection) -> set[str]:
+    """Returns the names of all owners with a record, a key, usage or a checkpoint."""
+    tables = (owners, keys, usage, checkpoints)
+    return {name for table in tables for name in connection.scalars(sa.select(table.c.owner).distinct())}
+
+
+def _require_owner(connection: sa.Connection, owner: str) -> None:
+    """Raises NotFound for an owner that never existed, with the names that are like it."""
+    known = _known(connection)
+    if owner not in known:
+        raise NotFound(f"there is no owner {owner!r}{_alike(owner, known)}", field="OWNER")
+
+
+def _alike(owner: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(owner, known, n=3)
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+
+
 def _usage(arguments: argparse.Namespace) -> None:
-    found = run(arguments, lambda connection: read_usage(connection, arguments.owner, arguments.days))
+    def read(connection: sa.Connection) -> dict[str, Any]:
+        if arguments.owner is not None:
+            _require_owner(connection, arguments.owner)
+        return read_usage(connection, arguments.owner, arguments.days)
+
+    found = run(arguments, read)
     price = arguments.gpu_hour_price_usd
     head = ("DAY", "OWNER", "KEY ID", *(name.upper() for name in FIGURES), *(["COST USD"] if price else []))
     figures = (
@@ -235,6 +271,7 @@ def _add_owners(programs: Any) -> None:
     )
     setting.set_defaults(run=_set_owner)
     setting.add_argument("owner", metavar="OWNER")
+    setting.add_argument("--create", action="store_true", help="accept an owner without a key, usage or checkpoint yet")
     setting.add_argument("--weight", type=float, help="weight of its share relative to other owners; default: 1")
     for name in LIMITS:
         kind = float if name.endswith("_per_s") else int

@@ -12,12 +12,12 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 import jwt
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, WithJsonSchema, field_validator, model_validator
 
 from fovea.runtime.hosts import is_loopback
 from fovea.wire.errors import PermissionDenied, Unauthenticated, Unavailable
@@ -38,6 +38,8 @@ between two attempts.
 _TIMEOUT_S = 10.0
 _MOST_ANSWER, _MOST_TOKEN = 2**20, 2**14
 _NAMELESS = re.compile(r"key-[0-9a-f]{12}")
+_SECURE: dict[str, Any] = {"pattern": r"^(https://.+|http://(localhost|127\.[0-9.]+|\[::1\])([:/].*)?)?$"}
+"""The rule of `_is_secure`, for the schema of the chart's values."""
 
 
 class OidcSettings(BaseModel):
@@ -47,6 +49,7 @@ class OidcSettings(BaseModel):
         "",
         description="URL of an OpenID Connect provider. People sign in to the live page through it, and the SDK"
         " exchanges its ID tokens. Empty turns both off.",
+        json_schema_extra=_SECURE,
     )
     oidc_client_id: str = Field("", description="Client id of the gateway at the provider.")
     oidc_client_secret: str = Field(
@@ -63,7 +66,7 @@ class OidcSettings(BaseModel):
         " change themselves.",
     )
     oidc_groups_claim: str = Field("groups", description="Claim with a person's groups.")
-    oidc_roles: dict[str, str] = Field(
+    oidc_roles: dict[str, Annotated[str, WithJsonSchema({"enum": [*Scope]})]] = Field(
         {},
         description='Scope of each group, as JSON such as {"ml-admins": "admin", "*": "read"}; * means all people. The'
         " highest one applies, and a person without any is refused.",
@@ -72,23 +75,34 @@ class OidcSettings(BaseModel):
         "",
         description="URL of the page, as people open it. By default the address of the request. The provider must"
         f" allow this URL with {CALLBACK} as redirect.",
+        json_schema_extra=_SECURE,
     )
     oidc_session_s: float = Field(8 * 3600.0, gt=0, description="Seconds after which a sign-in on the page expires.")
+
+    @field_validator("oidc_roles")
+    @classmethod
+    def _has_scopes(cls, value: dict[str, str]) -> dict[str, str]:
+        for group, scope in value.items():
+            if scope not in [*Scope]:
+                raise ValueError(f"the group {group!r} has the scope {scope!r}; a scope is one of {', '.join(Scope)}")
+        return value
+
+    @field_validator("oidc_issuer", "oidc_public_url")
+    @classmethod
+    def _is_secure(cls, value: str) -> str:
+        place = urlsplit(value)
+        if value and place.scheme != "https" and not (place.scheme == "http" and is_loopback(place.hostname or "")):
+            raise ValueError(f"{value!r} must be an https URL, or http on a loopback address")
+        return value
 
     @model_validator(mode="after")
     def _check_sign_in(self) -> Self:
         if not self.oidc_issuer:
             return self
-        for name in ("oidc_issuer", "oidc_public_url"):
-            place = urlsplit(value := getattr(self, name))
-            if value and place.scheme != "https" and not (place.scheme == "http" and is_loopback(place.hostname or "")):
-                raise ValueError(f"{name} is {value!r}; it must be an https URL, or http on a loopback address")
         if not self.oidc_client_id:
             raise ValueError("oidc_issuer needs oidc_client_id: register the gateway at the provider")
         if not self.oidc_roles:
             raise ValueError('oidc_issuer needs oidc_roles, such as {"ml-team": "train"}; otherwise nothing is allowed')
-        if wrong := sorted(set(self.oidc_roles.values()) - set(Scope)):
-            raise ValueError(f"oidc_roles has the scope {wrong[0]!r}; a scope is one of {', '.join(Scope)}")
         if self.oidc_client_secret_file and not self.oidc_client_secret_file.is_file():
             raise ValueError(f"oidc_client_secret_file {self.oidc_client_secret_file} is not a file")
         return self

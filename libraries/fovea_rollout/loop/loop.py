@@ -22,7 +22,7 @@ from fovea_rollout.loop.group_pool import GroupPool
 from fovea_rollout.loop.learning_rate import REINFORCING_RATE, StepSize, learning_rate_of
 from fovea_rollout.loop.live_reports import LiveReports
 from fovea_rollout.loop.loggers import Logger, LoggerName
-from fovea_rollout.loop.loop_folder import LoopFolder
+from fovea_rollout.loop.loop_folder import LoopFolder, stop_line
 from fovea_rollout.loop.loop_progress import LoopProgress
 from fovea_rollout.loop.loop_settings import LoopSettings
 from fovea_rollout.loop.step_report import StepReport, step_report
@@ -40,6 +40,7 @@ from fovea_rollout.policies.policy import Policy
 from fovea_rollout.policies.resuming_policy import ResumingPolicy
 from fovea_rollout.policies.tinker_policy import WeightPublisher
 from fovea_rollout.rollout import run_rollout
+from fovea_rollout.stopping import ending_with_a_line
 from fovea_rollout.templates.template import ChatTemplate
 from fovea_rollout.trajectory import Trajectory
 
@@ -87,6 +88,8 @@ async def train(
     Raises:
         InvalidInput: A setting is wrong, or `out` belongs to a run with other settings or data. The message names it.
         FailedPrecondition: All rollouts of a step failed, or a logger's package is not installed.
+        Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line, which names the
+            step from which the run will resume.
         tinker.TinkerError: The server refuses a request.
     """
     if not sources:
@@ -94,6 +97,7 @@ async def train(
     if loggers and out is None:
         raise InvalidInput("loggers need a folder: give out too", field="out")
     with ExitStack() as exits:
+        exits.enter_context(ending_with_a_line(lambda: stop_line(out)))
         folder = None
         if out is not None:
             identity = _identity(training_client, sources, settings, held_out)

@@ -51,6 +51,19 @@ async def resumed_training_client(
     return client
 
 
+def stop_line(out: str | pathlib.Path | None) -> str:
+    """Returns the line after Ctrl-C. It names the step from which the run in a folder will resume."""
+    if out is None:
+        return "stopped: train has no folder, so the next run begins again; give out to resume there"
+    file = pathlib.Path(out) / _STATE_FILE
+    if not file.exists():
+        return "stopped before anything was saved: call train again to begin"
+    return (
+        f"stopped: call train again with the same settings and sources, out={str(out)!r} and the client from"
+        f" resumed_training_client to resume after step {LoopState.read(file).step}"
+    )
+
+
 class LoopFolder:
     """The folder of a loop: `state.json`, `metrics.jsonl`, and the loggers' files.
 

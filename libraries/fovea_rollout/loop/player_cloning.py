@@ -21,6 +21,7 @@ from fovea_rollout.loop.training_batch import training_datums
 from fovea_rollout.messages import Picture
 from fovea_rollout.policies.policy import Chunk, Policy, Sampled, SamplingSettings, WeightVersions
 from fovea_rollout.rollout import RolloutSettings, run_rollouts
+from fovea_rollout.stopping import ending_with_a_line
 from fovea_rollout.templates.template import ChatTemplate
 from fovea_rollout.trajectory import Trajectory, reward_mean
 
@@ -108,8 +109,21 @@ async def warm_up(
 
     Raises:
         InvalidInput: All episodes failed. The message contains the first failure.
+        Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line.
         tinker.TinkerError: The server refuses a request.
     """
+    with ending_with_a_line(lambda: "stopped: a warm-up saves nothing, so the next one begins again"):
+        return await _warm_up(training_client, template, sources, player, settings, progress)
+
+
+async def _warm_up(
+    training_client: tinker.TrainingClient,
+    template: ChatTemplate,
+    sources: Sequence[Callable[[], Environment]],
+    player: Policy,
+    settings: WarmUpSettings,
+    progress: bool | None,
+) -> float:
     most = min(settings.episodes, settings.answers_per_step * settings.steps)
     played = await run_rollouts(player, template, sources[:most], settings.rollout, name="cloned", progress=progress)
     learnt = [trajectory for trajectory in played if trajectory.is_scored]

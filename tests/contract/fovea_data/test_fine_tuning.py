@@ -21,8 +21,8 @@ import fovea_tinyvlm
 from fovea.wire.errors import FailedPrecondition, InvalidInput
 from fovea_data import Dataset, FineTuneSettings, TunedModel, fine_tune, image_folder, load_chats
 from fovea_data.evaluate import read_sources
-from fovea_data.fine_tuning import Stopped
 from fovea_data.served_limits import picture_side
+from fovea_rollout.stopping import Stopped
 from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.waiting import eventually
 

@@ -68,8 +68,19 @@ async def test_a_record_is_written_over_rest_grpc_and_command(stand: Stand, keys
     assert (await command(stand, "owners", "list")).splitlines()[1].split()[:3] == ["alice", "2.5", "3"]
 
 
-async def command(stand: Stand, *arguments: str) -> str:
-    """Runs `fovea owners` or `fovea usage` beside the running gateway; returns its output."""
+async def test_a_mistyped_owner_is_refused_with_the_name_that_was_meant(stand: Stand, keys: Keys) -> None:
+    for words in (("owners", "set", "alcie", "--max-models", "1"), ("usage", "--owner", "alcie")):
+        refused = await command(stand, *words, code=1)
+        assert "there is no owner 'alcie' (did you mean 'alice'?)" in refused
+        assert ("to set limits before the first key, add --create" in refused) is (words[0] == "owners")
+    assert "alcie" not in await command(stand, "owners", "list")
+    await command(stand, "owners", "set", "dora", "--max-models", "1", "--create")
+    await command(stand, "owners", "set", "dora", "--max-models", "2")
+    assert "dora   1       2" in await command(stand, "owners", "list")
+
+
+async def command(stand: Stand, *arguments: str, code: int = 0) -> str:
+    """Runs `fovea owners` or `fovea usage` beside the running gateway; returns its output, or its error for another exit code."""
     environment = dict(os.environ)
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
@@ -78,8 +89,8 @@ async def command(stand: Stand, *arguments: str) -> str:
         env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, told = await process.communicate()
-    assert process.returncode == 0, told.decode()
-    return out.decode()
+    assert process.returncode == code, told.decode()
+    return told.decode() if code else out.decode()
 
 
 async def test_requests_above_an_owners_rate_are_refused_by_name(keys: Keys, alice: Rest) -> None:

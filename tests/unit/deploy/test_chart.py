@@ -47,6 +47,10 @@ def test_golden(chart: Chart, value_set: str) -> None:
         ("model.volume.sise=1Gi", ["/model/volume", "sise"]),
         ("sampler.replicas=many", ["/sampler/replicas", "got string, want integer"]),
         ("sampler.settings.max_lora_rank=9", ["/sampler/settings/max_lora_rank", "must be one of 8, 16"]),
+        (
+            "gateway.settings.oidc_roles.ml=trian",
+            ["/gateway/settings/oidc_roles/ml", "train"],
+        ),
         ("trainer.drainSeconds=4000", ["/trainer/drainSeconds", "maximum: got 4,000, want 3,600"]),
         ("trainer.settings.node_rank=1", ["/trainer/settings", "node_rank"]),
         ("checkpoints.volume.size=big", ["/checkpoints/volume/size", "'big' does not match pattern"]),

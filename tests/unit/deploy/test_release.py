@@ -100,3 +100,16 @@ def test_what_is_released_is_looked_up_listed_and_signed_by_digest(tools: dict[s
         assert sign == f"cosign sign --yes registry.example/fovea/{service}@{DIGEST}"
         assert attest.endswith(f"fovea-{'gpu' if service == 'sampler' else 'cpu'}.cdx.json {sign.split()[-1]}")
     assert calls == []
+
+
+def test_make_setup_says_what_takes_minutes(tmp_path: Path) -> None:
+    dry_run = ["make", "--dry-run", "setup", f"VENV={tmp_path}"]
+    recipe = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    said = "\n".join(line for line in recipe if line.startswith("echo "))
+    lines = subprocess.run(["sh", "-c", said], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    count = len(re.findall(r"^[^ #].*==", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE))
+    assert f"installing and compiling {count} packages; about 2 minutes" in lines
+    assert (
+        recipe.index(next(line for line in recipe if "packages;" in line))
+        == recipe.index(next(line for line in recipe if "uv pip sync" in line)) - 1
+    )

@@ -6,8 +6,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from deploy.helm import schema
+from fovea_gateway.settings import GatewaySettings
 from tests.unit.deploy.chart import SOURCE, VALUE_SETS
 
 OPEN = {"type": "object"}
@@ -44,6 +46,25 @@ def test_values_that_the_chart_sets_itself_are_settings(service: str) -> None:
 @pytest.mark.parametrize("name", ["values", *(f"values-{name}" for name in VALUE_SETS)])
 def test_values_fit(name: str) -> None:
     jsonschema.validate(yaml.safe_load((SOURCE / f"{name}.yaml").read_text()), json.loads(schema.text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("oidc_roles", {"ml-team": "trian"}),
+        ("oidc_issuer", "http://sso.example.com"),
+        ("oidc_public_url", "fovea.example.com"),
+        ("alerts_webhook", "hooks.example.org"),
+        ("default_limits", {"max_model": 3}),
+    ],
+)
+def test_a_value_that_the_gateway_would_refuse_is_refused_before_anything_is_installed(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        GatewaySettings(**{name: value})
+    values = {"gateway": {"settings": {name: value}}}
+    with pytest.raises(jsonschema.ValidationError) as refused:
+        jsonschema.validate(values, json.loads(schema.text()))
+    assert list(refused.value.absolute_path)[:3] == ["gateway", "settings", name]
 
 
 def test_every_value_of_the_schema_has_a_default() -> None:

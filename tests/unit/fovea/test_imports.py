@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from fovea.cli import main
+
 ROLLOUT = [
     "fovea_rollout.rollout",
     "fovea_rollout.templates.template",
@@ -16,8 +18,11 @@ ROLLOUT = [
     "fovea_rollout.loop.loggers",
 ]
 DATA = ["fovea_data.dataset", "fovea_data.pictures"]
+PROGRAMS = sorted({program.module for program in main.PROGRAMS.values()})
+"""What runs behind `fovea`: a wrong argument is refused before a heavy module is imported."""
 MODULES = ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", *ROLLOUT, *DATA]
-HEAVY = {"torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}
+MODULES += [name if "." in name else f"{name}.__main__" for name in (*PROGRAMS, "fovea_tinyvlm")]
+HEAVY = {"tinker", "torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}
 PROGRAM = """
 import importlib, json, sys
 loaded = {}

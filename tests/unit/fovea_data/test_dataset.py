@@ -15,8 +15,8 @@ from PIL import Image
 
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_data import Dataset, image_folder, load_chats
+from fovea_data.conversation import exact_match
 from fovea_data.rows import BLOCKS_IN_MEMORY
-from fovea_data.tuned_model import exact_match
 from tests.unit.fovea_data.pictures import encoded, encoder, write
 
 

@@ -15,8 +15,8 @@ from PIL import Image
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_data.answer_counts import AnswerCounts
 from fovea_data.evaluate import Report, measure, read_sources
-from fovea_data.served_limits import error_words
 from fovea_rollout import Answer, Message, RolloutSettings, SamplingSettings, Step
+from fovea_rollout.stopping import error_words
 from tests.unit.fovea_rollout.scripted import LetterTemplate, ScriptedPolicy
 
 SETTINGS = RolloutSettings(SamplingSettings(max_tokens=8), max_context=100)

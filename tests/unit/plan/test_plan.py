@@ -92,6 +92,20 @@ def test_a_refusal_names_the_field(
     assert found == status
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "--model: {} has no config.json; give a checkpoint folder"),
+        ("none", "--model: the folder {} does not exist"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_said_to_be_one(
+    tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, tmp_path / name, "--gpus", "1x80") == 2
+    assert said.format(tmp_path / name) in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_refused_as_the_trainer_refuses_it(directory: Path) -> None:
     small = TrainerPlan(TrainerSettings(model=str(directory), ranks=1), directory, GIB + (36 << 20))
     with pytest.raises(ResourceExhausted, match=r"training all parameters needs .* MiB on each of the trainer's"):

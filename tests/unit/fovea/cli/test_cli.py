@@ -1,20 +1,24 @@
 """Messages of the `fovea` command for user errors."""
 
+import io
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import fovea
 from deploy import cli_page
+from fovea.cli import status_report
 from fovea.cli.main import app
 from fovea.cli.state_folder import (
     DEFAULT_STATE_DIR,
@@ -23,6 +27,7 @@ from fovea.cli.state_folder import (
     make_first_key,
     may_have_keys,
     name_database,
+    print_table,
     running_folders,
     running_hint,
 )
@@ -61,6 +66,18 @@ def test_what_a_service_would_refuse_is_refused_in_one_line_before_anything_star
     assert line.startswith(f"fovea up: --model: {tmp_path}")
     assert reason in line
     assert line.endswith(f"; to see which components work, run: fovea models check {tmp_path}")
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_wrong_scope_of_sign_in_is_refused_before_anything_starts(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 9}))
+    (tmp_path / "model.safetensors").write_bytes(b"0")
+    roles = '--set=gateway.oidc_roles={"ml-team": "trian"}'
+    result = CliRunner().invoke(app, ["up", roles, "--model", str(tmp_path), "--state-dir", str(tmp_path / "state")])
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    words = "the group 'ml-team' has the scope 'trian'; a scope is one of read, sample, train, admin"
+    assert line == f"fovea up: --set gateway.oidc_roles: {words}"
     assert not (tmp_path / "state").exists()
 
 
@@ -223,3 +240,31 @@ def test_help_names_every_command() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
     for command in ("up", "down", "status", "logs", "keys", "checkpoints", "models", "demo", "version"):
         assert f" {command} " in output
+
+
+def shown(width: int | None) -> str:
+    """`fovea status` of four services, on a terminal of this width or, for None, in a pipe."""
+    item = {"address": "127.0.0.1:45678", "pid": 1234567, "memory_bytes": 2**31, "gpu_memory_bytes": 70 * 2**30,
+            "started_at": time.time() - 400, "restarts": 0, "models": None}  # fmt: skip
+    names = ("renderer", "sampler2-a-teacher-with-a-long-name", "trainer", "gateway")
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=width is not None, color_system=None)
+    healthy = {name: name != "gateway" for name in names}
+    report = {"services": dict.fromkeys(names, item)}
+    print_table(lambda most: status_report.services_table(report, healthy, most), console)
+    return file.getvalue()
+
+
+def test_a_narrow_terminal_cuts_no_cell_of_the_status_and_a_pipe_has_whole_lines() -> None:
+    whole = shown(None)
+    assert len(whole.splitlines()) == 8
+    for words in ("127.0.0.1:45678", "1234567", "sampler2-a-teacher-with-a-long-name", "waiting for another service"):
+        assert words in whole
+    for width in (80, 100, 120):
+        narrow = shown(width)
+        assert max(map(len, narrow.splitlines())) <= width
+        assert "…" not in narrow
+        lines = [line.split("│") for line in narrow.splitlines() if "│" in line]
+        together = "".join("".join(cells) for cells in zip(*lines, strict=True)).replace(" ", "")
+        for words in ("sampler2-a-teacher-with-a-long-name", "2.0 GiB + GPU 70.0", "waiting for another service"):
+            assert words.replace(" ", "") in together

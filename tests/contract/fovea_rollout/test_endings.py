@@ -1,0 +1,87 @@
+"""A user's program ends in one line after Ctrl-C and with a wrong API key, and the line says what to do."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import fovea_tinyvlm
+from tests.contract.gateway import fakes
+from tests.contract.gateway.conftest import KEY, Stand, running
+
+TRAINING = """
+import asyncio, sys
+from fovea_rollout import ChatTemplate, LoopSettings, Step, connect, resumed_training_client, train
+
+class Colour:
+    def reset(self):
+        return [{"role": "user", "content": "Red or blue?"}]
+
+    def step(self, answer):
+        return Step(reward=float(len(answer.text) % 2), is_done=True)
+
+    def close(self):
+        pass
+
+async def main(url, key):
+    service = connect(url, key)
+    training = await resumed_training_client(service, "run")
+    training = training or await service.create_lora_training_client(base_model=sys.argv[3])
+    settings = LoopSettings(60, 1, 2, learning_rate=1e-4, kl_coefficient=0.0, substeps=1, evaluate_every=2,
+                            loss="importance_sampling")
+    template = ChatTemplate(training.get_tokenizer())
+    await train(training, template, [Colour], settings, lambda report: print(report.step + 1, flush=True), out="run")
+
+asyncio.run(main(*sys.argv[1:3]))
+"""
+TUNING = """
+import sys
+from fovea_data import fine_tune, load_chats
+fine_tune(load_chats([{"prompt": "Is it?", "completion": "yes"}]), out="run", base_url=sys.argv[1], api_key=sys.argv[2])
+"""
+
+
+async def begin(folder: Path, program: str, stand: Stand, key: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stand.url, key, fakes.MODEL, cwd=folder,
+        env=os.environ | {"TINKER_TELEMETRY": "0"},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+
+
+async def step_of(process: asyncio.subprocess.Process) -> int:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), 100)
+    assert line, (await process.communicate())[1].decode()
+    return int(line)
+
+
+async def test_a_loop_names_the_step_from_which_it_resumes_and_a_wrong_key_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fakes, "VOCABULARY_SIZE", 1280)
+    async with running(Stand(tmp_path / "gateway"), model=str(fovea_tinyvlm.ensure())) as stand:
+        training = await begin(tmp_path, TRAINING, stand, KEY)
+        wrong = [await begin(tmp_path, program, stand, "tml-wrong") for program in (TRAINING, TUNING)]
+        while await step_of(training) < 5:
+            pass
+        training.send_signal(signal.SIGINT)
+        _, told = await asyncio.wait_for(training.communicate(), 60)
+        (line,) = told.decode().splitlines()
+        found = re.fullmatch(r"stopped: .* out='run' and the client from .* to resume after step (\d+)", line)
+        assert found is not None, line
+        assert training.returncode == 1
+        again = await begin(tmp_path, TRAINING, stand, KEY)
+        assert await step_of(again) == int(found[1]) + 1
+        again.kill()
+        await again.communicate()
+        for one in wrong:
+            said, told = await asyncio.wait_for(one.communicate(), 60)
+            assert (one.returncode, said) == (1, b"")
+            (line,) = told.decode().splitlines()
+            assert line.startswith(f"the server at {stand.url} refuses the API key (TINKER_API_KEY, api_key or --api-")
+            assert "`fovea keys create` makes one" in line
