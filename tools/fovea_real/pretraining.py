@@ -155,7 +155,7 @@ def _centres(low: float, high: float) -> slice:
 def batches(recipe: Recipe, encoder: Encoder) -> Iterator[Iterator[Arrays]]:
     """Yields an endless iterator of training batches, in the same order for any number of workers.
 
-    An array is valid until the next one is taken. Workers draw into memory that they share with this process. Enter
+    A batch is valid until the caller takes the next one. Workers draw into memory that they share with this process. Enter
     before the first use of a GPU, because workers are forks.
     """
     if recipe.workers == 0:
@@ -282,7 +282,7 @@ class Learner:
 
     @torch.no_grad()
     def exact(self, arrays: Arrays, kinds: Sequence[Sequence[str]]) -> dict[str, float]:
-        """Returns the share of questions of a batch whose greedy answer is right to the letter, captions apart.
+        """Returns the share of a batch's questions with a greedy answer that is right to the letter, captions apart.
 
         A greedy answer is the right one if and only if each of its tokens is the likeliest after those before it.
         """
