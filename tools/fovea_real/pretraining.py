@@ -155,8 +155,8 @@ def _centres(low: float, high: float) -> slice:
 def batches(recipe: Recipe, encoder: Encoder) -> Iterator[Iterator[Arrays]]:
     """Yields an endless iterator of training batches, in the same order for any number of workers.
 
-    A batch is valid until the caller takes the next one. Workers draw into memory that they share with this process. Enter
-    before the first use of a GPU, because workers are forks.
+    A batch is valid until the caller takes the next one. Workers draw into memory that they share with this process.
+    Enter before the first use of a GPU, because workers are forks.
     """
     if recipe.workers == 0:
         yield (_drawn(recipe, encoder, step) for step in _steps())
