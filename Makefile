@@ -83,8 +83,8 @@ conformance: setup ## Run all checks of the Tinker API against a fresh Fovea; wr
 chaos: setup ## Inject 200 faults in an hour while clients train and sample, and check every promise (SEED=7, REPLAY=log, SHARDS=1 for two gateways)
 	$(BIN)/python -m chaos --seed $(or $(SEED),1) --faults $(or $(FAULTS),200) $(if $(REPLAY),--replay $(REPLAY)) $(if $(SHARDS),--shards)
 
-simulate: setup ## Simulate 10,000 seeds of a gateway with virtual clock, network and disk, kills included (SEEDS=200, or SEED=7 for one)
-	$(BIN)/python -m chaos.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+simulate: setup ## Simulate 10,000 seeds of a gateway with virtual clock, network and disk, kills included (SEEDS=200, SEED=7 for one, SHARDS=1 for two gateways)
+	$(BIN)/python -m chaos.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000)) $(if $(SHARDS),--gateways 2 --trainers 2)
 
 soak: setup ## Run eight clients for hours and measure memory and latencies (HOURS=2)
 	$(BIN)/python -m chaos.soak --hours $(or $(HOURS),2)

@@ -77,7 +77,7 @@ class Writer:
         self._engine, self._shards, self._patience_s = engine, shards, patience_s
         self._ownership = make_ownership(engine.url, shards)
         self._session = self._ownership if isinstance(self._ownership, SessionOwnership) else None
-        self.reserve = DiskReserve(engine.url.database or "" if engine.dialect.name == "sqlite" else "")
+        self.reserve = DiskReserve(engine.url.database or "" if engine.url.get_backend_name() == "sqlite" else "")
         self._connection: sa.Connection | None = None
         self._last_mark = 0
         self._stopped = stopped

@@ -11,19 +11,19 @@ read and write.
 
 import asyncio
 import fcntl
+import json
 import logging
 import re
 import threading
 import time
 import uuid
 import zlib
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import sqlalchemy as sa
-from cachetools import LRUCache
 
 from fovea.wire.errors import Internal, InvalidInput, Unavailable
 from fovea_gateway.database.schema import SEEN_WHOLE, owner, shard_owners
@@ -34,12 +34,16 @@ logger = logging.getLogger(__name__)
 _LOOK_S, _PATIENCE_S = 0.1, 30.0
 _REPORTED_S, _SILENT_S = 5.0, 15.0
 """Seconds after which reports contain a new session, and after which a gateway without a report is gone."""
-_REMEMBERED = 2**16
 _LOCK = zlib.crc32(b"fovea gateway") - 2**31
 _TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(:schema))")
 _HOLD = sa.text("SELECT pg_advisory_xact_lock(:lock, hashtext(:schema))")
+_TRY_HOLD = sa.text("SELECT pg_try_advisory_xact_lock(:lock, hashtext(:key))")
 _SCHEMA = sa.text("SELECT coalesce(current_schema(), '')")
 _FOUND = "SELECT nspname FROM pg_namespace WHERE starts_with(nspname, current_schema() || '_shard_')"
+_COLUMNS = (
+    "SELECT table_schema, table_name, column_name FROM information_schema.columns"
+    " WHERE starts_with(table_schema || '_shard_', current_schema() || '_shard_')"
+)
 _PATH = sa.text("SELECT set_config('search_path', :path, :is_local)")
 _SHARD = re.compile(r"(?:sess-[0-9a-f]{16})(?:-([0-9]{1,3}))?(?![0-9a-zA-Z])")
 
@@ -133,6 +137,17 @@ class Shards:
         """Waits until no other gateway creates tables, and keeps all from it until the transaction ends."""
         connection.execute(_HOLD, {"lock": _LOCK, "schema": f"{self._base} tables"})
 
+    def is_elsewhere(self, connection: sa.Connection, table: str, values: Mapping[str, str]) -> bool:
+        """Returns whether another shard has a row with these values. If not, no other shard gets one until the
+        transaction ends. Raises Unavailable while another gateway adds one.
+        """
+        others = [schema for schema in self.schemas if schema != self._schema(self.number)]
+        key = f"{self._base} {table} {' '.join(values.values())}"
+        if others and not connection.scalar(_TRY_HOLD, {"lock": _LOCK, "key": key}):
+            raise Unavailable("another gateway is answering the same request: send it again in a second")
+        query = sa.select(1).where(*(sa.column(name) == value for name, value in values.items()))
+        return any(connection.scalar(query.select_from(sa.table(table, schema=each))) for each in others)
+
     def enter(self, connection: Any, _: object) -> None:
         """Lets a new connection of the driver work in the shard of this gateway, once it owns one."""
         if self.count > 1 and self._is_known:
@@ -151,15 +166,33 @@ def see_alone(connection: sa.Connection, schema: str) -> None:
     connection.execute(_PATH, {"path": _quoted(schema), "is_local": True})
 
 
-def see_whole(connection: Any, _: object = None) -> None:
-    """Lets a connection of the driver read the sessions of all shards: temporary views hide its own tables."""
+def see_whole(connection: Any, record: Any) -> None:
+    """Lets a new connection of the driver read the sessions of all shards: temporary views hide its tables.
+
+    If a shard that awaits its upgrade lacks columns, defaults stand for them until the connection's next use.
+    """
     (base,) = connection.execute("SELECT coalesce(current_schema(), '')").fetchone()
-    schemas = _by_number(base, [name for (name,) in connection.execute(_FOUND)])
+    found: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for schema, name, column in connection.execute(_COLUMNS):
+        found[schema, name].add(column)
+    schemas = _by_number(base, {schema for schema, _ in found})
     for table in SEEN_WHOLE if len(schemas) > 1 else ():
-        columns = ", ".join(_quoted(column.name) for column in table.columns)
-        parts = (f"SELECT {columns} FROM {_quoted(schema)}.{_quoted(table.name)}" for schema in schemas)
+        names, parts = set(table.c.keys()), []
+        for schema in schemas:
+            if lacking := names - found[schema, table.name]:
+                record.invalidate(soft=True)
+            columns = ", ".join(_default(each) if each.name in lacking else _quoted(each.name) for each in table.c)
+            parts += [f"SELECT {columns} FROM {_quoted(schema)}.{_quoted(table.name)}"] if lacking != names else []
         connection.execute(f"CREATE TEMPORARY VIEW {_quoted(table.name)} AS {' UNION ALL '.join(parts)}")
     connection.commit()
+
+
+def _default(column: sa.Column[Any]) -> str:
+    from sqlalchemy.dialects import postgresql
+
+    default, dialect = getattr(column.default, "arg", None), cast(Any, postgresql.dialect)
+    literal = "NULL" if default is None else f"'{default if isinstance(default, str) else json.dumps(default)}'"
+    return f"CAST({literal} AS {column.type.compile(dialect())}) AS {_quoted(column.name)}"
 
 
 def take_all(connection: sa.Connection) -> list[str]:
@@ -267,8 +300,6 @@ class Directory:
         self._owners: dict[int, ShardOwner] = {}
         self._placed: deque[tuple[float, int]] = deque()
         self._turn = 0
-        # A client repeats the creation of a session with the same key.
-        self._creations: LRUCache[tuple[str, ...], int] = LRUCache(_REMEMBERED)
 
     async def look(self) -> None:
         """Reads the owners again."""
@@ -327,12 +358,8 @@ class Directory:
         last = self._owners[shard]
         return any(each.rest == last.rest and each.updated_at > last.updated_at for each in self._owners.values())
 
-    def place(self, key: tuple[str, ...]) -> int | None:
-        """Returns the shard for a new session: the one with the fewest, or that of an earlier request with this key.
-        None if no gateway has started yet.
-        """
-        if key[-1] and (known := self._creations.get(key)) is not None:
-            return known
+    def place(self) -> int | None:
+        """Returns the shard for a new session: the one with the fewest. None if no gateway has started yet."""
         now = time.monotonic()
         while self._placed and now - self._placed[0][0] > _REPORTED_S:
             self._placed.popleft()
@@ -341,7 +368,6 @@ class Directory:
         shard = min(loads, key=lambda each: (loads[each], each), default=None)
         if shard is not None:
             self._placed.append((now, shard))
-            self._creations[key] = shard
         return shard
 
     def _living(self) -> list[int]:

@@ -51,7 +51,7 @@ _GAUGES_S = 2.0
 _RETURN_S = 0.5
 _JOURNAL_S = 2.0
 _AUDIT_S = 2.0
-_REPORT_S, _SHARES_S = 1.0, 2.0
+REPORT_S, _SHARES_S = 1.0, 2.0
 """A check of 16,000 connections takes a tenth of a second."""
 
 
@@ -109,6 +109,20 @@ class Upkeep:
             ),
             "orphans",
         )
+
+    async def report(self, rest: str, grpc: str, *, serves: bool) -> None:
+        """Tells routers and other gateways the addresses and the load of this one, and reads what the others told.
+
+        Args:
+            rest: host:port of the REST API.
+            grpc: host:port of the gRPC API.
+            serves: Whether all services have answered.
+        """
+        components = self._components
+        report = components.health.report(components.models.held_by_owner()) | {"serves": serves}
+        mine = ShardOwner(components.database.shards.number, rest, grpc, report, time.time())
+        await components.database.write(lambda connection: write_owner(connection, mine))
+        components.shares.note_reports(await components.database.read(read_owners))
 
     async def drain(self) -> None:
         """Starts no new work and waits for running work to end; clients are still served."""
@@ -254,20 +268,15 @@ class Gateway:
     async def _begin(self) -> None:
         await self._upkeep.begin()
         if self.settings.shards > 1:
-            self._background.start(repeat(self._report, _REPORT_S, "reporting to routers"), "report")
+            self._background.start(repeat(self._report, REPORT_S, "reporting to routers"), "report")
         self._background.start(self._watch_services(), "services")
 
     async def _report(self) -> None:
-        """Tells routers and other gateways the addresses and the load of this one."""
-        host, shard = self.settings.host, self.components.database.shards.number
+        host = self.settings.host
         is_any = host in ("0.0.0.0", "::")
         host = self.settings.shard_host or (socket.gethostbyname(socket.gethostname()) if is_any else host)
         rest, grpc = (join_address(host, port) for port in (self.rest_port, self.grpc.port))
-        report = self.components.health.report(self.components.models.held_by_owner())
-        report |= {"serves": self.grpc.is_serving}
-        mine = ShardOwner(shard, rest, grpc, report, time.time())
-        await self.components.database.write(lambda connection: write_owner(connection, mine))
-        self.components.shares.note_reports(await self.components.database.read(read_owners))
+        await self._upkeep.report(rest, grpc, serves=self.grpc.is_serving)
 
     async def _listen(self) -> None:
         listener = listen(self.settings.host, self.settings.port)

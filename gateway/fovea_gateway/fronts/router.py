@@ -51,7 +51,7 @@ from fovea_gateway.http.endpoint import SHARD, TINKER, Json, error_response
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _AGAIN_S, _PATIENCE_S, _CONNECT_S = 0.25, 0.1, 30.0, 2.0
+LOOK_S, _AGAIN_S, _PATIENCE_S, _CONNECT_S = 0.25, 0.1, 30.0, 2.0
 """Seconds between two reads of the owners, between two attempts, until a request is refused, and for a connection."""
 _ROOM_BYTES, _EVENT_BYTES, _WHOLE_BYTES = 4 * 2**30, 2**24, 2**16
 _HOPS = set(b"connection keep-alive transfer-encoding te trailer upgrade proxy-connection expect".split())
@@ -150,8 +150,7 @@ class RestRouter:
         if path == request.scope["path"] or request.method not in ("POST", "PUT"):
             return None
         if path == "create_session":
-            keys = (request.headers.get(name, "") for name in ("x-api-key", "authorization", "x-idempotency-key"))
-            return self._directory.place(tuple(keys))
+            return self._directory.place()
         return await body.find(ProtobufSearch() if path == "forward_backward" else JsonSearch())
 
     async def _ask(
@@ -299,8 +298,7 @@ class GrpcRouter(grpc.GenericRpcHandler):
         except DecodeError:
             return None
         if method.endswith("/CreateSession"):
-            key = dict(context.invocation_metadata()).get("x-api-key", "")
-            return self._directory.place((str(key), message.request_id))
+            return self._directory.place()
         message = getattr(message, "header", message)
         names = ("session_id", "model_id", "sampling_session_id", "future_id")
         return next((shard_of(getattr(message, name)) for name in names if getattr(message, name, "")), None)
@@ -342,7 +340,7 @@ class Router:
         background, settings = BackgroundTasks(), self._settings
         listener = listen(settings.host, settings.port)
         self.rest_port = listener.getsockname()[1]
-        background.start(repeat(self._look, _LOOK_S, "reading the owners of shards"), "owners of shards")
+        background.start(repeat(self._look, LOOK_S, "reading the owners of shards"), "owners of shards")
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),

@@ -93,7 +93,7 @@ class Sessions:
         new_id = self._database.shards.new_session_id(secrets.token_hex(8))
         session = Session(new_id, owner, request_key, tags, user_metadata, display_name)
         SUBJECT.set(session.session_id)
-        if not await self._database.write(lambda connection: insert_session(connection, session, project)):
+        if not await self._database.write(lambda connection: self._insert(connection, session, project)):
             known = await self._known(owner, request_key or "")
             assert known is not None, "an insert failed although no row was in its way"
             return known
@@ -273,8 +273,17 @@ class Sessions:
         self._heard_at.pop(session_id, None)
 
     async def _known(self, owner: str, request_key: str) -> Session | None:
-        known = await self._database.read(lambda connection: find_session(connection, owner, request_key))
+        # A router may have led the earlier request to another shard.
+        known = await self._database.read_whole(lambda connection: find_session(connection, owner, request_key))
         return known and self._sessions.get(known.session_id, known)
+
+    def _insert(self, connection: sa.Connection, session: Session, project: str | None) -> bool:
+        """Inserts a new session, unless a session of any shard has its request key. Returns whether it did."""
+        if session.request_key:
+            same = {"owner": session.owner, "request_key": session.request_key}
+            if self._database.shards.is_elsewhere(connection, sessions.name, same):
+                return False
+        return insert_session(connection, session, project)
 
     async def _resume(self, session: Session) -> Session:
         session = self._sessions.setdefault(session.session_id, session)

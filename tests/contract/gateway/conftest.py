@@ -119,7 +119,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 _LOOKS = (
     "fovea_gateway.access.api_keys._LOOK_S", "fovea_gateway.fronts.app.LOOK_S", "fovea_gateway.fronts.app._GAUGES_S",
-    "fovea_gateway.fronts.app._AUDIT_S", "fovea_gateway.fronts.app._REPORT_S",
+    "fovea_gateway.fronts.app._AUDIT_S", "fovea_gateway.fronts.app.REPORT_S",
     "fovea_gateway.fronts.app._JOURNAL_S", "fovea_gateway.fronts.app._RETURN_S", "fovea_gateway.fronts.app._SHARES_S",
     "fovea_gateway.replicas.replicas._AGAIN_S", "fovea_gateway.replicas.replicas._POLL_S",
     "fovea_gateway.training.commands._FIRST_LOOK_S", "fovea_gateway.training.housekeeping._LOOK_S",

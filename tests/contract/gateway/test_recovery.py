@@ -531,6 +531,21 @@ async def test_a_trainer_with_other_ranks_goes_on_without_an_alarm(
         assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+async def test_unordered_kernels_of_a_gpu_raise_no_alarm(
+    stand: RecoveringStand, rest: Rest, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand.trainer.numerics["attention"] = "FlashAttention 4"
+    await stand.kill_trainer()  # The gateway reads the numerics of the new instance.
+    stand.trainer.is_disk_slow = True
+    model_id = await rest.create_model()
+    first = await answers(rest, await submit(rest, model_id, 1, 1))
+    stand.trainer.chance = "another order"
+    await stand.kill_trainer()
+    assert "error" not in await rest.result((await rest.forward_backward(model_id, 4)).json()["request_id"])
+    assert [record.message for record in caplog.records if "another answer" in record.message] == []
+    assert (await rest.result(f"{model_id}:3")) == first[-1], "answered requests stay answered"
+
+
 async def test_a_trainer_with_another_model_is_refused_by_name(stand: RecoveringStand, rest: Rest) -> None:
     stand.trainer.model_files = {"config.json": "a"}
     await stand.stop()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_SEEDS = 200
-FIRST = {"replay_skips_a_command": 60, "newest_snapshot_sampled": 7}
+FIRST = {"replay_skips_a_command": 60, "newest_snapshot_sampled": 7, "ownership_not_checked": 20}
 """First seeds for bugs that no earlier seed has revealed so far."""
 
 
@@ -73,24 +73,52 @@ def newest_snapshot_sampled() -> None:
     ))  # fmt: skip
 
 
+def ownership_not_checked() -> None:
+    """A gateway that has lost its session of the database writes on another one, while its shard has a new owner."""
+    from fovea_gateway.database.ownership import SessionOwnership, Shards
+
+    claim = Shards.claim
+
+    def take(self: Shards, connection: Any, may_change: bool) -> bool:
+        return claim(self, connection, may_change) or not may_change
+
+    _put(Shards, "claim", take)
+    _put(SessionOwnership, "mark", lambda self, connection, number: None)
+    _put(SessionOwnership, "last_mark", lambda self, connection: 0)
+
+
+def keys_of_one_shard() -> None:
+    """The key of a creation is looked for in one shard only."""
+    from fovea_gateway.database.database import Database
+    from fovea_gateway.database.ownership import Shards
+
+    _put(Shards, "is_elsewhere", lambda self, connection, table, values: False)
+    _put(Database, "read_whole", Database.read)
+
+
 BUGS: list[Callable[[], None]] = [
     answer_not_kept, journal_row_dropped, replay_skips_a_command, commands_without_numbers, submission_not_kept,
     newest_snapshot_sampled,
 ]  # fmt: skip
+BUGS_OF_SHARDS: list[Callable[[], None]] = [ownership_not_checked, keys_of_one_shard]
+"""Those that show with two gateways."""
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def is_found(name: str, template: Path) -> bool:
+def is_found(name: str, folder: Path) -> bool:
     """Plants a bug for the rest of this process, and prints the seed that breaks a promise."""
-    from chaos.simulation.seed_run import run_seed
+    from chaos.simulation.seed_run import make_template, run_seed
 
-    next(bug for bug in BUGS if bug.__name__ == name)()
+    bug = next(bug for bug in (*BUGS, *BUGS_OF_SHARDS) if bug.__name__ == name)
+    shard_count = 2 if bug in BUGS_OF_SHARDS else 1
+    template = make_template(folder, shard_count)
+    bug()
     first = FIRST.get(name, 0)
     for seed in (*range(first, MOST_SEEDS), *range(first)):
-        if violations := run_seed(seed, template).violations:
+        if violations := run_seed(seed, template, shard_count=shard_count).violations:
             print(f"{name}: seed {seed}: {violations[0]}", flush=True)
             return True
     print(f"{name}: no seed breaks a promise", flush=True)
@@ -105,18 +133,16 @@ def main(names: list[str]) -> int:
     from chaos.simulation import surroundings
 
     surroundings.install()
-    from chaos.simulation.database_files import make_template
     from chaos.simulation.world import scratch_folder
 
     logging.getLogger().addHandler(logging.NullHandler())
     failed = 0
-    with scratch_folder() as folder:
-        template = make_template(folder / "template.db")
-        for name in names:
+    for name in names:
+        with scratch_folder() as folder:
             if not (child := os.fork()):
                 status = 2  # for an exception; its traceback is printed
                 try:
-                    status = 0 if is_found(name, template) else 1
+                    status = 0 if is_found(name, folder) else 1
                 except BaseException:
                     traceback.print_exc()
                 finally:

@@ -14,11 +14,15 @@ BUGS = (
     "submission_not_kept", "newest_snapshot_sampled",
 )  # fmt: skip
 
+BUGS_OF_SHARDS = ("ownership_not_checked", "keys_of_one_shard")
+
 BROKE_ONCE = {
     81: "saves that waited for room, while the model was brought back",
     2296: "a call that failed when the model was back already",
     3028: "a snapshot written before its model's first point",
 }
+
+BROKE_ONCE_WITH_SHARDS = {33: "a creation whose repeat was led to another shard"}
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,17 +53,29 @@ def test_no_seed_breaks_a_promise_with_two_trainers(count: int) -> None:
 
 
 @pytest.mark.slow
-def test_seeds_that_broke_once_keep_every_promise() -> None:
-    done = simulate("--seed", *map(str, BROKE_ONCE))
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
+def test_no_seed_breaks_a_promise_with_two_gateways(count: int) -> None:
+    """Gateways take over each other's shards; they and their router are cut off from the database."""
+    done = simulate("--seeds", str(count), "--gateways", "2", "--trainers", "2")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    print(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_seeds_that_broke_once_keep_every_promise(gateways: int) -> None:
+    seeds = BROKE_ONCE if gateways == 1 else BROKE_ONCE_WITH_SHARDS
+    done = simulate("--gateways", str(gateways), "--seed", *map(str, seeds))
     assert done.returncode == 0, done.stdout[-2000:]
     assert [line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith("seed ")] == [
-        f"seed {seed}" for seed in BROKE_ONCE
+        f"seed {seed}" for seed in seeds
     ]
 
 
 @pytest.mark.slow
-def test_a_seed_is_the_same_run_each_time() -> None:
-    first, second = simulate("--seed", "7"), simulate("--seed", "7")
+@pytest.mark.parametrize(("seed", "gateways"), [("7", "1"), ("33", "2")])
+def test_a_seed_is_the_same_run_each_time(seed: str, gateways: str) -> None:
+    first, second = (simulate("--seed", seed, "--gateways", gateways) for _ in range(2))
     assert "world killed " in first.stderr
     assert first.stdout == second.stdout
     # These depend on the process and not on the seed: the path of the database, and the prefix of request ids.
@@ -68,8 +84,9 @@ def test_a_seed_is_the_same_run_each_time() -> None:
 
 
 @pytest.mark.slow
-def test_planted_bugs_are_found_within_200_seeds() -> None:
-    done = _run("tests.unit.chaos.planted_bugs", *BUGS)
+@pytest.mark.parametrize("bugs", [BUGS, BUGS_OF_SHARDS], ids=["one gateway", "two gateways"])
+def test_planted_bugs_are_found_within_200_seeds(bugs: tuple[str, ...]) -> None:
+    done = _run("tests.unit.chaos.planted_bugs", *bugs)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert [line.partition(": seed ")[0] for line in done.stdout.splitlines()] == list(BUGS)
+    assert [line.partition(": seed ")[0] for line in done.stdout.splitlines()] == list(bugs)
     print(done.stdout)

@@ -19,7 +19,7 @@ ROLLOUT = [
 ]
 DATA = ["fovea_data.dataset", "fovea_data.pictures"]
 PROGRAMS = sorted({program.module for program in main.PROGRAMS.values()})
-"""What runs behind `fovea`: a wrong argument is refused before a heavy module is imported."""
+"""Programs behind `fovea` refuse a wrong argument before they import a heavy module."""
 MODULES = ["fovea.cli.main", "fovea.client", "fovea.vision", "fovea.runtime.server", *ROLLOUT, *DATA]
 MODULES += [name if "." in name else f"{name}.__main__" for name in (*PROGRAMS, "fovea_tinyvlm")]
 HEAVY = {"tinker", "torch", "vllm", "transformers", "torchvision", "peft", "matplotlib", "sklearn"}

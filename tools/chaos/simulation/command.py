@@ -4,12 +4,11 @@ import argparse
 import logging
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 
 from chaos import checker
 from chaos.history import digest
-from chaos.simulation.database_files import make_template
-from chaos.simulation.seed_run import Outcome, run_seed
+from chaos.simulation.seed_run import Outcome, make_template, run_seed
 from chaos.simulation.world import scratch_folder
 
 _TOLD_EACH = 500
@@ -22,29 +21,36 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, nargs="+", help="Run only these seeds, with their logs.")
     parser.add_argument("--trainers", type=int, default=1, choices=(1, 2, 3), help="Number of trainers.")
+    parser.add_argument(
+        "--gateways", type=int, default=1, choices=(1, 2, 3), help="Number of gateways, behind a router."
+    )
     given = parser.parse_args(arguments)
     with scratch_folder() as folder:
-        template = make_template(folder / "template.db")
+        template = make_template(folder, given.gateways)
+
+        def run_one(seed: int) -> Outcome:
+            return run_seed(seed, template, given.trainers, given.gateways)
+
         if given.seed is not None:
-            return _replay(given.seed, template, given.trainers)
-        return _run_many(range(given.first, given.first + given.seeds), template, given.trainers)
+            return _replay(given.seed, run_one)
+        return _run_many(range(given.first, given.first + given.seeds), run_one)
 
 
-def _replay(seeds: list[int], template: Path, trainer_count: int) -> int:
+def _replay(seeds: list[int], run_one: Callable[[int], Outcome]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(created).3f %(name)s %(message)s")
-    outcomes = [run_seed(seed, template, trainer_count) for seed in seeds]
+    outcomes = [run_one(seed) for seed in seeds]
     for outcome in outcomes:
         print(_line(outcome))
         print(checker.summary(outcome.violations))
     return int(any(outcome.violations for outcome in outcomes))
 
 
-def _run_many(seeds: range, template: Path, trainer_count: int) -> int:
+def _run_many(seeds: range, run_one: Callable[[int], Outcome]) -> int:
     logging.getLogger().addHandler(logging.NullHandler())
     begun = time.process_time()
     totals: Counter[str] = Counter()
     for seed in seeds:
-        outcome = run_seed(seed, template, trainer_count)
+        outcome = run_one(seed)
         totals.update(seeds=1, commands=outcome.commands, faults=outcome.faults, virtual_s=round(outcome.virtual_s))
         if outcome.violations:
             totals["broken"] += 1

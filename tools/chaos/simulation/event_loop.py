@@ -13,7 +13,10 @@ from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
+
+from chaos.simulation.threads import Threads
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -31,12 +34,13 @@ class Process:
 
     Attributes:
         is_alive: True until it is killed.
+        killed: Set once it is killed.
         frozen: Work that waits while the process is stopped, as with SIGSTOP; None while it runs.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_alive = True
+        self.is_alive, self.killed = True, asyncio.Event()
         self.frozen: list[asyncio.Handle] | None = None
         self.tasks: dict[int, asyncio.Task[Any]] = {}
         self.context = copy_context()
@@ -54,6 +58,7 @@ class Process:
     def kill(self) -> None:
         """Kills the process."""
         self.is_alive = False
+        self.killed.set()
 
     def freeze(self) -> None:
         """Stops the process until `thaw`, while time passes for all others."""
@@ -88,9 +93,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     Args:
         thread_delay_s: Returns the delay of a thread's start, and of the notification of its end.
+        has_threads: Whether functions run in threads, so that they may wait.
     """
 
-    def __init__(self, thread_delay_s: Callable[[], float]) -> None:
+    def __init__(self, thread_delay_s: Callable[[], float], has_threads: bool = False) -> None:
+        self._threads = Threads(self.call_later) if has_threads else None
         self._thread_delay_s = thread_delay_s
         self._now = 0.0
         self._ready: deque[asyncio.Handle] = deque()
@@ -114,6 +121,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self._step()
             return task.result()
         finally:
+            if self._threads is not None:
+                self._threads.end()
             sys.set_asyncgen_hooks(*old_hooks)
             asyncio._set_running_loop(None)
 
@@ -172,7 +181,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             # Keep a reference, because asyncio holds tasks weakly: those of a killed process must not be collected and
             # closed.
             process.tasks[hash(task)] = task
-            task.add_done_callback(lambda done: process.tasks.pop(hash(done), None))
+            task.add_done_callback(lambda done: process.tasks.pop(hash(done), None), context=context)
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
@@ -182,17 +191,23 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         learning the result.
         """
         done = self.create_future()
-        self.call_later(self._thread_delay_s(), self._run_function, done, func, args)
+        self.call_later(self._thread_delay_s(), self._run_function, executor, done, partial(func, *args))
         return done
 
-    def _run_function(self, done: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _run_function(self, executor: Executor | None, done: asyncio.Future[Any], function: Callable[[], Any]) -> None:
+        def end(result: Any, error: Exception | None) -> None:
+            self.call_later(self._thread_delay_s(), _settle, done, result, error)
+
+        if self._threads is not None:
+            self._threads.run(executor, function, end)
+            return
         result: Any = None
         error: Exception | None = None
         try:
-            result = func(*args)
+            result = function()
         except Exception as raised:
             error = raised
-        self.call_later(self._thread_delay_s(), _settle, done, result, error)
+        end(result, error)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Does nothing; a cancelled timer is skipped when it is due."""

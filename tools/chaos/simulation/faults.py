@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from chaos.simulation.world import GATEWAY, RENDERER, SAMPLERS, World
+from chaos.simulation.world import RENDERER, ROUTER, SAMPLERS, World
 
 logger = logging.getLogger("faults")
 
@@ -33,6 +33,11 @@ class Nemesis:
         ]  # fmt: skip
         if len(world.trainer_addresses) > 1:
             self._kinds += [self._kill_trainer, self._drain_trainer, self._drain_trainer, self._cut_trainer]
+        if world.server is not None:
+            self._kinds += [
+                self._swap_gateways, self._swap_gateways, self._kill_router, self._cut_router, self._cut_database,
+                self._cut_database, self._restart_database, self._slow_database, self._lose_commit, self._lose_commit,
+            ]  # fmt: skip
         world.network.losses = self._chance.choice(_LOSSES)
 
     async def run(self) -> None:
@@ -59,14 +64,16 @@ class Nemesis:
         await asyncio.sleep(self._chance.choice((0.01, 0.3, 1.0)) * self._chance.uniform(0.0, most_s))
 
     async def _kill_gateway(self) -> None:
-        await self._kill(GATEWAY, 10.0)
+        await self._kill(self._choose(self._world.gateway_addresses), 10.0)
 
     async def _kill_trainer(self) -> None:
         await self._kill(self._choose_trainer(), 60.0)
 
     def _choose_trainer(self) -> str:
-        trainers = self._world.trainer_addresses
-        return self._chance.choice(trainers) if len(trainers) > 1 else trainers[0]
+        return self._choose(self._world.trainer_addresses)
+
+    def _choose(self, addresses: Sequence[str]) -> str:
+        return self._chance.choice(addresses) if len(addresses) > 1 else addresses[0]
 
     async def _drain_trainer(self) -> None:
         """Drains a trainer for a while, as `fovea drain` does."""
@@ -91,10 +98,64 @@ class Nemesis:
             self._world.start(address)
 
     async def _restart_gateway(self) -> None:
-        if GATEWAY in self._world.processes:
-            await self._world.stop_gateway()
+        address = self._choose(self._world.gateway_addresses)
+        if address in self._world.processes:
+            await self._world.stop_gateway(address)
             await self._for_a_while(5.0)
-            self._world.start(GATEWAY)
+            if address not in self._world.processes:
+                self._world.start(address)
+
+    async def _swap_gateways(self) -> None:
+        """Kills two gateways and starts them in a random order, so that each may own the shard of the other."""
+        chosen = self._chance.sample(self._world.gateway_addresses, 2)
+        killed = [address for address in chosen if address in self._world.processes]
+        for address in killed:
+            self._world.kill(address)
+        await self._for_a_while(10.0)
+        for address in self._chance.sample(killed, len(killed)):
+            self._world.start(address)
+            await asyncio.sleep(self._chance.choice((0.0, 1.0)))
+
+    async def _kill_router(self) -> None:
+        await self._kill(ROUTER, 10.0)
+
+    async def _cut_router(self) -> None:
+        await self._cut_off(ROUTER)
+
+    async def _cut_database(self) -> None:
+        """Cuts a gateway or the router off from the database. The server ends its sessions at once, or later."""
+        server, address = self._world.server, self._choose((*self._world.gateway_addresses, ROUTER))
+        assert server is not None
+        host = address.partition(":")[0]
+        server.cut.add(host)
+        lost = server.sessions_of(host)
+        for session in lost:
+            session.lose()
+        await asyncio.sleep(self._chance.choice((0.0, 1.0)) * self._chance.uniform(0.0, 25.0))
+        for session in lost:
+            server.end(session)
+        await self._for_a_while(20.0)
+        server.cut.discard(host)
+
+    async def _restart_database(self) -> None:
+        server = self._world.server
+        assert server is not None
+        server.is_down = True
+        server.end_all()
+        await self._for_a_while(20.0)
+        server.is_down = False
+
+    async def _slow_database(self) -> None:
+        self._world.database_s = self._chance.uniform(0.05, 1.0)
+        await self._for_a_while(20.0)
+        self._world.database_s = 0.0
+
+    async def _lose_commit(self) -> None:
+        """Breaks a gateway's connection to the database during its next commit, before or after it takes place."""
+        server, address = self._world.server, self._choose(self._world.gateway_addresses)
+        assert server is not None
+        for session in server.sessions_of(address.partition(":")[0]):
+            session.last_commit = self._chance.random() < 0.5
 
     async def _freeze(self) -> None:
         """Stops a process, as with SIGSTOP."""

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -299,22 +299,23 @@ def _failure(code: grpc.StatusCode, details: str, trailing: Metadata | None = No
 
 
 class HttpAnswer:
-    """Status and body of an HTTP answer."""
+    """Status, body and headers of an HTTP answer."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        self.status, self.body = status, body
+    def __init__(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self.status, self.body, self.headers = status, body, headers
 
 
 async def ask_app(app: ASGIApp, path: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
     """Sends a POST request to an ASGI application."""
+    length = [] if "content-length" in headers else [(b"content-length", str(len(body)).encode())]
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()] + length,
         "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000),
     }  # fmt: skip
     given = [{"type": "http.request", "body": body, "more_body": False}]
-    status, pieces = 0, []
+    status, pieces, answered = 0, [], []
 
     async def receive() -> Any:
         if given:
@@ -322,11 +323,11 @@ async def ask_app(app: ASGIApp, path: str, headers: dict[str, str], body: bytes)
         await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
-        nonlocal status
+        nonlocal status, answered
         if message["type"] == "http.response.start":
-            status = message["status"]
+            status, answered = message["status"], message["headers"]
         else:
             pieces.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return HttpAnswer(status, b"".join(pieces))
+    return HttpAnswer(status, b"".join(pieces), answered)

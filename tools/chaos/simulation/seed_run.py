@@ -15,8 +15,10 @@ from chaos.checker import Violation
 from chaos.inventory import Inventory
 from chaos.simulation import surroundings
 from chaos.simulation.database_files import DatabaseFiles
+from chaos.simulation.database_files import make_template as make_single_template
 from chaos.simulation.event_loop import Stuck
 from chaos.simulation.faults import Nemesis
+from chaos.simulation.postgresql import SharedDatabase, make_shared_template
 from chaos.simulation.world import World, scratch_folder
 
 _GIVE_UP_S = 1800.0
@@ -55,14 +57,22 @@ class _Alarms(logging.Handler):
         self.told.append(text)
 
 
-_EXPECTED = ("the disk of ",)
+_EXPECTED = ("the disk of ", "another gateway has taken over the state")
 """Errors that a fault causes on purpose."""
 
 
-def run_seed(seed: int, template: Path, trainer_count: int = 1) -> Outcome:
+def make_template(folder: Path, shard_count: int = 1) -> Path:
+    """Creates the tables of a database, which all seeds copy."""
+    if shard_count > 1:
+        return make_shared_template(folder / "shards", shard_count)
+    return make_single_template(folder / "template.db")
+
+
+def run_seed(seed: int, template: Path, trainer_count: int = 1, shard_count: int = 1) -> Outcome:
     """Runs one seed."""
     with scratch_folder() as folder, _quiet():
-        return _run(World(seed, DatabaseFiles(folder, template), trainer_count))
+        files = (SharedDatabase if shard_count > 1 else DatabaseFiles)(folder, template)
+        return _run(World(seed, files, trainer_count, shard_count))
 
 
 def _run(world: World) -> Outcome:
@@ -99,7 +109,8 @@ async def _live(world: World, outcome: Outcome) -> None:
         if task.done() and not task.cancelled() and (error := task.exception()):
             outcome.violations.append(Violation("answered once", f"{client.name} gave up: {error!r}"))
     await _settle(world, outcome)
-    left = await world.stop_gateway()
+    running = [address for address in world.gateway_addresses if address in world.processes]
+    left = [name for address in running for name in await world.stop_gateway(address)]
     outcome.violations += [Violation("nothing left", f"task {name} goes on after the stop") for name in left]
     outcome.violations += _check(world, nemesis.last_s)
 
@@ -116,7 +127,6 @@ async def _settle(world: World, outcome: Outcome) -> None:
 
 
 def _found(world: World) -> Inventory:
-    assert world.components is not None
     found = Inventory({name: count for name, count in world.files.rows().items() if name in _ROWS})
     found["models in the trainer"] = sum(len(trainer.models) for trainer in world.trainers.values())
     found["durable points"] = len(world.trainer_disk.points)
@@ -124,7 +134,7 @@ def _found(world: World) -> Inventory:
     # Named snapshots may be sampled again, and are evicted only when a sampler is full.
     named = {snapshot_id for (snapshot_id,) in world.files.read("SELECT snapshot_id FROM snapshots WHERE uri <> ''")}
     found["adapters in samplers"] = sum(len(sampler.adapters.keys() - named) for sampler in world.samplers.values())
-    found["pending futures"] = world.components.futures.pending_count
+    found["pending futures"] = sum(one.components.futures.pending_count for one in world.gateways.values())
     return +found
 
 

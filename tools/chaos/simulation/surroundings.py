@@ -6,6 +6,7 @@ replaced once, and delegate to the current world. Outside a world they call the 
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 
 import grpc
 import sqlalchemy as sa
+
+from chaos.simulation.threads import Event
 
 EPOCH_S = 1_800_000_000.0
 """Start time of each world."""
@@ -45,6 +48,10 @@ class Surroundings(Protocol):
 
     def limit(self, connection: sa.Connection) -> None:
         """Limits the database to the free space, before each transaction."""
+        ...
+
+    def connect_database(self) -> Any:
+        """Returns a connection to its PostgreSQL, in place of psycopg's."""
         ...
 
 
@@ -92,13 +99,20 @@ def install() -> None:
         (grpc.aio, "insecure_channel", open_channel),
         (os, "statvfs", disk),
         (os, "posix_fallocate", allocate),
+        (threading, "Event", Event),
     ):
         setattr(module, name, made_up)
+    sa.dialects.registry.register("postgresql.psycopg", "chaos.simulation.postgresql", "Dialect")
 
     @sa.event.listens_for(sa.Engine, "begin")
     def begin(connection: sa.Connection) -> None:
         if _current:
             _current[-1].limit(connection)
+
+
+def connect_database() -> Any:
+    """Returns a connection to the PostgreSQL of the current world."""
+    return _current[-1].connect_database()
 
 
 class _Disk:

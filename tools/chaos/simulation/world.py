@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,28 @@ from chaos.simulation.database_files import DatabaseFiles
 from chaos.simulation.event_loop import Process, VirtualLoop
 from chaos.simulation.fake_sampler import FakeRenderer, FakeSampler
 from chaos.simulation.fake_trainer import MODEL, FakeTrainer, TrainerDisk
+from chaos.simulation.gateways import Gateway, Router
 from chaos.simulation.network import HttpAnswer, Network, ask_app
-from fovea_gateway.fronts.app import Upkeep
-from fovea_gateway.fronts.components import Components
-from fovea_gateway.fronts.rest_app import build_api
-from fovea_gateway.http.endpoint import Readiness
+from chaos.simulation.postgresql import URL, SharedDatabase
+from fovea.wire.errors import FoveaError
 from fovea_gateway.settings import GatewaySettings
 
 logger = logging.getLogger("world")
 
-GATEWAY, RENDERER = "gateway:8000", "renderer:1"
+GATEWAY, ROUTER, RENDERER = "gateway:8000", "router:8000", "renderer:1"
+GATEWAYS = ("gateway-0:8000", "gateway-1:8000", "gateway-2:8000", "gateway-3:8000")
 TRAINERS = ("trainer:1", "trainer-1:1", "trainer-2:1")
 SAMPLERS = ("sampler-0:1", "sampler-1:1")
 _THREAD_S = 0.004
 _DRAIN_S = 5.0
+_SPARE = 0.5
+"""Fraction of the worlds with shards in which a gateway waits for one."""
+_RETURNS_S = (0.2, 5.0)
+"""Seconds after which a gateway that has ended by itself is started again."""
+
+
+class _Ended(BaseException):
+    """A process has ended itself."""
 
 
 class World:
@@ -42,23 +51,36 @@ class World:
         seed: Determines everything.
         files: The database, which outlives gateways.
         trainer_count: The number of trainers, 1 to 3. They share their disk.
+        shard_count: The number of shards. With several, each has a gateway, which may be exchanged for another, and a
+            router leads clients to them.
 
     Attributes:
         addresses: The addresses of all services.
+        gateway_addresses: Those of the gateways.
         clients: The clients.
         history: Requests and answers of clients.
         undisturbed: Requests and expected answers.
-        components: Components of the running gateway; None while there is none.
+        gateways: The running gateways, by address.
+        database_s: Maximum extra seconds of a call in a thread, such as a read of the database.
     """
 
-    def __init__(self, seed: int, files: DatabaseFiles, trainer_count: int = 1) -> None:
+    def __init__(self, seed: int, files: DatabaseFiles, trainer_count: int = 1, shard_count: int = 1) -> None:
         self.seed, self.files = seed, files
-        self.trainer_addresses = TRAINERS[:trainer_count]
-        self.addresses = (GATEWAY, *self.trainer_addresses, RENDERER, *SAMPLERS)
         self.chance = random.Random(f"{seed}")
+        self.server = files.server if isinstance(files, SharedDatabase) else None
+        self.trainer_addresses = TRAINERS[:trainer_count]
+        self.gateway_addresses: tuple[str, ...] = (GATEWAY,)
+        self.entrance, further = GATEWAY, tuple[str, ...]()
+        if shard_count > 1:
+            self.gateway_addresses = GATEWAYS[: shard_count + (self.chance.random() < _SPARE)]
+            self.entrance, further = ROUTER, (ROUTER,)
+        self.addresses = (*self.gateway_addresses, *self.trainer_addresses, RENDERER, *SAMPLERS, *further)
         delays, entropy = random.Random(f"{seed} threads"), random.Random(f"{seed} entropy")
         self._entropy = entropy
-        self.loop = VirtualLoop(lambda: delays.uniform(0.0, _THREAD_S))  # type: ignore[abstract]  # sockets and the like
+        self.database_s = 0.0
+        self.loop = VirtualLoop(  # type: ignore[abstract]  # sockets and the like
+            lambda: delays.uniform(0.0, _THREAD_S + self.database_s), has_threads=shard_count > 1
+        )
         self.network = Network(random.Random(f"{seed} network"))
         self.history, self.undisturbed = History(), History()
         self.trainer_disk = TrainerDisk()
@@ -66,14 +88,13 @@ class World:
         self.samplers: dict[str, FakeSampler] = {}
         self.processes: dict[str, Process] = {}
         self.dead: list[Process] = []
-        self.components: Components | None = None
-        self._upkeep: Upkeep | None = None
-        self._beginning: asyncio.Task[None] | None = None
-        self._app: Any = None
+        self.gateways: dict[str, Gateway] = {}
+        self._router: Router | None = None
         self._settings = GatewaySettings(
             model_name=MODEL, model=MODEL, renderer=[RENDERER], sampler=list(SAMPLERS),
-            trainer=list(self.trainer_addresses), port=0,
-            state_dir=files.folder, checkpoint_dir="memory://checkpoints", drain_s=_DRAIN_S, session_ttl_s=60.0,
+            trainer=list(self.trainer_addresses), port=0, database_url=URL if shard_count > 1 else "",
+            shards=shard_count, state_dir=files.folder, checkpoint_dir="memory://checkpoints", drain_s=_DRAIN_S,
+            session_ttl_s=60.0,
         )  # fmt: skip
         self._instances = 0
         self._slowness = self.chance.choice((0.1, 1.0, 10.0))
@@ -99,9 +120,15 @@ class World:
         """Limits the database to the free space."""
         self.files.limit(connection)
 
+    def connect_database(self) -> Any:
+        """Returns a connection to the PostgreSQL."""
+        assert self.server is not None
+        return self.server.connect()
+
     async def start_all(self) -> None:
         """Starts all services; their order does not matter."""
-        for address in (*self.trainer_addresses, RENDERER, *SAMPLERS, GATEWAY):
+        last = self.addresses[len(self.gateway_addresses) :]
+        for address in (*last, *self.gateway_addresses):
             self.start(address)
 
     def start(self, address: str) -> None:
@@ -111,8 +138,11 @@ class World:
         instance_id = process.name
         chance = random.Random(f"{self.seed} {instance_id}")
         logger.info("%s starts", process.name)
-        if address == GATEWAY:
-            process.context.run(self._start_gateway, process)
+        if address in self.gateway_addresses:
+            process.context.run(self._start_gateway, address, process)
+            return
+        if address == ROUTER:
+            self._router = process.context.run(Router, address, process, self.network, URL, self._app_at)
             return
         listener = self.network.listen(address, process)
         if address in TRAINERS:
@@ -131,45 +161,64 @@ class World:
         """Ends a process as SIGKILL does."""
         process = self.processes.pop(address)
         logger.info("killed %s", process.name)
+        self._clean_up(address, process)
+
+    async def stop_gateway(self, address: str) -> list[str]:
+        """Ends a gateway as SIGTERM does. Returns the names of tasks that continue anyway."""
+        process, gateway = self.processes.pop(address), self.gateways[address]
+        logger.info("stopping %s", process.name)
+        work = process.start(gateway.stop())
+        if self.server is not None:  # it may lose its shard meanwhile
+            killed = asyncio.create_task(process.killed.wait())
+            await asyncio.wait((work, killed), return_when=asyncio.FIRST_COMPLETED)
+            killed.cancel()
+        left: list[str] = []
+        if process.is_alive:
+            await work
+            await asyncio.sleep(0.0)  # lets the done callbacks of tasks run
+            left = [task.get_name() for task in process.tasks.values()]
+        self._clean_up(address, process)
+        return left
+
+    def _clean_up(self, address: str, process: Process) -> None:
+        """Frees what a process had that has ended."""
         process.kill()
         self.dead.append(process)
         self.network.close(address)
-        if address == GATEWAY:
-            assert self.components is not None
-            self.components.database.abandon()
-            self.network.drop_caller(process)
-            self.components = None
+        if self.server is not None:
+            self.server.end_all(process)
+        if gateway := self.gateways.pop(address, None):
+            gateway.abandon()
 
-    async def stop_gateway(self) -> list[str]:
-        """Ends the gateway as SIGTERM does. Returns the names of tasks that continue anyway."""
-        process, upkeep, beginning = self.processes.pop(GATEWAY), self._upkeep, self._beginning
-        assert upkeep is not None
-        assert beginning is not None
-        logger.info("stopping %s", process.name)
+    def _start_gateway(self, address: str, process: Process) -> None:
+        gateway = Gateway(address, process, self.network, self._settings, lambda: self._end_itself(address, process))
+        self.gateways[address] = gateway
+        if self.server is not None:
+            gateway.beginning.add_done_callback(lambda done: self._look_at_beginning(address, process, done))
 
-        async def end() -> None:
-            beginning.cancel()
-            await asyncio.gather(beginning, return_exceptions=True)
-            await upkeep.drain()
-            self.network.close(GATEWAY)
-            await upkeep.end()
+    def _look_at_beginning(self, address: str, process: Process, beginning: asyncio.Task[None]) -> None:
+        """Ends a gateway that cannot begin, as without a database."""
+        if not beginning.cancelled() and isinstance(error := beginning.exception(), FoveaError):
+            logger.info("%s: %s", process.name, error.message)
+            self._end(address, process)
 
-        await process.start(end())
-        await asyncio.sleep(0.0)  # lets the done callbacks of tasks run
-        left = [task.get_name() for task in process.tasks.values()]
+    def _end_itself(self, address: str, process: Process) -> None:
+        self._end(address, process)
+        raise _Ended
+
+    def _end(self, address: str, process: Process) -> None:
+        """Ends a process by itself. It is started again a little later."""
+        if self.processes.get(address) is process:  # otherwise it is being stopped
+            self.kill(address)
+            Context().run(self.loop.call_later, self.chance.uniform(*_RETURNS_S), self._start_again, address)
         process.kill()
-        self.dead.append(process)
-        self.components = None
-        return left
 
-    def _start_gateway(self, process: Process) -> None:
-        settings = self._settings
-        ready = Readiness()
-        components = self.components = Components(settings, on_superseded=lambda: None)
-        self._upkeep = Upkeep(settings, components, ready)
-        self._app = build_api(components, settings, ready)
-        self.network.listen(GATEWAY, process)
-        self._beginning = process.start(self._upkeep.begin(), f"{process.name} begins")
+    def _start_again(self, address: str) -> None:
+        if address not in self.processes:
+            self.start(address)
+
+    def _app_at(self, address: str) -> Any:
+        return self._router.app if address == ROUTER and self._router else self.gateways[address].app
 
     def _reached_samplers(self) -> dict[str, FakeSampler]:
         away = {*self.network.cut, *self.network.hanging}
@@ -182,8 +231,9 @@ class World:
 
     async def _post(self, route: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
         """Sends one HTTP request of a client."""
+        headers = {"X-API-Key": "tml-local", **headers}
         return await self.network.post(
-            GATEWAY, lambda: ask_app(self._app, f"/api/v1/{route}", {"X-API-Key": "tml-local", **headers}, body)
+            self.entrance, lambda: ask_app(self._app_at(self.entrance), f"/api/v1/{route}", headers, body)
         )
 
 

@@ -333,7 +333,8 @@ class MemoryBudget:
 
         The growth of `torch.cuda.memory_reserved` can be less: on a full GPU torch gives a pool other unused memory.
         """
-        segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool)]
+        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments = [one for one in every if tuple(one["segment_pool_id"]) == tuple(pool)]
         self._memory.set_aside_bytes = sum(one["total_size"] - one["allocated_size"] for one in segments)
 
     def check_fits(self, token_count: int, budgets: Budgets, ranks: int = 1) -> None:

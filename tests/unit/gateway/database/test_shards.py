@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import InvalidInput, Unavailable
 from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
-from fovea_gateway.database.migrations import find_revision
+from fovea_gateway.database.migrations import downgrade_database, find_revision
 from fovea_gateway.database.ownership import Directory, ShardOwner, Shards, shard_of, write_owner
 from fovea_gateway.database.sql_engine import insert_new
-from fovea_gateway.sessions.sessions import Session, get_session, insert_session, list_sessions
+from fovea_gateway.sessions.sessions import Session, Sessions, get_session, insert_session, list_sessions
 from tests.postgresql import Server
+from tests.unit.gateway.sessions.test_sessions import make_sessions
 
 COUNT = 3
 
@@ -54,12 +55,57 @@ async def test_the_whole_is_read_by_any_gateway(shards: list[Database]) -> None:
         assert await each.read_whole(lambda c: list_sessions(c, "ann", 1, 1)) == [ids[1]]
 
 
+async def test_the_whole_is_read_while_a_shard_awaits_its_upgrade(postgresql: Server) -> None:
+    url = postgresql.new_url()
+    opened = [Database(url, shard_count=2) for _ in range(2)]
+    for each in opened:
+        await each.open()
+    ids = [await add_session(each, float(at)) for at, each in enumerate(opened)]
+    for each in opened:
+        await each.close()
+    downgrade_database(url, 5)
+    late = f"{url.rpartition('%3D')[2]}_shard_1"
+    postgresql.execute(f"DROP TABLE {late}.run_labels")
+    first, second = (Database(url, shard_count=2) for _ in range(2))
+    await first.open()
+
+    async def found() -> dict[str, tuple[float | None, int]]:
+        columns = (schema.sessions.c.session_id, schema.sessions.c.parked_at, schema.sessions.c.parked_bytes)
+        return await first.read_whole(lambda c: {row[0]: (row[1], row[2]) for row in c.execute(sa.select(*columns))})
+
+    assert await found() == dict.fromkeys(ids, (None, 0))
+    assert await first.read_whole(lambda c: list(c.execute(sa.select(schema.run_labels)))) == []
+    await second.open()
+    await second.write(lambda c: c.execute(sa.update(schema.sessions).values(parked_at=2.0, parked_bytes=3)))
+    assert await found() == {ids[0]: (None, 0), ids[1]: (2.0, 3)}, "and not as before the upgrade"
+    await first.close()
+    await second.close()
+
+
 async def test_common_tables_are_one(shards: list[Database]) -> None:
     row = {"path": "tinker://a/weights/b", "published_at": 0.0}
     results = await asyncio.gather(*(each.write(lambda c: insert_new(c, schema.published, row)) for each in shards))
     assert sorted(results) == [False, False, True]
     query = sa.select(schema.published.c.path)
     assert [await each.read(lambda c: list(c.scalars(query))) for each in shards] == [[row["path"]]] * COUNT
+
+
+async def test_a_request_key_opens_one_session_in_all_shards(shards: list[Database]) -> None:
+    each_sessions = [make_sessions(each, 100) for each in shards]
+
+    async def create(sessions: Sessions, key: str) -> str:
+        while True:
+            try:
+                return (await sessions.create("ann", [], {}, key)).session_id
+            except Unavailable:  # of a request with the same key, which another gateway answers just now
+                await asyncio.sleep(0.01)
+
+    first = await create(each_sessions[0], "first")
+    assert {await create(each, "first") for each in each_sessions} == {first}
+    for number in range(10):
+        opened = await asyncio.gather(*(create(each, f"at once {number}") for each in each_sessions))
+        assert len(set(opened)) == 1
+    assert len(await shards[1].read_whole(lambda c: list_sessions(c, "ann", 100, 0))) == 11
 
 
 async def test_a_waiting_gateway_takes_the_shard_that_becomes_free(postgresql: Server) -> None:
