@@ -13,14 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tinker
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from fovea_real.architecture import Tower
 from fovea_real.drawings import Drawing, Question, marks, summary
 from fovea_real.pretraining import Recipe
-from fovea_rollout import Answer, ChatTemplate, Message, RolloutSettings, SamplingSettings, Step, TinkerPolicy, evaluate
+from fovea_rollout import (
+    Answer,
+    ChatTemplate,
+    Message,
+    RolloutSettings,
+    SamplingSettings,
+    Step,
+    TinkerPolicy,
+    connect,
+    evaluate,
+)
 from fovea_rollout.messages import Picture
 
 LONGEST_ANSWER = 96
@@ -125,7 +134,7 @@ def ask_fovea(base_url: str, model: str, asked: Sequence[Asked]) -> None:
     """
     settings = RolloutSettings(SamplingSettings(LONGEST_ANSWER, 0.0), max_turns=1)
     key = os.environ.get("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=base_url, api_key=key) as service:
+    with connect(base_url, key) as service:
         sampling = service.create_sampling_client(base_model=model).result()
         sources = [partial(_Question, one) for one in asked]
         template = ChatTemplate(sampling.get_tokenizer())

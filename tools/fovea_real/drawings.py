@@ -140,7 +140,7 @@ class _Canvas:
 
     def _ink(self, colour: tuple[int, int, int], spread: int) -> tuple[int, ...]:
         noise = self.rng.integers(-spread, spread + 1, 3)
-        return tuple(int(np.clip(level + by, 0, 255)) for level, by in zip(colour, noise, strict=True))
+        return tuple(min(max(level + int(by), 0), 255) for level, by in zip(colour, noise, strict=True))
 
 
 @lru_cache(maxsize=64)

@@ -1,10 +1,8 @@
 """A tiny checkpoint is built, trained for some steps, written and read again; its packed questions do not leak."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from fovea_real.architecture import Tower, join, save
 from fovea_real.asking import ask_transformers, questions, read_recipe, scores, write_sheet
 from fovea_real.drawings import COLOURS
-from fovea_real.pretraining import IGNORED, NAMES, Encoder, Learner, Recipe, batches, train
+from fovea_real.pretraining import IGNORED, NAMES, Encoder, Learner, Recipe, train
 from fovea_tinyvlm.families import ensure_family
 
 RECIPE = Recipe(
@@ -75,14 +73,6 @@ def test_each_thing_names_the_token_in_its_middle() -> None:
         assert NAMES[arrays["names"][0, row, column]] == thing.word
         assert list(COLOURS)[arrays["colours"][0, row, column]] == thing.colour
         assert ((arrays["names"][0] == 0) == (arrays["colours"][0] == IGNORED)).all()
-
-
-def test_workers_draw_the_same_batches_as_one_process(joined: tuple[Any, Any]) -> None:
-    encoder = Encoder(joined[1].tokenizer, RECIPE.tower, RECIPE.length)
-    with batches(RECIPE, encoder) as alone, batches(replace(RECIPE, workers=2), encoder) as shared:
-        for _ in range(5):
-            one, other = next(alone), next(shared)
-            assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def test_training_lowers_both_losses_and_the_folder_answers(tmp_path: Path) -> None:
