@@ -83,7 +83,8 @@ def join(language: Path, tower: Tower, seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     text.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     end = tokenizer.convert_tokens_to_ids(END)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+    tokenizer.pad_token = tokenizer.pad_token or END  # SmolLM2's has none, and prompts of one batch are padded
+    pad = tokenizer.pad_token_id
     tied = bool(text.config.tie_word_embeddings)
     config = Idefics3Config(
         text_config=text.config.to_dict() | {"vocab_size": len(tokenizer), "eos_token_id": end, "pad_token_id": pad},

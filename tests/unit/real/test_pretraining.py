@@ -1,12 +1,14 @@
 """A tiny checkpoint is built, trained for some steps, written and read again; its packed questions do not leak."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from fovea_real.architecture import Tower, join, save
 from fovea_real.asking import ask_transformers, questions, read_recipe, scores, write_sheet
@@ -23,6 +25,21 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module")
 def joined() -> tuple[Any, Any]:
     return join(ensure_family("llama"), RECIPE.tower, seed=0)
+
+
+def test_prompts_are_padded_although_the_language_model_has_no_padding_token(tmp_path: Path) -> None:
+    language = shutil.copytree(ensure_family("llama"), tmp_path / "language")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (file := language / name).exists():
+            file.write_text(
+                json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "pad_token"})
+            )
+    assert AutoTokenizer.from_pretrained(language).pad_token is None
+    model, processor = join(language, RECIPE.tower, seed=0)
+    save(model, processor, tmp_path / "made", torch.float32, RECIPE)
+    asked = questions(RECIPE, 2)
+    ask_transformers(tmp_path / "made", asked, torch.device("cpu"), torch.float32, batch=len(asked))
+    assert all(one.tokens is not None for one in asked)
 
 
 def test_a_packed_question_is_answered_as_if_it_were_alone(joined: tuple[Any, Any]) -> None:
