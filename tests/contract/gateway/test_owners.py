@@ -80,7 +80,7 @@ async def test_a_mistyped_owner_is_refused_with_the_name_that_was_meant(stand: S
 
 
 async def command(stand: Stand, *arguments: str, code: int = 0) -> str:
-    """Runs `fovea owners` or `fovea usage` beside the running gateway; returns its output, or the error that is due."""
+    """Runs `fovea owners` or `fovea usage` beside the running gateway; returns its output or its error."""
     environment = dict(os.environ)
     if url := stand.overrides.get("database_url"):
         environment["FOVEA_GATEWAY_DATABASE_URL"] = url
