@@ -11,7 +11,7 @@ from fovea_sampler.engine.engine_arguments import (
     SETTING_OF,
     check_expert_parallel,
     checked,
-    quick_compilation,
+    quick_start,
     start_steps,
 )
 from fovea_sampler.engine.vllm_launch import AdapterCapacity
@@ -42,12 +42,14 @@ def test_arguments_come_in_vllms_types() -> None:
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (3, [1, 2, 3]), (20, [1, 2, 4, 8, 16, 20])])
 def test_a_fast_start_compiles_nothing_and_captures_only_what_decodes(most: int, sizes: list[int]) -> None:
-    from vllm.config import CompilationConfig
+    from vllm.config import CompilationConfig, KernelConfig
     from vllm.config.compilation import CUDAGraphMode
 
-    quick = CompilationConfig(**quick_compilation(most))
+    found = quick_start(most)
+    quick = CompilationConfig(**found["compilation_config"])
     assert (quick.mode, quick.cudagraph_mode) == (0, CUDAGraphMode.FULL_DECODE_ONLY)
     assert quick.cudagraph_capture_sizes == sizes
+    assert not KernelConfig(**found["kernel_config"]).enable_jit_warmup
 
 
 def test_the_log_names_the_steps_of_the_start() -> None:
