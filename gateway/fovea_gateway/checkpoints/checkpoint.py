@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 
 from fovea.api.v1 import weights_pb2
-from fovea.runtime.durable import naming_full_disk, sync_folder
+from fovea.runtime.durable import SteadyFile, naming_full_disk, sync_folder
 from fovea.wire import conventions
 from fovea.wire.conventions import PIECE_BYTES, REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import Internal, InvalidInput, NotFound
@@ -201,7 +201,7 @@ class Storage:
         """
         place = _place(uri)
         path = f"{place.path}/{name}"
-        file = await self.run(place.files.open, path, "wb")
+        file = SteadyFile(await self.run(place.files.open, path, "wb"))
 
         async def write(piece: bytes) -> None:
             await self.run(file.write, piece)

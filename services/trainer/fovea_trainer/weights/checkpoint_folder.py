@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from fovea.runtime.durable import naming_full_disk, sync_folder, sync_place
+from fovea.runtime.durable import PIECE_BYTES, SteadyFile, naming_full_disk, sync_folder, sync_place
 from fovea.wire.conventions import REPLACED_SUFFIX, STAGING_SUFFIX
 from fovea.wire.errors import InvalidInput, NotFound
 from fovea_trainer.ranks.control_group import ControlGroup
@@ -89,12 +89,13 @@ class Folder:
             DiskFull: The disk is full.
         """
         with naming_full_disk(self.path.partition(STAGING_SUFFIX)[0]):
-            if isinstance(data, bytes):
+            if isinstance(data, bytes) and len(data) < PIECE_BYTES:
                 self.files.pipe_file(f"{self.path}/{name}", data)
                 return
             with self.files.open(f"{self.path}/{name}", "wb") as file:
-                for part in data:
-                    file.write(part)
+                steady = SteadyFile(file)
+                for part in [data] if isinstance(data, bytes) else data:
+                    steady.write(part)
 
     def share(self, name: str, other: "Folder") -> None:
         """Gives this folder a file of another folder of the same file system, without copying it where possible.
@@ -260,7 +261,7 @@ class SummedFile:
     """A file-like object that computes the CRC-32 of the bytes written to it, in order."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self._file = SteadyFile(file)
         self.checksum = 0
 
     def write(self, data: bytes | memoryview) -> int:
