@@ -70,8 +70,7 @@ class SamplerSettings(ServiceSettings):
     eager: bool = Field(False, description="Run without CUDA graphs. A CPU engine never uses them.")
     fast_start: bool = Field(
         False,
-        description="On a GPU, start sooner: do not compile model and top-p kernels; "
-        "capture CUDA graphs only for decoding.",
+        description="On a GPU, start sooner: do not compile the model, and capture CUDA graphs only for decoding.",
     )
     max_lora_rank: Annotated[Literal[8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(int)] = Field(
         64, description="The largest rank of an adapter."

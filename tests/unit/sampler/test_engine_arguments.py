@@ -11,7 +11,7 @@ from fovea_sampler.engine.engine_arguments import (
     SETTING_OF,
     check_expert_parallel,
     checked,
-    quick_start,
+    quick_compilation,
     start_steps,
 )
 from fovea_sampler.engine.vllm_launch import AdapterCapacity
@@ -42,14 +42,12 @@ def test_arguments_come_in_vllms_types() -> None:
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (3, [1, 2, 3]), (20, [1, 2, 4, 8, 16, 20])])
 def test_a_fast_start_compiles_nothing_and_captures_only_what_decodes(most: int, sizes: list[int]) -> None:
-    from vllm.config import CompilationConfig, KernelConfig
+    from vllm.config import CompilationConfig
     from vllm.config.compilation import CUDAGraphMode
 
-    found = quick_start(most)
-    quick = CompilationConfig(**found["compilation_config"])
+    quick = CompilationConfig(**quick_compilation(most))
     assert (quick.mode, quick.cudagraph_mode) == (0, CUDAGraphMode.FULL_DECODE_ONLY)
     assert quick.cudagraph_capture_sizes == sizes
-    assert not KernelConfig(**found["kernel_config"]).enable_jit_warmup
 
 
 def test_the_log_names_the_steps_of_the_start() -> None:

@@ -142,20 +142,17 @@ def _problem(name: str, known: Collection[str], made: Collection[str]) -> str:
     return ""
 
 
-def quick_start(max_sequences: int) -> dict[str, Any]:
-    """Returns vLLM's arguments for `fast_start`: no compilation, and CUDA graphs only for decoding.
+def quick_compilation(max_sequences: int) -> dict[str, Any]:
+    """Returns vLLM's `compilation_config` for `fast_start`: no compilation, and CUDA graphs only for decoding.
 
     vLLM's default also captures graphs for mixed batches of up to 512 tokens, and each of them once more with adapters.
-    And it compiles 89 kernels of top-p and top-k, 30 s at every start on an H200; without that, the first request that
-    needs one waits for it.
 
     Args:
         max_sequences: The most sequences in one batch, which is the largest graph.
     """
     sizes = sorted({1, 2, 4, *range(8, max_sequences, 8), max_sequences})
     sizes = [size for size in sizes if size <= max_sequences]
-    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-    return {"compilation_config": compilation, "kernel_config": {"enable_jit_warmup": False}}
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
 def start_steps(config: "VllmConfig") -> str:

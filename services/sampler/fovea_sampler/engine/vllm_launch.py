@@ -336,7 +336,7 @@ def _gpu_arguments(settings: SamplerSettings) -> dict[str, Any]:
         "gpu_memory_utilization": settings.gpu_memory_fraction - push_room(settings) / _device_bytes(),
     }
     if settings.fast_start and not settings.eager:
-        arguments |= engine_arguments.quick_start(settings.max_sequences)
+        arguments["compilation_config"] = engine_arguments.quick_compilation(settings.max_sequences)
     if settings.block_size is not None:
         arguments["block_size"] = settings.block_size
     if settings.kv_cache_mib is not None:
