@@ -138,7 +138,7 @@ class OptimStep:
 class SharedSteps:
     """Takes optimizer steps of different models together. Its result has the answer or the error of each step."""
 
-    steps: list[OptimStep]
+    calls: list[OptimStep]
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,13 @@ class TrainingEngine:
         """Executes a command. A FoveaError is raised on all ranks; any other exception ends the trainer."""
         if uri := getattr(command, "uri", ""):
             self._control.agree(lambda: self.roots.check(uri))
-        if models := self._models_of(command):
+        models = self._models_of(command)
+        try:
             self._control.agree(lambda: self._residence.use(models))
+        except ResourceExhausted:
+            if not isinstance(command, command_queue.SharedPass | command_queue.SharedSteps):
+                raise
+            return [self._alone(call) for call in command.calls]
         match command:
             case command_queue.CreateModel():
                 return self._create(command)
@@ -172,7 +177,7 @@ class TrainingEngine:
             case command_queue.OptimStep():
                 return self._optim_steps([command])[0]
             case command_queue.SharedSteps():
-                return self._optim_steps(command.steps)
+                return self._optim_steps(command.calls)
             case command_queue.SaveState():
                 return self._states.save(self.model(command.model_id), command.uri, self._saves)
             case command_queue.LoadState():
@@ -216,8 +221,15 @@ class TrainingEngine:
         """Returns True if models fit on the device at the same time."""
         return self._residence.fit(self.models[model_id] for model_id in model_ids if model_id in self.models)
 
+    def _alone(self, call: command_queue.Command) -> Any:
+        try:
+            return self.execute(call)
+        except FoveaError as error:
+            return error
+
     def _models_of(self, command: command_queue.Command) -> list[TrainedModel]:
-        calls = getattr(command, "calls", None) or getattr(command, "steps", None) or [command]
+        """Returns the models that must be on the device for a command, which deleting one does not need."""
+        calls = [] if isinstance(command, command_queue.DeleteModel) else getattr(command, "calls", [command])
         ids = [getattr(call, "model_id", "") for call in calls]
         return [self.models[model_id] for model_id in ids if model_id in self.models]
 

@@ -331,7 +331,7 @@ class MemoryBudget:
     def set_aside(self, pool: tuple[int, int]) -> None:
         """Counts the unused memory that a pool of CUDA graphs keeps. Call it after each recording. Not collective.
 
-        The growth of `torch.cuda.memory_reserved` can be less: on a full GPU torch gives a pool other unused memory.
+        `memory_reserved` may grow by less: on a full GPU torch first gives the pool other memory that it holds.
         """
         every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         segments = [one for one in every if tuple(one["segment_pool_id"]) == tuple(pool)]

@@ -372,14 +372,12 @@ class SmallPasses:
             self._records = False
             reason = str(error).splitlines()[0]
             logger.warning("no CUDA graph of a training pass could be recorded, small steps take longer: %s", reason)
+        self._set_aside(self._pool)
 
     def _record(self, one: _Pass) -> None:
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        try:
-            one.record(self._pool, self._stream)
-        finally:
-            self._set_aside(self._pool)
+        one.record(self._pool, self._stream)
 
 
 class _SmallPass(torch.autograd.Function):

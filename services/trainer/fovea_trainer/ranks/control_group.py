@@ -236,6 +236,8 @@ class ControlGroup:
         return int(found.item())
 
     def _any(self, flag: bool) -> bool:
+        if self.world_size == 1:
+            return flag
         self._flag.fill_(int(flag))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self.group)
         return bool(self._flag.item())

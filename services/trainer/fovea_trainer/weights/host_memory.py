@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fovea.runtime.machine_memory import host_free_bytes
-from fovea.wire.errors import FoveaError
+from fovea.wire.errors import FoveaError, ResourceExhausted
 from fovea_trainer import trainer_metrics
 from fovea_trainer.model.trained_model import AdapterModel, TrainedModel
-from fovea_trainer.ranks.control_group import error_of_rank
+from fovea_trainer.ranks.control_group import error_of_rank, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class ModelResidence:
     def use(self, models: Iterable[TrainedModel]) -> None:
         """Brings the models of the next command to the device. They stay there until the next call.
 
-        Raises torch.OutOfMemoryError if one does not fit beside the others. It then stays on the host, unchanged.
+        Raises ResourceExhausted if one does not fit beside the others. It then stays on the host, unchanged.
         """
         adapters = {model.model_id: model for model in models if isinstance(model, AdapterModel)}
         self._busy = set(adapters)
@@ -189,7 +189,7 @@ class ModelResidence:
             if model_id in self._away and self._free_bytes() > 2 * _bytes_of(self._used[model_id]):
                 try:
                     self._bring(model_id, self._used[model_id])
-                except torch.OutOfMemoryError:
+                except ResourceExhausted:
                     return  # The command brings its models itself, and may move others away for them.
 
     def leave(self, wanted_bytes: int) -> bool:
@@ -212,8 +212,13 @@ class ModelResidence:
                 break
             try:
                 self._away[model_id] = self._take_away(self._used[model_id])
-            except RuntimeError as error:  # the driver refuses to pin more memory
-                logger.warning("adapter %s stays on the device, because its copy failed: %s", model_id, error)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not self._is_host_full:
+                    logger.warning(
+                        "idle adapters stay on the device, because the driver pins no more memory: %s", error
+                    )
                 self._is_host_full = True
                 break
             self._is_host_full = False
@@ -231,8 +236,8 @@ class ModelResidence:
         return (model for model_id, model in self._used.items() if model_id not in self._away)
 
     def _take_away(self, model: AdapterModel) -> _Away:
-        self._returned.pop(model.model_id, None)
         found = _Away([(tensor, self._copied(tensor)) for tensor in _state_of(model)])
+        self._returned.pop(model.model_id, None)
         for tensor in _tensors_of(model):
             if self._stream is not None:
                 tensor.record_stream(self._stream)
@@ -255,10 +260,13 @@ class ModelResidence:
         try:
             for tensor in _tensors_of(model):
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             for tensor in _tensors_of(model):
                 tensor.untyped_storage().resize_(0)
-            raise
+            raise ResourceExhausted(
+                f"model {model_id!r} does not fit on the trainer's device beside the others in use: delete a model, or "
+                "use a lower rank"
+            ) from error
         model.weights.flat_grad.zero_()
         away = self._away.pop(model_id)
         trainer_metrics.AWAY.set(len(self._away))

@@ -125,3 +125,23 @@ def test_models_fit_together_if_those_that_are_away_have_room_beside_the_others(
     assert residence.fit([a]), "c may leave"
     limited = ModelResidence(DEVICES[0], 2 * whole, lambda: 2**62)
     assert (limited.fit([a, b]), limited.fit([a, b, c])) == (True, False)
+
+
+class _Unpinned(ModelResidence):
+    """A host whose driver pins no more memory."""
+
+    def _copied(self, tensor: Tensor) -> list[Tensor]:
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def test_models_stay_if_the_host_cannot_pin_memory_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    card = Card(torch.float32, DEVICES[0])
+    whole = size_of(card.models["a"])
+    residence = _Unpinned(DEVICES[0], 0, lambda: 2**62)
+    residence.use([card.models["a"]])
+    residence.use([])
+    for _ in range(2):
+        assert not residence.leave(whole)
+    assert size_of(card.models["a"]) == whole
+    (warning,) = caplog.records
+    assert "pins no more memory" in warning.message
