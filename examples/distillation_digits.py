@@ -21,6 +21,7 @@ from fovea_data import fine_tune, load_chats
 from fovea_demo.digits import QUESTION, Scan, load_scans
 from fovea_demo.up import running_fovea
 from fovea_rollout import Answer, LoopSettings, RolloutSettings, SamplingSettings, Step, connect
+from fovea_rollout.stopping import exiting_with_a_line
 
 TEACHER = "teacher"
 """Name of the teacher on the server, unless the variable `FOVEA_TEACHER` names another model."""
@@ -63,7 +64,8 @@ async def main(arguments: argparse.Namespace) -> None:
     train, held_out = load_scans()
     unlabelled = [partial(UnlabelledEnvironment, scan) for scan in train[:-_LABELLED]]
     measured = [partial(DigitEnvironment, scan) for scan in held_out[: arguments.held_out]]
-    service = connect(arguments.base_url, arguments.api_key)
+    with exiting_with_a_line():
+        service = connect(arguments.base_url, arguments.api_key)
     teacher = await service.create_sampling_client(base_model=os.environ.get("FOVEA_TEACHER", TEACHER))
     experiment = await Experiment.begin("distillation_digits", arguments, rollout)
     await experiment.measure("teacher", measured, teacher)

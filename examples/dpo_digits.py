@@ -24,6 +24,7 @@ from fovea_data.conversation import Conversation
 from fovea_data.encoder import Encoder
 from fovea_demo.digits import QUESTION, Scan, load_scans
 from fovea_rollout import Message, Picture
+from fovea_rollout.stopping import exiting_with_a_line
 
 Floats = npt.NDArray[np.float64]
 Loss = Callable[[Sequence[tinker.Datum], Sequence[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
@@ -95,7 +96,8 @@ def _margins(data: Sequence[tinker.Datum], logprobs: Sequence[torch.Tensor]) -> 
 
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the example; returns its results."""
-    server = Server(arguments.base_url, arguments.api_key)
+    with exiting_with_a_line():
+        server = Server(arguments.base_url, arguments.api_key)
     connection = Connection.open(
         server, server.model(arguments.model), "", rank=32, seed=arguments.seed, train_unembed=True
     )

@@ -35,6 +35,7 @@ from fovea_rollout import (
     warm_up,
     write_viewer,
 )
+from fovea_rollout.stopping import exiting_with_a_line
 
 Sources = Sequence[Callable[[], Environment]]
 SHOWN = 32
@@ -116,7 +117,8 @@ class Experiment:
     @classmethod
     async def begin(cls, name: str, arguments: argparse.Namespace, rollout: RolloutSettings) -> Experiment:
         """Connects to the server, and creates a LoRA to train."""
-        service = connect(arguments.base_url, arguments.api_key)
+        with exiting_with_a_line():
+            service = connect(arguments.base_url, arguments.api_key)
         model = arguments.model or await first_model(arguments.base_url, arguments.api_key)
         training = await service.create_lora_training_client(base_model=model, rank=32, seed=arguments.seed)
         experiment = cls(name, arguments, rollout, training)

@@ -26,7 +26,7 @@ from PIL import Image
 from tinker.types import ImageChunk
 
 from examples.download import CannotTry, checkpoint
-from fovea.wire.errors import InvalidInput
+from fovea.wire.errors import FoveaError, InvalidInput
 from fovea_demo.digits import QUESTION, load_scans
 from fovea_demo.up import NotReady, running_fovea
 from fovea_rollout import ChatTemplate, Message, Picture, connect
@@ -202,9 +202,10 @@ def enlarged(png: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def try_out(base_url: str, model: str | None, steps: int, batch: int, rank: int, rate: float) -> tuple[Seen, list[str]]:
+def try_out(
+    base_url: str, api_key: str | None, model: str | None, steps: int, batch: int, rank: int, rate: float
+) -> tuple[Seen, list[str]]:
     """Trains, compares and prints the measurements; returns what the model sees, and the problems."""
-    api_key = os.environ.get("TINKER_API_KEY", API_KEY)
     with connect(base_url, api_key) as service:
         if model is None:
             capabilities = tinker.RestClient(base_url=base_url, api_key=api_key).get_server_capabilities().result()
@@ -273,14 +274,16 @@ def main() -> int:
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
     os.environ.setdefault("TINKER_TELEMETRY", "0")  # without this the SDK would send telemetry to this server
+    key = os.environ.get("TINKER_API_KEY", API_KEY)
     recipe = (arguments.steps, arguments.batch, arguments.rank, arguments.learning_rate)
     try:
         if arguments.base_url:
-            seen, problems = try_out(arguments.base_url, arguments.model, *recipe)
+            known = tinker.auth.tinker_has_credentials()  # a person may sign in without a key
+            seen, problems = try_out(arguments.base_url, None if known else key, arguments.model, *recipe)
         else:
             with _fovea(arguments.model) as base_url:
-                seen, problems = try_out(base_url, None, *recipe)
-    except (CannotTry, tinker.TinkerError) as error:
+                seen, problems = try_out(base_url, key, None, *recipe)
+    except (CannotTry, FoveaError, tinker.TinkerError) as error:
         print(f"could not be tried: {error}", file=sys.stderr)
         return 2
     return judge(problems, seen)

@@ -28,6 +28,7 @@ from fovea_rollout import (
     resumed_training_client,
     train,
 )
+from fovea_rollout.stopping import exiting_with_a_line
 
 
 def read_arguments() -> argparse.Namespace:
@@ -78,7 +79,8 @@ async def main(arguments: argparse.Namespace) -> None:
         rollout=rollout,
         seed=arguments.seed,
     )
-    service = connect(arguments.base_url, arguments.api_key)
+    with exiting_with_a_line():
+        service = connect(arguments.base_url, arguments.api_key)
     training = await resumed_training_client(service, arguments.out)
     is_new = training is None
     if training is None:

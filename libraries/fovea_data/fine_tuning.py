@@ -134,11 +134,10 @@ def fine_tune(
         InvalidInput: A setting is wrong, a row is broken (the error names it), all rows are broken, or `out` belongs to
             a run with other settings or rows.
         NotFound: The server does not have the model.
-        NotConnected: No server responds, or it refuses the API key. It is a FailedPrecondition, and ends a program with
-            one line.
+        NotConnected: No server responds, or it refuses the API key. It is a FailedPrecondition.
         FailedPrecondition: The server trains no model, a logger's package is not installed, or the model diverged.
         Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line.
-        Exception: An error of the SDK.
+        tinker.TinkerError: The server refuses a request, for example with a key that is revoked during the run.
     """
     settings = settings if settings is not None else FineTuneSettings()
     if held_out is not None and held_out.max_side != train.max_side:

@@ -6,6 +6,7 @@ Requesting the limits also finds out at once whether a server responds.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,12 @@ import httpx
 from fovea.client.gateway import check_server
 from fovea.wire import conventions
 from fovea.wire.errors import FailedPrecondition, InvalidInput
+from fovea_rollout.connection import sdk_key
 from fovea_rollout.messages import Picture
 
 if TYPE_CHECKING:
     import tinker
 
-_PATH = "api/v1/get_server_capabilities"
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 
 
@@ -86,17 +87,24 @@ def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, Served
 
     Args:
         base_url: Address of the server; None reads TINKER_BASE_URL.
-        api_key: API key; None reads TINKER_API_KEY.
+        api_key: API key; None takes what the SDK would: TINKER_API_KEY, TINKER_CREDENTIAL_CMD or the stored login.
 
     Raises:
         NotConnected: No server responds, or it refuses the API key.
     """
-    url, key = base_url or os.environ.get("TINKER_BASE_URL"), api_key or os.environ.get("TINKER_API_KEY")
+    url, key = base_url or os.environ.get("TINKER_BASE_URL"), sdk_key(api_key)
     if not url:
         return {}
-    check_server(url, key or "")
+    check_server(url, key)
+    if key is None:
+        command = os.environ["TINKER_CREDENTIAL_CMD"]
+        key = subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()  # as the SDK does
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/{_PATH}", headers={"X-API-Key": key or ""}, timeout=_TIMEOUT)
+        with httpx.Client(base_url=f"{url.rstrip('/')}/api/v1/", timeout=_TIMEOUT) as http:
+            if key.startswith("eyJ"):
+                token = http.post("auth/token", headers={"X-API-Key": key}, json={})
+                key = str(token.json()["jwt"]) if token.status_code == 200 else key
+            answer = http.get("get_server_capabilities", headers={"X-API-Key": key})
     except httpx.TransportError as error:
         raise FailedPrecondition(
             f"the server at {url} no longer responds ({error or type(error).__name__}): see its log", field="base_url"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any
-
-import tinker
+from typing import TYPE_CHECKING, Any
 
 from fovea.client.gateway import check_server
+
+if TYPE_CHECKING:
+    import tinker
 
 
 def connect(base_url: str | None = None, api_key: str | None = None, **options: Any) -> tinker.ServiceClient:
     """Returns a client of a server. At a wrong address the SDK alone would retry for minutes.
 
-    Without `except`, NotConnected ends the program with its line.
-
     Args:
         base_url: Address of a Tinker server; None reads TINKER_BASE_URL, or else takes the SDK's default.
-        api_key: API key; None reads TINKER_API_KEY.
+        api_key: API key; None takes what the SDK would: TINKER_API_KEY, TINKER_CREDENTIAL_CMD or the stored login.
         options: Further arguments of `tinker.ServiceClient`.
 
     Raises:
@@ -25,5 +24,19 @@ def connect(base_url: str | None = None, api_key: str | None = None, **options: 
         tinker.TinkerError: The server refuses the request.
     """
     if url := base_url or os.environ.get("TINKER_BASE_URL"):
-        check_server(url, api_key or os.environ.get("TINKER_API_KEY") or "")
+        check_server(url, sdk_key(api_key))
+    import tinker  # late, because it takes seconds and a wrong address should be reported at once
+
     return tinker.ServiceClient(base_url=base_url, api_key=api_key, **options)
+
+
+def sdk_key(api_key: str | None) -> str | None:
+    """Returns the API key that the SDK would use; None if TINKER_CREDENTIAL_CMD prints it; empty if there is none."""
+    key, command = api_key or os.environ.get("TINKER_API_KEY"), os.environ.get("TINKER_CREDENTIAL_CMD")
+    if command and not (key or "").startswith(("tml-", "eyJ")):
+        return None
+    if key:
+        return key
+    import tinker  # late, because it takes seconds
+
+    return tinker.auth.get_tinker_token() or ""

@@ -1,4 +1,4 @@
-"""Ends of a program in one line instead of a traceback: after Ctrl-C, and if the server refuses the API key."""
+"""Ends of a program in one line instead of a traceback: after Ctrl-C, and at an error of a command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from fovea.client.gateway import NotConnected
 from fovea.wire.errors import FoveaError
 
 
@@ -27,7 +26,7 @@ class Stopped(KeyboardInterrupt, SystemExit):
 
 @contextmanager
 def ending_with_a_line(line: Callable[[], str]) -> Iterator[None]:
-    """Converts Ctrl-C to Stopped, and a refused API key to NotConnected, for code in a task of asyncio too.
+    """Converts Ctrl-C to Stopped, for code in a task of asyncio too.
 
     Args:
         line: Returns the line of Stopped.
@@ -42,14 +41,6 @@ def ending_with_a_line(line: Callable[[], str]) -> Iterator[None]:
         if not pressed.is_set():  # the program cancelled the task itself
             raise
         raise Stopped(line()) from None
-    except Exception as error:
-        import tinker  # late, because it takes seconds
-
-        if not isinstance(error, tinker.AuthenticationError | tinker.PermissionDeniedError):
-            raise
-        raise NotConnected(
-            f"the server refuses this request with this API key: {error_words(error)}", field="api_key"
-        ) from None
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from fovea_real.asking import (
 )
 from fovea_real.checkpoint import ensure
 from fovea_real.pretraining import Recipe, Say, dtype_on, train
+from fovea_rollout.stopping import exiting_with_a_line
 
 TOY = Recipe(
     tower=Tower(side=128, width=128, depth=3, heads=4),
@@ -112,7 +113,8 @@ def score(base_url: str, model: str, out: Path, folder: Path | None, recipe: Rec
     """
     asked = questions(recipe, pictures)
     begun = time.monotonic()
-    ask_fovea(base_url, model, asked)
+    with exiting_with_a_line():
+        ask_fovea(base_url, model, asked)
     seconds = time.monotonic() - begun
     found = scores(asked)
     out.mkdir(parents=True, exist_ok=True)

@@ -170,12 +170,18 @@ class GatewayClient(ServiceClient):
                     yield record
 
 
-class NotConnected(FailedPrecondition, SystemExit):  # type: ignore[misc]  # both have a `code`
-    """The error of a wrong address or API key. A program that does not catch it ends with its line, not a traceback."""
+class NotConnected(FailedPrecondition):
+    """The error of a wrong address or API key. The message says what to change."""
 
-    def __init__(self, message: str, field: str | None = None, **metadata: object) -> None:
-        super().__init__(message, field, **metadata)
-        vars(self)["code"] = message  # the interpreter prints it and exits with status 1
+
+class _Unredirected(urllib.request.HTTPRedirectHandler):
+    """Raises HTTPError at a redirect: urllib would send the API key to any other host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follows nothing."""
+
+
+_OPENER = urllib.request.build_opener(_Unredirected)
 
 
 def check_server(base_url: str, api_key: str | None = None) -> None:
@@ -183,7 +189,8 @@ def check_server(base_url: str, api_key: str | None = None) -> None:
 
     Args:
         base_url: The address.
-        api_key: The API key to check too, which may be empty; None checks none.
+        api_key: The API key to check too, which may be empty; None checks none. A token of a sign-in (a JWT) is left to
+            the SDK, which exchanges it.
 
     Raises:
         NotConnected: No Tinker server answers there, or it refuses the key. The message says what to change.
@@ -198,12 +205,14 @@ def check_server(base_url: str, api_key: str | None = None) -> None:
         )
     seen = _unserved(url, _ANSWER_S)
     if not seen:
-        if api_key is not None:
+        if api_key is not None and not api_key.startswith("eyJ"):
             _check_key(url, api_key)
         return
     better = "" if "timed out" in seen else next((one for one in _variants(url) if not _unserved(one, _GUESS_S)), "")
     if better:
         fix = f"; one responds at {better}: use that address"
+    elif "redirects" in seen:
+        fix = ": give that address"
     elif "CERTIFICATE_VERIFY" in seen:
         fix = ": set SSL_CERT_FILE to the certificate of the authority that signed the server's"
     else:
@@ -218,15 +227,19 @@ def _check_key(url: str, api_key: str) -> None:
     if not api_key:
         raise NotConnected(
             "no API key is given: set TINKER_API_KEY (or api_key, --api-key); `fovea up` prints a key, and `fovea keys"
-            " create --owner NAME` makes one",
+            " create --owner NAME` makes one. People who sign in set TINKER_CREDENTIAL_CMD",
             field="api_key",
         )
     request = urllib.request.Request(f"{url}{_API}/get_server_capabilities", headers={"X-API-Key": api_key})
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S):
+        with _OPENER.open(request, timeout=_ANSWER_S):
             return
     except urllib.error.HTTPError as error:
         with error:
+            if where := _redirect(error):
+                raise NotConnected(
+                    f"the address {url} redirects to {where}: give that address", field="base_url"
+                ) from None
             if error.code not in _REFUSED:
                 return
             said = _detail(error.read()) or f"it answers {error.code}"
@@ -235,6 +248,11 @@ def _check_key(url: str, api_key: str) -> None:
     raise NotConnected(
         f"the server at {url} refuses the API key (TINKER_API_KEY, api_key or --api-key): {said}", field="api_key"
     )
+
+
+def _redirect(error: urllib.error.HTTPError) -> str:
+    """Returns the address to which an answer redirects, without the path of the API; empty if it does not redirect."""
+    return str(error.headers.get("Location", "")).partition(_API)[0] if 300 <= error.code < 400 else ""
 
 
 def _detail(body: bytes) -> str:
@@ -263,10 +281,12 @@ def _unserved(url: str, timeout_s: float) -> str:
     status = 0
     for path in ("healthz", "get_server_capabilities"):  # some servers have no health check
         try:
-            with urllib.request.urlopen(f"{url}{_API}/{path}", timeout=timeout_s):
+            with _OPENER.open(f"{url}{_API}/{path}", timeout=timeout_s):
                 return ""
         except urllib.error.HTTPError as error:
             error.close()
+            if where := _redirect(error):
+                return f"the address redirects to {where}"
             status = error.code
         except http.client.HTTPException:
             return "the port does not speak HTTP/1.1; a gRPC port does not"

@@ -90,7 +90,7 @@ async def train(
         FailedPrecondition: All rollouts of a step failed, or a logger's package is not installed.
         Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line, which names the
             step from which the run will resume.
-        tinker.TinkerError: The server refuses a request.
+        tinker.TinkerError: The server refuses a request, or the API key.
     """
     if not sources:
         raise InvalidInput("sources is empty; give at least one record or environment factory", field="sources")

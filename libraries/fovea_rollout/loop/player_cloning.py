@@ -110,7 +110,7 @@ async def warm_up(
     Raises:
         InvalidInput: All episodes failed. The message contains the first failure.
         Stopped: The user pressed Ctrl-C. It is a KeyboardInterrupt, and ends a program with one line.
-        tinker.TinkerError: The server refuses a request.
+        tinker.TinkerError: The server refuses a request, or the API key.
     """
     with ending_with_a_line(lambda: "stopped: a warm-up saves nothing, so the next one begins again"):
         return await _warm_up(training_client, template, sources, player, settings, progress)

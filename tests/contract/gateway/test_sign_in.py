@@ -1,5 +1,6 @@
 """Sign-in with a provider that may issue faulty tokens: accepted and refused tokens, and the end of a sign-in."""
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -13,11 +14,17 @@ from urllib.parse import parse_qs, quote, urlsplit
 import httpx
 import jwt
 import pytest
+import tinker
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from tinker.lib.credentials import JsonCredentialStore, ManualKey, default_credentials_path
 
+from fovea.client.gateway import NotConnected
+from fovea_data.served_limits import ask_limits
 from fovea_gateway.access import oidc, sign_ins
 from fovea_gateway.access.api_keys import Scope
+from fovea_rollout import connect
 from tests.contract.gateway.conftest import Stand, running
+from tests.contract.gateway.fakes import MODEL
 from tests.issuers import CLIENT, CLIENT_SECRET, Issuer, running_issuer
 
 ROLES = {"admins": "admin", "ml-team": "train", "readers": "read"}
@@ -107,6 +114,50 @@ async def test_one_person_has_one_key(stand: Stand, issuer: Issuer) -> None:
     refused = await exchange(stand, signed(issuer))
     assert refused.status_code == 403
     assert mine[0].key_id in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("way", ["command", "variable", "argument", "login"])
+async def test_people_who_sign_in_connect(
+    stand: Stand, issuer: Issuer, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.delenv("TINKER_CREDENTIAL_CMD", raising=False)
+    with pytest.raises(NotConnected, match="no API key is given: set TINKER_API_KEY"):
+        await asyncio.to_thread(connect, stand.url)
+    token, key = signed(issuer), None
+    if way == "command":
+        (tmp_path / "printed").write_text(token)
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"cat {tmp_path}/printed")
+    elif way == "variable":
+        monkeypatch.setenv("TINKER_API_KEY", token)
+    elif way == "argument":
+        key = token
+    else:
+        store = JsonCredentialStore(default_credentials_path())
+        store.add_key("1", ManualKey(key="tml-root", name="mine"))
+        store.set_default("1")
+
+    def use() -> tuple[str, int | None]:
+        with connect(stand.url, key) as service:
+            model = service.create_lora_training_client(MODEL, rank=4).result().get_info().model_data.model_name
+        return str(model), ask_limits(stand.url, key)[MODEL].max_lora_rank
+
+    model, most = await asyncio.to_thread(use)
+    assert model == MODEL
+    assert most is not None
+
+
+async def test_a_refused_person_gets_the_error_of_the_sdk(stand: Stand, issuer: Issuer) -> None:
+    token = signed(issuer, groups=["cooks"])
+    assert await asyncio.to_thread(ask_limits, stand.url, token) == {}
+
+    def use() -> None:
+        with connect(stand.url, token) as service:
+            service.create_lora_training_client(MODEL, rank=4).result()
+
+    with pytest.raises(tinker.PermissionDeniedError, match="its groups are cooks"):
+        await asyncio.to_thread(use)
 
 
 def _unsigned(issuer: Issuer) -> str:

@@ -116,3 +116,10 @@ def test_the_verdict_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> N
     good, *wrong = capsys.readouterr().out.splitlines()
     assert good.startswith("GOOD: ")
     assert wrong == ["WRONG: nothing is learnt", "WRONG: the model does not see"]
+
+
+def test_a_wrong_address_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_model", "--base-url", "http://127.0.0.1:1"])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("could not be tried: no server responds at http://127.0.0.1:1")

@@ -1,5 +1,6 @@
 """A wrong server address is an error at once, with a hint."""
 
+import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import grpc
 import pytest
 
 from fovea.client import gateway
-from fovea.client.gateway import check_server
+from fovea.client.gateway import NotConnected, check_server
 from fovea.wire.errors import FailedPrecondition
 
 
@@ -70,3 +71,58 @@ def test_a_server_that_is_down_is_said_to_be(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gateway, "_REST_PORT", 1)  # another Fovea may run on this machine
     with pytest.raises(FailedPrecondition, match=r"no server responds at http://127\.0\.0\.1:1 .*: start one with"):
         check_server("http://127.0.0.1:1")
+
+
+class _Elsewhere(http.server.BaseHTTPRequestHandler):
+    """A server that redirects its API, or only the part that needs a key, to another one that notes the keys."""
+
+    to: str
+    only: str
+    keys: list[str | None]
+
+    def do_GET(self) -> None:
+        self.keys.append(self.headers.get("X-API-Key"))
+        self.send_response(307 if self.to and self.only in self.path else 200)
+        self.send_header("Location", f"{self.to}{self.path}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("only", ["/api/v1", "/get_server_capabilities"])
+def test_no_key_follows_a_redirect(only: str) -> None:
+    keys: list[str | None] = []
+    other = type("Other", (_Elsewhere,), {"to": "", "only": only, "keys": keys})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), other) as there:
+        target = f"http://127.0.0.1:{there.server_port}"
+        near = type("Near", (_Elsewhere,), {"to": target, "only": only, "keys": []})
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), near) as here:
+            running = [threading.Thread(target=one.serve_forever) for one in (there, here)]
+            for thread in running:
+                thread.start()
+            try:
+                with pytest.raises(NotConnected, match=f"the address .*redirects to {target}[^0-9].*give that address"):
+                    check_server(f"http://127.0.0.1:{here.server_port}", "tml-secret")
+                assert keys == []
+                check_server(target, "tml-secret")
+                assert keys == [None, "tml-secret"], "the other server notes the keys that it gets"
+            finally:
+                for server in (there, here):
+                    server.shutdown()
+                for thread in running:
+                    thread.join()
+
+
+async def test_a_wrong_address_in_a_task_leaves_the_others_running() -> None:
+    async def connect() -> None:
+        check_server("nowhere")
+
+    async def other() -> str:
+        await asyncio.sleep(0)
+        return "done"
+
+    refused, done = await asyncio.gather(connect(), other(), return_exceptions=True)
+    assert isinstance(refused, NotConnected)
+    assert done == "done"
