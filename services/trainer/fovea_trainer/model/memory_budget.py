@@ -80,6 +80,13 @@ class DeviceMemory:
         of_device = int(torch.cuda.get_device_properties(self.device).total_memory)
         return min(of_device, self._limit_bytes) if self._limit_bytes else of_device
 
+    def set_aside(self, pool: tuple[int, int]) -> None:
+        """Reads how much unused memory a pool of CUDA graphs keeps."""
+        # `memory_reserved` may grow by less: on a full GPU torch first gives the pool other memory that it holds.
+        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments = [one for one in every if tuple(one["segment_pool_id"]) == tuple(pool)]
+        self.set_aside_bytes = sum(one["total_size"] - one["allocated_size"] for one in segments)
+
     def free_bytes(self) -> int:
         """Returns the free memory in bytes.
 
@@ -329,13 +336,8 @@ class MemoryBudget:
         return size_bytes <= most_bytes and self._memory.free_bytes() > size_bytes + _WORKING_BYTES
 
     def set_aside(self, pool: tuple[int, int]) -> None:
-        """Counts the unused memory that a pool of CUDA graphs keeps. Call it after each recording. Not collective.
-
-        `memory_reserved` may grow by less: on a full GPU torch first gives the pool other memory that it holds.
-        """
-        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        segments = [one for one in every if tuple(one["segment_pool_id"]) == tuple(pool)]
-        self._memory.set_aside_bytes = sum(one["total_size"] - one["allocated_size"] for one in segments)
+        """Counts the memory that a pool of CUDA graphs keeps. Call it after each recording. Not collective."""
+        self._memory.set_aside(pool)
 
     def check_fits(self, token_count: int, budgets: Budgets, ranks: int = 1) -> None:
         """Checks that a micro-batch above the token budget fits. Not collective.
