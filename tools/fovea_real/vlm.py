@@ -163,9 +163,11 @@ def main(
         return
     console = Console(highlight=False, soft_wrap=True)
     on_gpu = device.startswith("cuda")
-    base = language or (_toy_language() if toy else ensure("float32"))
     recipe = replace(TOY if toy else Recipe(), seed=seed, compiles=compiles)
     recipe = replace(recipe, batch=batch or recipe.batch, micro_batch=micro_batch or recipe.micro_batch)
+    if recipe.batch % recipe.micro_batch:
+        raise typer.BadParameter(f"--batch {recipe.batch} is no multiple of --micro-batch {recipe.micro_batch}")
+    base = language or (_toy_language() if toy else ensure("float32"))
     left = 60 * minutes - (END_S if on_gpu else 0.2 * 60 * minutes) - (time.monotonic() - begun)
     workers = max(1, min(16, (os.cpu_count() or 2) - 1)) if on_gpu else 0
     recipe = replace(recipe, seconds=max(5.0, left), workers=workers)

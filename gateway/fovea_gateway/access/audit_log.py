@@ -232,7 +232,9 @@ class AuditLog:
                 return
             held[owner] -= await self._database.write(partial(delete_oldest, owner=owner, before=None, count=surplus))
             logger.warning(
-                "the audit entries of owner %s exceed its share of max_row_bytes: %d deleted", owner, surplus
+                "owner %s has more audit entries than are left of max_row_bytes: its oldest %d are deleted",
+                owner,
+                surplus,
             )
 
     async def count(self, question: Question) -> int:

@@ -145,7 +145,7 @@ class KeptRows:
             await self._remove_folder(model_id)
         if owner is not None:
             logger.warning(
-                "the rows of owner %s exceed its share of max_row_bytes: %d of its ended sessions and models "
+                "owner %s has more rows than are left of max_row_bytes: %d of its ended sessions and models "
                 "were deleted early",
                 owner,
                 count,
@@ -230,18 +230,19 @@ class ResultRoom:
         held = Counter(await self._database.read(result_bytes))
         dropped: list[str] = []
         for owner, size_bytes in held.most_common():
-            surplus = (size_bytes + held.total() - self._capacity_bytes + 1) // 2
+            total_bytes = held.total()
+            surplus = (size_bytes + total_bytes - self._capacity_bytes + 1) // 2
             if surplus <= 0:
                 break
             found = await self._database.write(partial(drop_oldest, owner=owner, least_bytes=surplus))
             held[owner] -= sum(found.values())
             dropped += found
             logger.warning(
-                "owner %s stored %d bytes of results, above its share of max_result_bytes (%d): its oldest %d are "
-                "deleted",
+                "owner %s stored %d bytes of results, more than are left of max_result_bytes (%d): its oldest %d "
+                "are deleted",
                 owner,
                 size_bytes,
-                self._capacity_bytes,
+                max(self._capacity_bytes - total_bytes, 0),
                 len(found),
             )
         self._counted_bytes, self._counted_at = held.total(), kept_bytes

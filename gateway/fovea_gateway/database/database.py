@@ -239,7 +239,9 @@ class Database:
         self._stopped = threading.Event()
         self._writer = Writer(self._engine, self.shards, patience_s, self._stopped)
         self._writer_thread = ThreadPoolExecutor(1, "database-writer")
-        self._reader_threads = ThreadPoolExecutor(_READERS, "database-reader")
+        self._reader_threads = self._whole_threads = ThreadPoolExecutor(_READERS, "database-reader")
+        if shard_count > 1:  # A read over all shards waits while one is upgraded. Other reads must not wait behind it.
+            self._whole_threads = ThreadPoolExecutor(1, "database-whole-reader")
         self._queue: asyncio.Queue[tuple[Job[Any], asyncio.Future[Any]]] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._on_superseded = on_superseded
@@ -269,6 +271,7 @@ class Database:
         await asyncio.get_running_loop().run_in_executor(self._writer_thread, self._writer.close)
         self._writer_thread.shutdown()
         self._reader_threads.shutdown()
+        self._whole_threads.shutdown()
         self._dispose()
 
     def abandon(self) -> None:
@@ -312,14 +315,14 @@ class Database:
         """Runs a job that only reads common tables and those in `SEEN_WHOLE`, the rows of all shards as one. Raises the
         same errors as `write`.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._reader_threads, self._read, job, self._whole)
+        return await asyncio.get_running_loop().run_in_executor(self._whole_threads, self._read, job, self._whole)
 
     def _read(self, job: Job[Result], engine: sa.Engine) -> Result:
         while True:
             try:
                 with engine.connect() as connection:
                     return job(connection)
-            except sa.exc.DBAPIError as error:
+            except (sa.exc.DBAPIError, sa.exc.TimeoutError) as error:
                 if not is_lost(error) or self._stopped.wait(_READ_RETRY_S):
                     raise translate(error, self._engine.url) from error
 

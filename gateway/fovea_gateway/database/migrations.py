@@ -13,7 +13,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from fovea.wire.errors import FailedPrecondition, FoveaError, Internal
-from fovea_gateway.database.ownership import FileOwnership, Shards, see_alone, take_all
+from fovea_gateway.database.ownership import FileOwnership, Shards, take_all
 from fovea_gateway.database.schema import COMMON, REVISION, alembic_version, metadata, schema_version
 from fovea_gateway.database.sql_engine import (
     add_state_dir,
@@ -57,7 +57,7 @@ def _make_shards(connection: sa.Connection, shards: Shards) -> bool:
     for number, schema in enumerate(shards.schemas):
         if not sa.inspect(connection).has_schema(schema):
             connection.execute(sa.schema.CreateSchema(schema))
-        see_alone(connection, schema)
+        _see_alone(connection, schema)
         revisions.append(find_revision(connection))
         if number == 0:
             metadata.create_all(connection)
@@ -65,8 +65,14 @@ def _make_shards(connection: sa.Connection, shards: Shards) -> bool:
             metadata.create_all(connection, tables=_OWN)
         if revisions[-1] is None:
             _note(connection, REVISION)
-    see_alone(connection, shards.schemas[shards.number])
+    _see_alone(connection, shards.schemas[shards.number])
     return shards.number == 0 or revisions[0] in (None, REVISION)
+
+
+def _see_alone(connection: sa.Connection, schema: str) -> None:
+    """Lets the rest of a transaction see only the tables of one schema, which need not exist yet."""
+    quoted = connection.dialect.identifier_preparer.quote_identifier(schema)
+    connection.execute(sa.text("SELECT set_config('search_path', :path, true)"), {"path": quoted})
 
 
 def downgrade(connection: sa.Connection, revision: int, schemas: Sequence[str] = ()) -> str:
@@ -90,7 +96,7 @@ def downgrade(connection: sa.Connection, revision: int, schemas: Sequence[str] =
         )
     _go_back(connection, found, revision)
     for schema in schemas[1:]:
-        see_alone(connection, schema)
+        _see_alone(connection, schema)
         _go_back(connection, find_revision(connection), revision)
     return found
 

@@ -37,7 +37,8 @@ _REPORTED_S, _SILENT_S = 5.0, 15.0
 _LOCK = zlib.crc32(b"fovea gateway") - 2**31
 _TAKE = sa.text("SELECT pg_try_advisory_lock(:lock, hashtext(:schema))")
 _HOLD = sa.text("SELECT pg_advisory_xact_lock(:lock, hashtext(:schema))")
-_TRY_HOLD = sa.text("SELECT pg_try_advisory_xact_lock(:lock, hashtext(:key))")
+_TRY_HOLD = sa.text("SELECT pg_try_advisory_xact_lock(:lock, hashtext(:key)), set_config('lock_timeout', '50ms', true)")
+_LOCK_AGAIN = sa.text("SELECT set_config('lock_timeout', NULL, true)")  # back to the default of the session
 _SCHEMA = sa.text("SELECT coalesce(current_schema(), '')")
 _FOUND = "SELECT nspname FROM pg_namespace WHERE starts_with(nspname, current_schema() || '_shard_')"
 _COLUMNS = (
@@ -138,15 +139,18 @@ class Shards:
         connection.execute(_HOLD, {"lock": _LOCK, "schema": f"{self._base} tables"})
 
     def is_elsewhere(self, connection: sa.Connection, table: str, values: Mapping[str, str]) -> bool:
-        """Returns whether another shard has a row with these values. If not, no other shard gets one until the
-        transaction ends. Raises Unavailable while another gateway adds one.
+        """Returns True if another shard has such a row. If False, no other shard can add one until the transaction
+        ends. Raises Unavailable while another gateway adds one, and OperationalError while a shard is being upgraded.
         """
-        others = [schema for schema in self.schemas if schema != self._schema(self.number)]
         key = f"{self._base} {table} {' '.join(values.values())}"
-        if others and not connection.scalar(_TRY_HOLD, {"lock": _LOCK, "key": key}):
+        if self.count > 1 and not connection.scalar(_TRY_HOLD, {"lock": _LOCK, "key": key}):
             raise Unavailable("another gateway is answering the same request: send it again in a second")
         query = sa.select(1).where(*(sa.column(name) == value for name, value in values.items()))
-        return any(connection.scalar(query.select_from(sa.table(table, schema=each))) for each in others)
+        others = [sa.table(table, schema=each) for each in self.schemas if each != self._schema(self.number)]
+        found = others and connection.scalar(sa.union_all(*map(query.select_from, others)))
+        if others:
+            connection.execute(_LOCK_AGAIN)
+        return bool(found)
 
     def enter(self, connection: Any, _: object) -> None:
         """Lets a new connection of the driver work in the shard of this gateway, once it owns one."""
@@ -161,15 +165,11 @@ class Shards:
         return ", ".join(_quoted(name) for name in dict.fromkeys((self._schema(self.number), self._base)))
 
 
-def see_alone(connection: sa.Connection, schema: str) -> None:
-    """Lets the rest of a transaction see only the tables of one schema, which need not exist yet."""
-    connection.execute(_PATH, {"path": _quoted(schema), "is_local": True})
-
-
 def see_whole(connection: Any, record: Any) -> None:
     """Lets a new connection of the driver read the sessions of all shards: temporary views hide its tables.
 
-    If a shard that awaits its upgrade lacks columns, defaults stand for them until the connection's next use.
+    Missing columns of a shard that is not yet upgraded read as defaults; the connection is then replaced before its
+    next use.
     """
     (base,) = connection.execute("SELECT coalesce(current_schema(), '')").fetchone()
     found: defaultdict[tuple[str, str], set[str]] = defaultdict(set)

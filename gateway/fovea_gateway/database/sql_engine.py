@@ -137,10 +137,11 @@ def translate(error: Exception, url: sa.URL) -> Exception:
     """
     if isinstance(error, sa.exc.DataError):
         return InvalidInput(f"the database cannot store this: {error.orig}")
-    if isinstance(error, sa.exc.OperationalError):
-        logger.warning("%s: %s", describe(url), error.orig)
+    if isinstance(error, sa.exc.OperationalError | sa.exc.TimeoutError):
+        cause = getattr(error, "orig", error)  # SQLAlchemy's own error if no connection became free
+        logger.warning("%s: %s", describe(url), cause)
         # PostgreSQL's messages contain hosts, users and files, so clients do not get them.
-        words = str(error.orig) if url.get_backend_name() == "sqlite" else "see the gateway's log"
+        words = str(cause) if url.get_backend_name() == "sqlite" else "see the gateway's log"
         return Unavailable(f"the database could not run this now: {words}")
     return error
 

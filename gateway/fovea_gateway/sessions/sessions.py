@@ -7,12 +7,13 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
 
-from fovea.wire.errors import NotFound, SessionEnded
+from fovea.wire.errors import NotFound, ResourceExhausted, SessionEnded, Unavailable
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Scope, asked_owner
 from fovea_gateway.access.kept_rows import KeptRows, check_text
 from fovea_gateway.access.owners import Quota, check_project, put_project
@@ -21,6 +22,8 @@ from fovea_gateway.database.schema import models, sampling_sessions, sessions
 from fovea_gateway.database.sql_engine import insert_new
 
 logger = logging.getLogger(__name__)
+
+_Read = Callable[[Callable[[sa.Connection], "Session | None"]], Awaitable["Session | None"]]
 
 
 @dataclass(eq=False)
@@ -84,17 +87,22 @@ class Sessions:
         Unavailable while the disk is full.
         """
         project = None if project_id is None else check_project(project_id)
-        if request_key and (known := await self._known(owner, request_key)):
+        if known := await self._known(self._database.read, owner, request_key):
             return known
-        self._database.check_room()
-        self._quota.check(owner)
         texts = {"tags": tags, "user_metadata": user_metadata, "display_name": display_name}
-        self._rows.take(owner, texts | {"x-idempotency-key": request_key, "project_id": project})
+        try:
+            self._database.check_room()
+            self._quota.check(owner)
+            self._rows.take(owner, texts | {"x-idempotency-key": request_key, "project_id": project})
+        except (ResourceExhausted, Unavailable):
+            if known := await self._known(self._database.read_whole, owner, request_key):
+                return known
+            raise
         new_id = self._database.shards.new_session_id(secrets.token_hex(8))
         session = Session(new_id, owner, request_key, tags, user_metadata, display_name)
         SUBJECT.set(session.session_id)
         if not await self._database.write(lambda connection: self._insert(connection, session, project)):
-            known = await self._known(owner, request_key or "")
+            known = await self._known(self._database.read_whole, owner, request_key)
             assert known is not None, "an insert failed although no row was in its way"
             return known
         self._sessions[session.session_id] = session
@@ -272,9 +280,11 @@ class Sessions:
         self._alive_at.pop(session_id, None)
         self._heard_at.pop(session_id, None)
 
-    async def _known(self, owner: str, request_key: str) -> Session | None:
-        # A router may have led the earlier request to another shard.
-        known = await self._database.read_whole(lambda connection: find_session(connection, owner, request_key))
+    async def _known(self, read: _Read, owner: str, request_key: str | None) -> Session | None:
+        """Returns the session of an earlier request with the same key. A router may have led it to another shard."""
+        if not request_key:
+            return None
+        known = await read(lambda connection: find_session(connection, owner, request_key))
         return known and self._sessions.get(known.session_id, known)
 
     def _insert(self, connection: sa.Connection, session: Session, project: str | None) -> bool:

@@ -190,7 +190,9 @@ class Models:
         not in the state in which the model's last command left it.
         """
         if model.trainer_instance != trainer.instance_id or model.model_id in self._being_restored:
-            raise BrokenOff(f"the trainer restarted and has not restored model {model.model_id} yet")
+            raise BrokenOff(
+                f"model {model.model_id} is not back yet: its trainer restarted, or it is moving to another trainer"
+            )
         return trainer.client
 
     def check_share(self, model: Model, instances: Collection[str]) -> None:

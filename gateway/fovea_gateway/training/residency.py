@@ -231,7 +231,7 @@ class Residency:
         """
         if model.model_id in self._moves or not self._trainer.up or self._is_away(model):
             raise Unavailable(
-                f"model {model.model_id} cannot be parked now: it is being moved, or its trainer does not answer"
+                f"model {model.model_id} cannot be parked now: it is moving, or its trainer is down or has restarted"
             )
         size_bytes: int = await self._begin(model, self._park(model))
         return size_bytes

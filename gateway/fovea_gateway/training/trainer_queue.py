@@ -39,6 +39,9 @@ SAVE_SLOTS = 2
 _UNORDERED = ("FlashAttention 2", "FlashAttention 4")
 """With these values of the trainer's `attention`, backward passes add in no fixed order: on an H200, none of ten
 repeats with FlashAttention 4 gave the gradients of the first pass (`docs/lab/performance.md`).
+
+No replayed command with them raises the alarm, not even one before the first replayed step: the durable point may
+itself come from an earlier replay, which had other gradients than the client's run.
 """
 _MOST_DEATHS, _MOST_DEATHS_AGAIN = 2, 5
 """The number of trainer deaths after which a command fails: for a new command, and for a replayed one. If a replayed

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
@@ -14,6 +15,7 @@ from fovea_real.architecture import Tower, join, save
 from fovea_real.asking import ask_transformers, questions, read_recipe, scores, write_sheet
 from fovea_real.drawings import COLOURS
 from fovea_real.pretraining import IGNORED, NAMES, Encoder, Learner, Recipe, train
+from fovea_real.vlm import main
 from fovea_tinyvlm.families import ensure_family
 
 RECIPE = Recipe(
@@ -25,6 +27,12 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module")
 def joined() -> tuple[Any, Any]:
     return join(ensure_family("llama"), RECIPE.tower, seed=0)
+
+
+@pytest.mark.parametrize(("batch", "micro_batch"), [(64, None), (5, 2)])
+def test_a_batch_of_no_whole_parts_is_refused(tmp_path: Path, batch: int, micro_batch: int | None) -> None:
+    with pytest.raises(typer.BadParameter, match=f"--batch {batch} is no multiple of --micro-batch"):
+        main(tmp_path, batch=batch, micro_batch=micro_batch)
 
 
 def test_prompts_are_padded_although_the_language_model_has_no_padding_token(tmp_path: Path) -> None:

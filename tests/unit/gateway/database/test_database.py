@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
 import sqlalchemy as sa
 
+from fovea.wire.errors import Unavailable
 from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.sql_engine import insert_new
@@ -42,4 +44,19 @@ async def test_insert_new_tells_new_from_known(database_url: str) -> None:
     row = {"path": "a", "published_at": 0.0}
     assert await database.write(lambda c: insert_new(c, schema.published, row)) is True
     assert await database.write(lambda c: insert_new(c, schema.published, row)) is False
+    await database.close()
+
+
+async def test_a_read_that_gets_no_connection_is_refused_for_now(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database(database_url)
+    await database.open()
+    held = [database._engine.connect() for _ in range(4)]  # the writer has the fifth
+    monkeypatch.setattr(database._engine.pool, "_timeout", 0.1)
+    with pytest.raises(Unavailable, match="could not run this now"):
+        await database.read(lambda c: c.scalar(sa.text("SELECT 1")))
+    for connection in held:
+        connection.close()
+    assert await database.read(lambda c: c.scalar(sa.text("SELECT 1"))) == 1
     await database.close()

@@ -2,13 +2,14 @@
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from fovea.wire.errors import InvalidInput, Unavailable
+from fovea.wire.errors import InvalidInput, ResourceExhausted, Unavailable
 from fovea_gateway.database import schema
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.migrations import downgrade_database, find_revision
@@ -106,6 +107,52 @@ async def test_a_request_key_opens_one_session_in_all_shards(shards: list[Databa
         opened = await asyncio.gather(*(create(each, f"at once {number}") for each in each_sessions))
         assert len(set(opened)) == 1
     assert len(await shards[1].read_whole(lambda c: list_sessions(c, "ann", 100, 0))) == 11
+
+
+async def test_a_full_gateway_finds_the_session_that_another_one_opened_for_the_key(shards: list[Database]) -> None:
+    each_sessions = [make_sessions(each, 1) for each in shards]
+    opened = [await sessions.create("ann", [], {}, str(at)) for at, sessions in enumerate(each_sessions)]
+    assert (await each_sessions[0].create("ann", [], {}, "2")).session_id == opened[2].session_id
+    with pytest.raises(ResourceExhausted):
+        await each_sessions[0].create("ann", [], {}, "3")
+
+
+async def test_a_shard_that_is_being_upgraded_delays_only_what_needs_all_shards(shards: list[Database]) -> None:
+    sessions = make_sessions(shards[0], 100)
+    first = await sessions.create("ann", [], {}, "first")
+    is_locked, ends = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def upgrade(connection: sa.Connection) -> None:
+        connection.execute(sa.text("LOCK TABLE sessions IN ACCESS EXCLUSIVE MODE"))
+        loop.call_soon_threadsafe(is_locked.set)
+        ends.wait()
+
+    upgrading = asyncio.create_task(shards[1].write(upgrade))
+    try:
+        await is_locked.wait()
+        delayed = [asyncio.create_task(shards[0].read_whole(lambda c: list_sessions(c, "ann", 9, 0))) for _ in range(9)]
+        with pytest.raises(Unavailable, match="now"):
+            await sessions.create("ann", [], {}, "second")
+        assert (await sessions.create("ann", [], {}, "first")).session_id == first.session_id
+        kept = await add_session(shards[0])
+        assert await shards[0].read(lambda c: get_session(c, kept)) is not None
+        assert not any(task.done() for task in delayed)
+    finally:
+        ends.set()
+    await upgrading
+    assert {len(found) for found in await asyncio.gather(*delayed)} == {2}
+    assert (await sessions.create("ann", [], {}, "second")).session_id != first.session_id
+
+
+async def test_a_search_in_other_shards_leaves_the_patience_of_later_statements(shards: list[Database]) -> None:
+    def search(connection: sa.Connection) -> tuple[str, bool, str]:
+        show = sa.text("SHOW lock_timeout")
+        before, same = connection.scalar(show), {"owner": "ann", "request_key": "none"}
+        found = shards[0].shards.is_elsewhere(connection, schema.sessions.name, same)
+        return str(before), found, str(connection.scalar(show))
+
+    assert await shards[0].write(search) == ("0", False, "0")
 
 
 async def test_a_waiting_gateway_takes_the_shard_that_becomes_free(postgresql: Server) -> None:
