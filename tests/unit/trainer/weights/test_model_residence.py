@@ -128,7 +128,7 @@ def test_models_fit_together_if_those_that_are_away_have_room_beside_the_others(
 
 
 class _Unpinned(ModelResidence):
-    """A host whose driver pins no more memory."""
+    """A host with a driver that pins no more memory."""
 
     def _copied(self, tensor: Tensor) -> list[Tensor]:
         raise RuntimeError("CUDA error: out of memory")
