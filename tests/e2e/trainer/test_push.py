@@ -16,6 +16,7 @@ from fovea_trainer.model.packed_model import file_names
 from tests.e2e.trainer.conftest import Bench, adam
 from tests.e2e.trainer.examples import datums_of, header
 from tests.e2e.trainer.receiving_sampler import ReceivingSampler
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -205,12 +206,16 @@ async def test_groups_with_samplers_that_are_gone_are_closed(qwen3: Bench, sampl
     model_id = await qwen3.adapter()
     await qwen3.client.take_snapshot(model_id, f"{model_id}@1")
     rank = psutil.Process(qwen3.process.rank_pids()[0])
-    counts = []
-    for _ in range(3):
-        await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
-        counts.append(len([one for one in rank.net_connections() if one.status != psutil.CONN_LISTEN]))
+
+    def connections() -> int:
+        return len([one for one in rank.net_connections() if one.status != psutil.CONN_LISTEN])
+
+    await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+    first = connections()
+    for _ in range(2):
         sampler.restart()
-    assert counts[2] == counts[1] == counts[0]
+        await qwen3.client.push_snapshot(f"{model_id}@1", [sampler.address])
+        await eventually(lambda: connections() <= first)  # a closed one may stay for a moment on a busy machine
 
 
 async def test_snapshot_id_never_names_other_weights(qwen3: Bench) -> None:
