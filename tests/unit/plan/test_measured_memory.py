@@ -20,6 +20,7 @@ PATCHES = 784
 """The patches of one of the benchmark's images."""
 NOT_PLANNED = {
     "h200-4b-2026-11-22.jsonl": "before micro-batches grew to 16,384 tokens",
+    "h200-2026-11-29.jsonl": "the trainer shared its GPU, with 75.5 GiB as its limit",
     "h200-families-2026-11-23.jsonl": "the trainer's part of a shared card was not recorded",
     "h200-families-2026-11-24.jsonl": "the trainer's part of a shared card was not recorded",
     "h200-moe-2026-11-24.jsonl": "the trainer's part of a shared card was not recorded; FSDP around one rank",
