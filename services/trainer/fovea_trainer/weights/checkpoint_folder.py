@@ -261,7 +261,7 @@ class SummedFile:
     """A file-like object that computes the CRC-32 of the bytes written to it, in order."""
 
     def __init__(self, file: Any) -> None:
-        self._file = SteadyFile(file)
+        self._file = file
         self.checksum = 0
 
     def write(self, data: bytes | memoryview) -> int:

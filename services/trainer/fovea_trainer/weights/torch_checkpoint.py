@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fovea.runtime.durable import naming_full_disk
+from fovea.runtime.durable import SteadyFile, naming_full_disk
 from fovea.wire.errors import InvalidInput
 from fovea_trainer.ranks.control_group import MetadataUnpickler
 from fovea_trainer.weights.checkpoint_folder import Checksums, SummedFile
@@ -41,12 +41,14 @@ class WrittenFiles(FileSystem):
             DiskFull: The disk is full.
         """
         with naming_full_disk(self._destination), super().create_stream(path, mode) as stream:
-            if not (self._is_summed and "w" in mode):
+            if "w" not in mode:
                 yield stream
-                return
-            summed = SummedFile(stream)
-            yield cast(io.IOBase, summed)
-            self.checksums[os.path.basename(path)] = summed.checksum
+            elif not self._is_summed:
+                yield cast(io.IOBase, SteadyFile(stream))
+            else:
+                summed = SummedFile(SteadyFile(stream))
+                yield cast(io.IOBase, summed)
+                self.checksums[os.path.basename(path)] = summed.checksum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
