@@ -349,9 +349,10 @@ class SmallPasses:
 
     def _stand_in(self, weights: LoraWeights, slots: int) -> _StandIn:
         """Returns the buffers for a pass of `slots` slots. All passes of several slots share one stand-in."""
-        key = weights.layout, MOST_SLOTS if slots > 1 else 1
+        kept = MOST_SLOTS if slots > 1 else 1
+        key = (weights.layout, kept)
         if key not in self._stand_ins:
-            self._stand_ins[key] = _StandIn(weights, key[1])
+            self._stand_ins[key] = _StandIn(weights, kept)
         return self._stand_ins[key]
 
     def _pass(self, stand_in: _StandIn, size: _Size, rows: int, device: torch.device) -> _Pass:
@@ -372,7 +373,8 @@ class SmallPasses:
             self._records = False
             reason = str(error).splitlines()[0]
             logger.warning("no CUDA graph of a training pass could be recorded, small steps take longer: %s", reason)
-        self._set_aside(self._pool)
+        if self._pool is not None:
+            self._set_aside(self._pool)
 
     def _record(self, one: _Pass) -> None:
         if self._stream is None:
