@@ -101,7 +101,7 @@ def ask_limits(base_url: str | None, api_key: str | None) -> Mapping[str, Served
         key = subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()  # as the SDK does
     try:
         with httpx.Client(base_url=f"{url.rstrip('/')}/api/v1/", timeout=_TIMEOUT) as http:
-            if key.startswith("eyJ"):
+            if conventions.is_token(key):
                 token = http.post("auth/token", headers={"X-API-Key": key}, json={})
                 key = str(token.json()["jwt"]) if token.status_code == 200 else key
             answer = http.get("get_server_capabilities", headers={"X-API-Key": key})

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from fovea.client.gateway import check_server
+from fovea.wire.conventions import is_token
 
 if TYPE_CHECKING:
     import tinker
@@ -33,7 +34,7 @@ def connect(base_url: str | None = None, api_key: str | None = None, **options: 
 def sdk_key(api_key: str | None) -> str | None:
     """Returns the API key that the SDK would use; None if TINKER_CREDENTIAL_CMD prints it; empty if there is none."""
     key, command = api_key or os.environ.get("TINKER_API_KEY"), os.environ.get("TINKER_CREDENTIAL_CMD")
-    if command and not (key or "").startswith(("tml-", "eyJ")):
+    if command and not (key and (key.startswith("tml-") or is_token(key))):
         return None
     if key:
         return key

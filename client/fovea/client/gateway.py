@@ -15,7 +15,7 @@ from fovea.api.v1 import admin_pb2, admin_pb2_grpc, gateway_pb2, gateway_pb2_grp
 from fovea.client.channel import ServiceClient
 from fovea.client.trainer import ForwardBackwardResult
 from fovea.runtime.hosts import host_of
-from fovea.wire.conventions import GATEWAY_SERVICE
+from fovea.wire.conventions import GATEWAY_SERVICE, is_token
 from fovea.wire.errors import FailedPrecondition, Internal
 
 SUBMIT_TIMEOUT_S = 120.0
@@ -189,8 +189,7 @@ def check_server(base_url: str, api_key: str | None = None) -> None:
 
     Args:
         base_url: The address.
-        api_key: The API key to check too, which may be empty; None checks none. A token of a sign-in (a JWT) is left to
-            the SDK, which exchanges it.
+        api_key: The API key to check too, which may be empty; None checks none. The SDK exchanges tokens itself.
 
     Raises:
         NotConnected: No Tinker server answers there, or it refuses the key. The message says what to change.
@@ -205,7 +204,7 @@ def check_server(base_url: str, api_key: str | None = None) -> None:
         )
     seen = _unserved(url, _ANSWER_S)
     if not seen:
-        if api_key is not None and not api_key.startswith("eyJ"):
+        if api_key is not None and not is_token(api_key):
             _check_key(url, api_key)
         return
     better = "" if "timed out" in seen else next((one for one in _variants(url) if not _unserved(one, _GUESS_S)), "")

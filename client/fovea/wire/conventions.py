@@ -102,6 +102,11 @@ _HTML = re.compile(r"</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|block
 """Elements that Gemma's tokenizers have as added tokens."""
 
 
+def is_token(api_key: str) -> bool:
+    """Returns whether a credential is a token of a sign-in (a JWT), as the SDK tells tokens from API keys."""
+    return api_key.startswith("eyJ")
+
+
 def is_markup(token: str) -> bool:
     """Returns whether an added token marks up prompts: `<think>`, `<|fim_prefix|>` and `[INST]` do, HTML does not."""
     return any(pattern.fullmatch(token) for pattern in _MARKUP) and _HTML.fullmatch(token) is None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from fovea.runtime.hosts import host_of, is_loopback
+from fovea.wire.conventions import is_token
 from fovea.wire.errors import InvalidInput, NotFound, PermissionDenied, Unauthenticated
 from fovea_gateway.database.database import Database
 from fovea_gateway.database.schema import keys
@@ -281,7 +282,7 @@ class KeyRing:
             raise Unauthenticated(
                 "no API key: send it as X-API-Key (the SDK reads TINKER_API_KEY), or as Authorization: Bearer"
             )
-        known = self._named.get(self._read_token(key)) if key.startswith("eyJ") else self._keys.get(hash_key(key))
+        known = self._named.get(self._read_token(key)) if is_token(key) else self._keys.get(hash_key(key))
         if known is None:
             raise Unauthenticated("this API key is unknown; `fovea up` prints one, `fovea keys create` makes one")
         if problem := known.problem(time.time()):
@@ -379,8 +380,7 @@ def configure_keys(connection: sa.Connection, given: Mapping[str, Key]) -> None:
     Raises InvalidInput if the settings give a created key to another owner.
     """
     configured = keys.c.source == Source.CONFIGURED
-    gone = sa.update(keys).where(configured, keys.c.key_hash.not_in(given)).values(source=Source.REMOVED)
-    connection.execute(gone)
+    connection.execute(sa.update(keys).where(configured, keys.c.key_hash.not_in(given)).values(source=Source.REMOVED))
     known = {key.key_hash: key for key in all_keys(connection) if key.key_hash in given}
     for key_hash, key in given.items():
         if key_hash not in known:

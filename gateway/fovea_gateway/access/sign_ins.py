@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 import jwt
 import sqlalchemy as sa
 
+from fovea.wire.conventions import is_token
 from fovea.wire.errors import InvalidInput, PermissionDenied, Unauthenticated
 from fovea_gateway.access.api_keys import CALLER, Caller, Key, KeyRing, new_key
 from fovea_gateway.access.oidc import Identity, OidcProvider, base64url
@@ -151,11 +152,6 @@ class SignIns:
         if key.revoked_at is not None:
             raise PermissionDenied(f"the operator has revoked the sign-in of {person.owner} (key {key.key_id})")
         return key
-
-
-def is_token(credential: str) -> bool:
-    """Returns whether a credential is a token, as the SDK tells tokens from keys."""
-    return credential.startswith("eyJ")
 
 
 class Signature(NamedTuple):

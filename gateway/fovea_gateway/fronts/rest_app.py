@@ -11,10 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fovea.runtime.credentials import redactor_of
-from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from fovea.wire.conventions import MAX_IMAGE_ASPECT_RATIO, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, is_token
 from fovea.wire.errors import NotFound
 from fovea_gateway.access.api_keys import Scope
-from fovea_gateway.access.sign_ins import is_token
 from fovea_gateway.checkpoints.checkpoint_routes import CheckpointRoutes, ExportRoutes, UploadRoutes
 from fovea_gateway.fronts.administration import AdminRoutes, SignInRoutes
 from fovea_gateway.fronts.components import Components

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from fovea.runtime import tracing
+from fovea.wire.conventions import is_token
 from fovea.wire.errors import FoveaError, Internal, InvalidInput, Unavailable, Unimplemented, forget_frames
 from fovea_gateway import gateway_metrics as metrics
 from fovea_gateway.access.api_keys import CALLER, SUBJECT, Caller, Scope
@@ -248,7 +249,7 @@ class Endpoints:
         async def handle(request: Request) -> Response:
             # Authenticate before the first byte of the body is read.
             key = key_of(request)
-            is_exchange = exchanges and key is not None and key.startswith("eyJ")
+            is_exchange = exchanges and key is not None and is_token(key)
             caller = (
                 await self._identify_exchange(key or "") if is_exchange else self._identify(key, _addresses(request))
             )
