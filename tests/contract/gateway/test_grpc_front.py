@@ -85,10 +85,8 @@ async def create(stub: Any) -> tuple[str, str]:
     return session_id, (await wait(stub, future_id))[0].model_created.model_id
 
 
-async def test_train_save_and_sample(stand: Stand, stub: Any) -> None:
-    session_id, model_id = await create(stub)
-    assert model_id == f"{session_id}:train:0"
-    assert (await stub.GetModel(pb.GetModelRequest(model_id=model_id), metadata=KEYED)).lora == LORA
+async def upload(stub: Any) -> model_input_pb2.Chunk:
+    """Uploads an image in two pieces. Returns a chunk with a reference to it."""
     sha256 = hashlib.sha256(PNG).hexdigest()
 
     async def pieces() -> AsyncIterator[pb.UploadImageRequest]:
@@ -99,7 +97,14 @@ async def test_train_save_and_sample(stand: Stand, stub: Any) -> None:
     reference = model_input_pb2.ImageReference(
         sha256=sha256, format=model_input_pb2.IMAGE_FORMAT_PNG, expected_token_count=4
     )
-    image = model_input_pb2.Chunk(image_reference=reference)
+    return model_input_pb2.Chunk(image_reference=reference)
+
+
+async def test_train_save_and_sample(stand: Stand, stub: Any) -> None:
+    session_id, model_id = await create(stub)
+    assert model_id == f"{session_id}:train:0"
+    assert (await stub.GetModel(pb.GetModelRequest(model_id=model_id), metadata=KEYED)).lora == LORA
+    image = await upload(stub)
     submitted = await stub.SubmitForwardBackward(
         records(model_id, 1, [text(1, 2)], [text(1), image, text(2)]), metadata=KEYED
     )

@@ -11,7 +11,7 @@ from fovea_gateway.access.api_keys import Scope
 from tests.contract.gateway.conftest import Stand, running
 from tests.contract.gateway.fakes import HARD
 from tests.contract.gateway.requests import PNG, Rest
-from tests.contract.gateway.test_page_samples import write_tokenizer
+from tests.contract.gateway.test_page_samples import groups_of, step, write_tokenizer
 from tests.waiting import eventually
 
 PATIENCE_S = 20
@@ -34,18 +34,13 @@ def example(prompt: list[int], answer: list[int], picture: bytes = b"") -> types
 
 
 async def learn(rest: Rest, model_id: str, seq_id: int, data: list[types.Datum]) -> None:
-    """Runs a loss and an optimizer step."""
-    answer = await rest.result((await rest.forward_backward(model_id, seq_id, data=data)).json()["request_id"])
-    assert "error" not in answer, answer
-    await rest.result((await rest.optim_step(model_id, seq_id + 1, learning_rate=0.5))["request_id"])
+    """Runs a cross-entropy loss and an optimizer step."""
+    await step(rest, model_id, seq_id, data, "cross_entropy")
 
 
 async def datums_of(http: httpx.AsyncClient, source: str, **query: Any) -> list[dict[str, Any]]:
     """Returns the datums of a model in page order."""
-    answer = await http.get("live/datums", params={"source": source, **query})
-    assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["groups"]
-    return found
+    return await groups_of(http, source, "live/datums", **query)
 
 
 async def test_datums_are_ranked_by_their_loss_and_only_their_owner_sees_them(tmp_path: Path) -> None:

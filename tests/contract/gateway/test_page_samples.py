@@ -33,17 +33,21 @@ def datum(tokens: list[int], prompt: types.ModelInput | None = None) -> types.Da
     )
 
 
-async def step(rest: Rest, model_id: str, seq_id: int, data: list[types.Datum] | None = None) -> None:
+async def step(
+    rest: Rest, model_id: str, seq_id: int, data: list[types.Datum] | None = None, loss_fn: str = "importance_sampling"
+) -> None:
     """Runs a loss and an optimizer step."""
-    loss = {"data": data, "loss_fn": "importance_sampling"} if data else {}
+    loss = {"data": data, "loss_fn": loss_fn} if data else {}
     answer = await rest.result((await rest.forward_backward(model_id, seq_id, **loss)).json()["request_id"])
     assert "error" not in answer, answer
     await rest.result((await rest.optim_step(model_id, seq_id + 1, learning_rate=0.5))["request_id"])
 
 
-async def groups_of(http: httpx.AsyncClient, source: str, **query: Any) -> list[dict[str, Any]]:
-    """Returns the groups of a source."""
-    answer = await http.get("live/samples", params={"source": source, **query})
+async def groups_of(
+    http: httpx.AsyncClient, source: str, route: str = "live/samples", **query: Any
+) -> list[dict[str, Any]]:
+    """Returns the groups of a source, in page order."""
+    answer = await http.get(route, params={"source": source, **query})
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["groups"]
     return found

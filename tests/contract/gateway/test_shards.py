@@ -3,7 +3,6 @@ killed.
 """
 
 import asyncio
-import hashlib
 import json
 import signal
 import sys
@@ -20,7 +19,7 @@ import tinker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fovea.api.v1 import gateway_pb2 as pb
-from fovea.api.v1 import gateway_pb2_grpc, model_input_pb2
+from fovea.api.v1 import gateway_pb2_grpc
 from fovea.runtime.hosts import free_ports
 from fovea_gateway.database.ownership import shard_of
 from fovea_gateway.fronts.router import Router, RouterSettings
@@ -28,7 +27,7 @@ from tests.contract.gateway.conftest import KEY, Stand, running
 from tests.contract.gateway.fakes import MODEL, FakeTrainer
 from tests.contract.gateway.recovering import RecoveringTrainer
 from tests.contract.gateway.requests import PNG, Rest, image_input, text_datum
-from tests.contract.gateway.test_grpc_front import KEYED, create, records, text, wait
+from tests.contract.gateway.test_grpc_front import KEYED, create, records, text, upload, wait
 from tests.contract.gateway.test_postgresql import CLIENTS, Load, Patient, check_once, kill, slow_down
 from tests.contract.gateway.test_process import Process
 from tests.postgresql import Server
@@ -204,17 +203,7 @@ async def test_grpc_calls_reach_both_shards(front: Front) -> None:
         stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
         made = [await create(stub) for _ in range(2)]
         assert {shard_of(session_id) for session_id, _ in made} == {0, 1}
-        sha256 = hashlib.sha256(PNG).hexdigest()
-
-        async def pieces() -> AsyncIterator[pb.UploadImageRequest]:
-            yield pb.UploadImageRequest(sha256=sha256, data=PNG[:10])
-            yield pb.UploadImageRequest(data=PNG[10:])
-
-        assert (await stub.UploadImage(pieces(), metadata=KEYED)).size_bytes == len(PNG)
-        reference = model_input_pb2.ImageReference(
-            sha256=sha256, format=model_input_pb2.IMAGE_FORMAT_PNG, expected_token_count=4
-        )
-        image = model_input_pb2.Chunk(image_reference=reference)
+        image = await upload(stub)
         for session_id, model_id in made:
             submitted = await stub.SubmitForwardBackward(
                 records(model_id, 1, [text(1), image, text(2)]), metadata=KEYED
