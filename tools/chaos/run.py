@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -21,6 +22,8 @@ from chaos.stack import MODEL_NAME, READY_S, Stack
 
 _LEAVES_WITHIN_S = 60.0
 """Seconds after which sessions ended by their clients, and everything that belongs to them, must be gone."""
+_MODEL = re.compile(r"sess-[0-9a-f]{16}(-[0-9]+)?:train:")
+"""The id of a model; the group is its shard, None for the first one."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ async def run(
     await run_clients(stack, folder / "before", before, stop, rounds=dict.fromkeys(before, 2))
     at_first = await _settled(stack, Counter())
     disturbed = asyncio.create_task(run_clients(stack, folder / "disturbed", clients, stop, pause_s=pause_s))
-    await _begun(folder / "disturbed", clients, disturbed)
+    await _begun(folder / "disturbed", clients, disturbed, shards=len(before))
     start = time.monotonic()
     happened = await Nemesis(stack, lambda fault: print(fault, flush=True)).run(plan)
     write_log(folder / "faults.jsonl", happened, start)
@@ -153,10 +156,19 @@ async def run_clients(
     return {name: await process.wait() for name, process in processes.items()}
 
 
-async def _begun(folder: Path, names: Sequence[str], clients: asyncio.Task[dict[str, int]]) -> None:
-    """Waits until each client has sent a command; faults before that would affect no client."""
+async def _begun(folder: Path, names: Sequence[str], clients: asyncio.Task[dict[str, int]], shards: int) -> None:
+    """Waits until each client has sent a command and each shard has a model.
+
+    Faults before that would affect no client, and a gateway that dies before the SDK has opened the sessions gets none.
+    """
     files = [folder / f"{name}.jsonl" for name in names]
-    await until(lambda: clients.done() or all(file.exists() and file.stat().st_size for file in files), READY_S)
+
+    def has_begun() -> bool:
+        histories = [file.read_text() for file in files if file.exists()]
+        found = {match[1] for history in histories if (match := _MODEL.search(history))}
+        return len(histories) == len(files) and all(histories) and len(found) == shards
+
+    await until(lambda: clients.done() or has_begun(), READY_S)
 
 
 async def _settled(stack: Stack, before: Inventory) -> Inventory:
