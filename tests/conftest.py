@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 
+import fovea.cli  # noqa: F401 - before gRPC, as in `fovea up`: tests start services
 from tests.object_storage import new_bucket
 from tests.other_logs import OTHER_LOGS
 from tests.postgresql import database_url, postgresql

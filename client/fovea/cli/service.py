@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fovea.runtime.processes import die_with_parent
+from fovea.cli import FORK_SUPPORT
+from fovea.runtime.processes import SUPERVISED, die_with_parent
 from fovea.runtime.tasks import Backoff
 
 STEADY_S = 60.0
@@ -67,7 +68,8 @@ class ServiceSpec:
         temporary_dir: Folder for temporary files. It is removed after the service and its descendants have ended, and
             again before each start, because a killed process leaves files behind. The parent folder is private to this
             user. Empty for the system's default.
-        starts_after: Name of a service that must pass its health check before this one starts; empty for none.
+        starts_after: Name of a service that must pass its health check before this one goes on; empty for none. Its
+            process imports meanwhile: its standard input stays open until then (`processes.wait_for_turn`).
     """
 
     name: str
@@ -108,6 +110,7 @@ class Service:
         # Wall-clock times, which `fovea status` can compare with its own.
         self._started_at = self._starts_again_at = 0.0
         self._serves_since: float | None = None
+        self._must_wait, self._gate = bool(spec.starts_after), -1
         self.restarts, self._last_end = 0, ""
 
     @property
@@ -148,6 +151,16 @@ class Service:
             on_end(self.spec.name, how, self._pauses.next_s)
             await self._pauses.pause()
             self.restarts += 1
+
+    def let_go_on(self) -> None:
+        """Ends the wait of `processes.wait_for_turn` in the process, now and after each restart."""
+        self._must_wait = False
+        self._close_gate()
+
+    def _close_gate(self) -> None:
+        if self._gate >= 0:
+            os.close(self._gate)
+            self._gate = -1
 
     def note_serving(self) -> None:
         """Records that the service passed its health check; uptime is measured from here."""
@@ -196,7 +209,7 @@ class Service:
         return _TIME_AND_LEVEL.sub("", found).strip()[:_LONGEST_CAUSE]
 
     async def _start(self) -> asyncio.subprocess.Process:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOVEA_SUPERVISED": "1"} | SAFE_PATH
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"} | SAFE_PATH
         environment |= self.spec.environment
         if self.spec.temporary_dir:
             await self._remove_temporary_dir()
@@ -204,13 +217,17 @@ class Service:
             environment["TMPDIR"] = self.spec.temporary_dir
         # Without cached bytecode every process would recompile torch and vllm, which takes 20 s instead of 8 s.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment.pop(FORK_SUPPORT, None)
         # Use a pipe of our own: with asyncio's pipe, `wait` would not return until orphaned descendants close it.
         reading, writing = os.pipe()
+        waiting = asyncio.subprocess.DEVNULL
+        if self._must_wait:
+            waiting, self._gate = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *self.spec.arguments,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=waiting,
                 stdout=writing,
                 stderr=writing,
                 env=environment,
@@ -221,9 +238,12 @@ class Service:
             )
         except BaseException:
             os.close(reading)
+            self._close_gate()
             raise
         finally:
             os.close(writing)
+            if waiting >= 0:
+                os.close(waiting)
         self._started_at = time.time()
         self._reader = asyncio.create_task(self._read(reading))
         return self._process
@@ -247,6 +267,7 @@ class Service:
 
     async def _clean_up(self, process: asyncio.subprocess.Process) -> None:
         """Kills the descendants of an ended process, reads the rest of its output and removes its temporary files."""
+        self._close_gate()
         self._kill_group(process.pid)  # descendants that outlive the process would hold its ports
         await process.wait()
         assert self._reader is not None

@@ -47,7 +47,7 @@ class Supervisor:
         self._ready_s: float | None = None
         self._specs = service_specs(options) if specs is None else specs
         self._services = {spec.name: Service(spec, self._print) for spec in self._specs}
-        self._has_served = {spec.name: asyncio.Event() for spec in self._specs}
+        self._have_served: set[str] = set()
         self._folder = folder or StateFolder(options.state_dir)
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._log: ServiceLog | None = None  # set once the folder is locked
@@ -75,7 +75,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, self._stop.set)
-        running = [asyncio.create_task(self._run(service)) for service in self._services.values()]
+        running = [asyncio.create_task(each.run(self._note_end, self._note_change)) for each in self._services.values()]
         failed = asyncio.ensure_future(asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION))
         stopped = asyncio.create_task(self._stop.wait())
         ready = asyncio.create_task(self._wait_ready(start))
@@ -94,11 +94,6 @@ class Supervisor:
         self._print("fovea", "all services have stopped")
         return 0
 
-    async def _run(self, service: Service) -> None:
-        if service.spec.starts_after:
-            await self._has_served[service.spec.starts_after].wait()
-        await service.run(self._note_end, self._note_change)
-
     async def _wait_ready(self, start: float) -> None:
         deadline = start + self._options.ready_timeout_s
         await asyncio.gather(*(self._wait_serving(spec, start, deadline) for spec in self._specs))
@@ -114,7 +109,10 @@ class Supervisor:
                 await asyncio.sleep(0.1)
         self._services[spec.name].note_serving()
         self._print("fovea", f"{spec.name} is {what} after {time.monotonic() - start:.1f} s")
-        self._has_served[spec.name].set()
+        self._have_served.add(spec.name)
+        for service in self._services.values():
+            if service.spec.starts_after == spec.name:
+                service.let_go_on()
 
     def _note_end(self, name: str, how: str, pause_s: float) -> None:
         # Before Fovea is ready, a service that exits with a code cannot start, so Fovea stops. A killed service
@@ -125,7 +123,7 @@ class Supervisor:
         self._print(
             "fovea", f"{name} ended with {how}; restarting it in {pause_s:.2g} s, the other services keep running"
         )
-        if self._has_served[name].is_set() and (name not in self._returning or self._returning[name].done()):
+        if name in self._have_served and (name not in self._returning or self._returning[name].done()):
             wait = self._wait_serving(self._services[name].spec, time.monotonic(), math.inf, "back")
             self._returning[name] = asyncio.create_task(wait)
         self._note_change()

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 from collections import deque
@@ -17,6 +18,8 @@ from fovea.runtime import tracing
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of <linux/prctl.h>
 
+SUPERVISED = "FOVEA_SUPERVISED"
+"""Set by `fovea up` for the processes that it starts."""
 UNUSED = ("accelerate", "scipy", "sklearn")
 """Packages that transformers imports if it finds them, for features that no service uses: a fifth of all imports."""
 
@@ -80,6 +83,19 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def wait_for_turn(logger: logging.Logger, others: str) -> None:
+    """Waits until `fovea up` closes the standard input of this process: it does so once the services that must start
+    first are ready. Returns at once in a process that `fovea up` did not start.
+
+    Args:
+        logger: Logs the wait, if there is one.
+        others: The services that start first, for the log.
+    """
+    if os.environ.get(SUPERVISED) and not select.select([sys.stdin], [], [], 0.0)[0]:
+        logger.info("waiting until %s", others)
+        sys.stdin.buffer.read()
 
 
 def name_process(name: str) -> None:
@@ -190,7 +206,7 @@ def configure_logging(service: str, level: str = "INFO") -> None:
     """Sends all logs of this process to standard error, each line with the service's name, and keeps the newest."""
     handler = logging.StreamHandler(sys.stderr)
     # `fovea up` adds the name to every line itself.
-    name = "" if os.environ.get("FOVEA_SUPERVISED") else f"{service:<8} "
+    name = "" if os.environ.get(SUPERVISED) else f"{service:<8} "
     handler.setFormatter(
         _OneLine(f"%(asctime)s.%(msecs)03d {name}%(levelname)-7s %(name)s:%(trace)s %(message)s", "%H:%M:%S")
     )

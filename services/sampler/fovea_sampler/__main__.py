@@ -11,7 +11,7 @@ def main() -> None:
     from fovea_sampler.settings import SamplerSettings
 
     settings = SamplerSettings.from_command_line("fovea_sampler")
-    from fovea.runtime.processes import RECENT, UNUSED, configure_logging, importing, leave
+    from fovea.runtime.processes import RECENT, UNUSED, configure_logging, importing, leave, wait_for_turn
 
     configure_logging("sampler", settings.log_level)
     # The order matters. The environment must be set before torch is imported, and the engine must be launched (it
@@ -28,6 +28,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         raise SystemExit(f"fovea_sampler: {error}") from None
     logger = logging.getLogger(__name__)
+    wait_for_turn(logger, "the service that uses this device too has started")
     logger.info("vLLM %s", engine_arguments.start_steps(config))
     begun = time.monotonic()
     llm = vllm_launch.launch(config)

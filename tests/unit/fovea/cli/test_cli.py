@@ -73,7 +73,9 @@ def test_a_wrong_scope_of_sign_in_is_refused_before_anything_starts(tmp_path: pa
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 9}))
     (tmp_path / "model.safetensors").write_bytes(b"0")
     roles = '--set=gateway.oidc_roles={"ml-team": "trian"}'
-    result = CliRunner().invoke(app, ["up", roles, "--model", str(tmp_path), "--state-dir", str(tmp_path / "state")])
+    result = CliRunner().invoke(
+        app, ["up", roles, "--port=0", "--model", str(tmp_path), "--state-dir", str(tmp_path / "state")]
+    )
     assert result.exit_code == 2
     (line,) = result.output.splitlines()
     words = "the group 'ml-team' has the scope 'trian'; a scope is one of read, sample, train, admin"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -196,3 +197,32 @@ async def test_files_of_the_users_folder_do_not_shadow_modules(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     _, _, lines = await ends("import random, sys; print('it is', random.__name__); sys.exit(3)", 1)
     assert lines[0] == "it is random"
+
+
+FORKING = """
+import asyncio, os, sys
+import fovea.cli.main
+import grpc
+from fovea.runtime.hosts import free_ports
+
+def count_threads():
+    os.write(1, b"%d " % len(os.listdir("/proc/self/task")))
+
+async def main():
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{free_ports(1)[0]}")
+    ready = asyncio.ensure_future(channel.channel_ready())
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        process = await asyncio.create_subprocess_exec("/bin/true", preexec_fn=count_threads)
+        await process.wait()
+    ready.cancel()
+    await channel.close()
+
+asyncio.run(main())
+"""
+
+
+def test_grpc_starts_no_threads_in_a_child_before_it_becomes_a_service() -> None:
+    """They abort if they find their descriptors closed, so a service that starts at such a moment ends with SIGABRT."""
+    result = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["1"] * 20, result.stderr

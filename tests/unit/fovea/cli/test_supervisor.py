@@ -238,11 +238,16 @@ def supervisor_of(
 async def run_until(words: str, supervisor: Supervisor, shown: io.StringIO, patience_s: float) -> "asyncio.Task[int]":
     """Starts the supervisor; waits until it has printed the words."""
     running = asyncio.create_task(supervisor.run())
+    await shows(words, running, shown, patience_s)
+    return running
+
+
+async def shows(words: str, running: "asyncio.Task[int]", shown: io.StringIO, patience_s: float) -> None:
+    """Waits until a running supervisor has printed the words."""
     async with asyncio.timeout(patience_s):
         while words not in shown.getvalue():
             assert not running.done(), shown.getvalue()
             await asyncio.sleep(0.05)
-    return running
 
 
 @pytest.mark.slow
@@ -333,22 +338,40 @@ async def test_what_is_killed_while_it_starts_is_started_again_twice(
     assert shown.getvalue().count(again) == 2
 
 
-async def test_what_starts_after_another_finds_it_serving(
+WAITING = """
+import logging, socket, sys
+from fovea.runtime.processes import wait_for_turn
+logging.basicConfig(level="INFO")
+wait_for_turn(logging.getLogger("late"), "the trainer has started")
+socket.create_connection(("127.0.0.1", int(sys.argv[2]))).close()
+"""
+
+
+async def test_a_service_imports_while_it_waits_for_another_and_then_finds_it_serving(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example a sampler on the trainer's device, which uses the remaining memory."""
+    """For example a sampler on the trainer's device, which uses the remaining memory. The first service starts only
+    once the second one runs, so a second one that is started afterwards fails this test.
+    """
     first, second = free_ports(2)
-    late = "import time\ntime.sleep(0.5)\n" + SERVING
-    finds = f"import socket\nsocket.create_connection(('127.0.0.1', {first})).close()\n" + SERVING
+    mark = tmp_path / "second runs"
+    late = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.1)\n" + SERVING
+    finds = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n" + WAITING + SERVING
     specs = [
         ServiceSpec(
-            name, ("-c", program, str(port)), f"127.0.0.1:{port}", "fovea.Part", 0, {SECRET_VARIABLE: 32 * "s"},
-            starts_after=after,
+            name, ("-c", program, str(port), str(first)), f"127.0.0.1:{port}", "fovea.Part", 0,
+            {SECRET_VARIABLE: 32 * "s"}, starts_after=after,
         )
         for name, program, port, after in (("trainer", late, first, ""), ("gateway", finds, second, "trainer"))
     ]  # fmt: skip
     supervisor, shown = supervisor_of(specs, tmp_path, monkeypatch)
     running = await run_until("gateway is ready", supervisor, shown, 60)
+    assert "waiting until the trainer has started" in shown.getvalue()
+    pid = supervisor._services["gateway"].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await shows("gateway is back", running, shown, 60)
+    assert shown.getvalue().count("waiting until") == 1, "a service that restarts waits for no other"
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 0
 
