@@ -35,8 +35,11 @@ FAMILIES: tuple[type[VisionFamily], ...] = (
 MODEL_TYPES = tuple(sorted(model_type for family in FAMILIES for model_type in family.model_types))
 """Values of `model_type` in config.json that have a family."""
 
-_CHUNKS = "packed attention has no chunks (attention_chunk_size), and its experts are weighted before their gate"
-_MAMBA = "packed training has no Mamba 2 layer, and vLLM computes Mamba 2 only on a GPU"
+_CHUNKS = (
+    "packed attention has no chunks (attention_chunk_size), and transformers runs all experts on each token, weighted "
+    "before their gate"
+)
+_MAMBA = "packed training has no Mamba 2 layer"
 MISSING_PIECES = {
     "deepseek_ocr2": "vLLM has no DeepseekOcr2ForConditionalGeneration, only the class of the checkpoint's custom code",
     "ernie4_5_vl_moe": "its layers have experts for text and others for images, which router replay does not separate",
